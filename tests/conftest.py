@@ -1,4 +1,4 @@
-"""Markers by folder, settings of Triton and PyTorch, and permitted reasons to skip."""
+"""Set markers by folder, settings of Triton and PyTorch, and the permitted reasons to skip."""
 
 import gc
 import logging
@@ -19,16 +19,16 @@ import pytest
 from negamax.base import env
 from tests import forked_children
 
-# Workers and servers start repeatedly: keep compiled bytecode.
+# Workers and servers start repeatedly, so keep compiled bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 TESTS = Path(__file__).parent
-WAITING = ("dist", "attacks", "e2e", "install", "gpu")  # mostly for their processes
+WAITING = ("dist", "attacks", "e2e", "install", "gpu")  # folders of tests that wait for processes
 COMPUTING = ("cpu", "nano", "checks", "unit")
-# What a machine may lack; a test that skips for another reason fails.
+# Things that a machine may lack. A test that skips for another reason fails.
 MAY_SKIP = re.compile(
     "PyTorch finds no GPU here|needs two GPUs|needs . GPUs"
     "|in this run Triton compiles its kernels for the GPU"
@@ -39,22 +39,21 @@ MAY_SKIP = re.compile(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Triton interpret its kernels unless this run is for the GPU, and set PyTorch's threads.
+    """Let Triton interpret its kernels unless this run needs a GPU, and set PyTorch's threads.
 
-    Both read their settings only once. One thread suffices for the tests' sizes; tests of threads
-    set their number, and waiting threads sleep.
+    Triton and PyTorch read these settings only once. One thread suffices for the sizes of the
+    tests. Tests of threads set their number, and waiting threads sleep.
     """
     folder = tempfile.mkdtemp(prefix="negamax-tests-")
     config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
     os.environ["XDG_STATE_HOME"] = folder  # crash dumps
-    # Shells start background commands with SIGINT ignored, nohup with SIGHUP ignored; the commands
-    # under test would inherit that.
+    # Shells start background commands with SIGINT ignored, and nohup ignores SIGHUP. The commands
+    # under test would inherit these settings.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # No client here needs the public authorities' certificates, which take each client 20 ms to
-    # read.
+    # No client needs the certificates of public authorities, which take each client 20 ms to read.
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = folder
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,12 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark tests by folder and by `full.txt`, and order them so that all workers end together.
 
     Tests with long time limits come first. Files that wait alternate with files that compute.
-    Within each kind, slow files come first, by folder and size. Errors: `UsageError` for a line of
+    Within each kind, slow files come first, by folder and size. Raises `UsageError` for a line of
     `full.txt` that no test matches.
     """
     for item in items:
         item.add_marker(getattr(pytest.mark, _folder(item.path)))
-    # `--last-failed` and ids on the command line collect only a part of a file
+    # `--last-failed` and ids on the command line collect only a part of a file.
     is_part = config.getoption("lf", False) or any("::" in arg for arg in config.args)
     unmatched = mark_full(read_full_list(), items)
     if unmatched and not is_part:
@@ -103,7 +102,10 @@ def read_full_list() -> Iterator[str]:
 
 
 def mark_full(starts: Iterable[str], items: Iterable[pytest.Item]) -> list[str]:
-    """Mark tests whose ids start so as `full`; return the unmatched starts of collected files."""
+    """Mark tests as `full` if their ids begin with one of `starts`.
+
+    Return the unmatched starts of collected files.
+    """
     by_file: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
@@ -131,20 +133,18 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Do not collect garbage during collection: imported modules stay, and scanning them takes
-    seconds.
-    """
+    """Do not collect garbage during collection, since scanning imported modules takes seconds."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
-        forked_children.environment()  # imported libraries have set variables
+        forked_children.environment()  # Imported libraries have set variables by then.
 
 
 def pytest_unconfigure() -> None:
-    """Let the exit free what collection froze: bindings of Triton 3.9 report what is left."""
+    """Let the exit free what collection froze; Triton 3.9 reports objects that are left."""
     gc.unfreeze()
 
 
@@ -169,7 +169,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def check_skip(report: Report) -> Report:
-    """Fail a skip for an unlisted reason."""
+    """Turn a skip into a failure if its reason is not listed."""
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if not MAY_SKIP.search(reason):

@@ -1,4 +1,4 @@
-"""Proposers with known outputs, for tests that drafts do not change the text."""
+"""Proposers with known outputs, for tests that draft tokens do not change the text."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -19,11 +19,11 @@ Key = tuple[int, tuple[int, ...]]  # seed and prompt of a request
 
 
 class ScriptedProposer(Proposer):
-    """Proposes tokens of a run without drafts, with errors by kind; none for unknown requests."""
+    """Propose tokens of a run without drafts, with errors by kind. Unknown requests get none."""
 
     num_draft_tokens = NUM_DRAFT_TOKENS
     capture: tuple[int, ...] = ()
-    is_checked = True  # rows must hold the known text
+    is_checked = True  # Rows must hold the known text.
 
     def __init__(self, kind: str, outputs: dict[Key, list[int]]) -> None:
         self._kind, self._outputs = kind, outputs
@@ -43,7 +43,7 @@ class ScriptedProposer(Proposer):
             prompt = tuple(requests.tokens[slot, :prompt_len].tolist())
             output = self._outputs.get((int(requests.seeds[slot]), prompt), [])
             known = requests.tokens[slot, prompt_len:length].tolist()
-            # A row in flight continues after its end. A captured step samples again once it has all
+            # A row in flight continues after its end. A captured step samples again when it has all
             # logits.
             is_first = not self.is_checked or requests.needs_all_logits(slot)
             assert is_first or known[: len(output)] == output[: len(known)], "an accepted draft"
@@ -61,7 +61,7 @@ class ScriptedProposer(Proposer):
 def outputs_of(
     params: Iterable[SamplingParams], prompts: Iterable[list[int]], outputs: Iterable[list[int]]
 ) -> dict[Key, list[int]]:
-    """Return outputs by request; a captured step proposes for grammar rows before sampling."""
+    """Return outputs by seed and prompt of the request."""
     return {
         (one.seed or 0, tuple(prompt)): output
         for one, prompt, output in zip(params, prompts, outputs, strict=True)

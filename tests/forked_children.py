@@ -45,14 +45,14 @@ PARENTS = {
 # variables that may differ from the environment of the imports
 LATE_VARIABLES = {
     log.CHILD_VARIABLE, KEY_VARIABLE, "PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM",
-    "TORCHINDUCTOR_CACHE_DIR",  # importing a model of transformers sets it
-    # of the tests' own engines and ranks
+    "TORCHINDUCTOR_CACHE_DIR",  # Importing a model of transformers sets it.
+    # variables of the tests' engines and ranks
     "ENGINE_MODULE", "STUB_STEP_MS", "STUB_LOG", "STUB_HOLD", "REPLAY_SCRIPT", "REPLAY_RECORD",
     "HELD_ENGINE", "KILLED_IN_MOVE", "COUNTED_TOKENS",
 }  # fmt: skip
 ROOT = Path(__file__).parents[1]
-COMMAND_BYTES = 2000  # of a child's command line
-FIRST_FREE = 500  # no child has a file open from this number on
+COMMAND_BYTES = 2000  # bytes of a child's command line
+FIRST_FREE = 500  # Children have no open file with this number or a larger one.
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # of `Popen`
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36
@@ -78,7 +78,7 @@ def start(module: str, *args: str, **options: Any) -> subprocess.Popen[Any]:
 def finished(
     module: str, *args: str, text: str | None = None, timeout: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module to its end. `text`: stdin (None: inherited). Raises `TimeoutExpired`."""
+    """Run a module to its end. `text` is its stdin (None: inherited). Raises `TimeoutExpired`."""
     pipe = subprocess.PIPE
     stdin = None if text is None else pipe
     with start(module, *args, stdin=stdin, stdout=pipe, stderr=pipe, text=True) as child:
@@ -98,9 +98,9 @@ def _spawn(
     own_group: bool = False,
     pass_fds: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
-    has_secrets: bool = True,  # a forked child has the variables of this run
+    has_secrets: bool = True,  # A forked child has all variables of this run.
 ) -> subprocess.Popen[bytes]:
-    """Replace `supervision.spawn`; `spawn` is the original."""
+    """Replace `supervision.spawn`, whose original is `spawn`."""
     wanted = env.make_child_env(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
     if not source().has_environment(wanted):
         return spawn(module, *args, own_group=own_group, pass_fds=pass_fds, variables=variables)
@@ -111,7 +111,7 @@ def _spawn(
 
 
 class Source:
-    """The connection to the single-threaded process that is forked."""
+    """Hold the connection to the single-threaded process that is forked."""
 
     def __init__(self, requests: socket.socket, environment: Mapping[str, str]) -> None:
         self._requests = requests
@@ -119,7 +119,7 @@ class Source:
 
     @classmethod
     def started(cls) -> Source:
-        """Start a source, which ends with this process."""
+        """Start a source. It ends with this process."""
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fd, room = theirs.fileno(), "-" * COMMAND_BYTES
@@ -131,7 +131,7 @@ class Source:
         return self._environment == _early(wanted)
 
     def fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> int:
-        """Return the id of a new child of this process."""
+        """Fork a child that runs `request` with `fds`. Return its process id."""
         with _adopting():
             socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
             return int(self._requests.recv(32))
@@ -139,7 +139,7 @@ class Source:
 
 @cache
 def environment() -> dict[str, str]:
-    """Return this run's environment at the first call, which `tests/conftest.py` makes."""
+    """Return this run's environment, fixed at the first call, which `tests/conftest.py` makes."""
     return env.make_child_env()
 
 
@@ -152,7 +152,7 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Adopt grandchildren whose parent ends, only within this context."""
+    """Adopt grandchildren whose parent ends, but only within this context."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
@@ -162,7 +162,7 @@ def _adopting() -> Iterator[None]:
 
 
 class Forked(subprocess.Popen[Any]):
-    """A child forked from `source`."""
+    """Hold a child that was forked from `source`."""
 
     def __init__(self, source: Source, command: list[str], **options: Any) -> None:
         self._source = source
@@ -187,7 +187,10 @@ class Forked(subprocess.Popen[Any]):
 
 
 def await_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Serve forks. In a child: return its request and its files; in the source, None at the end."""
+    """Serve requests to fork until the end.
+
+    In a child, return its request and its files. In the source, return None at the end.
+    """
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     while True:
         frame, fds, _, _ = socket.recv_fds(requests, 65536, 16)
@@ -238,8 +241,8 @@ def _show(command: list[str]) -> None:
 
 
 def main(fd: int) -> None:
-    """Import, then fork a child per request, which runs its module as the main program."""
-    global of_this_run  # in a child with children: the process forked for it
+    """Import modules, then fork a child per request, which runs its module as the main program."""
+    global of_this_run  # a child with children gets the process that is forked for it
     environment()
     with large_imports():
         for name in PRELOADED:
@@ -252,7 +255,7 @@ def main(fd: int) -> None:
         module, *arguments = request["command"][2:]
         if module in PARENTS:
             ours, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            if os.fork() == 0:  # the children of this child are forked from it
+            if os.fork() == 0:  # The children of this child are forked from it.
                 for other in (ours.detach(), *fds):
                     os.close(other)
                 continue
@@ -266,10 +269,10 @@ def main(fd: int) -> None:
 
 def run(module: str, arguments: list[str]) -> None:
     """Run the module as the main program."""
-    if module != "negamax":  # of the package `__main__` runs
+    if module != "negamax":  # For a package, its `__main__` runs.
         sys.modules.pop(module, None)
     sys.argv = [module, *arguments]
-    sys.stdout = os.fdopen(1, "w", closefd=False)  # the inherited stream may not have been a pipe
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # The inherited stream may not have been a pipe.
     code: str | int | None = None
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""A tool whose servers are forked: `python -m tests.forked_tool MODULE ARGUMENTS`."""
+"""Run a tool whose servers are forked: `python -m tests.forked_tool MODULE ARGUMENTS`."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Local servers with the parts of the Hugging Face hub and of ModelScope that a download uses."""
+"""Serve the parts of the Hugging Face hub and of ModelScope that a download uses."""
 
 import hashlib
 import http.server
@@ -48,7 +48,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body: bytes = b"",
         cut: int | None = None,
     ) -> None:
-        """Answer with `body`, or with its first `cut` bytes and the full length in the header."""
+        """Answer with `body`, or with its first `cut` bytes and a header that has the full
+        length.
+        """
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -117,10 +119,10 @@ class _HubHandler(_Handler):
 
 
 class TinyHub(TinyServer):
-    """Serves `files` as `lab/model` and `lab/MiniMax-M2.7`; other `lab` models fail by name.
+    """Serve `files` as `lab/model` and `lab/MiniMax-M2.7`. Other `lab` models fail by name.
 
-    `lab/gated` requires accepted terms, `lab/token` refuses the token, `lab/ill` is an internal
-    error. `lab/cut` truncates its first `cuts` answers longer than `cut_at` bytes.
+    `lab/gated` requires accepted terms, `lab/token` refuses the token, and `lab/ill` is an internal
+    error. `lab/cut` truncates its first `cuts` answers that are longer than `cut_at` bytes.
     """
 
     handler = _HubHandler
@@ -133,7 +135,7 @@ class TinyHub(TinyServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Point huggingface_hub in a subprocess to this hub."""
+        """Return variables that point huggingface_hub in a subprocess to this hub."""
         return {
             "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_ETAG_TIMEOUT": "120",
@@ -174,12 +176,12 @@ class _ModelScopeHandler(_Handler):
 
 
 class TinyModelScope(TinyServer):
-    """Serves `files` as `lab/model`, committed at `changed`; `served` has "licence", too."""
+    """Serve `files` as `lab/model`, committed at `changed`. `served` also lists "licence"."""
 
     handler = _ModelScopeHandler
     changed = 1_000_000_000  # seconds since 1970
 
     @property
     def environment(self) -> dict[str, str]:
-        """Point ModelScope's client in a subprocess to this server."""
+        """Return variables that point ModelScope's client in a subprocess to this server."""
         return {"MODELSCOPE_ENDPOINT": self.endpoint}

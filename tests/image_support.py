@@ -1,4 +1,4 @@
-"""Images for tests: drawn, encoded, and decoded as the server does."""
+"""Draw and encode images for tests, and decode images as the server does."""
 
 import base64
 import io

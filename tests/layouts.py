@@ -10,7 +10,7 @@ _SIZES = {
 
 
 def parallel(**options: Any) -> dict[str, Any]:
-    """Return options with parallel sizes by short names. `ep` True: over all ranks."""
+    """Return options for parallel sizes with short names. `ep` True means all ranks."""
     return {
         "enable_expert_parallel"
         if option is True and name == "ep"
@@ -20,5 +20,5 @@ def parallel(**options: Any) -> dict[str, Any]:
 
 
 def full(*values: Any) -> Any:
-    """Mark parameters that only `make test-full` runs."""
+    """Mark a parameter that only `make test-full` runs."""
     return pytest.param(*values, marks=pytest.mark.full)

@@ -19,7 +19,7 @@ def admitted(llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> li
 def drive(
     llm: LLM, requests: Iterable[GenerateRequest], *, num_steps: int | None = None
 ) -> dict[str, list[SequenceUpdate]]:
-    """Add `requests` and run the loop to its end, or for some steps. Return all updates by id."""
+    """Add `requests` and run the loop to its end, or for `num_steps`. Return all updates by id."""
     updates: dict[str, list[SequenceUpdate]] = {}
     for request in requests:
         updates[request.request_id] = []
@@ -44,7 +44,7 @@ def generate_tokens(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
 
 
 def free_all(llm: LLM) -> None:
-    """Run the loop to its end. Then no request, block or grammar may be left."""
+    """Run the loop to its end, and check that no request, block or grammar is left."""
     drive(llm, ())
     stats = llm.stats()
     assert stats.num_running == stats.num_waiting == 0

@@ -1,4 +1,4 @@
-"""Descriptions of quantized checkpoints with the fields that each tool writes."""
+"""Describe quantized checkpoints with the fields that each tool writes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -124,7 +124,7 @@ def modelopt_file(exclude: Sequence[str], cache: str | None = None) -> Fields:
     return {"producer": PRODUCER, "quantization": quantization}
 
 
-# MiniMax-M3.1: experts in NVFP4, other matrices in MXFP8
+# In MiniMax-M3.1, experts are NVFP4 and other matrices are MXFP8.
 M31: Fields = {
     "quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic",
     "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized", "group_size": 16,

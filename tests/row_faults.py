@@ -1,4 +1,4 @@
-"""Faults in the worker for one row, which a request selects by logit bias: `asking(fault)`."""
+"""Plant faults in the worker for one row, which `asking(fault)` selects by logit bias."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,17 +10,17 @@ from negamax.worker import request_state as state_module
 from negamax.worker.request_state import RequestState
 
 FAULTS = ("classify", "state", "fill", "late fill", "edit", "late edit", "prompt logprobs")
-LATE = 4  # output tokens before a late fault
+LATE = 4  # number of output tokens before a late fault
 
 Patch = Callable[[object, str, Any], None]
 
 
 class Injected(Exception):
-    """A fault that a test asked for."""
+    """Raised for a fault that a test requested."""
 
 
 def asking(fault: str, *, only_rank: int = -1, **params: Any) -> SamplingParams:
-    """Return parameters of a request that triggers `fault`, on every rank or on one."""
+    """Return parameters of a request that triggers `fault`, on every rank or on one rank."""
     asks_for_prompt = {"prompt_logprobs": 1} if fault == "prompt logprobs" else {}
     bias = {FAULTS.index(fault): 1.0 + only_rank / 10}
     fixed = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
@@ -28,7 +28,7 @@ def asking(fault: str, *, only_rank: int = -1, **params: Any) -> SamplingParams:
 
 
 def install(rank: int, patch: Patch) -> None:
-    """Make this process's functions fail for requests that select a fault."""
+    """Make functions of this process fail for requests that select a fault."""
 
     def asks(params: SamplingParams, fault: str) -> bool:
         value = (params.logit_bias or {}).get(FAULTS.index(fault))
@@ -72,4 +72,4 @@ def install(rank: int, patch: Patch) -> None:
     wrap(prompt_logprobs, "_entries", in_entries)
 
 
-PROMPT_MARK = 17  # the second token of a prompt whose log-probabilities fail
+PROMPT_MARK = 17  # second token of a prompt whose log-probabilities fail

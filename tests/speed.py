@@ -1,18 +1,18 @@
-"""Speed checks for machines of any speed and load, relative to other work."""
+"""Check speed on machines of any speed and load, relative to other work."""
 
 import math
 import time
 from collections.abc import Callable
 
 _TRIES = 10
-_HOPELESS = 60.0  # seconds of attempts that were all too slow
-_LOOP_SECONDS = 0.003  # of `_loop` on a quiet core of 2025
+_HOPELESS = 60.0  # limit in seconds for attempts that are all too slow
+_LOOP_SECONDS = 0.003  # time of `_loop` on a quiet core of 2025
 
 
 def is_linear(seconds: Callable[[int], float], size: int) -> bool:
-    """Return whether `size` takes less than 9 times a quarter of it (linear: 4, quadratic: 16).
+    """Return whether `size` takes less than 9 times as long as a quarter of it.
 
-    Use the shortest of several attempts.
+    A linear function takes 4 times as long, a quadratic one 16 times. The shortest attempts count.
     """
     whole, quarter, spent = math.inf, math.inf, 0.0
     for _ in range(_TRIES):
@@ -29,7 +29,7 @@ def is_linear(seconds: Callable[[int], float], size: int) -> bool:
 def is_quick(work: Callable[[], object], limit: float) -> bool:
     """Return whether `work` takes less than `limit` CPU seconds, scaled to a core of 2025.
 
-    Use the shortest of several attempts.
+    The shortest of several attempts counts.
     """
     for _ in range(_TRIES):
         spent = cpu_seconds(work)
@@ -46,7 +46,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def slowness() -> float:
-    """Return a loop's current time relative to a quiet core of 2025, at least 1."""
+    """Return the time of a loop divided by its time on a quiet core of 2025, at least 1."""
     return max(1.0, cpu_seconds(_loop) / _LOOP_SECONDS)
 
 

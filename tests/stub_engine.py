@@ -2,10 +2,11 @@
 
     python -m tests.stub_engine FOLDER
 
-It speaks the engine's wire protocol; `tests.stub_server` starts it. An author decides the answers;
-this module's author writes as many tokens as requested, one per step. STUB_STEP_MS is the time
-between two steps (0: none). STUB_LOG is a file for the monotonic time (float64) of each step before
-it is sent. While the file STUB_HOLD exists, no answer continues after its first step.
+The process speaks the engine's wire protocol, and `tests.stub_server` starts it. An author decides
+the answers. The author of this module writes as many tokens as requested, one per step.
+STUB_STEP_MS is the time between two steps (0: none). STUB_LOG is a file for the monotonic time
+(float64) of each step before it is sent. While the file STUB_HOLD exists, no answer continues after
+its first step.
 """
 
 import itertools
@@ -46,13 +47,13 @@ CALL_END = "</parameter>\n</invoke>\n</minimax:tool_call>"
 
 
 class Answer:
-    """A running request and its next tokens."""
+    """Hold a running request and its next tokens."""
 
     def __init__(
         self, request: GenerateRequest, tokens: Sequence[int], *,
         steps: Iterator[int] | None = None, num_cached_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """`steps` yields the number of tokens of each step; default: one."""
+        """Make an answer. `steps` yields the number of tokens of each step; the default is one."""
         self.request = request
         self.tokens = tokens
         self.position = 0
@@ -60,7 +61,7 @@ class Answer:
         self._num_cached_tokens = num_cached_tokens
 
     def step(self, eos: int) -> SequenceUpdate:
-        """Take the tokens of one step."""
+        """Return the tokens of one step."""
         tokens = list(self.tokens[self.position : self.position + next(self._steps)])
         self.position += len(tokens)
         is_over = self.position >= len(self.tokens)
@@ -74,11 +75,11 @@ class Author(Protocol):
         """Begin the answer to a request."""
 
     def end(self, answer: Answer) -> None:
-        """Note that an answer ended or was aborted."""
+        """Take note that an answer ended or was aborted."""
 
 
 class Novelist:
-    """Writes equal parts of reasoning, content and a tool call, at different offsets per answer."""
+    """Write equal parts of reasoning, content and a tool call, at different offsets per answer."""
 
     def __init__(self, source: ModelSource) -> None:
         tokenizer = Tokenizer.from_folder(source.tokenizer_folder)
@@ -113,7 +114,7 @@ class Novelist:
 
 
 class StubEngine:
-    """Takes requests and returns the next tokens of each."""
+    """Take requests, and return the next tokens of each request."""
 
     def __init__(
         self, options: EngineOptions, *, new_author: Callable[[ModelSource], Author]
@@ -122,7 +123,7 @@ class StubEngine:
         self._author = new_author(source)
         self._eos = source.generation.eos_token_ids[0]
         self._answers: dict[str, Answer] = {}
-        self._aborted: list[SequenceUpdate] = []  # reported by the next step
+        self._aborted: list[SequenceUpdate] = []  # The next step reports these.
         self._hold = os.environ.get("STUB_HOLD")
         self._steps = 0
         self._tokens = 0
@@ -141,7 +142,7 @@ class StubEngine:
         return bool(self._aborted or self._due())
 
     def take(self, message: wire.ToEngine) -> bool:
-        """Process a message; return False for a shutdown."""
+        """Process a message. Return False if it is a shutdown."""
         if isinstance(message, wire.AddRequest):
             self._answers[message.request.request_id] = self._author.begin(message.request)
         elif isinstance(message, wire.AbortRequests):
@@ -172,7 +173,7 @@ class StubEngine:
         return wire.StepOutputs(updates, self._stats())
 
     def _due(self) -> Collection[Answer]:
-        """Return the answers that continue."""
+        """Return the answers that may continue."""
         if self._hold is None or not Path(self._hold).exists():
             return self._answers.values()
         return [answer for answer in self._answers.values() if answer.position == 0]
@@ -187,7 +188,7 @@ class StubEngine:
 
 
 def make_vision() -> VisionSpec:
-    """A tower for nano-m3, whose tokens of images have MiniMax-M3's ids minus 195,904."""
+    """Make a vision tower for nano-m3; its image tokens are MiniMax-M3's ids minus 195,904."""
     return VisionSpec(
         hidden_size=160, num_layers=1, num_heads=2, intermediate_size=64, patch_size=14,
         spatial_merge_size=2, temporal_patch_size=2, projector_hidden_size=64, text_hidden=64,
@@ -197,7 +198,7 @@ def make_vision() -> VisionSpec:
 
 
 def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
-    """Serve the sockets in `folder`; return the exit code."""
+    """Serve the sockets in `folder`. Return the exit code."""
     exit_with_parent()
     pause = float(os.environ.get("STUB_STEP_MS", "0")) / 1000
     log = os.environ.get("STUB_LOG")

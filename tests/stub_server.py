@@ -1,4 +1,4 @@
-"""The real server with a stub engine on a free port: `python -m tests.stub_server`."""
+"""Run the real server with a stub engine on a free port: `python -m tests.stub_server`."""
 
 import argparse
 

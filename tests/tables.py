@@ -1,4 +1,4 @@
-"""Tables of cases as data: tests/tables.json, by module and test."""
+"""Read tables of test cases from tests/tables.json, by module and test."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Small MiniMax-M2 checkpoints with random weights, made by transformers, the oracle."""
+"""Make small MiniMax-M2 checkpoints with random weights by transformers, which is the oracle."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def make_model(seed: int, **sizes: Any) -> MiniMaxM2ForCausalLM:
 
 
 def randomize(model: Any, seed: int, *, norm: float) -> Any:
-    """Draw float32 weights: norms near `norm`, router bias 4-10, separated logits."""
+    """Draw float32 weights: norms near `norm`, router bias 4-10, and separated logits."""
     model = model.float().eval()
-    model.set_experts_implementation("eager")  # other implementations do not support odd sizes
+    model.set_experts_implementation("eager")  # Other implementations refuse odd sizes.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

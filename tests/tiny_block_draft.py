@@ -1,4 +1,4 @@
-"""Small random block drafts, and their proposals in plain PyTorch."""
+"""Make small random block drafts, and compute their proposals in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZES = json.loads("""{
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "torch_dtype": "float32"
 }""")
-# config fields, and whether the draft has an embedding and a head of its own ("own")
+# config fields, and whether the draft has its own embedding and head ("own")
 VARIANTS: dict[str, dict[str, Any]] = json.loads("""{
     "dspark": {
         "architectures": ["DSparkMiniMaxDraftModel"], "dspark_block_size": 4, "rotary_dim": 4,
@@ -93,7 +93,7 @@ def weights(variant: str, config: dict[str, Any], seed: int) -> Weights:
 
 
 def quantize(tensors: Weights) -> Weights:
-    """Return `tensors` with MXFP8 projections of layers, and round them in place."""
+    """Return `tensors` with MXFP8 projections of layers, and round the originals in place."""
     stored = dict(tensors)
     for name, tensor in tensors.items():
         if "_proj." not in name or not name.startswith("layers."):
@@ -123,7 +123,7 @@ def respell(tensors: Weights) -> Weights:
 
 
 def join(model: Path, draft: Path, *, is_among: bool) -> None:
-    """Move a draft into the folder of its model, or with `is_among` into its files."""
+    """Move a draft into the folder of its model, or into the model's files if `is_among`."""
     if not is_among:
         draft.rename(model / "dspark")
         return
@@ -141,7 +141,9 @@ def join(model: Path, draft: Path, *, is_among: bool) -> None:
 
 
 class Oracle:
-    """A draft's proposals; `embedding`, `head`: the target's, for a draft without its own."""
+    """Compute a draft's proposals. `embedding` and `head` are the target's, if the draft
+    has none.
+    """
 
     def __init__(
         self,
@@ -223,7 +225,7 @@ class Oracle:
         return self.linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), f"{name}.o_proj")
 
     def heads(self, x: Tensor, name: str, norm: str | None = None) -> Tensor:
-        """x [n, hidden] -> [heads, n, head_dim]."""
+        """Split x [n, hidden] into [heads, n, head_dim]."""
         x = self.linear(x, name).unflatten(1, (-1, self.config["head_dim"]))
         return (self.norm(x, norm) if norm else x).transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""Small random EAGLE3 drafts in three file layouts, and their proposals in plain PyTorch."""
+"""Make small random EAGLE3 drafts in three file layouts; compute their proposals in PyTorch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Weights = dict[str, Tensor]
-Proposal = tuple[list[int], list[int]]  # known tokens, and the draft tokens after them
+Proposal = tuple[list[int], list[int]]  # known tokens, and the draft tokens that follow
 
-# Differences of drafts: config fields, own embedding and head, and file layout ("specforge").
+# differences of drafts: config fields, own embedding and head, and file layout ("specforge")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"draft_vocab_size": 40, "num_key_value_heads": 2},
     "32-bit offsets": {
@@ -116,7 +116,7 @@ def weights(
 def save(
     config: dict[str, Any], tensors: Weights, folder: Path, *, layout: str = "specforge"
 ) -> str:
-    """Write a draft as SpecForge, TorchSpec or speculators does."""
+    """Write a draft in the layout of SpecForge, TorchSpec or speculators."""
     several = config["num_hidden_layers"] > 1
     old, new = ("midlayer.", "layers.") if several else ("midlayer.", "layers.0.")
     if layout == "torchspec":
@@ -171,7 +171,7 @@ def as_speculators(
 def make(
     variant: str, folder: Path, *, vocab_size: int, hidden_size: int, ids: list[int]
 ) -> tuple[dict[str, Any], Weights, str]:
-    """Write a variant that reads the outputs of layers `ids`; return config, tensors, path."""
+    """Write a variant that reads the outputs of layers `ids`. Return config, tensors and path."""
     if variant in tiny_block_draft.VARIANTS:
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size}
         fields = tiny_block_draft.config(variant, **sizes, ids=ids)
@@ -201,7 +201,7 @@ def watch(
 ) -> list[Proposal]:
     """Record the known tokens and the proposal of every call in this process.
 
-    Then replace the tokens by those of `texts`, of which 0 to all are correct.
+    Then replace the tokens by tokens of `texts`, of which 0 to all are correct.
     """
     seen: list[Proposal] = []
     own = {proposer: proposer.propose for proposer in (Eagle3Proposer, BlockProposer)}
@@ -233,7 +233,9 @@ def count_differing(
     config: dict[str, Any],
     tensors: Weights,
 ) -> tuple[int, int]:
-    """Count draft tokens that differ from the oracle's on `target`'s `layers`, and all."""
+    """Return how many draft tokens differ from the oracle's on `target`'s `layers`, and how many
+    exist.
+    """
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     of_block = any(name.endswith("block_size") for name in config)
     make_oracle = tiny_block_draft.Oracle if of_block else Oracle
@@ -242,23 +244,25 @@ def count_differing(
     for text in texts:
         with torch.no_grad():
             found = target(torch.tensor([text]), output_hidden_states=True).hidden_states
-        # transformers normalizes the last layer's output, which is none of these
+        # transformers normalizes the last layer's output, which the draft does not read.
         streams[tuple(text)] = [found[layer][0] for layer in layers]
     differing, compared = 0, 0
     for known, drafts in seen:
         text = next((text for text in texts if text[: len(known)] == known), None)
         if text is None:
-            continue  # a row in flight after its end
+            continue  # The request of this row has ended.
         read = [one[: len(known) - 1] for one in streams[tuple(text)]]
         proposed = oracle.propose(read, torch.tensor(known), len(drafts))
-        left = min(len(drafts), len(text) - len(known))  # others are never proposed
+        left = min(len(drafts), len(text) - len(known))  # Later tokens are never proposed.
         compared += left
         differing += sum(map(ne, drafts[:left], proposed[:left]))
     return differing, compared
 
 
 class Oracle:
-    """A draft model's proposals; `embedding`, `head`: the target's, for a draft without its own."""
+    """Compute a draft model's proposals. `embedding` and `head` are the target's, if it has
+    none.
+    """
 
     def __init__(
         self, config: dict[str, Any], tensors: Weights, *, embedding: Tensor, head: Tensor

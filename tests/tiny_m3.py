@@ -1,4 +1,4 @@
-"""Small random MiniMax-M3 checkpoints, made by transformers' vision-language class, the oracle."""
+"""Make small random MiniMax-M3 checkpoints by transformers' vision-language class, the oracle."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def random_sizes(seed: int, **fixed: Any) -> dict[str, Any]:
 
 
 def make_model(seed: int, **sizes: Any) -> MiniMaxM3SparseForConditionalGeneration:
-    # (this import takes a second, and sizes alone do not need it)
+    # The import takes a second, and sizes alone do not need it.
     from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
 
     config = MiniMaxM3VLConfig(text_config=sizes, vision_config=VISION, projector_hidden_size=16)
-    # norms near 0, as Gemma's
+    # Gemma's norms are near 0.
     return tiny.randomize(MiniMaxM3SparseForConditionalGeneration(config), seed, norm=0.0)
 
 
 def text_config(seed: int, **fixed: Any) -> dict[str, Any]:
-    """Return a config.json of transformers' text class, of `random_sizes`."""
+    """Return a config.json of transformers' text class, with `random_sizes`."""
     return {
         "architectures": ["MiniMaxM3VLForCausalLM"], "model_type": "minimax_m3_vl_text",
         "dtype": "float32", "rms_norm_eps": 1e-6, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
@@ -81,7 +81,7 @@ IMAGE_TOKEN = 5
 def make_seeing_model(
     seed: int, *, vision: dict[str, Any] | None = None, image_token: int = IMAGE_TOKEN, **sizes: Any
 ) -> MiniMaxM3SparseForConditionalGeneration:
-    """Make a model that reads images, by default with heads of 80 in its vision tower."""
+    """Make a model that reads images. By default its vision tower has heads of 80 columns."""
     import torch
     from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
 

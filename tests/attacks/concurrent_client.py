@@ -1,6 +1,6 @@
-"""A concurrent client during an attack, whose stream shows how long the server stalled.
+"""Stream to a client during an attack, to show how long the attack stalls the server.
 
-Time in which a runnable process had no core does not count. An attack is tried several times,
+Time in which a runnable process had no core does not count. Each attack is tried several times,
 because a real effect occurs each time.
 """
 
@@ -23,20 +23,23 @@ from tests.speed import slowness
 
 T = TypeVar("T")
 _TRIES = 6
-_SHORT = 0.05  # seconds: shorter gaps are not examined
+_SHORT = 0.05  # seconds; gaps that are shorter are not examined
 
 
 class BusyMachine:
-    """Total waiting time for a core of a server and its client. Single writer: its caller."""
+    """Count the time for which a server and its client wait for a core.
+
+    Only one thread may use an object.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._waited: dict[Path, int] = {}  # nanoseconds by thread, including ended ones
+        self._waited: dict[Path, int] = {}  # thread -> nanoseconds waited, also by ended threads
 
     def seconds(self) -> float:
         for pid in (os.getpid(), *family_of(self._server.process.pid)):
             for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # The thread has ended.
                     self._waited[path] = int(path.read_text().split()[1])
         return sum(self._waited.values()) / 1e9
 
@@ -50,9 +53,10 @@ def unnoticed(
     client: Callable[[], httpx.Client] | None = None,
     **fields: Any,
 ) -> T:
-    """Return `attack`'s result once it neither stalls a `ConcurrentClient` nor exceeds its time.
+    """Return `attack`'s result when a try neither stalls a client nor exceeds its time.
 
-    Limits: `gap` between two events of a client with `fields`, `seconds` on a core of 2025.
+    `gap` limits the time between two events of a client with `fields`. `seconds` limits the
+    attack's time on a core of 2025.
     """
     tries = []
     for _ in range(_TRIES):
@@ -70,12 +74,12 @@ def unnoticed(
 
 
 class ConcurrentClient:
-    """Streams endless text of a chat while a `with` block runs. Single writer: its thread."""
+    """Stream endless text of a chat in a thread while a `with` block runs."""
 
     def __init__(
         self, server: Server, *, client: Callable[[], httpx.Client] | None = None, **fields: Any
     ) -> None:
-        """`client` makes its connection (default: a direct one); `fields` extend its requests."""
+        """`client` opens the connection (default: a direct one). `fields` extend the requests."""
         self._fields = fields
         self._server = server
         self._client = client or server.http
@@ -83,7 +87,7 @@ class ConcurrentClient:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._num_events = 0
         self._last = 0.0  # `time.monotonic` of the last event
-        # waiting time of the machine, at most `_SHORT` before the last event
+        # waiting time of the machine, measured at most `_SHORT` before the last event
         self._busy = self._looked = 0.0
         self.longest_gap = 0.0  # seconds between two events
         self.errors: list[str] = []
@@ -92,7 +96,7 @@ class ConcurrentClient:
         self._machine = BusyMachine(self._server)
         self._thread.start()
         assert eventually(lambda: self._num_events >= 3), self.errors
-        self.longest_gap = 0.0  # time before the first event is no gap
+        self.longest_gap = 0.0  # The time before the first event does not count as a gap.
         return self
 
     def _arrived(self) -> None:

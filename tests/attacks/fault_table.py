@@ -4,11 +4,12 @@
 
 Each part is killed (SIGKILL) or stopped (SIGSTOP, then SIGCONT) while the server is idle, reads
 prompts, generates, or compiles a grammar. The link to another machine is also broken: both ways,
-one way, and briefly. Other machines are network namespaces, which need root.
+one way, and briefly. Network namespaces, which need root, act as other machines.
 
-A cell shows the seconds until open requests ended with an error, until /readyz was not 200, and
-until a request was answered again. Clients "go on" if they only waited. With two replicas, clients
-of the healthy one must go on, and /readyz must stay 200. Exit code 1: a number is above its limit.
+A cell shows three times in seconds: until open requests ended with an error, until /readyz was
+not 200, and until a request was answered again. Clients "go on" if they only waited. With two
+replicas, clients of the healthy one must go on, and /readyz must stay 200. The exit code is 1 if a
+number is above its limit.
 """
 
 import argparse
@@ -35,21 +36,21 @@ from tools.load.server import Server, serving  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 REPORTED_LIMIT, RED_LIMIT = 2.0, 1.0  # seconds
-NODE_LIMIT = 3.0  # both agents' limits, if another machine does not answer
-CLIENTS = 3  # with two cores a tenant has at most three workers for slow grammars
-PREFILL_SECONDS = 8.0  # a grammar process that stops is noticed when the prompt has run
+NODE_LIMIT = 3.0  # limit of both agents, if another machine does not answer
+CLIENTS = 3  # With two cores, a tenant has at most three workers for slow grammars.
+PREFILL_SECONDS = 8.0  # A stopped grammar process is noticed after the prompt has run.
 POLL_SECONDS = 0.05
-PROBE_SECONDS = 0.8  # no answer of /readyz counts as red
+PROBE_SECONDS = 0.8  # A later answer of /readyz counts as no answer.
 STOPPED_SECONDS = 10.0
 STATES = ("idle", "prefill", "decode", "opening")
 ENGINE, GRAMMAR = "negamax.engine.core.process", "negamax.engine.grammar.process"
 RANK, SERVER_WORKER = "negamax.worker.rank_process", "negamax.api.server_worker"
-# Experts move continuously: 160 moves in 200 steps.
+# Experts move continuously, 160 moves in 200 steps.
 MOVING = (
     *("--enable-expert-parallel", "--enable-eplb"),
     *("--eplb-config", '{"step_interval": 1, "window_size": 1, "num_redundant_experts": 2}'),
 )
-# Name, options, server processes, parts.
+# name, options, number of server processes, and parts
 SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("one process", (), 1, ("server process", "engine", "grammar process")),
     ("two server processes", (), 2, ("leader", "server process", "engine")),
@@ -60,8 +61,8 @@ SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("two machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("engine", "node 1")),
     ("two distant machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("node 1",)),
 )
-DISTANCE = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}  # of distant machines
-GAP_SECONDS = 1.4  # of a link; an interruption longer than 2 s is a fault
+DISTANCE = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}  # links between distant machines
+GAP_SECONDS = 1.4  # length of a gap; an interruption of more than 2 s counts as a fault
 GAP = f"gap of {GAP_SECONDS} s"
 MACHINE_FAULTS = ("link down", "hears nothing", "is not heard", GAP)
 # The pause after a fault must not grow with the number of earlier faults.
@@ -73,8 +74,8 @@ BOTH_WAYS = ((0, 1), (1, 0))
 class Client:
     events: list[float] = field(default_factory=list)  # monotonic seconds
     ended: float | None = None
-    error: str | None = None  # error that ended it
-    is_bystander: bool = False  # uses the healthy replica
+    error: str | None = None  # the error that ended the client
+    is_bystander: bool = False  # whether the client uses the healthy replica
     task: asyncio.Task[None] = field(init=False)
 
     async def run(self, server: Server, body: dict[str, Any]) -> None:
@@ -100,17 +101,17 @@ class Client:
 
 @dataclass
 class Cell:
-    """Effect of a fault, in seconds since it; None: not within the limit."""
+    """Hold the effect of a fault, in seconds since the fault. None means later than the limit."""
 
     limit: float  # of `reported`
     reported: float | None = None
-    goes_on: bool = False  # every client went on
+    goes_on: bool = False  # whether every client went on
     harms_bystanders: bool = False
     red: float | None = None
-    again: float | None = None  # since the fault, or since it was undone
+    again: float | None = None  # seconds since the fault, or since it was undone
 
 
-# striking of a fault, and its undoing after all clients noticed it
+# starts the fault, and undoes it after all clients have noticed it
 Fault = tuple[Callable[[], object], Callable[[], object] | None]
 
 
@@ -162,7 +163,7 @@ def faults_of(server: Server, part: str, node: OtherNode | None) -> dict[str, Fa
 
 def children(pid: int) -> list[int]:
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has its own
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):  # Each thread has its own list.
         with contextlib.suppress(OSError):
             found += [int(child) for child in task.read_text().split()]
     return sorted(found)
@@ -184,7 +185,7 @@ def pid_of(server: Server, part: str) -> int:
         return root
     modules = {"engine": ENGINE, "grammar": GRAMMAR, "server": SERVER_WORKER, "replica": ENGINE}
     kind, _, number = part.partition(" ")
-    place = int(number) if number.isdigit() else int(kind == "grammar")  # the first one forks it
+    place = int(number) if number.isdigit() else int(kind == "grammar")  # The first forks the rest.
     return descendants(root, modules.get(kind, RANK))[place]
 
 
@@ -195,11 +196,11 @@ def replica_of(part: str) -> int | None:
 def body_for(
     state: str, *, constrained: bool, nonce: int, replica: int | None = None
 ) -> dict[str, Any]:
-    """Make a request that keeps the server in `state`; `constrained`: with a grammar."""
+    """Make a request that keeps the server in `state`. If `constrained`, it has a grammar."""
     text = f"{nonce} " * (250 if state == "prefill" else 1)  # 1,786 tokens
     body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "stream": True}
     body |= {"max_tokens": 1500, "ignore_eos": True, "routed_dp_rank": replica}
-    if state == "opening":  # the compiler needs about a second
+    if state == "opening":  # The compiler needs about a second for this grammar.
         names = {f"p{nonce}_{index}": {"type": "integer"} for index in range(100)}
         schema = {"type": "object", "properties": names, "minProperties": 25}
         named = {"name": "slow", "schema": schema}
@@ -250,7 +251,7 @@ async def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
 async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Client]:
     constrained = part == "grammar process"
     if constrained:
-        await first_answer(server, part, time.monotonic(), 30.0)  # starts the process
+        await first_answer(server, part, time.monotonic(), 30.0)  # The answer starts the process.
     clients = [Client() for _ in range(0 if state == "idle" else CLIENTS)]
     harmed = replica_of(part)
     for number, client in enumerate(clients):
@@ -277,7 +278,7 @@ async def measure(
     strike, undo = faults_of(server, part, node)[name]
     since = time.monotonic()
     strike()
-    if state == "idle":  # a request arrives before the fault is noticed
+    if state == "idle":  # A request arrives before the fault is noticed.
         clients.append(Client())
         is_constrained = part == "grammar process"
         body = body_for("decode", constrained=is_constrained, nonce=1, replica=replica_of(part))
@@ -310,7 +311,7 @@ async def measure(
 
 
 def all_settled(clients: list[Client], since: float) -> Callable[[], bool]:
-    """Return a check that no client waits; those that go on show it within a second."""
+    """Return a check that no client waits. A client that goes on shows progress within a second."""
     return lambda: (
         time.monotonic() > since + 1.0
         and all(client.outcome(since) != "waits" for client in clients)
@@ -322,7 +323,7 @@ def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, 
     # Other server processes, grammar processes and replicas keep answering.
     is_replica = replica_of(part) is not None
     has_others = is_front or is_replica or part == "grammar process"
-    is_harmless = fault == GAP  # clients go on, and /readyz stays green
+    is_harmless = fault == GAP  # Clients go on, and /readyz stays 200.
     red_limit = NODE_LIMIT if part.startswith("node") else RED_LIMIT
     parts = [
         ("goes on", True) if cell.goes_on else _number(cell.reported, cell.limit),
@@ -378,9 +379,9 @@ def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], 
                 cell = asyncio.run(measured)
                 restart = start_seconds + REPORTED_LIMIT
                 if is_alone and fault == "killed" and server.process.poll() is not None:
-                    cell.again = 0.0  # an external supervisor restarts the server
+                    cell.again = 0.0  # An external supervisor restarts the server.
                 text, is_good = text_of(cell, part, fault=fault, restart=restart)
-        except IndexError as error:  # the part does not exist
+        except IndexError as error:  # The server has no such part.
             text, is_good = f"**{type(error).__name__}**", False
         cells.append(text)
         good &= is_good
@@ -394,7 +395,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=20.0, help="seconds after a fault")
     arguments = parser.parse_args()
     os.environ.setdefault(KEY_VARIABLE, "of the table")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its server ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # The server ends with this process.
     good = True
     print("| part | fault | " + " | ".join(STATES) + " |")
     print("|---|---|" + "---|" * len(STATES), flush=True)

@@ -1,5 +1,3 @@
-"""Bodies that are cheap to send and costly to read are refused at once or read concurrently."""
-
 import concurrent.futures
 import json
 from pathlib import Path
@@ -14,7 +12,7 @@ from tests.e2e.conftest import Server, eventually
 CHAT, GENERATE = "/v1/chat/completions", "/generate"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello"}]
-GAP = 0.5  # seconds, at the sizes of the gate
+GAP = 0.5  # seconds, for bodies of the gate's sizes
 FULL_GAP = 1.0
 MiB = 2**20
 
@@ -70,7 +68,7 @@ def resident_bytes(server: Server) -> int:
     return pages * 4096
 
 
-# elements, and limits in seconds of a concurrent client and of the answer
+# number of elements, and limits in seconds for a concurrent client and for the answer
 SMALL = pytest.param(400_000, GAP, 1.0, id="small")
 LARGEST = pytest.param(3_000_000, FULL_GAP, 3.0, id="largest", marks=pytest.mark.full)
 
@@ -88,7 +86,9 @@ def test_list_of_wrong_elements_is_refused_at_once(
 
 
 def expensive_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
-    """Return bodies with much to decode by name: path and body. `scale` 1 is the largest size."""
+    """Return paths and bodies by name. Decoding each body is expensive; `scale` 1 is the largest
+    size.
+    """
     chat: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 1}
     text = 30 * MiB // scale
     inner = f'[{{"role": "user", "content": "x", "more": {listed("[]", 200_000 // scale)}}}]'
@@ -126,7 +126,7 @@ def test_ignored_fields_are_not_kept_while_the_answer_is_written(server: Server)
     before = resident_bytes(server)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, server, CHAT, content)
-        # the body was received and read
+        # The server has received and read the body.
         assert eventually(lambda: server.gauge("vllm:num_requests_running") == 1)
         grown = resident_bytes(server) - before
         assert not answer.done()

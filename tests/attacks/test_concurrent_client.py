@@ -28,5 +28,5 @@ def test_only_a_stopped_engine_is_a_gap(talker: Server, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(concurrent_client, "_TRIES", 1)
     monkeypatch.setattr(concurrent_client, "slowness", lambda: 1.0)
-    # retry: with other load a gap counts less than it was
+    # With other load a gap counts less than it was, so try several times.
     assert any(is_noticed() for _ in range(10))

@@ -1,5 +1,3 @@
-"""Clients' text never becomes a control token, on any route."""
-
 from typing import Any
 
 import httpx

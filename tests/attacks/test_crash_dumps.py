@@ -1,5 +1,3 @@
-"""Crash dumps suffice for diagnosis and contain nothing that clients wrote."""
-
 import json
 import os
 import signal
@@ -18,7 +16,7 @@ from tests.e2e.test_engine_restarts import ranks_of
 SECRET = "zanzibar"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": f"Tell me of {SECRET}."}]}
 BODY |= {"stop": [SECRET], "stream": True}
-BODY |= {"ignore_eos": True, "max_tokens": 3900}  # it runs until its engine is killed
+BODY |= {"ignore_eos": True, "max_tokens": 3900}  # The request runs until its engine is killed.
 
 
 def dumps_in(folder: Path) -> list[Path]:

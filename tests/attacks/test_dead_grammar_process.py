@@ -17,7 +17,7 @@ def kill_grammar_process(server: Server) -> None:
         for pid in family_of(server.process.pid)
         if b"grammar.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
-    os.kill(max(found), signal.SIGKILL)  # the first one has forked it
+    os.kill(max(found), signal.SIGKILL)  # The first process has forked this one.
 
 
 def test_stream_whose_grammar_process_is_killed_may_be_retried(talker: Server) -> None:
@@ -33,7 +33,7 @@ def test_stream_whose_grammar_process_is_killed_may_be_retried(talker: Server) -
             error, done = [line for line in lines if line][-2:]
         assert "service_unavailable_error" in error and "grammar process ended" in error
         assert done == "data: [DONE]"
-        with talker.http() as http:  # a new process
+        with talker.http() as http:  # These answers come from a new process.
             assert http.post(CHAT, json=FOLLOWED | {"max_tokens": 5}).status_code == 200
 
     unnoticed(talker, attack, gap=1.0)

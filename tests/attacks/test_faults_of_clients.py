@@ -1,4 +1,4 @@
-"""Nonsensical requests are client errors: never a 500 or a log line."""
+"""Check that nonsensical requests are client errors, never a 500 or a log line."""
 
 import itertools
 from typing import Any

@@ -1,6 +1,7 @@
-"""Reading and rendering the largest bodies does not block the event loop.
+"""Check that reading and rendering the largest bodies does not block the event loop.
 
-The tests measure this process's CPU time between two turns of the loop, independent of other load.
+The tests measure the CPU time of this process between two turns of the loop. That time does not
+depend on other load.
 """
 
 import asyncio
@@ -27,12 +28,12 @@ from negamax.text.tokenizer import Tokenizer
 from tests.speed import is_quick, slowness
 
 MiB = 2**20
-WINDOW = 196_608  # tokens, as of MiniMax-M2
+WINDOW = 196_608  # tokens, the context length of MiniMax-M2
 LIMITS = BodyLimits.of(max_bytes=32 * MiB, max_model_len=WINDOW)
 PART = 2**16  # bytes that arrive together
-HELD = 0.1  # CPU seconds on a core of 2025: twice the need
+HELD = 0.1  # CPU seconds on a core of 2025, twice as much as needed
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
-UNITS = {  # of the JSON text of a message
+UNITS = {  # units that the JSON text of a message repeats
     "words": "word ", "spaces": " ", "control tokens": "]~b]", "tags": "<think>",
     "line breaks": "\\n", "quotes": '\\"', "escaped": "\\u4e2d", "pairs": "\\ud83d\\ude00",
     "Chinese": "中", "emoji": "😀",
@@ -73,8 +74,8 @@ async def held(work: Awaitable[object]) -> float:
             longest, last = max(longest, now - last), now
 
     gc.collect()
-    # Collections visit only objects of the work, not of earlier tests. Those stay frozen, because
-    # `unfreeze` would make later collections visit all imported modules.
+    # Collections visit only objects of this work, not those of earlier tests. These stay
+    # frozen, because `unfreeze` would make later collections visit all imported modules.
     gc.freeze()
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0.005)
@@ -91,7 +92,7 @@ def request_with(parts: Sequence[bytes]) -> Request:
     waiting = list(parts)
 
     async def receive() -> dict[str, Any]:
-        await asyncio.sleep(0.0001)  # until the body has arrived
+        await asyncio.sleep(0.0001)  # The body needs time to arrive.
         return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
 
     headers = [(b"content-type", b"application/json")]
@@ -110,7 +111,10 @@ async def rendered(body: bytes) -> str:
 
 
 def check(body: bytes) -> None:
-    """It is refused and blocks no other request. Retry: other load makes it slower."""
+    """Check that `body` is refused and blocks no other request.
+
+    Other load makes the work slower, so try several times.
+    """
     outcome = ""
 
     async def run() -> float:
@@ -134,9 +138,9 @@ def full(*values: Any) -> Any:
         full("pairs", 20 * MiB, ""),
         *(full(unit, 20 * MiB, "") for unit in UNITS if unit != "pairs"),
         *(full(unit, 32 * MiB - 100, "") for unit in UNITS),
-        full("words", 20 * MiB, "😀"),  # makes all characters wide
-        ("words", 20 * MiB, "\\ud83d"),  # half a character
-        ("control tokens", LIMITS.chars - 100, "😀"),  # the longest text that is tokenized
+        full("words", 20 * MiB, "😀"),  # The emoji makes all characters wide.
+        ("words", 20 * MiB, "\\ud83d"),  # The escape is half a character.
+        ("control tokens", LIMITS.chars - 100, "😀"),  # This is the longest text that is tokenized.
     ],
 )
 def test_long_text_does_not_block_the_loop(unit: str, num_bytes: int, end: str) -> None:

@@ -1,4 +1,4 @@
-"""Thoughts within signatures: a small body cannot become a large prompt."""
+"""Check that thoughts within signatures cannot turn a small body into a large prompt."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def of_responses() -> list[dict[str, Any]]:
 
 
 def requests(*, has_gone_on: bool) -> dict[str, dict[str, Any]]:
-    """Return bodies by path. `has_gone_on`: a user message follows, which removes thoughts."""
+    """Return bodies by path. If `has_gone_on`, a user message follows, which removes thoughts."""
     more = [{"role": "user", "content": "And now?"}] if has_gone_on else []
     return {
         "/v1/messages": {"model": MODEL, "max_tokens": 1, "messages": of_messages() + more},

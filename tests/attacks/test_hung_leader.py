@@ -47,7 +47,7 @@ def test_server_continues_after_all_its_processes_were_stopped(two: Server) -> N
     for pid in family:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(HANG_SECONDS + 1)
-    for pid in reversed(family):  # the first process ends last
+    for pid in reversed(family):  # The first process ends last.
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.2)
     time.sleep(1)
@@ -56,7 +56,7 @@ def test_server_continues_after_all_its_processes_were_stopped(two: Server) -> N
 
 
 def test_hung_first_process_is_ended_by_its_children(two: Server) -> None:
-    """Run last: it ends the shared server."""
+    """This test ends the shared server, so it must be the last one."""
     family = children_of(two)
     pool, begun = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
     with holder(two, "any", 1) as probing, holder(two, "any", 1) as streaming, pool:

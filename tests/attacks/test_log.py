@@ -1,5 +1,3 @@
-"""A server whose output is not read, and clients that try to fill it."""
-
 import os
 import re
 import socket
@@ -15,7 +13,7 @@ from tests.ports import free_port
 def test_unread_output_and_malformed_requests_block_nothing() -> None:
     port = free_port()
     read, write = os.pipe()
-    os.close(read)  # the reader of the ready line is gone
+    os.close(read)  # No process reads the pipe after the ready line.
     options = f"serve nano --num-threads 1 --port {port} --enable-access-log"
     command = [sys.executable, "-m", STUB, *options.split()]
     server = subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE)
@@ -27,7 +25,7 @@ def test_unread_output_and_malformed_requests_block_nothing() -> None:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
                     stranger.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
                     stranger.recv(1000)
-            for number in range(400):  # more lines than the pipe holds
+            for number in range(400):  # These lines are longer than the pipe's buffer.
                 assert http.get(f"/v1/models/%0aforged%1b[2J{number}{'x' * 200}").status_code == 404
             body = {"model": "nano", "prompt": "Hello", "max_tokens": 2}
             assert http.post("/v1/completions", json=body).status_code == 200

@@ -1,5 +1,3 @@
-"""deploy/nginx.conf before a server: one address's excess requests do not affect others."""
-
 import concurrent.futures
 import contextlib
 import shutil
@@ -20,14 +18,14 @@ from tests.ports import free_port
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="no nginx here")
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx.conf"
 FLOODER, OTHER = "127.0.0.1", "127.0.0.2"
-BURST = 40  # requests at once, and then 10 a second
-OPEN_REQUESTS = 64  # of one address
+BURST = 40  # requests that may arrive at once; then 10 per second may follow
+OPEN_REQUESTS = 64  # open requests of one address
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
 def port(server: Server, tmp_path: Path) -> Iterator[int]:
-    """Run nginx with deploy/'s configuration before the shared server; yield its address."""
+    """Run nginx with deploy/'s configuration before the shared server. Yield its port."""
     port = free_port()
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
     files = ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.pem")]
@@ -92,7 +90,7 @@ def test_an_address_over_its_rate_is_refused_and_others_are_not(server: Server, 
         assert http.get("/livez").status_code == 200
         assert http.get("/metrics").status_code == 404
     seconds = time.monotonic() - started
-    # a machine that takes longer for 200 requests than their rate allows refuses none
+    # No request is refused on a machine that needs longer for 200 requests than the rate allows.
     assert set(statuses) == {200, 429} or seconds > (2 * 100 - BURST) / 10
     assert statuses.count(200) <= BURST + 2 + 10 * seconds
 
@@ -109,8 +107,8 @@ def test_open_requests_of_an_address_are_limited(port: int) -> None:
         for _ in range(OPEN_REQUESTS):
             plain = socket.create_connection(("127.0.0.1", port), source_address=(FLOODER, 0))
             connection = stack.enter_context(tls.wrap_socket(plain))
-            connection.sendall(head.encode())  # its body never comes
-            connection.settimeout(0.1)  # within the rate
+            connection.sendall(head.encode())  # The body never arrives.
+            connection.settimeout(0.1)  # The requests stay within the rate.
             with contextlib.suppress(TimeoutError):
                 raise AssertionError(connection.recv(1000))
         with client_at(FLOODER, port) as http:

@@ -1,5 +1,3 @@
-"""Requests that once cost far more than their size: growing events, and the largest seed."""
-
 import json
 import time
 
@@ -15,7 +13,7 @@ NUM_TOKENS = 600
 
 
 def test_a_long_stream_with_logprobs_costs_no_more_than_its_time(server: Server) -> None:
-    """Each event of /generate repeats the answer so far."""
+    """Stream /generate, where each event repeats the answer so far."""
     sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     body = {"text": "Once", "stream": True, "return_logprob": True, "top_logprobs_num": 20}
     body["sampling_params"] = sampling
@@ -33,7 +31,7 @@ def test_a_long_stream_with_logprobs_costs_no_more_than_its_time(server: Server)
     assert len(told["output_ids"]) == told["meta_info"]["completion_tokens"] == NUM_TOKENS
     assert len(told["meta_info"]["output_token_logprobs"]) == NUM_TOKENS
     assert len(told["meta_info"]["output_top_logprobs"][-1]) == 20
-    # otherwise 300 times the last event
+    # Without pacing, the size would be 300 times that of the last event.
     assert size < BYTES_PER_SECOND * seconds + 2 * len(last), seconds
 
 

@@ -1,5 +1,3 @@
-"""Bodies drawn from the OpenAPI document, valid or not, get 200 or 4xx; the engine survives."""
-
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ from tools.load.fuzz import problem_of
 from tools.load.http import Answer
 
 MAX_DEPTH = 6
-EXTRA_ITEMS = 3  # beyond the minimum that a schema requires
-# keeps requests short; drawn values could let them run for minutes
+EXTRA_ITEMS = 3  # number of items beyond the minimum of a schema
+# Drawn values could let requests run for minutes, so limit them.
 SHORT = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "timeout": 2}
 SETTINGS: dict[str, Any] = {"derandomize": True, "database": None, "deadline": None}
 SETTINGS["suppress_health_check"] = list(HealthCheck)
@@ -27,7 +25,7 @@ ANY = st.recursive(
 
 
 class BodyDrawer:
-    """Draws values of schemas in an OpenAPI `document`; `wrong`: one value in ten is invalid."""
+    """Draw values of schemas in an OpenAPI `document`. If `wrong`, one value in ten is invalid."""
 
     def __init__(self, draw: st.DrawFn, document: dict[str, Any], *, wrong: bool) -> None:
         self._draw = draw

@@ -1,5 +1,3 @@
-"""Schemas that are small on the wire and large when expanded."""
-
 from typing import Any
 
 import httpx

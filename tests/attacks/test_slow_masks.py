@@ -1,5 +1,3 @@
-"""Grammars with increasingly slow masks, beside an output with a simple one."""
-
 import contextlib
 import threading
 import time
@@ -22,7 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def attack(server: Server, form: dict[str, Any], stop: threading.Event, answers: list[str]) -> None:
-    """Send streams in turn, each with a different grammar so that nothing is cached."""
+    """Send streams in turn. Each has a different grammar, so that no cache helps."""
     body = {
         "model": "nano", "messages": [{"role": "user", "content": "Hi"}],
         "structured_outputs": form, "chat_template_kwargs": {"enable_thinking": False},

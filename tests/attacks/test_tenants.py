@@ -1,5 +1,3 @@
-"""Clients with different keys cannot reach each other's requests, responses and caches."""
-
 import json
 import re
 from collections.abc import Iterator
@@ -52,7 +50,7 @@ def test_a_name_of_several_prompts_ends_them_all(http: httpx.Client) -> None:
         lines = answer.iter_lines()
         next(lines)
         assert http.post("/abort_request", json={"rid": "r_0"}).json() == {"num_aborted": 1}
-        # the server has noticed the disconnect
+        # The server has noticed the disconnect.
         assert any('"type":"abort"' in line.replace(" ", "") for line in lines)
         assert http.post("/abort_request", json={"rid": "r"}).json() == {"num_aborted": 1}
 
@@ -102,13 +100,12 @@ def test_own_pages_programs_keys_pass(server: Server, http: httpx.Client, keyed:
     own += [{"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}]
     for headers in own:
         assert http.post(CHAT, json=SHORT, headers=headers).status_code == 200, headers
-    with as_holder(keyed, "anna") as anna:  # a page cannot set this header
+    with as_holder(keyed, "anna") as anna:  # A page of another site cannot set this header.
         foreign = {"origin": "https://app.example"}
         assert anna.post(CHAT, json=SHORT, headers=foreign).status_code == 200
 
 
 def test_one_key_does_not_keep_all_rows_from_another(keyed: Server) -> None:
-    """Each of n choices counts: while none of a key's has ended, another key's requests run."""
     with as_holder(keyed, "anna") as anna, as_holder(keyed, "bert") as bert:
         many = begin(anna, n=40)
         next(many)

@@ -26,10 +26,10 @@ def holder(server: Server, key: str, index: int) -> Iterator[httpx.Client]:
             if int(answer.json()["id"][-2:], 16) == index:
                 yield http
                 return
-    raise AssertionError(f"process {index} answers nothing")
+    raise AssertionError(f"process {index} answered no request")
 
 
-# processes of the owner and of another request: the same one, and another
+# processes of the owner and of another request: the same one, or two processes
 BOTH = [(0, 0), (1, 0), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((0, 1), (1, 1)))]
 
 
@@ -129,7 +129,7 @@ def test_one_key_leaves_room_in_the_queue_for_the_next(keyed: Server) -> None:
         carl = stack.enter_context(holder(keyed, "carl", 0))
         root = stack.enter_context(as_holder(keyed, "root"))
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(7))
-        running = begin(first, n=2, max_tokens=30_000)  # until it is aborted
+        running = begin(first, n=2, max_tokens=30_000)  # The response runs until it is aborted.
         next(running)
         answers = []
         for number, http in enumerate((*annas[:4], *berts, carl)):

@@ -1,4 +1,4 @@
-"""Source files, parsed once for all checks."""
+"""Parse source files once for all checks."""
 
 import ast
 from functools import cache
@@ -21,12 +21,12 @@ def nodes(path: Path) -> list[ast.AST]:
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Return the modules that `path` imports, and the names that it takes from them."""
+    """Return the modules that `path` imports, and the names that it imports from modules."""
     return find_imports(nodes(path))
 
 
 def top_imports(path: Path) -> tuple[str, ...]:
-    """Return those that importing `path` imports: outside of functions."""
+    """Return the modules that are imported when `path` is imported, outside of functions."""
     found = list[ast.AST](tree(path).body)
     for node in found:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,5 +1,3 @@
-"""Imports are declared, dependencies are bounded, and one tested set is installed everywhere."""
-
 import re
 import sys
 import tomllib
@@ -16,10 +14,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 REQUIRED = [Requirement(line) for line in PROJECT["dependencies"]]
 LISTED = PROJECT["optional-dependencies"].items()
 EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in LISTED}
-# the package itself never imports the other extras
+# The package itself never imports the other extras.
 OPTIONAL = [r for name, extra in EXTRAS.items() if name not in ("test", "dev") for r in extra]
-OWN = {"negamax", "compression", *sys.stdlib_module_names}  # the second one: Python 3.14
-# others are imported by their name, with "_" for "-"
+OWN = {"negamax", "compression", *sys.stdlib_module_names}  # `compression`: from Python 3.14 on
+# Other packages are imported by their name, with "_" for "-".
 IMPORTED_AS = {
     "backports.zstd": "backports",
     "pyzmq": "zmq",
@@ -33,7 +31,7 @@ def import_name(requirement: Requirement) -> str:
 
 
 def test_every_import_is_declared() -> None:
-    """Modules import only required packages at the top; functions may import extras."""
+    """Check that modules import only required packages at the top. Functions may import extras."""
     required = {import_name(requirement) for requirement in REQUIRED}
     optional = {import_name(requirement) for requirement in OPTIONAL}
     undeclared = set()
@@ -42,7 +40,7 @@ def test_every_import_is_declared() -> None:
         anywhere = {name.split(".")[0] for name in imports(path)} - OWN
         missing = (at_top - required) | (anywhere - required - optional)
         undeclared |= {f"{room(path)}: {name}" for name in missing}
-    assert not undeclared, "declare in pyproject.toml, or import otherwise"
+    assert not undeclared, "declare the package in pyproject.toml, or use another one"
 
 
 def test_every_dependency_has_an_upper_bound() -> None:
@@ -64,7 +62,7 @@ def test_every_dependency_is_in_the_tested_set(requirement: Requirement) -> None
     if requirement.name == PROJECT["name"]:
         return
     version = constraints().get(requirement.name.lower().replace("_", "-"))
-    assert version is not None, "run `make constraints`, or add the version that was tested"
+    assert version is not None, "run `make constraints`, or add the tested version"
     assert requirement.specifier.contains(version), version
 
 

@@ -1,5 +1,3 @@
-"""Links lead to existing files and headings; commands, code and data on pages are valid."""
-
 import ast
 import contextlib
 import json
@@ -27,7 +25,7 @@ PAGES = sorted(
                  *ROOT.glob("tools/**/*.md"), *ROOT.glob("nano/*.md"))
 )  # fmt: skip
 
-# Pages of the built site only: the other pages of docs/ may link to them.
+# These pages exist only in the built site. The other pages of docs/ may link to them.
 GENERATED = {ROOT / "docs" / page.PAGE: page.render for page in (api_reference, cli_reference)}
 
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
@@ -37,7 +35,7 @@ _HEADING = re.compile(r"^#{1,6} +(.*?) *$", re.MULTILINE)
 
 @cache
 def read(page: Path) -> str:
-    """Return the text of a page, rendered if `make docs` generates it."""
+    """Return the text of a page. A generated page is rendered first."""
     return GENERATED[page]() if page in GENERATED else page.read_text(encoding="utf-8")
 
 
@@ -79,13 +77,13 @@ def test_named_modules_exist(page: Path) -> None:
     assert [name for name in named if not any((each / name).exists() for each in folders)] == []
 
 
-# Records of the past may name removed commands and tools.
+# Pages about the past may name removed commands and tools.
 PAST = {"decisions", "log", "CHANGELOG.md"}
 COMMANDS_OF = [page for page in PAGES if PAST.isdisjoint(page.parts)]
 
 
 def blocks(page: Path, language: str) -> Iterator[str]:
-    """Return the code blocks of `page` in `language`; indented ones are commands."""
+    """Yield the code blocks of `page` in `language`, including indented blocks."""
     text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^( *)```(\w+)\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE):
         if match[2] == language:
@@ -96,9 +94,9 @@ def blocks(page: Path, language: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Return the words of every command on `page`.
+    """Yield the words of every command on `page`.
 
-    Commands are in code blocks, and in the text if they have options and no placeholders.
+    Commands are in code blocks. In the text, they have options and no placeholders.
     """
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     inline = re.findall(r"`(negamax [^`\n]+ --[^`\n]+)`", page.read_text(encoding="utf-8"))
@@ -110,7 +108,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def understand(words: list[str]) -> None:
-    """Raises any refusal of the command line."""
+    """Parse a command line. Raises the error of a refusal."""
     resolved = resolve(ROOT_COMMAND, words)  # type: ignore[arg-type]
     command, path, rest = find_command(ROOT_COMMAND, resolved.words)  # type: ignore[arg-type]
     assert path, f"no command: {words}"
@@ -135,7 +133,7 @@ def test_commands_are_valid(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def _lacks_weights(words: list[str]) -> bool:
-    """Return whether it serves a bundled specification, which needs synthetic weights."""
+    """Return whether the command serves a bundled specification, which has no weights."""
     is_bundled = words[:1] == ["serve"] and not {*bundled_names()}.isdisjoint(words[1:2])
     return is_bundled and "--load-format" not in words
 
@@ -162,7 +160,7 @@ def test_commands_of_the_deployment_files_are_understood() -> None:
 
 
 def _listed_commands(file: Path) -> Iterator[list[str]]:
-    """Return lists that begin with `serve`, anywhere in a YAML file."""
+    """Yield lists that begin with `serve`, anywhere in a YAML file."""
     waiting = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
     while waiting:
         value = waiting.pop()

@@ -1,5 +1,3 @@
-"""House rules beyond linters: single entry points, forbidden means, file and function sizes."""
-
 import ast
 import json
 import re
@@ -14,14 +12,14 @@ from tests.checks.sources import PACKAGE, ROOT, SOURCES, imports, nodes, room, t
 
 FILE_LINES = 600
 KERNEL_FILE_LINES = 900
-FUNCTION_LINES = 105  # without the signature
+FUNCTION_LINES = 105  # limit of lines without the signature
 ASSET_BYTES = 41_500_000
-VENDOR_BYTES = 600_000  # of the chat page
+VENDOR_BYTES = 600_000  # limit for the vendored files of the chat page
 
 
 @cache
 def attributes(path: Path) -> frozenset[str]:
-    """Return dotted names used in the code: `os.environ`, `torch.distributed`."""
+    """Return the dotted names that the code uses, such as `os.environ`, `torch.distributed`."""
     return frozenset(
         f"{node.value.id}.{node.attr}"
         for node in nodes(path)
@@ -52,7 +50,7 @@ def test_single_door(module: str, door: str) -> None:
 
 
 def test_definitions_are_formulas() -> None:
-    """A definition writes only the outputs of its op."""
+    """Check that op definitions are formulas which write only the outputs of their op."""
     specs = sorted((PACKAGE / "kernels").glob("*/op.py"))
     names = {name for path in specs for name in imports(path)}
     assert "numpy" not in names
@@ -109,7 +107,7 @@ def test_embedded_assets_stay_small() -> None:
 
 
 def test_clients_of_tests_are_patient() -> None:
-    """httpx's default of 5 s is too short for a server on a busy machine."""
+    """Check that clients set a timeout: httpx's default of 5 s is too short on a busy machine."""
     asking = re.compile(r"\bhttpx\.(get|post|head|options|request|stream|(Async)?Client)\(")
     hasty = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -137,7 +135,7 @@ def test_libraries_of_the_chat_page_comply_with_its_policy_and_are_licensed() ->
         assert f"\n{name} {version} (" in licenses, name
 
 
-# Callbacks (`on_`), conversions (`to_`, `as_`) and alternative constructors may start with these.
+# Callbacks (`on_`), conversions (`to_`, `as_`) and alternative constructors may use these words.
 FIRST_WORDS = {
     "a", "an", "the", "of", "at", "by", "in", "for", "from", "with", "without", "beside", "behind",
     "between", "among", "under", "over", "above", "below", "after", "before", "since", "until",
@@ -146,7 +144,7 @@ FIRST_WORDS = {
 
 
 def has_free_name(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether it is a property or may be an alternative constructor."""
+    """Return whether a function is a property or may be an alternative constructor."""
     decorators = " ".join(map(ast.unparse, function.decorator_list))
     return any(word in decorators for word in ("property", "classmethod", "staticmethod"))
 
@@ -164,7 +162,7 @@ def test_public_functions_do_not_start_with_a_preposition() -> None:
 
 
 def test_names_of_test_files_are_unique() -> None:
-    """pytest imports test modules into one name space, except those of packages."""
+    """Check for unique names, since pytest imports modules outside packages into one name space."""
     names = [
         path.name
         for folder in (ROOT / "tests", ROOT / "nano")
@@ -181,7 +179,7 @@ def test_names_of_classes_are_unique() -> None:
 
 
 TESTS = Path(__file__).parents[1]
-FOLDERS = (TESTS / "gpu", TESTS / "cpu")  # of modules that tests import by their bare names
+FOLDERS = (TESTS / "gpu", TESTS / "cpu")  # Tests import these modules by their bare names.
 ALLOWED = {
     "negamax", "nano", "numpy", "pytest", "safetensors", "tokenizers", "torch", "transformers",
     "triton",

@@ -1,4 +1,4 @@
-"""Files that ruff does not check also have at most 100 columns."""
+"""Check that files which ruff ignores have at most 100 columns."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 WIDTH = 100
 KINDS = ("c", "h", "js", "mjs", "css", "html", "jinja", "toml", "yaml", "yml", "conf", "sh", "md")
 NAMES = ("Makefile", "run", "Dockerfile")
-OTHERS = re.compile(r"(^|/)vendor/")  # as their authors wrote them
+OTHERS = re.compile(r"(^|/)vendor/")  # Vendored files stay as their authors wrote them.
 _FENCED = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 _TARGET = re.compile(r"\]\([^)\s]+\)|<?https?://\S+")
 
@@ -20,7 +20,10 @@ def files() -> list[str]:
 
 
 def wide_lines(text: str, *, is_prose: bool) -> list[int]:
-    """Return the numbers of too wide lines; prose may exceed in tables, code and link targets."""
+    """Return the numbers of lines that are too wide.
+
+    Prose may exceed the limit in tables, code and link targets.
+    """
     if is_prose:
         text = _FENCED.sub(lambda match: "\n" * match[0].count("\n"), text)
         text = _TARGET.sub("", text)

@@ -13,7 +13,7 @@ PACKAGE = Path(negamax.__file__).parent
 
 
 def test_keywords_of_llm_are_the_engines_options() -> None:
-    """For `help()` and for type checkers: the same names, types and defaults."""
+    """Check that `LLM` has the names, types and defaults of the options, for `help()`."""
     found = inspect.signature(LLM).parameters
     options = inspect.signature(EngineOptions).parameters
     added = set(found) - set(options)
@@ -21,7 +21,7 @@ def test_keywords_of_llm_are_the_engines_options() -> None:
     assert [found[name] for name in options] == list(options.values())
 
 
-@pytest.mark.full  # mypy reads the whole package: a minute
+@pytest.mark.full  # mypy reads the whole package, which takes a minute.
 def test_type_checkers_see_the_keywords_of_llm(tmp_path: Path) -> None:
     file = tmp_path / "caller.py"
     file.write_text(

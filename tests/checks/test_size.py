@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# To raise a cap, name in the commit's body the code that was removed instead.
+# If you raise a cap, name in the commit's body the code that was removed instead.
 CAPS = {"negamax": 87_700, "tests": 63_890, "tools": 5_000, "nano": 10_000}
 
 

@@ -1,4 +1,4 @@
-"""Replaced words do not return: `words.toml` lists names of code, and words of prose."""
+"""Check that replaced words do not return. `words.toml` lists names of code, and words of prose."""
 
 import ast
 import io
@@ -17,7 +17,7 @@ WORDS: dict[str, dict[str, str]] = tomllib.loads(
     (Path(__file__).parent / "words.toml").read_text(encoding="utf-8")
 )
 PROSE = WORDS.pop("prose")
-# Dated pages keep their words; the table of words names the old ones.
+# Dated pages keep their words, and the table of words must contain the old words.
 UNCHECKED = ("docs/log/", "CONTRIBUTING.md", "tests/checks/")
 
 
@@ -41,7 +41,7 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 @cache
 def used(path: Path) -> dict[str, int]:
-    """Map names without leading underscores, and the file's own, to their first line."""
+    """Map all names without leading underscores, and the file's name, to their first line."""
     found = {path.stem: 1}
     for name, line in names(ast.parse(path.read_text(encoding="utf-8"))):
         found.setdefault(name.lstrip("_"), line)
@@ -51,7 +51,7 @@ def used(path: Path) -> dict[str, int]:
 @pytest.mark.parametrize("place", WORDS)
 def test_replaced_names_stay_replaced(place: str) -> None:
     root = ROOT / place
-    assert root.exists(), f"words.toml names {place}, which is not there"
+    assert root.exists(), f"words.toml names {place}, which does not exist"
     any_word = re.compile(rf"\b_*({'|'.join(WORDS[place])})\b")
     old = []
     for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
@@ -74,8 +74,9 @@ def test_the_check_finds_every_kind_of_name() -> None:
 
 
 def find_prose(path: Path) -> str:
-    """The sentences of a file: a page as it is; of code docstrings and comments, and all texts
-    where these are shown to users.
+    """Return the sentences of a file: a whole page, or the docstrings and comments of code.
+
+    In folders with text for users, the result includes all strings.
     """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":

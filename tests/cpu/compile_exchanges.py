@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-# first import: it turns the interpreter off
+# This import must come first, since it turns the interpreter off.
 from compile_kernels import META, PLATFORMS, Driver, without_memory  # isort: skip
 
 import torch

@@ -77,7 +77,7 @@ def without_memory() -> Iterator[None]:
     for name, make in saved.items():
         setattr(torch, name, partial(on_meta, make))
     clamp = Tensor.clamp_
-    # PyTorch would search for a compiler in vain
+    # PyTorch would start a compiler for `clamp_`, which is not there.
     Tensor.clamp_ = lambda tensor, *_, **__: tensor
     try:
         yield
@@ -88,7 +88,7 @@ def without_memory() -> Iterator[None]:
 
 
 def reason_against(platform: Platform, case: Case) -> str | None:
-    """Return the engine's refusal of this case on the platform; None: it runs."""
+    """Return the engine's refusal of this case on the platform, or None if the case runs."""
     caches = [tensor.dtype for name, tensor in case.tensors.items() if name.endswith("_cache")]
     try:
         platform.check_arithmetic(fp8_cache=FP8 in (*caches, case.numbers.get("cache_dtype")))
@@ -106,7 +106,9 @@ def described(error: BaseException) -> str:
 
 
 def spilled_bytes(code: Mapping[str, Any]) -> int:
-    """Return an NVIDIA kernel's stack size per thread (spilled registers), from ptxas's ELF."""
+    """Return the stack bytes per thread (spilled registers) of an NVIDIA kernel, from its
+    ELF file.
+    """
     found = re.search(rb"\x04\x11\x08\x00.{4}(.{4})", code.get("cubin", b""), re.DOTALL)
     return int.from_bytes(found[1], "little") if found else 0
 
@@ -114,9 +116,9 @@ def spilled_bytes(code: Mapping[str, Any]) -> int:
 def compile_for(
     platform: Platform, cases: list[tuple[Op, Case]], *, folder: str = "", quiet: bool = False
 ) -> None:
-    """Compile with the Triton in `folder` and report (only errors if `quiet`), then exit.
+    """Compile with the Triton in `folder`, report (only errors if `quiet`), then exit.
 
-    Neither Triton nor a kernel may be imported before.
+    No other code may import Triton or a kernel before this call.
     """
     sys.path.insert(0, folder or sys.path[0])
     import triton
@@ -130,7 +132,7 @@ def compile_for(
     driver.set_active(Driver(GPUTarget("cuda" if nvidia else "hip", arch, platform.warp_size)))
     platforms.platform_of = lambda device: platform  # type: ignore[assignment]
     table = resolve(platform=platform, dtype=torch.bfloat16)
-    # activations in the platform's FP8 format
+    # Quantize activations to the platform's FP8 format.
     quantize_spec.quantize_activations = table["quantize.activations"].run
     about: dict[str, Any] = {}
     done: set[str] = set()
@@ -185,7 +187,7 @@ def compile_for(
 
 
 def main() -> None:
-    """Start a process per architecture, which takes its cases from this one."""
+    """Start one process per architecture, and send it the cases that it compiles."""
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "runs",
@@ -196,7 +198,7 @@ def main() -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     options = parser.parse_args()
-    sys.modules["triton"] = None  # type: ignore[assignment]  # PyTorch would import it
+    sys.modules["triton"] = None  # type: ignore[assignment]  # PyTorch would import it otherwise
     with without_memory(), torch.inference_mode():
         cases = [
             (op, case)

@@ -13,17 +13,16 @@ __all__ = ["forked_children"]
 
 @pytest.fixture(scope="module")
 def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from loading_support import write_source  # torch, only after tests/conftest.py set it up
+    from loading_support import write_source  # loads torch, after tests/conftest.py set it up
 
     return write_source(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def bool_comparisons() -> None:
-    """Type comparisons as bool in Triton's interpreter, as in its compiler.
+    """Give comparisons the type bool in Triton's interpreter, as the compiler does.
 
-    The interpreter keeps the operands' type, and broadcasts a comparison of scalars in it.
-    Triton 3.9 refuses such masks.
+    The interpreter keeps the operands' type, and Triton 3.9 refuses a mask of that type.
     """
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
         compute = interpreter.InterpreterBuilder.binary_op

@@ -1,4 +1,4 @@
-"""Requests with grammars, by the tokenizer of the embedded model."""
+"""Make requests with grammars for the tokenizer of the embedded model."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def schema(value: Any, *, strict: bool = True) -> Grammar:
 
 
 def reasoning(state: str = "open", *, by_id: bool = True) -> Reasoning:
-    """Return tags that are tokens, or several tokens each without `by_id`."""
+    """Return reasoning tags that are single tokens, or several tokens each if not `by_id`."""
     closer = "</think>" if by_id else "</mm:think>"
     closing = f"\n{closer}\n\n" if by_id and state == "open" else closer
 
@@ -75,7 +75,9 @@ def choice(*texts: str) -> Grammar:
 
 
 def require_call(tools: Sequence[Any], name: str | None = None) -> Grammar:
-    """Return the grammar of calls of MiniMax-M2, of tool `name` or of any."""
+    """Return the grammar that requires a call of tool `name`, or of any tool, in MiniMax-M2's
+    format.
+    """
     style = M2Calls(MINIMAX_M2.tag_ids(TOKENIZER))
     grammar = tool_grammar(tools, style, choice="function" if name else "required", name=name)
     assert grammar is not None
@@ -83,7 +85,9 @@ def require_call(tools: Sequence[Any], name: str | None = None) -> Grammar:
 
 
 def seeded(seed: int, **fields: Any) -> SamplingParams:
-    """Sample at temperature 1, with a bias against the embedded model's habit of white space."""
+    """Sample at temperature 1, with a bias against the white space that the embedded model
+    prefers.
+    """
     return SamplingParams(
         **{"temperature": 1.0, "seed": seed, "max_tokens": 400, "logit_bias": SPACES, **fields}
     )
@@ -99,7 +103,7 @@ def kill(client: GrammarClient | None, number: int = signal.SIGKILL) -> None:
 
 
 def says(llm: LLM, word: str) -> bool:
-    """Return whether `llm` answers by a grammar, which starts a grammar process."""
+    """Return whether `llm` answers `word` under a grammar; the request starts a grammar process."""
     return outputs(llm, ["?"], [seeded(1, grammar=choice(word))])[0].text == word
 
 

@@ -1,4 +1,4 @@
-"""Captured steps without CUDA: replay repeats a step that reads only fixed buffers."""
+"""Simulate captured steps without CUDA: a replay repeats a step that reads only fixed buffers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.worker import runner, worker
 from negamax.worker.device import HostTensor, Runtime
 
-# attention ops whose plans read lengths
+# attention ops whose plans read the lengths of sequences
 _PLANNED = (
     DECODE, PREFILL, BLOCK_SPARSE_SELECT, BLOCK_SPARSE_SELECT_SHARD, BLOCK_SPARSE_MERGE_SHARDS,
     BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL, PARTIAL_DECODE, PARTIAL_PREFILL,
@@ -54,7 +54,9 @@ class RepeatedStep:
 
 
 class RepeatedSteps:
-    """A `GraphPool`. `runs_captured`: capturing a step also runs it, with padding alone."""
+    """Stand in for `GraphPool`. If `runs_captured`, capturing a step also runs it on
+    padding rows.
+    """
 
     def __init__(self, *, runs_captured: bool = True) -> None:
         self._runs_captured = runs_captured
@@ -73,7 +75,7 @@ class RepeatedSteps:
 def plan_on_device(
     prepare: Callable[..., Any], queries: AttentionMetadata, *args: Any, **options: Any
 ) -> Any:
-    """As a GPU's kernels, read the lengths from the device."""
+    """Plan attention from lengths that only the device holds, as the kernels of a GPU do."""
     counts = queries.query_starts.diff()
     real = counts > 0
     if queries.decode_runs is not None:
@@ -103,7 +105,7 @@ def check_runs(queries: AttentionMetadata, runs: DecodeRuns) -> None:
 
 
 def kernels(dtype: torch.dtype) -> KernelTable:
-    """The CPU runtime, with an attention whose lengths only the device needs."""
+    """Return the CPU's kernels, with attention that reads lengths only from the device."""
     table = resolve(platform=CPU, dtype=dtype)
     own = {}
     for op in _PLANNED:
@@ -114,7 +116,7 @@ def kernels(dtype: torch.dtype) -> KernelTable:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
-    """Make this process's engines run on the CPU with `runtime`, as on a GPU."""
+    """Make the engines of this process run on the CPU with `runtime`, as they run on a GPU."""
     monkeypatch.setattr(runner, "runtime_of", lambda _device: runtime)
     monkeypatch.setattr(runner, "resolve", lambda *, platform, dtype: kernels(dtype))
     monkeypatch.setattr(runner, "peak_bytes", lambda *_args, **_options: 0)
@@ -133,7 +135,7 @@ class Clockless(Runtime):
 def runtime(
     pool: RepeatedSteps | None, *, is_asynchronous: bool = False, kind: type[Runtime] = Clockless
 ) -> Runtime:
-    """A GPU's runtime on the CPU; steps are captured in `pool`, if any."""
+    """Return a GPU's runtime on the CPU. Steps are captured in `pool` unless it is None."""
     return kind(
         is_asynchronous=is_asynchronous,
         graph_pool=None if pool is None else lambda: pool,
@@ -146,12 +148,12 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
     """Let this process's engines capture their steps and run them asynchronously."""
     pool = RepeatedSteps()
     install(monkeypatch, runtime(pool, is_asynchronous=True))
-    watch_reads(monkeypatch)  # keeps the values to read from being overwritten
+    watch_reads(monkeypatch)
     return pool
 
 
 def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Keep host tensors' values; return (launch, launch that made the value) of each read."""
+    """Keep the values of host tensors. Return (launch, launch that made the value) of each read."""
     launching = threading.local()
     counter = itertools.count(1)
     reads: list[tuple[int, int]] = []

@@ -10,7 +10,7 @@ from negamax.kernels.op import FLOAT_DTYPES, AnyKernel, Op
 from tests.kernel_cases import CASES
 from tests.kernel_cases.case import Case
 
-FURTHEST = 8.0  # allowed error of one value, relative to that of all values together
+FURTHEST = 8.0  # allowed error of a single value, relative to the error of all values together
 
 
 def contracts(kernels: tuple[AnyKernel, ...]) -> list[tuple[AnyKernel, torch.dtype]]:
@@ -29,7 +29,7 @@ def _small(op: Op[Any, Any], dtype: torch.dtype) -> list[Case]:
 
 
 def cases(kernel: AnyKernel, dtype: torch.dtype, *, first: int = 0, step: int = 1) -> list[Case]:
-    """Return every `step`-th case from number `first` on, with tensors of its own."""
+    """Return every `step`-th case from number `first` on; each case has its own tensors."""
     found = [case for case in _small(kernel.op, dtype) if kernel.reads(case.stored)]
     return [
         replace(case, tensors={name: tensor.clone() for name, tensor in case.tensors.items()})
@@ -57,7 +57,10 @@ def check(kernel: AnyKernel, case: Case, dtype: torch.dtype) -> None:
 
 
 def check_quantized(op: Op[Any, Any], got: Tensor, want: Tensor, label: str) -> None:
-    """Check GEMMs of quantized factors by the op's error at full size, together and per value."""
+    """Check a GEMM of quantized factors against the op's error at full size.
+
+    The check covers the norm of all errors, and the largest single error.
+    """
     size, error = want.norm(), got - want
     assert error.norm() <= op.wide_error * size, f"{label}: {error.norm() / size:.2e}"
     worst = FURTHEST * op.wide_error * size / max(want.numel(), 1) ** 0.5

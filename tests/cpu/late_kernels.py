@@ -1,8 +1,8 @@
-"""Find kernels that an engine compiles while serving, on an absent H200.
+"""Find kernels that an engine compiles while it serves, for an H200 that is not there.
 
 `python tests/cpu/late_kernels.py CASE ...` prints one JSON object per case. Rank 0 of the real
-engine runs alone on "meta" tensors. A launch records its specialization's key; a captured step is
-one that has run. Every token is 0.
+engine runs alone on "meta" tensors. Each launch records the key of its specialization, and a
+captured step counts as run. Every sampled token is 0.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-# first import: it turns the interpreter off
+# This import must come first, since it turns the interpreter off.
 from compile_kernels import META, PLATFORMS, Driver  # isort: skip
 
 import torch
@@ -40,11 +40,11 @@ from negamax.worker import step_output as outputs
 from negamax.worker.config import WorkerConfig
 
 PLATFORM = PLATFORMS["sm_90"]
-ATEN = torch.library.Library("aten", "IMPL")  # its settings hold for the process
+ATEN = torch.library.Library("aten", "IMPL")  # The library's settings hold for the whole process.
 
 
 def eagle3_draft(model: str, layers: list[int], count: int = 3, **fields: Any) -> dict[str, Any]:
-    """Return `--speculative-config` of a draft that reads the inputs of `layers`."""
+    """Return a `--speculative-config` of a draft that reads the inputs of `layers`."""
     own = {"model": model, "eagle_aux_hidden_state_layer_ids": layers}
     return {"method": "eagle3", "num_speculative_tokens": count, **own, **fields}
 
@@ -100,10 +100,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Launches:
-    """Specializations of kernels, with their first launch, by name and Triton's key."""
+    """Record the specializations of kernels, and when each was launched first, by Triton's key."""
 
     when: str = ""
-    compiled: set[tuple[str, str]] = field(default_factory=set)  # before the first launch
+    compiled: set[tuple[str, str]] = field(default_factory=set)  # compiled before their first use
     forms: dict[tuple[str, str], tuple[str, dict[str, Any]]] = field(default_factory=dict)
 
     def note(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -117,7 +117,9 @@ class Launches:
             self.forms[form] = self.when, {**parts, "options": options}
 
     def late(self) -> list[str]:
-        """Return kernels that were compiled late, and how they differ from the most similar."""
+        """Return the kernels that were compiled late, and how each differs from the most similar
+        one.
+        """
         found = []
         early = [(name, parts) for (name, _), (when, parts) in self.forms.items() if not when]
         for form, (when, parts) in self.forms.items():
@@ -142,7 +144,7 @@ def _differences(known: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator
 
 
 class Group:
-    """Rank 0 of `size` ranks; the others do not exist."""
+    """Stand in for a group of `size` ranks of which only rank 0 exists."""
 
     rank = 0
 
@@ -197,7 +199,7 @@ def open_context(config: WorkerConfig, _device: object, num_draft_tokens: int) -
 
 
 class HostTensor:
-    """A tensor of zeros instead of device values."""
+    """Stand in for a host copy of device values; all values are zero."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -236,7 +238,7 @@ def load_model(model: Any, *_args: Any, **_options: Any) -> str:
 
 
 def install() -> None:
-    """Make this process's engines take the GPU's path without a GPU."""
+    """Make the engines of this process take the GPU's code path without a GPU."""
     driver.set_active(Driver(GPUTarget("cuda", 90, PLATFORM.warp_size)))
     platforms.platform_of = runner.platform_of = lambda _device: PLATFORM  # type: ignore
     setup.find_device = lambda _name: ("cuda", 8)
@@ -254,7 +256,7 @@ def install() -> None:
     for name in ("empty_cache", "max_memory_allocated", "memory_allocated", "synchronize"):
         setattr(torch.cuda, name, lambda *_: 0)
     torch.cuda.reset_peak_memory_stats = lambda *_: None
-    # functions that read values, which meta tensors do not have
+    # These functions read values, which meta tensors do not have.
     ATEN.impl("_local_scalar_dense", lambda _: 0, "Meta")
     for method, without in (
         ("clamp_", lambda tensor, *_: tensor),
@@ -263,7 +265,7 @@ def install() -> None:
     ):
         setattr(Tensor, method, _unless_meta(getattr(Tensor, method), without))
     Tensor.pin_memory = lambda tensor: tensor  # type: ignore
-    # (15 s of imports for a decorator without effect)
+    # The import takes 15 s, and its decorator has no effect here.
     compiler: Any = ModuleType("torch._dynamo")
     compiler.disable = lambda function, recursive=True, **_: function
     sys.modules["torch._dynamo"] = compiler
@@ -279,7 +281,7 @@ def _unless_meta(method: Callable[..., Any], without: Callable[..., Any]) -> Cal
 
 
 def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> None:
-    """Run steps of all kinds, for sequences of up to `longest` tokens."""
+    """Run steps of all kinds with sequences of up to `longest` tokens."""
     rng = random.Random(1)
 
     def run(when: str, lengths: list[int], **params: Any) -> None:
@@ -307,7 +309,7 @@ def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> No
     ):  # fmt: skip
         run(f"{params}", [50, 3, 7, 4], max_tokens=6, **params)  # type: ignore[arg-type]
     find = graphs.StepGraphs.find
-    graphs.StepGraphs.find = lambda *_: None  # type: ignore[method-assign]  # from here on, steps with prompts are eager
+    graphs.StepGraphs.find = lambda *_: None  # type: ignore[method-assign]  # steps with prompts run eagerly
     for number in range(12):
         most, count = rng.choice((3, 20, 300, 3000)), rng.choice((2, 5, 9, 40, 70))
         lengths = [rng.randint(1, min(most, longest - 60)) for _ in range(count)]

@@ -31,23 +31,26 @@ def spec_of(folder: Path) -> ModelSpec:
 
 def build_rank(
     spec: ModelSpec,
-    layout: ParallelLayout = ParallelLayout(),  # noqa: B008  (it never changes)
+    layout: ParallelLayout = ParallelLayout(),  # noqa: B008  (the default is immutable)
     **options: Any,
 ) -> tuple[Decoder, dict[str, Tensor]]:
-    """Build one rank's model for loading; return it and the tensors of its slots."""
+    """Build one rank's model for loading. Return the model and the tensors of its slots by name."""
     model = build(spec, context=ParallelContext(layout), loaded=False, **options)
     return model, {name: slot.target for name, slot in model.weight_slots().items()}
 
 
 def load(
     folder: Path,
-    layout: ParallelLayout = ParallelLayout(),  # noqa: B008  (it never changes)
+    layout: ParallelLayout = ParallelLayout(),  # noqa: B008  (the default is immutable)
     *,
     spec: ModelSpec | None = None,
     is_split: bool = False,
     **options: Any,
 ) -> tuple[Decoder, dict[str, Tensor], CheckpointReport]:
-    """Load one rank's model: the model, its slots' tensors before `finish_loading`, the report."""
+    """Load one rank's model.
+
+    Return the model, the tensors of its slots before `finish_loading`, and the report.
+    """
     spec = spec or spec_of(folder)
     model, targets = build_rank(spec, layout, **options)
     slots = model.weight_slots()
@@ -82,7 +85,7 @@ def greedy(model: Decoder, prompt: list[int], count: int) -> list[int]:
 def write_source(
     folder: Path, *, tensor_dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> Path:
-    """Write a plain checkpoint with fp32 routers, scales of a KV cache and side files."""
+    """Write an unquantized checkpoint with fp32 routers, KV cache scales and side files."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "vocab_size": 64}
     config = {**CONFIG, **sizes, "num_local_experts": 2, "dtype": "bfloat16", **changes}
@@ -103,7 +106,9 @@ def write_source(
 
 @contextmanager
 def edited(file: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a file, or of a folder's model.safetensors, and store their changes."""
+    """Yield the tensors of a file, or of a folder's model.safetensors, and save changes at
+    the end.
+    """
     file = file / "model.safetensors" if file.is_dir() else file
     tensors = load_file(file)
     yield tensors

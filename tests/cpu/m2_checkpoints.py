@@ -67,7 +67,7 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 class SlotModel:
-    """A model of slots, which write to `parameters`; a rank keeps a slice of dimension 0."""
+    """Hold weight slots that write to `parameters`. A rank keeps a slice of dimension 0."""
 
     def __init__(
         self, spec: ModelSpec, *, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1
@@ -125,7 +125,7 @@ def quantize_block(
     padding = (0, grid[1] * block[1] - columns, 0, grid[0] * block[0] - rows)
     padded = torch.nn.functional.pad(weight.float(), padding)
     largest = padded.view(grid[0], block[0], grid[1], block[1]).abs().amax(dim=(1, 3))
-    # If the quotient underflowed to 0, zeros would become NaN.
+    # A scale that underflows to 0 would turn zeros into NaN.
     scale = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).where(largest != 0, 1.0)
     spread = scale.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
     return (weight.float() / spread[:rows, :columns]).to(torch.float8_e4m3fn), scale

@@ -45,7 +45,7 @@ def prompts_of(seed: int, sizes: Mapping[str, Any]) -> list[list[int]]:
     """Return three prompts of different lengths.
 
     The first answer begins with dense and ends with sparse attention. The second prompt is far
-    longer, the third shorter than a block.
+    longer, and the third one is shorter than a block.
     """
     generator = torch.Generator().manual_seed(1000 + seed)
     block = sizes["index_block_size"]
@@ -74,9 +74,9 @@ def loaded(
     holders: int = 1,
     **options: Any,
 ) -> PagedRun:
-    """Load the model from `folder` on one of `ranks`.
+    """Load the model from `folder` on one of `ranks` ranks.
 
-    `is_sharded`: with a shard of the index keys; `holders` as in `PagedRun`.
+    If `is_sharded`, the rank holds a shard of the index keys. `PagedRun` explains `holders`.
     """
     spec = read_spec(json.loads((folder / "config.json").read_text()))
     if is_sharded:

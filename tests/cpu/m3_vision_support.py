@@ -1,4 +1,4 @@
-"""An engine that reads images, and transformers' answers to compare with."""
+"""Run an engine that reads images, and compare its answers with those of transformers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 from tests import tiny_m3
 
 _NUMBERS = count()
-SIDE = 28  # pixels of an image token
+SIDE = 28  # pixels per side of an image token
 
 
 @dataclass
 class Prompt:
-    """Text and images, in order: token ids or an image [height, width, 3] uint8."""
+    """Hold text and images in order: token ids, or an image [height, width, 3] uint8."""
 
     parts: Sequence[list[int] | torch.Tensor]
     ids: list[int] = field(init=False)
@@ -55,7 +55,7 @@ class Prompt:
 
 
 def draw_prompt(rng: random.Random, vocab: int, *, text: int, images: int, most: int) -> Prompt:
-    """Draw text of up to `text` tokens around each of `images` images of up to `most` tokens."""
+    """Draw `images` images of up to `most` tokens, with up to `text` tokens of text around each."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
 
     def words() -> list[int]:
@@ -71,7 +71,7 @@ def draw_prompt(rng: random.Random, vocab: int, *, text: int, images: int, most:
 
 @dataclass
 class Answer:
-    """What the engine said: tokens, and log-probabilities of prompt and output tokens."""
+    """Collect the tokens of an answer, and the log-probabilities of prompt and output tokens."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Answer:
 
 
 class SeeingEngine:
-    """A loop that is driven by hand."""
+    """Drive an engine's loop step by step."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
@@ -133,7 +133,7 @@ class SeeingEngine:
 
 @contextmanager
 def seeing_engine(folder: Path, **options: Any) -> Iterator[SeeingEngine]:
-    """Start an engine, and check at its end that no image is held."""
+    """Start an engine, and check when it ends that it holds no image."""
     limits: dict[str, Any] = {
         "dtype": "float32", "device": "cpu", "num_threads": 1, "block_size": 16,
         "max_num_batched_tokens": 48, "max_num_seqs": 4, "num_kv_blocks": 128,
@@ -149,10 +149,10 @@ def seeing_engine(folder: Path, **options: Any) -> Iterator[SeeingEngine]:
 
 
 def check(model: Any, prompt: Prompt, answer: Answer, *, tolerance: float = TOLERANCE) -> None:
-    """Compare tokens and log-probabilities with transformers."""
+    """Compare tokens and log-probabilities of the answer with transformers' `model`."""
     assert answer.error is None, answer.error
     assert len(answer.logprobs) == len(answer.tokens) > 0
-    # transformers replaces every image token, sampled ones too
+    # transformers also replaces sampled image tokens by the rows of an image.
     tokens = [*answer.tokens, tiny_m3.IMAGE_TOKEN]
     tokens = tokens[: tokens.index(tiny_m3.IMAGE_TOKEN)]
     ids = prompt.ids + tokens
@@ -171,7 +171,7 @@ def check(model: Any, prompt: Prompt, answer: Answer, *, tolerance: float = TOLE
 
 
 def replace_image(prompt: Prompt, number: int, image: torch.Tensor) -> Prompt:
-    """Return the prompt with another image in place of one."""
+    """Return the prompt with `image` in place of image `number`."""
     places = [at for at, part in enumerate(prompt.parts) if not isinstance(part, list)]
     parts = list(prompt.parts)
     parts[places[number]] = image

@@ -1,4 +1,4 @@
-"""Tiny MiniMax-M2 models: random specs, random weights, paged caches with shuffled blocks."""
+"""Make tiny MiniMax-M2 models with random specs and weights, and run them on paged caches."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from negamax.worker import kv_cache
 
 
 def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
-    """Draw a config.json of a small model; `overrides` fixes fields."""
+    """Draw the config.json of a small model. `overrides` sets the values of fields."""
     rng = random.Random(seed)
     kv_heads = rng.randint(1, 4)
     heads = kv_heads * rng.choice([group for group in range(1, 13) if 2 <= kv_heads * group <= 12])
@@ -43,7 +43,7 @@ def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
 
 
 def random_weights(spec: ModelSpec, seed: int, *, router_bias: float = 6.0) -> dict[str, Tensor]:
-    """Draw tensors under checkpoint names: norms around 1, router bias up to `router_bias`."""
+    """Draw tensors by checkpoint name: norms around 1, router bias up to `router_bias`."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, slot in build(spec, loaded=False).weight_slots().items():
@@ -69,7 +69,7 @@ def build(
     kernels: KernelTable | None = None,
     loaded: bool = True,
 ) -> Decoder:
-    """Return a model holding `weights`, ready to run; without `loaded`, before loading."""
+    """Return a model that holds `weights`, ready to run. If not `loaded`, the slots are empty."""
     kernels = kernels or resolve(platform=CPU, dtype=dtype)
     chosen = {
         op: tuple(kernel for kernel in kernels.candidates[op] if kernel.provider == provider)
@@ -112,16 +112,16 @@ class PagedRun:
         num_blocks: int = 64,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
-        device: torch.device = torch.device("cpu"),  # noqa: B008  (it never changes)
+        device: torch.device = torch.device("cpu"),  # noqa: B008  (the default is immutable)
         holders: int = 1,
     ) -> None:
-        """`holders`: ranks with copies of a KV head that split its blocks."""
+        """Allocate caches. `holders` ranks have copies of a KV head, and split its blocks."""
         self.model, self.block_size, self.device = model, block_size, device
         self.kv = kv_cache.allocate(
             split_over_holders(model.spec.kv_caches(), holders), num_blocks, block_size=block_size,
             dtype=dtype, ranks=ranks, device=device,
         )  # fmt: skip
-        for caches in self.kv:  # previous contents must not matter
+        for caches in self.kv:  # The previous contents of the caches must have no effect.
             caches["k"].fill_(7.0)
             caches["v"].fill_(-9.0)
         generator = torch.Generator().manual_seed(num_blocks)
@@ -132,7 +132,10 @@ class PagedRun:
         self.captured: list[Tensor] = []
 
     def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
-        """Run `chunks` (sequence, next tokens; single ones first) at once; return all logits."""
+        """Run `chunks` (sequence, next tokens) in one step; return the logits of all tokens.
+
+        Chunks of one token must come first.
+        """
         token_ids: list[int] = []
         for name, tokens in chunks:
             table, end = self.tables.setdefault(name, []), self.lengths.get(name, 0) + len(tokens)

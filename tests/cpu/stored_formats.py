@@ -1,7 +1,7 @@
-"""The table of stored formats: how each is written and described, and which matrix it represents.
+"""Table of stored formats: how a tool writes and describes each, and which matrix it represents.
 
-Written one number and one bit field at a time from the documentation of the layouts, without the
-product's packers and dtypes. `EXPORTS` are files of tools that load transformers 5.
+The writers store one number and one bit field at a time, as the documentation of the layouts says.
+They use no packers or dtypes of the product. `EXPORTS` are files of tools that load transformers 5.
 """
 
 import functools
@@ -21,9 +21,9 @@ from torch import Tensor
 from tests import quantization_descriptions as described
 
 Tensors = dict[str, Tensor]
-Stored = tuple[Tensors, Tensor]  # tensors by their suffixes, the fp32 matrix that they represent
+Stored = tuple[Tensors, Tensor]  # tensors by suffix, and the fp32 matrix that they represent
 
-LEFT_OUT = "model.layers.1.self_attn.o_proj"  # plain in every checkpoint
+LEFT_OUT = "model.layers.1.self_attn.o_proj"  # every checkpoint stores this module unquantized
 _GATES = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(2)]
 _PLAIN = ["lm_head", "re:.*gate$", LEFT_OUT]
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -31,11 +31,11 @@ _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """A checkpoint format.
+    """Describe a checkpoint format.
 
     `store` maps (module, matrix [N, K]) to `Stored`. `describe` maps (quantized modules, all
-    tensors) to the description, in `file` or else in config.json. `with_head`: quantize the head,
-    too. `renames_experts`: use the names of transformers.
+    tensors) to the description, which is in `file` or else in config.json. `with_head` also
+    quantizes the head. `renames_experts` uses the names of transformers.
     """
 
     store: Callable[[str, Tensor], Stored]
@@ -52,7 +52,7 @@ def is_matrix(name: str) -> bool:
 def write(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], stored: StoredFormat
 ) -> Tensors:
-    """Write a checkpoint; return the tensors that it represents."""
+    """Write a checkpoint. Return the tensors that it represents."""
     written, plain, modules = {}, dict(tensors), []
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
@@ -77,7 +77,7 @@ def write(
 
 
 def sample(formats: Iterable[str], first: int, step: int) -> list[Any]:
-    """Return parameters; the gate runs every `step`-th format, `make test-full` the others."""
+    """Return test parameters; the gate runs every `step`-th format, `make test-full` all others."""
     return [
         pytest.param(name, id=name, marks=() if number % step == first else pytest.mark.full)
         for number, name in enumerate(formats)
@@ -102,7 +102,7 @@ def _of(
 
 @dataclass(frozen=True)
 class Rounded:
-    """Unsigned codes [N, K] and zeros [N, G]; matrix = (codes - zeros) * the group's scale."""
+    """Hold unsigned codes [N, K] and zeros [N, G]; matrix = (codes - zeros) * the group's scale."""
 
     codes: Tensor
     zeros: Tensor
@@ -120,7 +120,7 @@ def rounded(
     dtype: torch.dtype,
     order: Tensor | None = None,
 ) -> Rounded:
-    """Round to the nearest of 2^bits numbers, in groups of `size` columns (-1: all).
+    """Round to the nearest of 2^bits numbers, in groups of `size` columns (-1: all columns).
 
     `order` lists the columns in the order in which they fill the groups.
     """
@@ -137,7 +137,7 @@ def rounded(
     scale = (largest if symmetric else (upper - lower) / most).to(dtype)
     steps = scale.float()
     zeros = torch.full((height, count), 2 ** (bits - 1))
-    if not symmetric:  # not all formats can store a zero point of 0
+    if not symmetric:  # Some formats cannot store a zero point of 0.
         zeros = (-lower / steps).round().clamp(1, most).long()
     codes = (matrix / steps[:, group_of]).round() + zeros[:, group_of]
     codes = codes.clamp(0, most).long()
@@ -146,7 +146,7 @@ def rounded(
 
 
 def words_of_rows(numbers: Tensor, bits: int) -> Tensor:
-    """Pack numbers [A, B] into [A bits / 32, B]; adjacent rows share a word."""
+    """Pack numbers [A, B] into words [A bits / 32, B]; adjacent rows share a word."""
     per_word = 32 // bits
     padding = (0, 0, 0, -len(numbers) % per_word)
     filled = torch.nn.functional.pad(numbers.long(), padding).unflatten(0, (-1, per_word))
@@ -155,7 +155,7 @@ def words_of_rows(numbers: Tensor, bits: int) -> Tensor:
 
 
 def words_of_columns(numbers: Tensor, bits: int) -> Tensor:
-    """numbers [A, B] -> [A, B bits / 32]."""
+    """Pack numbers [A, B] into words [A, B bits / 32]; adjacent columns share a word."""
     return words_of_rows(numbers.T, bits).T.contiguous()
 
 
@@ -163,11 +163,11 @@ def shuffled(width: int) -> Tensor:
     return torch.randperm(width, generator=torch.Generator().manual_seed(width))
 
 
-AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each 4-bit field of a word
 
 
 def awq_words(numbers: Tensor) -> Tensor:
-    """numbers [A, N] -> [A, N / 8]."""
+    """Pack numbers [A, N] into words [A, N / 8] in AWQ's column order."""
     return words_of_columns(numbers.unflatten(1, (-1, 8))[:, :, AWQ_COLUMNS].flatten(1), 4)
 
 
@@ -227,7 +227,7 @@ def packed(
     description: dict[str, Any] | None = None,
     **more: Any,
 ) -> StoredFormat:
-    """pack-quantized, which stores number + 2^(bits - 1)."""
+    """Return the format pack-quantized, which stores number + 2^(bits - 1)."""
     weights = {
         "num_bits": bits, "symmetric": symmetric, "actorder": actorder,
         "strategy": "channel" if size == -1 else "group",
@@ -283,7 +283,9 @@ def int_quantized() -> StoredFormat:
 
 
 def auto_round(packing: str, *, symmetric: bool, bits: int = 4) -> StoredFormat:
-    """AutoRound, with 8 bits (AWQ packing: other groups) for the experts' w2."""
+    """Return AutoRound's format, in which the experts' w2 has 8 bits (AWQ packing: other
+    groups).
+    """
     other = {"group_size": 16} if "awq" in packing else {"bits": 8}
     left_out = {"bits": 16, "data_type": "fp"}
     description = described.auto_round(
@@ -333,10 +335,10 @@ def _modelslim(kind: str, store: Callable[[str, Tensor], Stored]) -> StoredForma
 def modelslim(
     kind: str, *, deq_scale: torch.dtype = torch.float32, weight_scale: bool = True
 ) -> StoredFormat:
-    """Rows of int8.
+    """Return a format of int8 rows.
 
     Static formats add scales for activations: (round(x / input_scale + input_offset) W +
-    quant_bias) * deq_scale. A deq_scale in int64 holds the bits of fp32.
+    quant_bias) * deq_scale. A deq_scale in int64 holds the bits of an fp32 number.
     """
 
     def store(module: str, matrix: Tensor) -> Stored:
@@ -359,7 +361,9 @@ def modelslim(
 
 
 def modelslim_int4() -> StoredFormat:
-    """W4A8_DYNAMIC: rows of two's complement int4, the even row in the low half of a byte."""
+    """Return W4A8_DYNAMIC: rows of two's complement int4, with even rows in the low half of
+    a byte.
+    """
 
     def store(module: str, matrix: Tensor) -> Stored:
         made = rounded(matrix, 4, -1, symmetric=True, dtype=torch.float32)
@@ -391,7 +395,7 @@ def e4m3(byte: int) -> float:
 
 
 def e4m3_fnuz(byte: int) -> float:
-    """Decode MI300's E4M3: bias 8; the only NaN has the bits of negative zero."""
+    """Decode MI300's E4M3 with bias 8, whose only NaN has the bits of negative zero."""
     if byte == 0x80:
         return math.nan
     sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 15, byte & 7
@@ -411,7 +415,7 @@ def numbers_of(table: Callable[[int], float], count: int) -> Tensor:
 
 
 def nearest(numbers: Tensor, table: Callable[[int], float], count: int) -> Tensor:
-    """Return the code (uint8) whose number is nearest to each of `numbers`."""
+    """Return the uint8 code whose decoded value is nearest, for each of `numbers`."""
     values = numbers_of(table, count)
     order = values.nan_to_num(torch.inf).argsort(stable=True)
     values = values[order][: int((~values.isnan()).sum())]
@@ -455,7 +459,7 @@ def _nvfp4(values: str, whole: str, *, divides: bool, activation: str | None) ->
 
 
 def _mx(values: str, bits: int, scale: str = "weight_scale") -> FloatLayout:
-    """32 columns share a power of two, stored as its exponent + 127."""
+    """Return the MX layout: 32 columns share a power of two, stored as its exponent + 127."""
     table, largest = (e2m1, 6) if bits == 4 else (e4m3, 448)
 
     def write(weight: Tensor) -> Stored:
@@ -478,7 +482,7 @@ def _fp8(
     dtype: torch.dtype | None = None,
     activation: str | None = None,
 ) -> FloatLayout:
-    """FP8 with a scale per `block` (rows, columns); 0 means all."""
+    """Return the FP8 layout with one scale per `block` (rows, columns); 0 means all."""
     number, largest = (e4m3_fnuz, 240.0) if fnuz else (e4m3, 448.0)
     dtype = dtype or (torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn)
 
@@ -540,7 +544,7 @@ def _store_mixed(experts: FloatLayout, others: FloatLayout) -> Callable[[str, Te
 
 
 def _describe_mixed(modules: Sequence[str], _: object) -> dict[str, Any]:
-    """M3's NVFP4 under its wrapper's names: attention in MXFP8, experts in NVFP4."""
+    """Describe M3's NVFP4 with its wrapper's names: attention in MXFP8, experts in NVFP4."""
     algorithms = {
         f"language_model.{each}": "NVFP4" if ".experts." in each else "MXFP8" for each in modules
     }
@@ -570,7 +574,7 @@ FLOATS: dict[str, StoredFormat] = {
     "fp8-fnuz-bits": _of(
         _fp8(_BLOCK, scale="weight_scale_inv", fnuz=True, dtype=torch.float8_e4m3fn), _FNUZ_CONFIG
     ),
-    "fp8-fnuz-dtype": _of(_FNUZ, _FP8),  # only the file headers show FNUZ
+    "fp8-fnuz-dtype": _of(_FNUZ, _FP8),  # only the file headers show that values are FNUZ
     "fp8-tensor": _of(_fp8(_ALL, shape=_number), _FP8_MATRIX),
     "fp8-static": _of(_FP8_STATIC, {**_FP8_MATRIX, "activation_scheme": "static"}),
     "modelopt-fp8": _modelopt(_FP8_STATIC, "FP8"),
@@ -641,7 +645,7 @@ EXPORT_PLAIN = [*_GATES, "lm_head", LEFT_OUT]
 
 
 def _bf16_scales(layout: FloatLayout, **activations: float) -> Callable[[Tensor], Stored]:
-    """Store fp32 scales of weights in bf16, and add scales of activations."""
+    """Store the fp32 scales of weights in bf16, and add scales of activations."""
 
     def store(matrix: Tensor) -> Stored:
         parts, plain = layout(matrix)
@@ -692,7 +696,7 @@ _BLOCKS = auto_round_floats(
     weight_block_size=[128, 128],
 )  # fmt: skip
 _COMPRESSED = {"packing_format": "auto_round:llm_compressor"}
-# Description of an FP8 cache in files quantized without calibration.
+# A tool that quantizes without calibration writes this description of an FP8 cache.
 _CACHED = {
     "*k_proj": described.quark_layer(
         described.QUARK_MXFP4, described.QUARK_E4M3, described.QUARK_E4M3

@@ -1,4 +1,4 @@
-"""CPU kernels that take any stored format and dequantize it in `prepare`, for GPU layouts."""
+"""CPU kernels that dequantize any stored format in `prepare`, to test the layouts of GPUs."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def unpacked(packed: PackedWeight) -> Tensor:
     qweight = packed.qweight.transpose(0, 1) if own.CODES == 2 else packed.qweight
     words = qweight.reshape(rows, -1, 4, 4, 4)  # spans, threads, their words, bytes
     words = (words.long() << torch.arange(0, 32, 8)).sum(-1)
-    columns = torch.arange(64 * own.CODES)  # of a span
+    columns = torch.arange(64 * own.CODES)  # columns of a span
     thread, right = columns % 8 // 2, columns % 2
     if own.CODES == 2:
         word, pair = columns // 32, columns // 8 % 4
@@ -67,7 +67,7 @@ def _groups(each: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def dequantized(weight: StoredWeight) -> Tensor:
-    """Dequantize to [..., rows, columns] fp32, through the weight-only layout if readable."""
+    """Dequantize to [..., rows, columns] fp32, through the weight-only layout if it can be read."""
     lead = weight.values.shape[:-2]
     if reads_packed(weight.format):
         whole = unpacked(pack(weight))

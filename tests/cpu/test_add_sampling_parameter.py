@@ -1,4 +1,4 @@
-"""How to add a sampling parameter: a field of `SamplingParams` and one sampler stage."""
+"""Show how to add a sampling parameter: a field of `SamplingParams` and a stage of the sampler."""
 
 from collections.abc import Collection
 
@@ -12,11 +12,11 @@ from negamax.worker.logit_edits import ApplyEdit, EditedRow
 
 
 class Params(SamplingParams, frozen=True, kw_only=True):
-    even_bias: float = 0.0  # step 1: the field, here in a subclass
+    even_bias: float = 0.0  # step 1: add the field, here in a subclass
 
 
-class EvenBias:  # step 2: the stage
-    """Adds `even_bias` to the logits of even token ids."""
+class EvenBias:  # step 2: add the stage
+    """Add `even_bias` to the logits of even token ids."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         return isinstance(params, Params) and params.even_bias != 0.0

@@ -1,6 +1,6 @@
-"""A token's result does not depend on the batch composition or on chunk borders.
+"""Check that a token's result does not depend on its batch or on chunk borders.
 
-Comparisons are bit for bit, except native decode against prefill.
+Results are compared bit for bit, except between native decode and prefill.
 """
 
 import random
@@ -14,9 +14,9 @@ from negamax.kernels.registry import OPS
 from negamax.models.registry import read_spec
 from tests import tiny_m3
 
-BLOCK, DENSE = 16, 64  # M3: tokens of a block, and of all selected blocks
+BLOCK, DENSE = 16, 64  # tokens of a block, and tokens of all selected blocks, in M3
 SPARSE_LAYERS = ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]
-# Large enough for the library's blocked code paths, small enough for a second.
+# These sizes reach the library's blocked code, and each test still takes about a second.
 SPECS = {
     "m2": read_spec(tiny_config(
         1, hidden_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
@@ -41,7 +41,7 @@ DTYPES = {
     "m2": (torch.bfloat16, torch.float32, torch.float16), "m3": (torch.float32, torch.bfloat16)
 }  # fmt: skip
 KINDS = [(family, dtype) for family, dtypes in DTYPES.items() for dtype in dtypes]
-# the gate runs each kind on one or two threads
+# The gate runs each kind with one thread or with two.
 EVERY_KIND = [
     pytest.param(*kind, threads, marks=[pytest.mark.full] if (number + threads) % 2 else [])
     for number, kind in enumerate(KINDS)
@@ -61,7 +61,7 @@ def set_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def make_runs(
     family: str, dtype: torch.dtype, choices: dict[str, str] | None = None
 ) -> tuple[PagedRun, PagedRun]:
-    """Return two caches over one model with different block orders; `choices`: providers by op."""
+    """Return two caches of one model with different block orders. `choices` maps op to provider."""
     spec = SPECS[family]
     model = build(spec, random_weights(spec, 1), dtype=dtype, choices=choices)
     together, alone = (PagedRun(model, num_blocks=number, dtype=dtype) for number in (200, 190))
@@ -88,7 +88,7 @@ def test_decode_rows_do_not_depend_on_batch(family: str, dtype: torch.dtype, thr
 def test_chunks_and_decodes_have_bits_of_one_pass(
     family: str, dtype: torch.dtype, threads: int
 ) -> None:
-    # with the decode kernel of the prefill, M2's single tokens may be decodes
+    # If decode uses the prefill kernel, single tokens of M2 may run as decodes.
     whole, pieces = make_runs(family, dtype, BUCKETED if family == "m2" else None)
     expected = whole.step([("a", TOKENS)])["a"]
     pieces.step([("b", TOKENS[:50])])
@@ -104,7 +104,7 @@ def test_chunks_and_decodes_have_bits_of_one_pass(
 
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_native_decode_agrees_with_prefill_to_rounding(threads: int) -> None:
-    """Two kernels of one definition differ by a few bf16 steps at most for logits near 3."""
+    """Check that two kernels of one definition differ by few bf16 steps for logits near 3."""
     whole, steps = make_runs("m2", torch.bfloat16)
     expected = whole.step([("a", TOKENS[:120])])["a"]
     steps.step([("a", TOKENS[:80])])

@@ -27,7 +27,7 @@ OPTIONS = EngineOptions(model="nano", num_threads=1, device="cpu")
 
 
 def measure(line: str, file: Path | None = None) -> int:
-    """Run the benchmark of nano, with its result in `file`; return the exit code."""
+    """Run the benchmark of nano and write its result to `file`. Return the exit code."""
     flags = "bench offline nano --num-threads 1 --device cpu --input-len 40 --output-len 6"
     return main([*flags.split(), *line.split(), *(["--json", str(file)] if file else ())])
 
@@ -145,7 +145,7 @@ def test_a_batch_is_timed_from_its_start_to_its_last_token(engine: Engine) -> No
     times = run_batch(loop, requests, on_decode=lambda: seen.append(loop.stats().num_running))
     assert loop.stats().generated_tokens - before == 10
     assert len(times.ttft) == 2 and 0 < times.ttft[0] <= times.ttft[-1] < times.seconds
-    assert len(times.steps) == 4  # both ran in one step each time: five tokens are four steps apart
+    assert len(times.steps) == 4
     assert seen and not loop.has_work
     assert sum(times.steps) == pytest.approx(times.seconds - times.ttft[-1])
 
@@ -202,7 +202,7 @@ def test_summary_takes_medians_and_the_idle_share_of_all_repeats() -> None:
     assert summary["tpot_ms"] == 20.0 and summary["decode_tokens_per_second"] == 150.0
     assert summary["ttft_ms_median"] == 200.0 and summary["ttft_ms_max"] == 600.0
     assert summary["gpu_idle_share"] == pytest.approx(0.1)
-    # tokens that take no time give no decode time
+    # If tokens take no time, there is no decode time.
     repeats = [repeat(2.0, tpot, 0.1) for tpot in (-0.01, 0.0)]
     short = summarize(repeats, num_requests=3, input_len=9)
     assert short["tpot_ms"] is short["decode_tokens_per_second"] is None
@@ -222,7 +222,7 @@ def test_limit_counts_the_kv_cache_in_its_own_dtype() -> None:
         result["runs"] = runs
         add_limits(result, spec, bytes_per_second=4e12)
         limits.append(result["runs"][0]["limit_tpot_ms"])
-        assert "limit_tpot_ms" not in result["runs"][1]  # its steps yield several tokens
+        assert "limit_tpot_ms" not in result["runs"][1]  # The steps yield several tokens.
         assert result["runs"][0]["share_of_limit"] == pytest.approx(limits[-1] / 20.0)
     assert limits[0] - limits[1] == pytest.approx(1e3 * 100 * 1064 * 62 * 2 * 8 * 128 / 4 / 4e12)
 

@@ -19,7 +19,6 @@ def test_kernels_are_known_by_how_their_names_begin(kernel: str, operation: str)
 
 
 def test_every_launched_triton_kernel_is_known() -> None:
-    """Add each new kernel to `profile.OPERATIONS`."""
     launches = re.compile(r"^ +(\w+)\[(?:\(|grid)", re.MULTILINE)
     foreign = {"NCCL", "copies", "indexing", "PyTorch elementwise"}
     names = {

@@ -22,13 +22,13 @@ def select_by_counting(scores: list[float], position: int, shape: SparseShape) -
 
 @pytest.mark.parametrize(("topk", "init", "local"), [(1, 0, 1), (4, 0, 1), (4, 1, 2), (5, 3, 2)])
 def test_selects_forced_blocks_and_the_best_of_the_others(topk: int, init: int, local: int) -> None:
-    """Scores take few values, so there are many ties: the lower block wins."""
+    """Scores have few values, so that there are many ties; the lower block must win."""
     shape = SparseShape(2, 1, 64, 32, topk, init, local)
     generator = torch.Generator().manual_seed(topk)
     positions = torch.tensor([0, 31, 32, 100, 255, 256, 383, 70])
     scores = torch.randint(-3, 3, (len(positions), 2, 12), generator=generator).float()
     ids = choose(scores, positions, shape)
-    shards = [  # blocks of three ranks; one rank has only the first
+    shards = [  # The blocks are on three ranks, one of which holds only the first block.
         best_keys(scores[..., mine], mine.expand(len(positions), -1), positions, shape)
         for mine in map(torch.tensor, ([0], [1, 4, 5, 6, 11], [2, 3, 7, 8, 9, 10]))
     ]
@@ -37,7 +37,7 @@ def test_selects_forced_blocks_and_the_best_of_the_others(topk: int, init: int, 
         for head in range(2):
             wanted = select_by_counting(scores[token, head].tolist(), position, shape)
             assert ids[token, head].tolist() == wanted
-    # each token's blocks, in cache blocks of two sparse blocks
+    # blocks of each token, in cache blocks of two sparse blocks
     tables = torch.stack([torch.randperm(40, generator=generator)[:6] for _ in positions])
     pages = pages_of(ids, tables, shape)
     cache = torch.arange(40 * 2 * 64).view(40, 2, 64, 1)

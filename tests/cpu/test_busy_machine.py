@@ -2,7 +2,8 @@ import os
 import subprocess
 import sys
 
-# Prints a token's time beside two spinning processes, as a multiple of the time without them.
+# The script measures a token's time beside two spinning processes.
+# It prints the ratio to the time without them.
 SCRIPT = """
 import subprocess, sys, time
 from negamax import LLM, SamplingParams

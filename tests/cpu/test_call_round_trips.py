@@ -1,5 +1,3 @@
-"""Calls that a template renders follow the grammar, and the parser reads them back."""
-
 import json
 import random
 from typing import Any

@@ -1,6 +1,6 @@
-"""Checkpoints of every format with one fault each: the error has the tensor's name.
+"""Plant one fault into a checkpoint of each format; the error must name the tensor.
 
-Faults in headers are refused before data is read. In formats without a scale, faults of the scale
+Faults in headers must be refused before data is read. If a format has no scale, faults of the scale
 are applied to the values.
 """
 
@@ -38,7 +38,7 @@ from negamax.models.registry import read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-# No matrix is square; formats with blocks of 128 have several blocks.
+# No matrix is square. In formats with blocks of 128, a matrix has several blocks.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 2}
 BLOCKS = {"hidden_size": 256, "intermediate_size": 384}
 MOE = "model.layers.0.block_sparse_moe."
@@ -53,9 +53,9 @@ class Checkpoint:
     spec: ModelSpec
     tensors: dict[str, Tensor]
     values: str  # of MODULE
-    scale: str  # of MODULE; of a plain checkpoint, its values
+    scale: str  # scale of MODULE, or its values if the checkpoint is unquantized
     other_scale: str  # of OTHER
-    slots: tuple[dict[str, WeightSlot], ...]  # on the meta device: of a CPU and of an H200
+    slots: tuple[dict[str, WeightSlot], ...]  # slots on the meta device, for a CPU and for an H200
 
 
 @cache
@@ -89,18 +89,20 @@ def sound(name: str) -> Checkpoint:
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
     path = folder / "model.safetensors"
-    path.unlink(missing_ok=True)  # slots may still map the old file
+    path.unlink(missing_ok=True)  # Slots may still map the old file.
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 # --- in the headers -------------------------------------------------------------------------------
 
-Fault = Callable[[Checkpoint], str]  # adds a fault; returns the text that the error must contain
+Fault = Callable[[Checkpoint], str]  # adds a fault, returns the text that the error must contain
 Name = str | Callable[[Checkpoint], str]
 
 
 def _set(name: Name, change: Callable[[Tensor], Tensor | None]) -> Fault:
-    """Replace a tensor (one that does not exist: of 3 ones), or delete it for None."""
+    """Replace a tensor, or delete it if `change` returns None. A missing tensor starts as 3
+    ones.
+    """
 
     def fault(made: Checkpoint) -> str:
         key = name if isinstance(name, str) else name(made)
@@ -142,7 +144,7 @@ def _repeat(old: str, new: str, named: str) -> Fault:
 
 
 def _exchange_scales(made: Checkpoint) -> str:
-    """Exchange scales with another matrix or, if their shapes are equal, with a norm."""
+    """Exchange the scales of two matrices; if the shapes are equal, exchange them with a norm."""
     one, two = made.scale, made.other_scale
     if made.tensors[one].shape == made.tensors[two].shape:
         two = "model.norm.weight"
@@ -164,7 +166,7 @@ def _of_a_rank(made: Checkpoint) -> str:
 
 
 def _other_format(made: Checkpoint) -> str:
-    """Store the module plain (in a plain checkpoint: in FP8), unlike config.json."""
+    """Store the module in another format than config.json describes."""
     whole = {n: t for n, t in made.tensors.items() if not n.startswith(MODULE + ".")}
     stored = {"weight": torch.ones(1, 1), "weight_scale_9": torch.ones(1, 1)}
     if made.values == made.scale:
@@ -203,7 +205,7 @@ HEADER_FAULTS: Mapping[str, Fault] = {
 }
 
 
-# The weight format hardly matters here: `make test-full` covers every format.
+# These faults hardly depend on the weight format. `make test-full` runs them with every format.
 COMMON_FAULTS = (
     "norm missing", "router's bias missing", "unknown tensor", "other family's names",
     "dtype of router", "layer too many",
@@ -244,9 +246,9 @@ def test_faults_of_names_shapes_and_dtypes_are_refused_before_data_is_read(
 
 
 def _filled(tensor: Tensor, number: float) -> Tensor:
-    if tensor.dtype == torch.uint8:  # exponents; 255 is NaN
+    if tensor.dtype == torch.uint8:  # An exponent of 255 is NaN.
         return torch.full_like(tensor, 0 if number == 0 else 255)
-    if tensor.dtype == torch.int64:  # the bits of fp32
+    if tensor.dtype == torch.int64:  # The integers are the bits of fp32 numbers.
         return torch.full(tensor.shape, number).view(torch.int32).to(torch.int64)
     return torch.full(tensor.shape, number).to(tensor.dtype)
 

@@ -1,4 +1,4 @@
-"""Model lookup: folders, nano and hub ids. Downloads use the real clients and local hubs."""
+"""Downloads use the real hub clients with local hub servers."""
 
 import json
 import os
@@ -56,7 +56,9 @@ def modelscope() -> Iterator[TinyModelScope]:
 
 
 def run_code(code: str, environment: Mapping[str, str], *arguments: object) -> tuple[str, str]:
-    """Return the output and the log of a subprocess: the clients read endpoints at import."""
+    """Run code in a subprocess, since the clients read endpoints at import. Return output
+    and log.
+    """
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, **environment}, capture_output=True, check=True, text=True, timeout=120,
@@ -84,21 +86,21 @@ assert "torch" not in sys.modules
 
 
 def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> list[str]:
-    """Return one line per model: the folder or the error."""
+    """Return one line per model: its folder, or the error."""
     return run_code(RESOLVE, environment, "huggingface", cache, *models)[0].splitlines()
 
 
 def resolve_from_modelscope(
     environment: Mapping[str, str], cache: Path, model: str = "lab/model"
 ) -> tuple[str, str]:
-    """Return the folder or the error, and the log."""
+    """Return the folder or the error, and the log of the download."""
     environment = {"MODELSCOPE_CACHE": str(cache), **environment}
     output, logged = run_code(RESOLVE, environment, "modelscope", "", model)
     return output.strip(), logged
 
 
 def assert_files(folder: Path, *more: str) -> None:
-    """Check that the folder has weights and JSON, but never code or pickles."""
+    """Check that the folder has the weights and JSON files, but no code and no pickles."""
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == {*KEPT, *more}
     assert all((folder / name).read_bytes() == FILES[name] for name in KEPT)
@@ -120,7 +122,7 @@ def test_download_offline_start_and_progress(hub: TinyHub, tmp_path: Path) -> No
     assert set(hub.served) == KEPT
     lines = [line for line in logged.splitlines() if line.startswith("fetching: ")]
     assert lines and all(re.fullmatch(PROGRESS, line) for line in lines)
-    # Files in the cache are not fetched again and work offline, also read-only.
+    # Files in the cache are not downloaded again. They also work offline and read-only.
     hub.served.clear()
     assert resolve_all(home, Path(), "lab/model") == [plain]
     files = sorted(tmp_path.rglob("*"))
@@ -275,8 +277,8 @@ def test_local_folders_and_embedded_models(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "org" / "model").mkdir(parents=True)
     (tmp_path / "nano").mkdir()
     assert resolve_model(str(tmp_path)) == tmp_path
-    assert resolve_model("org/model") == Path("org/model")  # a folder precedes a hub id
-    for name, folder in (EMBEDDED | EMBEDDED_DRAFTS).items():  # embedded models precede folders
+    assert resolve_model("org/model") == Path("org/model")  # A folder precedes a hub id.
+    for name, folder in (EMBEDDED | EMBEDDED_DRAFTS).items():  # The name precedes a folder.
         assert resolve_model(name) == folder and (folder / "config.json").is_file()
     assert resolve_model("./nano") == Path("nano")
 
@@ -307,21 +309,21 @@ def test_modelscope_download_offline_and_update(modelscope: TinyModelScope, tmp_
     folder = Path(line)
     assert folder.is_relative_to(tmp_path)
     assert_files(folder)
-    # The licence is logged before weights are requested; the client logs nothing.
+    # The log shows the licence before weights are requested. The client itself logs nothing.
     *others, licence, one, other = modelscope.served
     assert {*others, one, other} == KEPT and licence == "licence"
     assert {one, other} == {"model-00000-of-00001.safetensors", "optional/quarot.safetensors"}
     (said,) = (each for each in logged.splitlines() if not re.fullmatch(PROGRESS, each))
     assert said == f"licence of lab/model: lab-1, see {modelscope.endpoint}/models/lab/model"
     assert re.match(PROGRESS, logged)
-    # Files in the cache are not fetched again; offline, no request is made.
+    # Files in the cache are not downloaded again. Offline, no request is made.
     modelscope.served.clear()
     assert resolve_from_modelscope(modelscope.environment, tmp_path) == (line, "")
     before = times_of(tmp_path)
     offline = {**modelscope.environment, "HF_HUB_OFFLINE": "1"}
     assert resolve_from_modelscope(offline, tmp_path) == (line, "")
     assert modelscope.served == [] and times_of(tmp_path) == before
-    # A file of the same size, committed later.
+    # The hub replaces a file by a later one of the same size.
     modelscope.files["config.json"] = changed = FILES["config.json"].replace(b"m2", b"m3")
     modelscope.changed = int(time.time()) + 1000
     assert resolve_from_modelscope(modelscope.environment, tmp_path)[0] == line

@@ -72,7 +72,7 @@ def save_transformers_model(
 def test_checkpoint_saved_by_transformers(
     tmp_path: Path, shard_size: str, original: bool, num_files: int
 ) -> None:
-    """In its own format (not `original`) experts are stacked."""
+    """Load a checkpoint that transformers saved; its own format (not `original`) stacks experts."""
     expected = save_transformers_model(tmp_path, shard_size=shard_size, original=original)
     assert len(list(tmp_path.glob("*.safetensors"))) >= num_files
     spec = read_spec(json.loads((tmp_path / "config.json").read_text()))
@@ -95,7 +95,7 @@ def test_plain_dtypes_are_cast(tmp_path: Path, stored: torch.dtype, compute: tor
 
 
 def test_dequantized_blocks_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Blocks are ragged, a layer is stored in bf16, weights and scales are in different files."""
+    """Store ragged blocks, a layer in bf16, and weights and scales in different files."""
     spec = tiny_spec(quantization_config=FP8_CONFIG, hidden_size=200, intermediate_size=136)
     tensors = random_tensors(spec)
     stored, name = to_fp8(tensors), "model.layers.1.self_attn.o_proj.weight"
@@ -122,7 +122,7 @@ def test_dequantized_blocks_are_counted(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("with_index", [True, False])
 def test_shards_load_with_and_without_an_index(tmp_path: Path, with_index: bool) -> None:
-    """A file that the index does not name is not read."""
+    """Check that a file which the index does not name is not read."""
     tensors, model = random_tensors(SPEC), SlotModel(SPEC)
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     save_sharded(tmp_path, tensors, names=files, with_index=with_index)
@@ -342,7 +342,7 @@ def test_worker_refuses_a_checkpoint_before_its_weights_take_memory(
         ((range(3, 4), range(10), range(4)), 160),
         ((range(3, 4), range(2, 7), range(4)), 5 * 16),
         ((range(3, 4), range(7, 8), range(1, 3)), 2 * 4),
-        # Narrowed rows are read in all their columns.
+        # Rows of a narrowed range are read in full width.
         ((range(3, 4), range(2, 7), range(1, 3)), 5 * 16),
         ((range(2), range(2, 7), range(1, 3)), 2 * 160),
         ((range(6), range(10), range(2, 2)), 960),
@@ -364,7 +364,7 @@ def test_data_that_is_not_aligned_is_read(tmp_path: Path) -> None:
     file = save_single(tmp_path, tensors) / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + length].rstrip()  # padded, so data starts at a multiple of 8
+    header = data[8 : 8 + length].rstrip()  # Padding aligns the data to 8 bytes.
     header += b" " * (3 - len(header) % 8)
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
     model = SlotModel(SPEC)
@@ -378,7 +378,7 @@ def test_pieces_are_large_and_few_and_read_every_byte_once(tmp_path: Path, fp8: 
     tensors = to_fp8(random_tensors(spec)) if fp8 else random_tensors(spec)
     plan = plan_load(SlotModel(spec).weight_slots(), spec, save_single(tmp_path, tensors))
     pieces = list(stream._pieces(plan.needed))
-    # A layer's scales precede its values, whose dequantization needs them.
+    # Scales of a layer come before its values, which need the scales for dequantization.
     assert len(pieces) <= (6 if fp8 else 3)
     spans = sorted((w.span.start, w.span.num_bytes) for p in pieces for w in p.wanted)
     assert sum(size for _, size in spans) == sum(tensor.nbytes for tensor in tensors.values())

@@ -33,7 +33,7 @@ from negamax.quantization import online
 from tests.layouts import full
 
 SPEC = tiny_spec()
-# Each part of a fused matrix is a whole number of blocks.
+# Each part of a fused matrix has a whole number of blocks.
 FP8_SPEC = tiny_spec(
     quantization_config=FP8_CONFIG, hidden_size=128, intermediate_size=128, num_key_value_heads=4,
     num_attention_heads=8, head_dim=32,
@@ -54,7 +54,7 @@ def respelled(pattern: str, new: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {re.sub(pattern, new, name): each for name, each in tensors.items()}
 
 
-# Tensors joined along their second dimension; scalars per matrix become a list of two.
+# These tensors are joined along their second dimension. A scalar per matrix becomes a list of two.
 TRANSPOSED = ("qweight", "qzeros", "scales")
 
 
@@ -92,7 +92,7 @@ def stacked_experts(gate_up: str, down: str) -> Callable[[Tensors], Tensors]:
                 changed[key] = tensor
                 continue
             name = (gate_up if match[3] == "w13" else down).format(match[4])
-            # transformers omits "weight" in the names of its module's parameters.
+            # transformers omits "weight" from the parameter names of its module.
             name = name.replace("_proj_weight", "_proj")
             stacks.setdefault(match[1] + name, []).insert(int(match[2]), tensor)
         return changed | {name: torch.stack(stack) for name, stack in stacks.items()}
@@ -233,7 +233,7 @@ def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> No
             assert torch.equal(target, found[1][key]), key
     if name.startswith("packed"):
         wrong = min(key for key in changed if re.search(r"w13.weight_shape$", key))
-        changed[wrong] = changed[wrong] // 2  # of one matrix
+        changed[wrong] = changed[wrong] // 2  # The row belongs to one of the joined matrices.
         save_single(two, {name: tensor.contiguous() for name, tensor in changed.items()})
         message = rf"{wrong} is \[96, .* of 192 x 64 is \[192, 64"
         with pytest.raises(CheckpointError, match=message):

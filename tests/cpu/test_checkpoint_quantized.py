@@ -44,7 +44,7 @@ from negamax.quantization.scheme import WeightFormat
 from tests.layouts import full
 
 FP8 = torch.float8_e4m3fn
-# Every TP4 shard is at least one block.
+# Every shard of TP4 has at least one block.
 SPEC = tiny_spec(
     hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=8,
     num_key_value_heads=4, head_dim=128, num_local_experts=4, quantization_config=FP8_CONFIG,
@@ -57,7 +57,7 @@ ATTENTION = "model.layers.0.self_attn"
 
 
 def _keeping_kernels() -> KernelTable:
-    """Return CPU kernels of which some claim to read FP8 blocks, for loading only."""
+    """Return CPU kernels some of which claim to read FP8 blocks; they are used only for loading."""
     table = resolve(platform=CPU, dtype=torch.float32)
     changed = {
         op: (table[op], replace(table[op], reads=reads_e4m3_blocks))
@@ -122,7 +122,6 @@ def test_rank_reads_the_bytes_of_its_slices_only(tmp_path: Path, ep: int) -> Non
     ("tp", "ep"), [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 16)]
 )
 def test_ranks_tile_the_blocks_of_minimax_m2(tp: int, ep: int) -> None:
-    """At published sizes, the ranks' regions tile all quantized tensors."""
     spec = replace(bundled_spec("minimax-m2"), num_layers=1, num_experts=16)
     slots = [build_empty_slots(spec, layout, kernels=KEEPING) for layout in ranks(tp, ep)]
     quantized = [name for name in slots[0] if name.endswith(QUANTIZED)]
@@ -144,7 +143,7 @@ def test_ranks_tile_the_blocks_of_minimax_m2(tp: int, ep: int) -> None:
 
 @pytest.mark.parametrize(("head_dim", "kept"), [(128, True), (64, True), (16, False)])
 def test_heads_smaller_than_blocks_are_dequantized(head_dim: int, kept: bool) -> None:
-    """Four query heads and a KV head on each of 4 ranks."""
+    """Give each of 4 ranks four query heads and one KV head."""
     spec = replace(SPEC, num_heads=16, head_dim=head_dim, rotary_dim=16)
     for layout in ranks(4):
         model = on_h200(spec, layout)
@@ -157,7 +156,7 @@ def test_heads_smaller_than_blocks_are_dequantized(head_dim: int, kept: bool) ->
 
 
 def test_excluded_modules_stay_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """FP8 parts of a matrix with plain parts are dequantized."""
+    """Check that the FP8 parts of a matrix are dequantized if other parts are unquantized."""
 
     def excluding(*modules: str) -> Any:
         config = {**FP8_CONFIG, "modules_to_not_convert": ["gate", *modules]}
@@ -206,7 +205,7 @@ def test_synthetic_weights_do_not_depend_on_the_split(spec: ModelSpec) -> None:
 
 # --- quantized while they are read ----------------------------------------------------------------
 
-RAGGED = {"hidden_size": 200, "intermediate_size": 136}  # blocks and groups
+RAGGED = {"hidden_size": 200, "intermediate_size": 136}  # with ragged blocks and groups
 NAME = "model.layers.0.block_sparse_moe.experts.0.w2.weight"
 
 
@@ -262,7 +261,7 @@ def test_each_part_equals_the_whole_quantized(
         if tensor.is_kept:
             part = tuple(slice(each.start, each.stop) for each in tensor.part(region))
             expected = whole[tensor.name][part]
-            if not tensor.is_number:  # stored once, held once per row
+            if not tensor.is_number:  # The file stores it once, and the slot holds it once per row.
                 expected = expected.view(found[tensor.name].shape)
             assert _same(found[tensor.name], expected), tensor.name
 

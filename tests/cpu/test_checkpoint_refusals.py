@@ -141,7 +141,7 @@ def test_checkpoint_with_more_layers_than_its_config_is_refused(tmp_path: Path) 
     tensors = random_tensors(tiny_spec(num_hidden_layers=4))
     message = r"num_hidden_layers in config.json is 2; the checkpoint has 2 more, up to layer 3 "
     refused(tmp_path, tensors, message + r"\(44 tensors, first model\.layers\.[23]\.")
-    tensors["model.layers.2.enorm.weight"] = torch.ones(48)  # layer 2 is for multi-token prediction
+    tensors["model.layers.2.enorm.weight"] = torch.ones(48)  # Layer 2 predicts further tokens.
     refused(
         tmp_path, tensors, r"has 1 more, up to layer 3 \(22 tensors, .*set num_hidden_layers to 4"
     )
@@ -245,7 +245,9 @@ def header_file(header: bytes, data: bytes = b"") -> bytes:
 def tensors_file(
     data: bytes = b"", name: str = "x", **tensors: tuple[list[int], list[int]]
 ) -> bytes:
-    """Return a file of F32 tensors by shape and offsets; `name` replaces "x" in the header."""
+    """Return a file of F32 tensors with given shapes and offsets. `name` replaces "x" in the
+    header.
+    """
     header = {
         key: {"dtype": "F32", "shape": shape, "data_offsets": offsets}
         for key, (shape, offsets) in tensors.items()
@@ -284,7 +286,7 @@ def tensors_file(
     ],
 )  # fmt: skip
 def test_garbage_is_refused_by_path(tmp_path: Path, content: int | bytes, message: str) -> None:
-    """An integer keeps this many bytes of a checkpoint."""
+    """Refuse files of `content`; if it is an integer, that many first bytes of a checkpoint."""
     path = save_single(tmp_path, random_tensors(SPEC)) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors .*{message}"):
@@ -324,7 +326,7 @@ FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
 def save_two(folder: Path, *, with_index: bool = True) -> dict[str, str]:
-    """Save a checkpoint in two files; return the file of each tensor."""
+    """Save a checkpoint in two files. Return the file name of each tensor."""
     save_sharded(folder, random_tensors(SPEC), names=FILES)
     index = folder / "model.safetensors.index.json"
     weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -426,7 +428,7 @@ def test_unreadable_files_are_not_reported_as_missing() -> None:
         weights.chmod(0)
         config.chmod(0)
         user = os.geteuid()
-        os.seteuid(user or 65534)  # root may read every file
+        os.seteuid(user or 65534)  # The user root may read every file.
         try:
             for read in reads:
                 with pytest.raises(CheckpointError) as caught:

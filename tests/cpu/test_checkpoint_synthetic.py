@@ -86,7 +86,7 @@ def routed_model(num_layers: int) -> tuple[ModelSpec, Decoder, torch.Tensor]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Use one thread: on a busy machine, threads of tiny GEMMs wait for each other."""
+    """Use one thread, since on a busy machine the threads of tiny GEMMs wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -99,7 +99,7 @@ def one_thread() -> Iterator[None]:
     [(True, 3, 32), full(False, 12, 64), full(True, 12, 64)],
 )
 def test_batches_reach_experts_uniformly(greedy: bool, num_layers: int, num_prompts: int) -> None:
-    """B tokens reach 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
+    """Check that B tokens reach about 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
     spec, model, chosen = routed_model(num_layers)
     run, generator = PagedRun(model, num_blocks=400), torch.Generator().manual_seed(1)
     found: dict[int, list[torch.Tensor]] = {}

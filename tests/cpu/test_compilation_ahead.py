@@ -1,5 +1,3 @@
-"""The selected kernels compile for absent GPUs at M2's sizes, or are refused in words."""
-
 import json
 import os
 import re
@@ -15,12 +13,12 @@ pytest.importorskip("triton")
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 OTHERS = re.findall(r"^(?:OLDEST|NEWEST)_TRITON \?= (.+)", MAKEFILE.read_text(), re.MULTILINE)
-# shared memory of a multiprocessor that one program may use
+# KiB of a multiprocessor's shared memory that one program may use
 SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
-SAMPLE = ("gfx942/600", "sm_90/600+5")  # every n-th case from the k-th
-# for each of OTHERS: a GEMM, experts, and a norm or a part of attention
+SAMPLE = ("gfx942/600", "sm_90/600+5")  # every n-th case, from the k-th on
+# cases for each of OTHERS: a GEMM, experts, and a norm or a part of attention
 SAMPLE_OF_OTHERS = ("sm_90/205+10", "sm_90/205+15")
-SWEEP = (  # all of the measured platform, samples of the others
+SWEEP = (  # all cases of the measured platform, and samples for the others
     *("sm_90/4", "sm_90/4+1", "sm_90/4+2", "sm_90/4+3", "gfx942/16+1", "gfx942/16+9"),
     *("sm_80/16", "sm_89/16+2", "sm_100/16+4", "gfx950/16+6"),
 )
@@ -30,7 +28,7 @@ def compiled(*runs: str) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
         [sys.executable, str(script), *runs],
-        # not Triton's own default
+        # This value is not Triton's default.
         env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "0"},
         capture_output=True,
         text=True,
@@ -46,12 +44,12 @@ def check(arch: str, found: list[dict[str, Any]]) -> None:
     assert kernels
     assert [entry for entry in found if "error" in entry] == []
     assert [entry for entry in kernels if entry["shared_memory"] > most] == []
-    assert [entry for entry in kernels if not entry["fused"]] == []  # GEMMs and sums
-    # for few tokens each thread loads its own operands, in any Triton version
+    assert [entry for entry in kernels if not entry["fused"]] == []  # GEMMs and sums must be fused.
+    # For few tokens each thread loads its own operands, with any version of Triton.
     names = re.compile(r"_small_m_kernel|.*_gemv_kernel")
     few = [entry for entry in kernels if names.fullmatch(entry["kernel"])]
     assert [entry for entry in few if entry["shared_memory"] > 8192] == []
-    if arch == "sm_90":  # tiles were selected for these; attention of 32 rows lacks most registers
+    if arch == "sm_90":  # The tiles were selected for this platform.
         assert [entry for entry in kernels if entry["spilled"] > 144] == []
     assert [entry for entry in kernels if entry["torn"]] == []
     refused = {entry["refused"] for entry in found if "refused" in entry}
@@ -88,13 +86,13 @@ def test_oldest_and_the_newest_triton_compile(version: str, sample: list[dict[st
 @pytest.mark.full
 @pytest.mark.parametrize("version", OTHERS)
 def test_oldest_and_the_newest_triton_compile_every_op(version: str) -> None:
-    """Triton 3.6 refused `tl.zeros` with sizes of a tuple of constants, which 3.8 takes."""
+    """Triton 3.6 refuses `tl.zeros` with a tuple of constants, which Triton 3.8 accepts."""
     check("sm_90", compiled(f"sm_90/ops@{folder_of(version)}"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("run", SWEEP)
-@pytest.mark.timeout(3600)  # of two cores with other work
+@pytest.mark.timeout(3600)  # The limit allows for two cores that also do other work.
 def test_a_sweep_compiles(run: str) -> None:
     check(run.partition("/")[0], compiled(run))
 
@@ -107,19 +105,19 @@ def test_a_sweep_compiles(run: str) -> None:
         (["1x!tt.ptr<i64>, #words", "64x!tt.ptr<i64>, #words"], 1, True),
         (["1x!tt.ptr<i64>, #words", "64x!tt.ptr<i64>, #words"], 2, False),
         (["1x!tt.ptr<i64>, #words", "256x!tt.ptr<i64>, #words"], 1, False),
-        (["256x!tt.ptr<i64>, #other"], 0, True),  # the owner of a word is unknown
+        (["256x!tt.ptr<i64>, #other"], 0, True),  # The owner of a word is unknown.
     ],
 )
 def test_loads_that_threads_share_are_agreed(
     polled: list[str], agreements: int, torn: bool
 ) -> None:
-    """The check finds a torn poll even beside another load, such as that of the abort flag."""
+    """Check that a torn poll is found, even beside another load such as that of the abort flag."""
     layout = "sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [8], order = [0]"
     lines = [f"#words = #ttg.blocked<{{{layout}}}>"]
     lines += [f"%w = tt.load %p, %m {{isVolatile = true}} : tensor<{each}>" for each in polled]
     lines += ['%a = tt.elementwise_inline_asm "bar.red.or.pred any, 0, own;"'] * agreements
     assert reads_torn_words({"ptx": "", "ttgir": "\n".join(lines)}) is torn
-    assert not reads_torn_words({"ttgir": "\n".join(lines)})  # of an AMD GPU
+    assert not reads_torn_words({"ttgir": "\n".join(lines)})  # The code of an AMD GPU has no PTX.
 
 
 @pytest.mark.parametrize("world", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 8))])

@@ -72,7 +72,7 @@ def test_target_error_is_as_stated(name: str, bf16: Path, converted: dict[str, P
 
 
 def pairs() -> Iterator[Any]:
-    """Yield pairs of formats; the gate converts each to bf16, to itself or to one other."""
+    """Yield pairs of formats. The gate converts each format to bf16, to itself or to one other."""
     firsts = [name for name in TARGETS if name != "bf16"]
     for number, (first, other) in enumerate(zip(firsts, firsts[1:] + firsts[:1], strict=True)):
         gate = ("bf16", first, other)[number % 3]
@@ -87,7 +87,7 @@ def test_from_each_format_to_each(
     convert(conversion(converted[first], tmp_path / "again", target))
     error = find_target(first).limit + find_target(target).limit
     assert all(one.error < error for one in compare(Source(bf16), tmp_path / "again"))
-    if target == "bf16":  # the values of a device that dequantizes at load
+    if target == "bf16":  # The values are those of a device that dequantizes when it loads.
         folders = converted[first], tmp_path / "again"
         assert_equal(*(load(folder, dtype=torch.bfloat16)[1] for folder in folders))
     if first == target:
@@ -130,7 +130,7 @@ def test_nvfp4_gate_and_up_share_a_global_scale(bf16: Path, converted: dict[str,
 
 
 def test_fnuz_and_ocp_blocks_convert_exactly(converted: dict[str, Path], tmp_path: Path) -> None:
-    """Includes values that the other encoding cannot represent."""
+    """Include values that the other format cannot represent."""
     for first, to in (("fp8-block", "fp8-fnuz"), ("fp8-fnuz", "fp8-block")):
         for largest, error in ((None, 0.0), (0x70, 0.0), (0x7F, 1e-4 if to == "fp8-block" else 1)):
             source = tmp_path / f"from {first} {largest}"
@@ -181,13 +181,13 @@ def test_copies_side_files(bf16: Path, converted: dict[str, Path]) -> None:
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     made = config[PROVENANCE]
     assert made["source"] == str(bf16) and made["to"] == "fp8-block" and made["source_digest"]
-    assert not any(PROVENANCE in note for note in read_spec(config).notes)  # the field is known
+    assert not any(PROVENANCE in note for note in read_spec(config).notes)
     plain = read_json_object(converted["bf16"] / "config.json")
     assert "quantization_config" not in plain and plain["dtype"] == "bfloat16"
 
 
 def test_code_and_source_descriptions_are_not_copied(tmp_path: Path) -> None:
-    """Other engines would load the code named in config.json, or use an old description."""
+    """Other engines would load the code that config.json names, or use an old description."""
     source = write_source(tmp_path / "source")
     config = read_json_object(source / "config.json")
     config["auto_map"] = {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}
@@ -205,7 +205,7 @@ def test_code_and_source_descriptions_are_not_copied(tmp_path: Path) -> None:
 
 
 def stop_at(call: int, stop: Callable[[], object]) -> Any:
-    """Return a progress callback whose `call`-th call stops the conversion."""
+    """Return a progress callback that stops the conversion at call number `call`."""
     calls = iter(range(1, 10**9))
 
     def progress(done: int, total: int) -> None:
@@ -372,7 +372,7 @@ def test_full_disk_loses_only_the_file_being_written(
 def test_disk_full_at_the_start_leaves_no_obstacle(
     bf16: Path, converted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill there leaves only the partial record, which does not block a new run."""
+    """Only a partial record remains, and a new run works."""
     out = tmp_path / "out"
     monkeypatch.setattr(os, "fsync", refuse_space)
     with pytest.raises(ResourceError, match="run the same command again"):
@@ -386,7 +386,7 @@ def test_disk_full_at_the_start_leaves_no_obstacle(
 def test_second_rounding_is_refused_before_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also if only attention, or no weight, keeps its values in the target."""
+    """Refuse a second rounding, even if only attention or no weight keeps its values."""
 
     blocks = described.group(
         described.E4M3_BLOCKS, targets=["re:.*self_attn.*"], stored="float-quantized"
@@ -436,10 +436,10 @@ def peak(sources: list[Path], results: Any) -> None:
 
 
 def test_memory_is_at_most_two_layers(tmp_path: Path) -> None:
-    """Compare a three-layer model with real matrix counts to a tiny model."""
+    """Compare the conversion of three layers of real matrix counts with that of a tiny model."""
     sizes = {
         "num_hidden_layers": 3, "intermediate_size": 512, "num_local_experts": 40,
-        "vocab_size": 20_000,  # a third of a layer, as in M2
+        "vocab_size": 20_000,  # The head is a third of a layer, as in M2.
     }  # fmt: skip
     few = {**sizes, "num_hidden_layers": 1, "num_local_experts": 4, "vocab_size": 64}
     sources = [write_source(tmp_path / "few", **few), write_source(tmp_path / "many", **sizes)]

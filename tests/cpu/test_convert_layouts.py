@@ -49,7 +49,7 @@ def converted(bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_rank_loads_the_same_from_split_files(
     to: str | None, tp: int, ep: int, bf16: Path, converted: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Experts are 128 wide, so every split divides blocks and groups."""
+    """Split experts of width 128, so that every split divides the blocks and groups."""
     whole = converted[to or "fp8-channel"]
     out = tmp_path / "out"
     convert(conversion(whole if to is None else bf16, out, to, tp=tp, ep=ep, allow_lossy=False))
@@ -59,7 +59,7 @@ def test_rank_loads_the_same_from_split_files(
         assert_equal(load(out, layout, is_split=True)[1], load(whole, layout)[1])
     files = [path.stat().st_size for path in out.glob("model-rank-0-*.safetensors")]
     all_files = [path.stat().st_size for path in whole.glob("*.safetensors")]
-    most = 0.95 if to else 0.65  # a scale per row divides nothing
+    most = 0.95 if to else 0.65  # A scale per row is not divided.
     assert len(files) == 3 and sum(files) < most * sum(all_files)
     with pytest.raises(CheckpointError, match=rf"split for --tensor-parallel-size {tp}, --expert"):
         read_entries(out)
@@ -69,7 +69,7 @@ def test_rank_loads_the_same_from_split_files(
 
 
 def test_split_m3_loads_with_and_without_sharded_index_keys(tmp_path: Path) -> None:
-    """A rank with a shard of the index keys has the index queries of all heads."""
+    """Check that a rank with a shard of the index keys has the index queries of all heads."""
     sizes = {"intermediate_size": 24, "shared_intermediate_size": 24, "dense_intermediate_size": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "index_n_heads": 2}
     config = tiny_m3.text_config(5, vocab_size=96, **sizes, **heads)
@@ -121,7 +121,7 @@ def test_incomplete_split_is_refused(broken: str, message: str, bf16: Path, tmp_
     elif broken == "sizes":
         index = json.loads((out / indices[0]).read_text())
         (out / indices[0]).write_text(json.dumps({**index, "metadata": {"rank": 0}}))
-    else:  # a rank's file of another split
+    else:  # The file belongs to a rank of another split.
         convert(conversion(bf16, others, tp=4))
         part = "model-rank-{}-part-00000.safetensors"
         shutil.copy(others / part.format(3), out / part.format(1))
@@ -253,7 +253,7 @@ def test_neuron_checkpoint_loads_as_its_stored_values(tmp_path: Path) -> None:
 
 
 def test_experts_may_have_a_scale_per_row(tmp_path: Path) -> None:
-    """In mode per_row the stack of scales has two dimensions, gate before up."""
+    """Check mode per_row, where the stacked scales have two dimensions: gate rows, then up rows."""
     source, split = tmp_path / "source", tmp_path / "split"
     made, plain = write_preprocessed(source)
     rows = (

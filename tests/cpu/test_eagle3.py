@@ -1,7 +1,4 @@
-"""Drafts of models equal plain PyTorch on transformers' hidden states, for any chunking.
-
-The answers equal those of a run without drafts.
-"""
+"""Draft tokens equal those of plain PyTorch on transformers' hidden states, for any chunking."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +27,7 @@ from tests.tiny_block_draft import VARIANTS as BLOCK_VARIANTS
 from tests.tiny_draft import VARIANTS, Proposal
 
 SIZES = tiny.small_sizes(num_hidden_layers=5, max_position_embeddings=64)
-IDS = [1, 2, 3]  # counted by layer outputs, as trainers do
+IDS = [1, 2, 3]  # layer numbers counted by layer outputs, as trainers count them
 LAYERS = (2, 3, 4)
 NUM_DRAFT_TOKENS = 3
 PROMPTS = [
@@ -81,7 +78,7 @@ def expected(folder: Path) -> list[list[int]]:
         return outputs(llm)
 
 
-Draft = tuple[dict[str, Any], tiny_draft.Weights, str]  # config, tensors, folder
+Draft = tuple[dict[str, Any], tiny_draft.Weights, str]  # config, tensors and folder of a draft
 
 
 @pytest.fixture
@@ -96,7 +93,7 @@ def make_draft(variant: str, folder: Path) -> Draft:
 def check_proposals(
     seen: list[Proposal], target: Any, outputs: list[list[int]], draft: Draft
 ) -> int:
-    """Return the number of draft tokens that differ from the oracle's."""
+    """Count the draft tokens that differ from the oracle's."""
     texts = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
     found, compared = tiny_draft.count_differing(seen, target, texts, LAYERS, *draft[:2])
     assert compared > 100
@@ -111,7 +108,7 @@ REST = [(variant, "plain") for variant in (*VARIANTS, *BLOCK_VARIANTS)] + [("pla
 
 
 class Resting(FixedDraftLength):
-    """Drafts in two of five steps; the caches must hold the other steps' streams."""
+    """Draft in two of five steps. The caches must also hold the residual streams of other steps."""
 
     def __init__(self) -> None:
         super().__init__(NUM_DRAFT_TOKENS)
@@ -140,7 +137,7 @@ def test_drafts_equal_plain_pytorch_and_change_no_answer(
             (scheduler,) = llm._loop._scheduler.ranks
             scheduler._draft_length = Resting()
         assert outputs(llm) == expected
-        assert outputs(llm) == expected  # from the prefix cache
+        assert outputs(llm) == expected  # The second run reads the prefix cache.
         while llm._loop.has_work:
             llm._loop.step()
         stats = llm.stats()
@@ -152,7 +149,7 @@ def test_drafts_equal_plain_pytorch_and_change_no_answer(
 @pytest.mark.parametrize(
     ("changes", "least", "most"),
     [
-        # layer inputs: one layer too early
+        # These numbers count layer inputs, so that each stream is one layer too early.
         ({"eagle_aux_hidden_state_layer_ids": IDS}, 50, 1000),
         ({"draft_lm_head_quantization": "fp8"}, 0, 40),
     ],
@@ -173,7 +170,7 @@ def test_changed_drafts_differ_and_change_no_answer(
         assert outputs(llm) == expected
         worker = llm._loop.executor._worker  # type: ignore[attr-defined]
         held = worker.runner.config.draft.spec.quantization
-    if "draft_lm_head_quantization" in changes:  # a CPU dequantizes it
+    if "draft_lm_head_quantization" in changes:  # A CPU dequantizes the head.
         assert held.fields == {"format": "fp8_per_channel", "only": "lm_head"}
     assert least < check_proposals(seen, target, expected, draft) < most
 
@@ -257,10 +254,10 @@ def test_confidences_equal_plain_pytorch(
     is_captured: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also the one after the last draft; results have the mean of the rows' products."""
+    """Results hold the mean over rows of the products of confidences."""
     config, tensors, model = make_draft(variant, tmp_path)
     lengths, seen = cycle([1, 3, 0, 2]), list[Any]()
-    steps: dict[int, list[Any]] = {}  # what each proposed for
+    steps: dict[int, list[Any]] = {}  # rows for which each step proposed
     results: dict[int, list[float]] = {}
     propose, run = BlockProposer.propose, StepRunner.run
 
@@ -308,7 +305,7 @@ def test_confidences_equal_plain_pytorch(
     for known, found, count, _ in (one for of_step in steps.values() for one in of_step):
         text = next((text for text in texts if text[: len(known)] == known), None)
         if text is None:
-            continue  # a row in flight after its end
+            continue  # The request of this row has ended, but the row is still in flight.
         with torch.no_grad():
             streams = target(torch.tensor([text]), output_hidden_states=True).hidden_states
         read = [streams[layer][0][: len(known) - 1] for layer in LAYERS]
@@ -425,10 +422,7 @@ def test_the_memory_of_a_draft_is_counted_and_refused_with_numbers(
 def test_draft_of_m3_reads_its_layers(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cover sparse attention, whose last blocks are verified in part, and Gemma's norms.
-
-    A DSpark draft is in the folder of its model, or among its tensors.
-    """
+    """A DSpark draft is in the folder of its model, or among the model's tensors."""
     sizes = tiny_m3.random_sizes(
         3, vocab_size=96, hidden_size=32, num_hidden_layers=5, index_block_size=16,
         mlp_layer_types=["dense", *["sparse"] * 4], index_topk_blocks=2, index_local_blocks=1,

@@ -40,7 +40,7 @@ def prompt(seed: int, length: int = 30) -> list[int]:
 
 
 def complete(llm: LLM, number: int, length: int = 30, /, **params: Any) -> Completion:
-    """Return the greedy completion of `prompt(number)`, by default of 20 tokens."""
+    """Return the greedy completion of `prompt(number, length)`, of 20 tokens by default."""
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, **params})
     return llm.generate([prompt(number, length)], sampling)[0].outputs[0]
 
@@ -48,7 +48,7 @@ def complete(llm: LLM, number: int, length: int = 30, /, **params: Any) -> Compl
 def test_a_repeated_prompt_is_taken_from_the_cache_and_gives_the_same_text(llm: LLM) -> None:
     first, second = (llm.generate([prompt(1)], GREEDY)[0] for _ in range(2))
     assert first.num_cached_tokens == 0
-    assert second.num_cached_tokens == 28  # full blocks of 4 within the first 29 of 30 tokens
+    assert second.num_cached_tokens == 28  # Full blocks of the first 29 tokens are cached.
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
 
 
@@ -76,7 +76,7 @@ def test_a_small_cache_preempts_and_keeps_the_texts(folder: Path, llm: LLM, over
 
 
 def test_preemption_and_chunking_are_bit_identical_in_bfloat16(folder: Path) -> None:
-    """A token's kernels depend on whether it is prompt or output, not on its step."""
+    """Check bit-identity: a token's kernels depend on prompt or output, not on its step."""
     prompts = [prompt(seed, 30 + seed) for seed in range(8)]
     drawn = replace(GREEDY, temperature=1.0, max_tokens=60, logprobs=0)
     params = [replace(drawn, seed=seed) for seed in range(8)]
@@ -114,7 +114,7 @@ def test_the_choices_of_a_prompt_compute_it_once(llm: LLM) -> None:
     llm.generate([prompt(31), prompt(32)], params)
     after = llm.stats()
     assert after.prompt_tokens - before.prompt_tokens == 6 * 30
-    # full blocks of 4, plus two choices each
+    # The count covers full blocks of 4, and two choices per prompt.
     assert after.cached_prompt_tokens - before.cached_prompt_tokens == 4 * 28
 
 
@@ -184,7 +184,7 @@ def test_streams_read_in_turns_lose_nothing(llm: LLM) -> None:
     alone = [generate_tokens(llm, [one], GREEDY)[0] for one in prompts]
     streams = [llm.stream(one, GREEDY) for one in prompts[:2]]
     read = [[token for _ in range(3) for token in next(stream).token_ids] for stream in streams]
-    assert generate_tokens(llm, prompts[2:], GREEDY) == alone[2:]  # while both are open
+    assert generate_tokens(llm, prompts[2:], GREEDY) == alone[2:]  # Both streams are open.
     for output, stream in zip(read, streams, strict=True):
         output += [token for rest in stream for token in rest.token_ids]
     assert read == alone[:2]

@@ -34,7 +34,7 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
         completion = generation.outputs[0]
         answer = completion.token_ids
         logits = oracle_logits(model, prompt + answer)
-        # each token is the oracle's after its prefix: the text is the oracle's greedy text
+        # Each token is the oracle's greedy token after the text before it.
         assert answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
         assert len(answer) == NUM_TOKENS
         logprobs = torch.log_softmax(logits, dim=-1)

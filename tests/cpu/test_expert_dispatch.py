@@ -37,7 +37,7 @@ def mixture(
     shared_width: int = 0,
     context: ParallelContext | None = None,
 ) -> SparseMoe:
-    """Make one rank's part of the same model. `context`: its groups, if it communicates."""
+    """Make one rank's part of a model. `context` holds its groups if the rank communicates."""
     setup = LayerSetup(
         context or replace(ParallelContext.single(), layout=layout),
         WeightFormat(torch.float32, torch.device("cpu"), None),
@@ -87,10 +87,11 @@ def test_all_placements_give_one_ranks_sum(table: tuple[int, ...] | None, tp: in
     grid = [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
     got = summed(grid, table, x)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    assert got[:5].abs().sum(1).min() > 0 and not got[5:].any()  # padding reaches no expert
+    assert got[:5].abs().sum(1).min() > 0 and not got[5:].any()  # Padding reaches no expert.
 
 
-@pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH])  # among the experts, or beside them
+# A shared expert of the same width runs among the experts; a wider one runs beside them.
+@pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH])
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 def test_the_shared_expert_counts_once_and_is_not_scaled(width: int, tp: int, ep: int) -> None:
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -100,7 +101,7 @@ def test_the_shared_expert_counts_once_and_is_not_scaled(width: int, tp: int, ep
     seen = torch.full((9, TOP_K), -2, dtype=torch.int32)
     whole.observe(seen)
     whole(x)
-    assert seen[:7].min() >= 0 and seen[:7].max() < EXPERTS  # the router's selection
+    assert seen[:7].min() >= 0 and seen[:7].max() < EXPERTS  # The router selects these experts.
     t = {slot.name: draw(number, slot) for number, slot in enumerate(by_name(whole))}
     its, act = names.moe(0), SwiGlu(alpha=1.7, limit=0.5, beta=1.0)
 
@@ -129,7 +130,7 @@ def test_a_map_that_changes_between_steps_says_where_experts_are() -> None:
     slots = place(ids, positions, *lies.tensors)
     assert slots[:, 1:].tolist() == [[0, 5]] * 300
     assert [int((slots[:, 0] == slot).sum()) for slot in (3, 8, 9)] == [100, 100, 100]
-    # for any batch composition
+    # The slot does not depend on the batch composition.
     assert torch.equal(place(ids[7:9], positions[7:9], *lies.tensors), slots[7:9])
     lies.update([7, 6, 5, 4, 3, 2, 1, 0, 5, 0, 0, 0])
     slots = place(ids[:100], positions[:100], *lies.tensors)
@@ -164,7 +165,7 @@ def test_an_expert_takes_all_its_tensors_along(stored: str) -> None:
         for own, other in zip(moved.tensors(number), expected.tensors(number), strict=True):
             assert are_alike(own, other)
     assert not all(map(are_alike, moved.tensors(0), moved.tensors(1)))
-    # no other tensor belongs to an expert
+    # No other tensor belongs to an expert.
     held = {
         tensor.data_ptr(): tensor
         for part in (moved.gate_up, moved.down, moved.gate_up_scale, moved.down_scale)

@@ -1,5 +1,3 @@
-"""Stored-format experts whose shards would split blocks, groups and words add up."""
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -39,13 +37,13 @@ TABLE = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 
 @pytest.fixture(autouse=True)
 def memory_that_nothing_wrote_is_not_zero() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # fills it with NaN and the largest integers
+    torch.use_deterministic_algorithms(True)  # PyTorch then fills new memory with NaN.
     yield
     torch.use_deterministic_algorithms(False)
 
 
 class Model:
-    """Experts 12 units wide, which even shards of 8 and 16 ranks would split."""
+    """Make experts 12 units wide, so that even shards on 8 or 16 ranks would split a unit."""
 
     def __init__(self, stored: TensorFormat, num_experts: int, *, shared: bool) -> None:
         self.stored, self.num_experts, self.shared = stored, num_experts, shared
@@ -62,7 +60,9 @@ class Model:
         self.gate = torch.randn(num_experts, self.hidden, generator=generator)
 
     def rank(self, layout: ParallelLayout) -> tuple[SparseMoe, list[Tensor]]:
-        """Return a rank's mixture and its [experts, 2 widths, hidden], [experts, hidden, width]."""
+        """Return a rank's mixture, and its matrices [experts, 2 widths, hidden], [experts, hidden,
+        width].
+        """
         single, prepared = ParallelContext.single(), list[Tensor]()
         scheme = Scheme((self.stored,), lambda module: self.stored)
         kernel = TABLE.choose(EXPERTS, self.stored)
@@ -111,7 +111,7 @@ class Model:
 
 
 def splits() -> Iterator[Any]:
-    """Yield formats, ranks and expert-parallel sizes; the gate runs two sizes of each format."""
+    """Yield formats, ranks and expert-parallel sizes. The gate runs two sizes per format."""
     sizes = [(tp, ep) for tp in (1, 2, 4, 8, 16) for ep in (1, 2, 4, 8, 16) if tp % ep == 0]
     gate = ((1, 1), (2, 2), (4, 1), (8, 2), (16, 4), (2, 1), (4, 2), (8, 1), (16, 1))
     for n, stored in enumerate(FORMATS):
@@ -126,7 +126,7 @@ def test_parts_of_ranks_add_up_to_one_ranks_sum(stored: TensorFormat, tp: int, e
     kernel = TABLE.choose(EXPERTS, stored)
     assert kernel is not None
     model = Model(stored, max(ep, 2), shared=tp in (1, 8))
-    is_among = model.shared and ep == 1  # the shared expert is among the others, or beside them
+    is_among = model.shared and ep == 1  # The shared expert runs among the experts, or beside them.
     expected = model.expected()
     total, shapes, found = torch.zeros(TOKENS, model.hidden), set(), 0
     for layout in (ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)):
@@ -145,7 +145,7 @@ def test_parts_of_ranks_add_up_to_one_ranks_sum(stored: TensorFormat, tp: int, e
             gate, up, whole_down = model.plain[expert]
             for values, whole in zip(held, (gate, up, whole_down.t()), strict=True):
                 assert torch.equal(values[: len(share.part)], whole[part])
-            # so any values in the columns of down after them add nothing
+            # Zero gate and up rows make any value in the later columns of `down` irrelevant.
             assert not gates[n][rest].any() and not ups[n][rest].any()
     assert len(shapes) == 1 and found == model.width * (model.num_experts + is_among)
     assert (total - expected).norm() < 1e-5 * expected.norm()

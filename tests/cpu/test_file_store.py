@@ -1,5 +1,3 @@
-"""KV blocks in files: returning sessions after a restart, and files that cannot be used."""
-
 from __future__ import annotations
 
 import errno
@@ -154,7 +152,7 @@ def test_files_moved_from_another_model_are_misses(tmp_path: Path) -> None:
             expected = generate_tokens(llm, [turn], GREEDY)
     first, second = sorted({path.parent for path in list_files(tmp_path)}, key=os.path.getmtime)
     for path in first.iterdir():
-        shutil.copy(path, second)  # the same names: the tokens are the same
+        shutil.copy(path, second)  # The name is valid, since the tokens are the same.
     with begin(tmp_path, load_format="synthetic", seed=2) as llm:
         (made,) = llm.generate([turn], GREEDY)
         assert made.num_cached_tokens == 0 and token_ids([made]) == expected
@@ -170,7 +168,7 @@ def test_the_bound_holds_and_the_least_recently_used_files_go(tmp_path: Path) ->
         for _ in range(2):
             for turn, tokens in zip(prompts, expected, strict=True):
                 assert generate_tokens(llm, [turn], GREEDY) == [tokens]
-                llm.generate([prompts[0]], GREEDY)  # keeps its files
+                llm.generate([prompts[0]], GREEDY)  # The engine keeps files of this prompt.
                 assert count_bytes(tmp_path) <= most
         stats = llm.stats()
         assert stats.num_file_evictions > 60 and stats.num_used_file_blocks <= 60
@@ -178,7 +176,7 @@ def test_the_bound_holds_and_the_least_recently_used_files_go(tmp_path: Path) ->
     with begin(tmp_path, **options) as llm:
         cached = [llm.generate([turn], GREEDY)[0].num_cached_tokens for turn in prompts[:2]]
         assert cached == [288, 0]
-    # another engine with a smaller bound deletes files of this one
+    # Another engine with a smaller bound deletes files of this engine.
     with begin(tmp_path, "nano-m3", kv_offloading_path_size=most / 2**31):
         assert count_bytes(tmp_path) <= most // 2
 
@@ -196,7 +194,7 @@ def test_a_reset_of_the_prefix_cache_deletes_the_files(tmp_path: Path) -> None:
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     class FullDisk:
-        """A file on a disk that has no space left after some bytes."""
+        """Stand in for a file on a disk that is full after some bytes."""
 
         def __init__(self, path: Path, *_: object, **__: object) -> None:
             self.stream = Path(path).open("wb", buffering=0)  # noqa: SIM115
@@ -219,8 +217,8 @@ def refuse_opening(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(Path, "open", refuse)  # files are read by it,
-    monkeypatch.setattr(file_store, "open", refuse, raising=False)  # and written by this
+    monkeypatch.setattr(Path, "open", refuse)  # `Path.open` reads files.
+    monkeypatch.setattr(file_store, "open", refuse, raising=False)  # This function writes files.
 
 
 def remove_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -258,7 +256,7 @@ def test_an_error_switches_the_files_off_with_one_warning(
         stats = llm.stats()
         assert stats.num_file_blocks == stats.num_used_file_blocks == 0 < stats.num_file_errors
         assert not llm._loop.has_work
-        again = llm.generate(prompts, GREEDY)  # main memory goes on
+        again = llm.generate(prompts, GREEDY)  # Host memory still works.
         assert [one.num_cached_tokens for one in again] == [288] * 4
     warnings = [each for each in caplog.records if each.levelno == logging.WARNING]
     (warning,) = (each for each in warnings if "no longer kept in files" in each.getMessage())
@@ -266,7 +264,7 @@ def test_an_error_switches_the_files_off_with_one_warning(
 
 
 def test_two_engines_share_a_folder(tmp_path: Path) -> None:
-    """They write the same names at once, and each deletes files that the other knows."""
+    """Run two engines that write equal names at once, and delete files that the other knows."""
     prompts = [prompt(seed, 300) for seed in range(5)]
     expected = expect(prompts)
     options = {"kv_offloading_path_size": 50 * 81_988 / 2**30, "kv_offloading_size": 0.003}
@@ -334,7 +332,7 @@ def finish(store: FileStore) -> FileProgress:
         if not store.is_busy:
             return replace_missing(progress, missing)
         time.sleep(0.001)
-    raise AssertionError("copies do not end")
+    raise AssertionError("the copies did not end")
 
 
 def replace_missing(progress: FileProgress, missing: list[bytes]) -> FileProgress:
@@ -354,7 +352,7 @@ def test_copies_wait_for_the_device_and_are_reported_in_plan_order(
     store.run(read((9, 5)), 5, None)
     assert store.is_busy and not store.has_news
     assert store.report() == FileProgress(0)
-    host[0][1] = 200  # the device's copy ends
+    host[0][1] = 200  # The copy of the device ends here.
     first.set()
     second.set()
     progress = finish(store)
@@ -370,7 +368,7 @@ def test_copies_wait_for_the_device_and_are_reported_in_plan_order(
 def test_copies_that_stall_switch_the_files_off(
     tmp_path: Path, opened: list[FileStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler then lets requests go on, and keeps the host block that may still change."""
+    """The scheduler stops waiting for files and keeps a host block that may still change."""
     _, store = open_store(tmp_path, opened)
     stalled = threading.Event()
     store.run(read((9, 4)), 4, stalled.wait)
@@ -420,7 +418,7 @@ def test_the_scan_deletes_by_last_use_and_leaves_other_files_alone(
     os.utime(parts[0], (1, 1))
     store.close()
     _, again = open_store(tmp_path, opened, most_bytes=5 * store.file_bytes)
-    # two parts and the share that the scan leaves free
+    # The scan keeps two parts; the rest of the limit stays free.
     assert again.found == [name(number) for number in (6, 7, 2)]
     assert all(path.exists() for path in foreign)
     assert not parts[0].exists() and parts[1].exists()

@@ -1,4 +1,4 @@
-"""A new model family, one folder and one registry line, is served exactly as in plain PyTorch."""
+"""A new model family of one folder and one registry line gives the logits of plain PyTorch."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -59,7 +59,7 @@ def new_model(spec: ForeignSpec, *, ranks: int = 1) -> Decoder:
     return build_model(spec, context=context, device=torch.device("cpu"), kernels=kernels)
 
 
-# --- the same in plain PyTorch, over a whole sequence at once ------------------------------------
+# --- the same model in plain PyTorch, for a whole sequence at once -------------------------------
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """x [tokens, heads, dim]."""
+    """Rotate x [tokens, heads, dim]."""
     half = CONFIG["rotary_dim"] // 2
     frequencies = CONFIG["rope_theta"] ** -(torch.arange(half) / half)
     angles = torch.arange(len(x))[:, None, None] * frequencies
@@ -127,7 +127,7 @@ def plain(tensors: Mapping[str, Tensor], token_ids: list[int]) -> Tensor:
 
 
 def test_engine_gives_what_plain_pytorch_gives(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Cover paging, chunks mixed with decodes, and the prefix cache."""
+    """Check paging, chunks in one batch with decodes, and the prefix cache."""
     generator = torch.Generator().manual_seed(5)
     drawn = {"low": 3, "high": CONFIG["vocab_size"], "generator": generator}
     prompts = [torch.randint(size=(length,), **drawn).tolist() for length in (1, 6, 23, 58)]
@@ -139,7 +139,7 @@ def test_engine_gives_what_plain_pytorch_gives(folder: Path, tensors: dict[str, 
     with LLM(str(folder), **options) as llm:
         first = llm.generate(prompts, params)
         again = llm.generate(prompts, msgspec.structs.replace(params, prompt_logprobs=None))
-    # Scoring runs the whole prompt; otherwise full blocks before its last token are cached.
+    # Prompt log-probabilities run the whole prompt. Other requests find full blocks in the cache.
     assert [generation.num_cached_tokens for generation in first[:4]] == [0, 0, 0, 0]
     assert [generation.num_cached_tokens for generation in again] == [0, 0, 16, 56, 56]
     for prompt, generations in zip(prompts, zip(first, again, strict=True), strict=True):

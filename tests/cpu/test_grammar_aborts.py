@@ -13,7 +13,7 @@ from tests.loop_driver import admitted, drive, free_all, read_tokens
 
 CALL = require_call([tool("note", text={"type": "string", "maxLength": 16})])
 Answer = tuple[list[int], str | None]
-# more requests than rows and too few blocks: some wait, some are preempted
+# With more requests than rows and few blocks, some requests wait and some are preempted.
 SIZES: dict[str, Any] = {
     "num_threads": 1, "max_model_len": 192, "block_size": 8, "max_num_seqs": 8,
     "max_num_batched_tokens": 96, "num_kv_blocks": 34,
@@ -64,7 +64,7 @@ def test_aborts_do_not_change_other_requests(
     def noting(self: GrammarClient, message: wire.ToGrammars) -> None:
         send(self, message)
         if isinstance(message, wire.OpenGrammar):
-            followed.add(message.key)  # again by a worker
+            followed.add(message.key)  # The message follows again, from a worker.
         elif isinstance(message, wire.CloseGrammars):
             for key in message.keys:
                 followed.remove(key)
@@ -74,11 +74,11 @@ def test_aborts_do_not_change_other_requests(
     before = loop.stats()
     requests = load(llm)
     updates: dict[str, list[Any]] = {request.request_id: [] for request in requests}
-    # aborted requests and their token counts: at once, during compilation, or later
+    # Some requests are aborted at once, during compilation, or after this number of tokens.
     leaving = {name: chance.choice((0, 1, 6, 14, 25)) for name in chance.sample([*updates], 10)}
     late, there = list(requests), set[str]()
     while loop.has_work or late:
-        for request in late[:3]:  # some arrive while others abort
+        for request in late[:3]:  # Some requests arrive while others are aborted.
             loop.add(request)
             there.add(request.request_id)
         del late[:3]
@@ -87,7 +87,7 @@ def test_aborts_do_not_change_other_requests(
         for name in going:
             del leaving[name]
         for update in loop.step():
-            assert update.request_id in there  # no updates follow the end
+            assert update.request_id in there  # No update follows the end of a request.
             updates[update.request_id].append(update)
             if update.finish_reason:
                 there.remove(update.request_id)
@@ -104,7 +104,7 @@ def test_aborts_do_not_change_other_requests(
     assert num_aborted >= 3
     after = loop.stats()
     assert after.num_accepted_tokens > before.num_accepted_tokens + 50
-    # later requests get the same texts as before
+    # Later requests get the same texts as before.
     updates = drive(llm, requests := load(llm))
     assert [answer(updates[request.request_id]) for request in requests] == alone
     assert loop.stats().preemption_count > 0

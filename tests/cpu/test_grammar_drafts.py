@@ -58,15 +58,15 @@ FIELDS: list[dict[str, Any]] = [
     {"grammar": choice("yes, it is so", "no"), "ignore_eos": True},
     {"grammar": LETTERS, "stop_token_ids": tuple(range(300, 550)), "min_tokens": 3},
     {"grammar": SCHEMA, "max_tokens": 7},
-    {"temperature": 0.0, "ignore_eos": True, "logit_bias": {}},  # beside the others
-    # texts that the model would write anyway, and ones that it never would
+    {"temperature": 0.0, "ignore_eos": True, "logit_bias": {}},  # This request has no grammar.
+    # The first grammar allows the text that the model prefers; the others do not.
     {"grammar": regex(r"(.|\n){1,90}"), "temperature": 0.0, "logit_bias": {}},
     {"grammar": regex("(no ){25}"), "temperature": 0.0},
 ]  # fmt: skip
 PARAMS = [seeded(seed, **{"max_tokens": 60} | fields) for seed, fields in enumerate(FIELDS)]
 PROMPTS = [[5, 6, 7 + seed % 3] * 3 + [20 + seed] for seed in range(len(PARAMS))]
 SIZES: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_model_len": 128, "block_size": 8}
-# prompts are chunked, and sequences preempt others
+# Prompts are chunked at these sizes, and sequences preempt others.
 CROWDED = {"max_num_batched_tokens": 41, "max_num_seqs": 9, "num_kv_blocks": 24}
 
 
@@ -79,7 +79,7 @@ def answers(llm: LLM, chosen: slice = slice(None)) -> list[Any]:
 
 
 class Changing(drafts.ScriptedProposer):
-    """Proposes by the current kind, also after tokens sampled without a mask."""
+    """Propose by the current kind, even after tokens that were sampled without a mask."""
 
     is_checked = False
 
@@ -116,7 +116,7 @@ def proposer(expected: list[Any]) -> Changing:
 def llm(model: str, proposer: Changing) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         drafts.install(patch.setattr, proposer)
-        # each draft has its mask, on a busy machine too
+        # With this limit every draft token has its mask, even on a busy machine.
         patch.setattr(manager, "DRAFT_SECONDS", 60.0)
         engine = LLM(model, **SIZES, **CROWDED)
     with engine:
@@ -132,7 +132,7 @@ def verified(llm: LLM) -> tuple[int, int]:
 def test_drafts_keep_constrained_texts(
     llm: LLM, proposer: Changing, expected: list[Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("GRACE_SECONDS", "ALONE_SECONDS"):  # a late mask would void accepted drafts
+    for name in ("GRACE_SECONDS", "ALONE_SECONDS"):  # A late mask would void accepted draft tokens.
         monkeypatch.setattr(manager, name, 9.0)
     proposer.be(kind)
     before = verified(llm)
@@ -149,12 +149,12 @@ def test_late_masks_void_the_drafts_of_their_rows(
     llm: LLM, proposer: Changing, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late: list[int] = []
-    voided: set[tuple[int, int]] = set()  # step and row
+    voided: set[tuple[int, int]] = set()  # pairs of step and row
     uncounted: set[tuple[int, int]] = set()
     bitmask_of, commit = manager.GrammarManager.bitmask, GroupScheduler.commit
 
     def counted(self: Any, step_id: int, rows: Any, *, may_wait: bool) -> Any:
-        # every third step waits for its masks
+        # Every third step waits for its masks.
         monkeypatch.setattr(manager, "GRACE_SECONDS", 9.0 if step_id % 3 == 0 else -1.0)
         found = bitmask_of(self, step_id, rows, may_wait=may_wait)
         postponed = [row for row in rows if row.row in found[0].postponed]
@@ -177,7 +177,7 @@ def test_late_masks_void_the_drafts_of_their_rows(
         assert answers(llm) == expected
     assert sum(late) > 30 and verified(llm)[1] > before[1] + 100
     free_all(llm)
-    assert voided and voided <= uncounted  # voided drafts are not counted
+    assert voided and voided <= uncounted  # Void draft tokens do not count as drafts.
 
 
 def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
@@ -191,7 +191,7 @@ def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
     def choices() -> list[list[int]]:
         return [one.token_ids for one in llm.generate([PROMPTS[0]], several)[0].outputs]
 
-    alone = choices()  # their tokens are not known yet
+    alone = choices()  # The tokens of the step before are not known yet.
     keys = [(3 + index, tuple(PROMPTS[0])) for index in range(3)]
     proposer.be(ACCEPTED, dict(zip(keys, alone, strict=True)))
     before = verified(llm)
@@ -201,7 +201,7 @@ def test_steps_that_do_not_overlap_and_choices_of_one_prompt(
 
 def test_dead_process_ends_its_requests(llm: LLM, proposer: Changing, expected: list[Any]) -> None:
     proposer.be(RANDOM)
-    answers(llm)  # starts the process
+    answers(llm)  # The answers start the grammar process.
     requests = admitted(llm, PROMPTS, PARAMS)
     updates = drive(llm, requests, num_steps=1)
     first = requests[0].request_id
@@ -219,14 +219,14 @@ def test_dead_process_ends_its_requests(llm: LLM, proposer: Changing, expected: 
         assert end.is_lost if end.finish_reason == "error" else end.finish_reason == reason
         assert request.sampling.grammar is not None or not end.is_lost
     free_all(llm)
-    assert answers(llm) == expected  # with another process
+    assert answers(llm) == expected  # These answers come from another process.
 
 
 @pytest.mark.full
 def test_no_launch_waits_for_drafts_of_constrained_rows(
     model: str, proposer: Changing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cover results as on a GPU, with and without captured steps; some masks are late."""
+    """Check runs like on a GPU, with and without captured steps, where some masks are late."""
     reads = graph_support.watch_reads(monkeypatch)
     sizes = SIZES | {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64}
     chosen = slice(15, None, -3)
@@ -249,12 +249,12 @@ def test_no_launch_waits_for_drafts_of_constrained_rows(
             assert [one[0] for one in answers(llm, slice(14, 16))][1] == expected[0]
             free_all(llm)
             assert verified(llm)[1] > 50
-        # a step reads the accepted count of two steps ago, which has long arrived
+        # A step reads only the accepted count of two steps ago, which the host already has.
         assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
 
 
 def test_masks_after_drafts_equal_those_of_committed_tokens() -> None:
-    """Masks cover the drafts that the grammar allows, up to its end, within the time limit."""
+    """Check that masks cover the draft tokens that the grammar allows, up to its end, in time."""
     eos = TOKENIZER.eos_token_id or 0
     text = [*TOKENIZER.encode("yes, it is so"), eos]
     with zmq.Context() as context, context.socket(zmq.PAIR) as near:
@@ -283,7 +283,7 @@ def test_masks_after_drafts_equal_those_of_committed_tokens() -> None:
 
 
 def test_masks_of_earlier_positions_are_not_used_after_due_tokens(llm: LLM) -> None:
-    """Due tokens need no mask of the grammar, so its answers may be outstanding."""
+    """Check that due tokens, which need no mask, do not use an older mask that arrives late."""
     params = PARAMS[8]
     request = GenerateRequest(request_id="a", prompt_token_ids=(5,), sampling=params)
     rule = RequestGrammar(request, 0, client=llm._loop._grammars.start())

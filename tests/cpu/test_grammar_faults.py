@@ -17,7 +17,7 @@ from negamax.engine.grammar import manager as constraints
 from negamax.scheduler.step import SequenceUpdate
 from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_tokens
 
-# each takes minutes of the compiler or of each mask
+# The compiler, or each mask, takes minutes for these grammars.
 COUNTED = 'root ::= (("a"|"b"|[c-z]*){1,300} "q"){1,300}'
 LISTED = "root ::= " + "[a-z]* " * 50_000
 CHAINED = "root ::= r0\n" + "\n".join(f'r{n} ::= "a" r{n + 1}' for n in range(20_000))
@@ -103,7 +103,7 @@ def test_a_failed_row_is_repeated_alone_with_all_masks_intact(llm: LLM) -> None:
     def failing(plan: Any, masks: Any) -> Any:
         outcome = run(plan, masks)
         if len(plan.slots) > 1:
-            raise RuntimeError("as a batch it fails")
+            raise RuntimeError("the batch fails as a whole")
         return outcome
 
     worker._steps.run = failing
@@ -140,8 +140,9 @@ def ebnf(text: str) -> Grammar:
 
 
 def run_beside(engine: LLM, grammars: list[Grammar]) -> tuple[list[SequenceUpdate], bool]:
-    """Run requests beside others, whose process stays. Return their last updates, and whether the
-    others ended before them.
+    """Run requests beside others, whose grammar process must survive.
+
+    Return the last update of each request, and whether the other requests ended first.
     """
     assert says(engine, "a")
     first = engine._loop._grammars._client
@@ -172,7 +173,7 @@ def test_slow_grammars_end_alone_and_are_remembered(monkeypatch: pytest.MonkeyPa
         for is_known in (False, True):
             updates, ends_later = run_beside(engine, slow * 3)
             assert all(end.is_refusal and "2 s" in (end.error or "") for end in updates)
-            assert not (is_known and ends_later)  # then they are refused at once
+            assert not (is_known and ends_later)  # Known grammars are refused at once.
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
@@ -215,7 +216,7 @@ def test_grammar_without_worker_in_time_is_refused(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(env, "usable_cores", lambda: 1)
-    idle = ebnf("root ::= " + "[a-x]* " * 11)  # its worker stays and holds no place
+    idle = ebnf("root ::= " + "[a-x]* " * 11)  # Its worker stays alive and needs no place.
     llm.generate("x", seeded(1, grammar=idle, max_tokens=2))
     (held,) = admitted(llm, ["x"], [seeded(1, grammar=ebnf("root ::= " + "[a-z]* " * 11))])
     drive(llm, [held], num_steps=0)

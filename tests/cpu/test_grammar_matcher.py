@@ -1,7 +1,4 @@
-"""Each kind of grammar with the real compiler and the embedded model's vocabulary.
-
-The output parser reads the enforced calls back.
-"""
+"""Check grammars with the real compiler and the embedded model's vocabulary."""
 
 import json
 from collections.abc import Sequence
@@ -94,7 +91,7 @@ def tags(**fields: Any) -> Grammar:
 
 
 def triggered(value: Any) -> Grammar:
-    """Return a tag with a JSON schema that text may begin."""
+    """Return a grammar of free text in which `<f` starts a tag with a JSON schema."""
     structure = {"begin": "<f>", "schema": value, "end": "</f>"}
     return tags(triggers=["<f"], structures=[structure])
 
@@ -119,7 +116,7 @@ UNIQUE_FIELD = {"items": {"type": "object", "properties": {"x": {"uniqueItems": 
         (schema({"type": "array"}), ['[1, "a"]', "[]"], ["{}"]),
         (schema({"type": "string", "maxLength": 3}), ['"abc"'], ['"abcd"']),
         (schema(True), ["1", "[]"], ["x"]),
-        # enforced as far as possible
+        # The grammar enforces what it can.
         (schema(UNIQUE_NUMBERS, strict=False), ["[1, 1]"], ['["a"]']),
     ],
 )
@@ -210,7 +207,7 @@ def test_json_has_a_limit_of_white_space_between_its_parts(grammar: Grammar) -> 
 
 
 def test_text_never_holds_tags_or_control_tokens() -> None:
-    """Cover strings of any kind, also up to a closer, where xgrammar allows every token."""
+    """Before a closer, xgrammar alone would allow every token in a string."""
     call = tool_grammar([WEATHER], M2Calls(TAG_IDS), choice="required")
     assert call is not None
     raw = matcher(call)
@@ -297,7 +294,7 @@ def test_a_named_choice_and_no_parallel_calls_leave_one_call() -> None:
     named = tool_grammar(tools, style, choice="function", name="get_weather")
     check(named, [one], [ping, two])
     check(tool_grammar(tools, style, choice="required", parallel=False), [one, ping], [two])
-    # not strict: one call of a declared tool, with any arguments
+    # Without `strict`, the grammar enforces one call of a declared tool with any arguments.
     loose = m2_block(m2_call(m2_arguments(city="Rome", days="three", what="ever")))
     free = tool_grammar(tools, style, parallel=False)
     check(free, ["Hello", f"So:\n{one}", loose], [two, f"{one}{one}"])
@@ -346,7 +343,7 @@ def test_m3_refuses_other_calls_of_every_shape_that_the_parser_reads() -> None:
     check(grammar, [m3(text) for text in good], [m3(text) for text in bad])
     for text in bad:
         read = parse(MINIMAX_M3, m3(text), tools=[WEATHER, PING], in_reasoning=False).tool_calls
-        assert [call.name for call in read] == ["get_weather"]  # otherwise nothing was forbidden
+        assert [call.name for call in read] == ["get_weather"]
 
 
 @pytest.mark.parametrize("output_format", [MINIMAX_M2, MINIMAX_M3])
@@ -408,7 +405,7 @@ def walk(grammar: Grammar, seed: int, *, closer: str) -> str:
         chosen = [int(rng.choice(tokens))]
         end = TOKENIZER.encode(closer)
         if len(tokens) > 2000 and rng.random() < 0.2 and following.take(closer.encode()):
-            following.take_back(1)  # it is raw text, not a name
+            following.take_back(1)  # The text is raw text, not a tool's name.
             chosen = end
         if chosen == [EOS]:
             return TOKENIZER.decode(taken)
@@ -470,7 +467,7 @@ PAIR = {"type": "object", "properties": {"a>": STRING, "b": STRING}}
 PAIRS = st.lists(
     st.tuples(WORDS, WORDS).map(lambda pair: dict(zip(("a>", "b"), pair, strict=True)))
 )
-# schemas, and values that have only one spelling
+# schemas, and values that can be written in only one way
 VALUES: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [
     (STRING, WORDS),
     ({"type": ["string", "integer"]}, st.integers() | NO_LITERALS),
@@ -486,7 +483,7 @@ VALUES: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [
 @pytest.mark.parametrize("style", ["m2", "m3"])
 @pytest.mark.parametrize("count", [15, full(200)])
 def test_rendered_calls_are_accepted_and_read_back(style: str, count: int) -> None:
-    @settings(max_examples=count, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
+    @settings(max_examples=count, deadline=None, phases=[Phase.generate])
     @given(data=st.data())
     def check_call(data: st.DataObject) -> None:
         name, *keys = data.draw(st.lists(NAMES, min_size=2, max_size=4, unique=True))

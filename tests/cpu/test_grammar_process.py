@@ -72,7 +72,7 @@ def test_process_forked_too_late_ends_silently(llm: LLM, capfd: pytest.CaptureFi
     late.kill()
     os.kill(host.process.pid, signal.SIGCONT)
     after = GrammarClient(host)
-    while after.pid is None:  # forked after the late one
+    while after.pid is None:  # The new process forks after the late one.
         time.sleep(0.01)
     after.kill()
     assert says(llm, "yes")
@@ -92,7 +92,7 @@ def test_process_without_files_fails_requests(llm: LLM, monkeypatch: pytest.Monk
     assert refused.finish_reason == "error" and "grammar process" in (refused.error or "")
     assert free.finish_reason == "length"
     monkeypatch.undo()
-    monkeypatch.setattr(GrammarHost, "is_alive", True)  # its end is not known yet
+    monkeypatch.setattr(GrammarHost, "is_alive", True)  # The end is not noticed yet.
     assert says(llm, "yes")
 
 
@@ -111,8 +111,8 @@ def test_engine_without_files_refuses_grammars_alone(llm: LLM) -> None:
 def test_output_with_a_slow_mask_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     hurried = msgspec.structs.replace(llm._loop._grammars._setup, mask_seconds=0.2)
     monkeypatch.setattr(llm._loop._grammars, "_setup", hurried)
-    for attempt in range(10):  # on a stalled machine every mask takes too long
-        # a new grammar each time: slow ones are not retried
+    for attempt in range(10):  # On a stalled machine every mask is late, so try again.
+        # Each attempt needs a new grammar, since slow ones are refused.
         simple = msgspec.structs.replace(LETTERS, grammar=regex(f"[a-z ]{{{200 + attempt}}}"))
         slow, letters = end(llm, SLOW, simple)
         assert slow.finish_reason == "error" and "0.2 s for one token" in (slow.error or "")

@@ -1,5 +1,3 @@
-"""KV blocks in main memory: returning sessions, and the copies of every cache of a block."""
-
 import re
 from typing import Any
 
@@ -18,7 +16,7 @@ from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_t
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONGER = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-# tokens of a prompt, KV blocks: two sessions do not fit beside each other
+# The numbers are prompt tokens and KV blocks. Two sessions do not fit into the blocks together.
 SIZES = {"nano": (300, 32), "nano-m3": (900, 10)}
 DRAFTS = {"nano": "nano-draft", "nano-m3": "nano-m3-draft"}
 CPU = torch.device("cpu")
@@ -58,7 +56,7 @@ def test_a_returning_session_is_loaded_and_gives_the_same_text(model: str, has_d
         stats = llm.stats()
         assert stats.num_host_hits >= 2 * kept and stats.num_host_loads >= 2 * kept // size
         assert stats.cached_prompt_tokens == 3 * kept
-        if has_draft:  # their caches came back, too: as many tokens are accepted as at first
+        if has_draft:  # The caches of the draft were loaded, too.
             assert stats.num_accepted_tokens > 0
         free_all(llm)
 
@@ -83,7 +81,7 @@ def test_preemption_aborts_and_a_reset_keep_the_text(overlap: bool) -> None:
         expected = generate_tokens(plain, prompts, LONGER)
     with start("nano", enable_overlap=overlap, num_kv_blocks=36) as llm:
         assert generate_tokens(llm, prompts, LONGER) == expected
-        for prefix in (1, 2, 3):  # abort at once, with a load under way, and when it is complete
+        for prefix in (1, 2, 3):  # The request is aborted before, during or after the load.
             requests = admitted(llm, prompts, [LONGER] * 6)
             first = drive(llm, requests, num_steps=prefix)
             llm._loop.abort([request.request_id for request in requests[::2]])
@@ -100,7 +98,7 @@ def test_preemption_aborts_and_a_reset_keep_the_text(overlap: bool) -> None:
 
 
 def make_pool(num_host_blocks: int) -> tuple[list[dict[str, torch.Tensor]], HostPool]:
-    """A pool for two kinds of layers with caches of three types, filled with random bytes."""
+    """Make a pool for two kinds of layers with caches of three types, filled with random bytes."""
     key, index = KvCacheSpec("k", 2, 8), KvCacheSpec("index", 1, 16, dtype="float32")
     draft = KvCacheSpec("v", 2, 8, dtype="float8_e4m3fn")
     caches = allocate(
@@ -134,16 +132,16 @@ def test_copies_move_all_caches_of_a_block_and_nothing_else(
     assert pool.block_bytes == 4 * (3 * 2 * 8 * 2 + 2 * 16 * 4 + 2 * 8)
     before = [read_block(caches, block) for block in range(9)]
     progress = pool.run(make_plan(3, [7, 2, 5, 0], [4, 5, 0, 2], [], []))
-    assert progress.read() == -1  # a store is no load
+    assert progress.read() == -1  # A store does not count as a load.
     assert [read_block(caches, block) for block in range(9)] == before
     progress = pool.run(make_plan(4, [1], [1], [5, 4, 2, 0], [8, 3, 1, 6]))
     assert progress.read() == 4
-    sources = [0, 0, 2, 7, 4, 5, 5, 7, 2]  # of each block
+    sources = [0, 0, 2, 7, 4, 5, 5, 7, 2]  # source of each block
     assert [read_block(caches, block) for block in range(9)] == [before[at] for at in sources]
 
 
 def test_a_wait_for_a_load_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test replaces CUDA events, and so decides when a copy is complete."""
+    """Replace CUDA events, so that the test decides when a copy is complete."""
     events = [Event(), Event()]
     monkeypatch.setattr(host_pool, "AWAIT_SECONDS", 0.05)
     batches = tuple(
@@ -185,9 +183,9 @@ def test_a_step_waits_for_copies_of_blocks_that_it_uses() -> None:
     def row(num_computed: int, *blocks: int) -> Any:
         return NewRow(0, [1] * 12, 12, num_computed, list(blocks), SamplingParams())
 
-    assert count(row(4, 6, 1)) == 1  # reads a block that is loaded
-    assert count(row(4, 4, 5)) == 1  # writes a block that is stored
-    assert count(row(8, 4, 5, 1)) == 0  # reads blocks that are stored
+    assert count(row(4, 6, 1)) == 1  # The row reads a block that is loaded.
+    assert count(row(4, 4, 5)) == 1  # The row writes a block that is stored.
+    assert count(row(8, 4, 5, 1)) == 0  # The row only reads blocks that are stored.
     assert count(row(0, 1, 2), appended=(3,)) == 0
     assert count(appended=(5,)) == 1
 

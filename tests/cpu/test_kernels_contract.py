@@ -12,7 +12,10 @@ from tests.kernel_cases import CASES
 
 
 def contract(kernel: Kernel, dtype: torch.dtype) -> Any:
-    """Definitions differ from those in fp32 by rounding alone: the gate runs one dtype of them."""
+    """Return a test parameter; the gate runs a definition in bfloat16 only.
+
+    Definitions in other dtypes differ from fp32 by rounding alone.
+    """
     is_full = kernel.provider == "reference" and dtype is not torch.bfloat16
     return pytest.param(
         kernel, dtype, id=contract_id(kernel, dtype), marks=[pytest.mark.full] * is_full

@@ -28,14 +28,14 @@ GIB = 2**30
 
 def test_weights_are_counted_as_stored_or_by_the_dtype_of_dequantized_ones() -> None:
     spec = bundled_spec("minimax-m2")
-    assert 230.0e9 < weight_bytes(spec, dtype="bfloat16") < 230.3e9  # as the published files
+    assert 230.0e9 < weight_bytes(spec, dtype="bfloat16") < 230.3e9  # size of the published files
     plain = weight_bytes(spec, dtype="float32", kept=dequantized)
     assert plain == 4 * sum(weight.num_elements for weight in import_names(spec).weights(spec))
 
 
 KV = KvCacheSpec("k", heads=2, width=8), KvCacheSpec("v", heads=2, width=8)
 INDEX = KvCacheSpec("index", heads=1, width=5, dtype="float32", block_tokens=12, replicated=True)
-LAYERS = [KV, (*KV, INDEX), (), KV]  # dense, sparse, without attention, dense
+LAYERS = [KV, (*KV, INDEX), (), KV]  # a dense, a sparse, an attention-free and a dense layer
 CPU = torch.device("cpu")
 
 
@@ -54,7 +54,7 @@ def test_layers_get_the_caches_they_declare_from_one_allocation_per_kind() -> No
         for cache in caches.values():
             assert not cache.any()
             cache.fill_(number + 1)
-    for number, caches in enumerate(layers):  # no two caches share memory
+    for number, caches in enumerate(layers):  # No two caches share memory.
         assert all((cache == number + 1).all() for cache in caches.values())
     shared = kv_cache.allocate(
         LAYERS, 1, block_size=12, dtype=torch.float32, ranks=1, device=CPU, shared=True

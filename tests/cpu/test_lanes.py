@@ -1,5 +1,3 @@
-"""Host blocks between ranks of two engines with any tensor-parallel sizes."""
-
 from __future__ import annotations
 
 import threading
@@ -30,7 +28,7 @@ NUM_BLOCKS = 24
 
 
 class EngineLanes:
-    """The lanes of an engine's ranks, which are threads of this process."""
+    """Hold the lanes of an engine's ranks, which are threads of this process."""
 
     def __init__(self, folder: Path, ranks: int, host: str | None, kind: str = TCP) -> None:
         folder.mkdir()
@@ -52,7 +50,7 @@ class EngineLanes:
         self.context.destroy(linger=0)
 
     def fill(self, whole: list[torch.Tensor]) -> None:
-        """Fill with the ranks' parts of caches [blocks, layers, heads, words] of all heads."""
+        """Fill each rank's part of caches [blocks, layers, heads, words] that hold all heads."""
         for kind, values in self.pair_with(whole):
             kind.blocks[:] = values
 
@@ -75,7 +73,7 @@ class EngineLanes:
 
 
 def make_caches() -> list[torch.Tensor]:
-    sizes = (3, 4, 8), (2, 1, 32), (1, 2, 4)  # layers, heads, words of a block, of each kind
+    sizes = (3, 4, 8), (2, 1, 32), (1, 2, 4)  # layers, heads and words of a block, for each kind
     return [torch.randint(-(2**62), 2**62, (NUM_BLOCKS, *size)) for size in sizes]
 
 
@@ -84,7 +82,7 @@ def make_caches() -> list[torch.Tensor]:
 def test_each_rank_reads_its_heads_of_every_kind(
     source: int, target: int, host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane_wire, "PIECE_BYTES", 2_000)  # several pieces, some of them ahead
+    monkeypatch.setattr(lane_wire, "PIECE_BYTES", 2_000)  # The copy has several pieces.
     with ExitStack() as stack:
         first, second = (
             EngineLanes(tmp_path / name, ranks, host)

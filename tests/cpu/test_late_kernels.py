@@ -1,5 +1,3 @@
-"""A ready engine has compiled every specialization that it launches while serving."""
-
 import json
 import subprocess
 import sys

@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
     "dtype": "float32", "text_config": TEXT,
 }  # fmt: skip
 SPEC = read_spec(CONFIG)
-PROMPT = [5, 17, 60, 3] * 11  # longer than two blocks of 16 tokens: blocks are selected
+PROMPT = [5, 17, 60, 3] * 11  # longer than the two selected blocks of 16 tokens
 VISION = ("vision_tower.vision_model.pre_layrnorm.weight", "patch_merge_mlp.linear_1.bias")
 MTP = "language_model.model.mtp.layers.0.eh_proj.weight"
 
@@ -106,7 +106,7 @@ def test_names_load_with_every_prefix(tmp_path: Path, prefix: str) -> None:
 
 
 def add_wrapper(folder: Path) -> None:
-    """Rename the tensors of a checkpoint as those of the multimodal model, and add others."""
+    """Rename the tensors as in the multimodal checkpoint, and add its other tensors."""
     tensors = load_file(folder / "model.safetensors")
     whole = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     whole |= {name: torch.ones(2) for name in VISION}
@@ -136,7 +136,7 @@ def test_plain_indexer_does_not_dequantize_the_attention(tmp_path: Path) -> None
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_mxfp8_becomes_blocks_with_the_same_values(tmp_path: Path, tp: int, keeps: bool) -> None:
-    """Except the smallest values."""
+    """The smallest values may differ."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "shared_intermediate_size": 256}
     config = {**CONFIG, "text_config": {**TEXT, **sizes}}
     spec = read_spec(config)

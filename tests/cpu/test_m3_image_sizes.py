@@ -1,5 +1,3 @@
-"""Sizes of the area rule and conversion to RGB, compared with transformers' for MiniMax-M3."""
-
 import ast
 import importlib.util
 import math
@@ -18,7 +16,7 @@ from tests.image_support import decode, draw, encode
 
 
 def load_smart_resize() -> Callable[..., tuple[int, int]]:
-    """Return the function of transformers' processor, whose module needs torchvision."""
+    """Return the resize function of transformers' processor without importing torchvision."""
     name = "transformers.models.minimax_m3_vl"
     folder = importlib.util.find_spec(name)
     assert folder is not None and folder.submodule_search_locations is not None
@@ -44,7 +42,7 @@ def test_area_rule_has_the_sizes_of_transformers() -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P"])
 def test_conversion_to_rgb_is_that_of_transformers(mode: str) -> None:
-    """Sizes in multiples of 28 are not resized."""
+    """Convert an image whose sides are multiples of 28, so that it is not resized."""
     image = draw(112, 56, mode)
     if mode in ("RGBA", "LA"):
         image.putalpha(Image.linear_gradient("L").resize(image.size))

@@ -19,7 +19,7 @@ GATE = (0, 1, 2)
     [pytest.param(seed, marks=[pytest.mark.full] * (seed not in GATE)) for seed in range(60)],
 )
 def test_engine_equals_transformers_on_random_models_and_images(seed: int, tmp_path: Path) -> None:
-    """Several images of several sizes, text around them, over many sparse blocks and chunks."""
+    """Mix images of several sizes with text, over many sparse blocks and chunks."""
     rng = random.Random(seed)
     sizes = tiny_m3.random_sizes(seed)
     width = rng.choice([48, 96, 144])
@@ -48,7 +48,7 @@ def test_engine_equals_transformers_on_random_models_and_images(seed: int, tmp_p
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A model with sparse attention of top-2 blocks of 16 tokens after a dense layer."""
+    """Make a model with a dense layer, then sparse attention to the top 2 blocks of 16 tokens."""
     sizes = tiny_m3.random_sizes(
         3,
         vocab_size=96,
@@ -76,9 +76,7 @@ def image(tokens: int, seed: int = 0, rows: int = 1) -> Any:
 
 
 def test_images_begin_and_end_at_every_border(seeing: tuple[Any, Path]) -> None:
-    """Cover ends at -1, 0 and +1 of KV blocks, sparse blocks and chunks, in chunks of 1 token, too,
-    and images that touch.
-    """
+    """Let images end at -1, 0 and +1 of the borders of KV blocks, sparse blocks and chunks."""
     model, folder = seeing
     prompts = [
         Prompt([text(before), image(length, before), image(3, 1), text(2)])
@@ -107,13 +105,13 @@ def test_an_image_counts_by_content_place_and_salt(seeing: tuple[Any, Path]) -> 
             (answer,) = engine.run(prompt, salt=salt)
             check(model, prompt, answer)
             cached.append(answer.num_cached)
-        # one block of text is shared; a hit may end inside the image
+        # One block of text is shared, and a cache hit may end inside the image.
         assert cached == [0, 64, 16, 16, 0, 64]
         shorter = Prompt([text(20), image(40), text(1)])
         (answer,) = engine.run(shorter)
         check(model, shorter, answer)
         assert answer.num_cached == 48
-        # ids alone never find an image's blocks
+        # Token ids without the image never find the image's blocks.
         (answer,) = engine.run(Prompt([first.ids]))
         assert answer.num_cached == 16
 
@@ -125,7 +123,7 @@ def test_a_hit_inside_an_image_encodes_it_again(seeing: tuple[Any, Path]) -> Non
         for prompt in (*prompts, *prompts):
             (answer,) = engine.run(prompt)
             check(model, prompt, answer)
-        assert engine.encoder.num_hits == 0  # one image fits at a time
+        assert engine.encoder.num_hits == 0  # The cache holds one image at a time.
 
 
 def test_an_image_twice_in_a_step_is_encoded_once(seeing: tuple[Any, Path]) -> None:

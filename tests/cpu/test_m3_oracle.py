@@ -31,11 +31,11 @@ from tests import drafts, tiny, tiny_m3
 
 GATE = (1, 2, 6, 7)  # seeds
 FIXED: dict[int, dict[str, Any]] = {
-    2: {  # as M3.1: attention of all layers is sparse, also beside a dense MLP
+    2: {  # In M3.1, attention of all layers is sparse, also in a layer with a dense MLP.
         "num_hidden_layers": 3, "layer_types": ["minimax_m3_sparse"] * 3,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
-    # activations of dense, routed and shared MLPs are clamped
+    # The activations of dense, routed and shared MLPs are clamped.
     6: {"swiglu_limit": 0.5},
     7: {"index_block_size": 128},
 }  # fmt: skip
@@ -46,7 +46,7 @@ FIXED: dict[int, dict[str, Any]] = {
     [pytest.param(seed, marks=[pytest.mark.full] * (seed not in GATE)) for seed in range(200)],
 )
 def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path) -> None:
-    """Chunks end inside blocks, answers exhaust the pool; then a prefix hit and one token."""
+    """Run chunks that end inside blocks, answers that exhaust the pool, and a prefix cache hit."""
     sizes = tiny_m3.random_sizes(seed, **FIXED.get(seed, {}))
     model = tiny_m3.make_model(seed, **sizes)
     prompts = prompts_of(seed, sizes)
@@ -65,7 +65,7 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
         stats = engine.stats()
     check(model, prompts, generations)
     assert stats.cached_prompt_tokens > 0
-    # (48-token answers may not need another, larger block)
+    # Answers of 48 tokens may not need a further block if blocks are large.
     assert stats.preemption_count > 0 or block_size > NUM_TOKENS
 
 
@@ -113,15 +113,15 @@ def test_captured_streams_are_the_hidden_states_of_transformers(deep: tuple[Any,
     *entering, last = (torch.cat(parts) for parts in zip(*got, strict=True))
     for stream, wanted in zip(entering, expected, strict=False):
         torch.testing.assert_close(stream, wanted[0], atol=TOLERANCE, rtol=0)
-    with torch.inference_mode():  # transformers' last one is after the final norm
+    with torch.inference_mode():  # transformers' last hidden state is taken after the final norm.
         normed = expected_model.model.language_model.norm(last)
     torch.testing.assert_close(normed, expected[-1][0], atol=TOLERANCE, rtol=0)
 
 
 def test_the_selected_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -> None:
-    """Compare the selected sets of all tokens and index heads; near ties may differ."""
+    """Compare the sets of selected blocks of all tokens and index heads; near ties may differ."""
     expected_model, folder = deep
-    expected: list[torch.Tensor] = []  # of each sparse layer [heads, tokens, top-k]
+    expected: list[torch.Tensor] = []  # one tensor [heads, tokens, top-k] per sparse layer
     layers = expected_model.model.language_model.layers[1:]
     hooks = [
         layer.self_attn.indexer.register_forward_hook(
@@ -134,7 +134,7 @@ def test_the_selected_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -
     for hook in hooks:
         hook.remove()
     run = loaded(folder)
-    got: list[list[torch.Tensor]] = []  # of each sparse layer [tokens, heads, top-k], index queries
+    got: list[list[torch.Tensor]] = []  # per layer: [tokens, heads, top-k], index queries
     for layer in run.model.layers[1:]:
         select, own = layer.attention._select, list[tuple[torch.Tensor, torch.Tensor]]()
         got.append(own)
@@ -159,7 +159,7 @@ def test_the_selected_blocks_are_those_of_transformers(deep: tuple[Any, Path]) -
         same = (ids.sort(-1).values == wanted.transpose(0, 1).sort(-1).values).all(-1)
         assert same[has_margin].all()
         assert has_margin.float().mean() > 0.95
-        # the selection matters: more than the last blocks
+        # More than the last blocks are selected, so that the selection matters.
         assert (ids[:, :, 0] < local.squeeze(-1) - 2)[is_scored].float().mean() > 0.5
 
 
@@ -193,7 +193,7 @@ def test_a_warmup_runs_a_layer_of_each_sort() -> None:
 
 
 def test_a_model_without_a_shared_expert(deep: tuple[Any, Path], tmp_path: Path) -> None:
-    """transformers always has one: its output is made zero there, and our file omits it."""
+    """Compare with transformers, where the output of its shared expert is set to zero."""
     model, folder = deep
     expected_model = copy.deepcopy(model)
     with torch.inference_mode():
@@ -221,7 +221,7 @@ def test_the_engine_keeps_index_keys_in_their_own_dtype(deep: tuple[Any, Path]) 
             assert len(engine.generate([TOKENS[:10]], GREEDY)[0].outputs[0].token_ids) == NUM_TOKENS
         index = " and float8_e4m3fn (index keys)" if dtype == "fp8" else ""
         assert f"in float32{index}, " in summary
-    index = 3 * 5 * 16 * 24  # layers, blocks, tokens of a block, width
+    index = 3 * 5 * 16 * 24  # product of layers, blocks, tokens of a block, and width
     assert sizes["auto"] - sizes["fp8"] == 3 * index
 
 
@@ -244,7 +244,7 @@ def test_text_model_alone_loads_from_its_own_file(deep: tuple[Any, Path], tmp_pa
 def test_caches_in_fp8_give_what_transformers_does_with_rounded_ones(
     deep: tuple[Any, Path], of_keys_and_values: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values between two e4m3 numbers may round to either, which selects other blocks."""
+    """A value between two e4m3 numbers may round to either one, which selects other blocks."""
     model, folder = deep
     from transformers.cache_utils import DynamicLayer
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer

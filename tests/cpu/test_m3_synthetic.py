@@ -41,7 +41,7 @@ def test_magnitudes_are_those_of_a_trained_model() -> None:
 
 
 def test_batches_reach_experts_uniformly() -> None:
-    """B tokens reach 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
+    """Check that B tokens reach about 64 (1 - (1 - 2 / 64)^B) experts in every layer."""
     assert isinstance(SPEC, MiniMaxM3Spec)
     model = build(SPEC, loaded=False)
     fill_synthetic(model.weight_slots(), SPEC, 0)
@@ -76,4 +76,4 @@ def test_batches_reach_experts_uniformly() -> None:
     run.capture = (SPEC.num_layers - 1,)
     run.step([("s0", [1]), ("s1", [2])])
     residual = run.captured[0].pow(2).mean().sqrt()
-    assert 1.0 < residual < 1.3  # of embeddings: 1
+    assert 1.0 < residual < 1.3  # The residual of the embeddings alone is 1.

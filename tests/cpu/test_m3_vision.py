@@ -47,7 +47,7 @@ def test_the_tower_equals_transformers(vision: dict[str, Any], tmp_path: Path) -
     torch.testing.assert_close(alone, expected, atol=1e-5, rtol=1e-5)
     assert (rounded.float() - expected).norm() < 0.02 * expected.norm()
     turned = tower([images[0].transpose(0, 1).contiguous()])
-    assert (turned - together[:6]).abs().max() > 0.1  # rows and columns differ
+    assert (turned - together[:6]).abs().max() > 0.1  # Rows and columns have different positions.
 
 
 def test_the_published_config_is_read(tmp_path: Path) -> None:

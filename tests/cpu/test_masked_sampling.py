@@ -47,8 +47,8 @@ def test_every_kind_of_row_obeys_mask_and_allowed_tokens(on_shards: bool, seed: 
     allowing = rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in KINDS))
     drawn = sample(logits, allowing, on_shards=on_shards)
     assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
-    assert drawn.token_ids[8] != 300  # nor the token forbidden until min_tokens
-    logits[:, 41] = -500.0  # the only allowed token, however unlikely it is
+    assert drawn.token_ids[8] != 300  # Token 300 stays forbidden until min_tokens.
+    logits[:, 41] = -500.0  # It is the only allowed token, and very unlikely.
     drawn = sample(logits, rows_of(KINDS), masks_for(EVERY, 41), on_shards=on_shards)
     assert drawn.token_ids.tolist() == [41] * len(KINDS)
 
@@ -79,7 +79,7 @@ def test_log_probabilities_ignore_the_mask(on_shards: bool) -> None:
 @both_ways
 def test_a_mask_overrides_min_tokens_and_bias(on_shards: bool) -> None:
     rows, logits = rows_of(KINDS), random_logits(len(KINDS), 9)
-    # min_tokens forbids 300 so far; the bias forces 3
+    # min_tokens still forbids token 300, and the bias forces token 3.
     drawn = sample(logits, rows, masks_for([6, 8], 300), on_shards=on_shards)
     assert drawn.token_ids[[6, 8]].tolist() == [300, 300]
 
@@ -113,7 +113,7 @@ def test_broken_logits_are_reported_under_a_mask_too(on_shards: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_each_rank_masks_its_own_shard_of_the_vocabulary(ranks: int) -> None:
     logits = random_logits(40, 12)
-    members = [0, 3, 4, 39, *range(10, 38)]  # more than one tile, in pieces
+    members = [0, 3, 4, 39, *range(10, 38)]  # more than one tile, in several pieces
     masks = masks_for(members, *ALLOWED)
     whole = logits.clone()
     masks.apply(whole, first_id=0)
@@ -137,7 +137,7 @@ def test_masks_are_waited_for_once_and_only_where_a_plan_has_masked_rows() -> No
     rows = rows_of(KINDS)
     late = PendingBitmask.of_plan(plan, wait, vocab_size=VOCAB, requests=rows)
     assert waits == []
-    masks = late.select([0, 2], device=CPU)  # the sampled rows of the plan
+    masks = late.select([0, 2], device=CPU)  # These rows of the plan are sampled.
     assert masks is not None and masks.members == [0, 1]
     logits = random_logits(2, 1)
     masks.apply(logits, first_id=0)
@@ -164,7 +164,7 @@ def test_a_mask_of_another_vocabulary_fails_its_row_alone() -> None:
 
 
 def test_a_row_has_a_mask_for_each_of_its_samples_that_count() -> None:
-    """Row 0 has three of four, the second of which allows anything; row 1 is late, row 2 free."""
+    """Row 0 has three of four masks, the masks of row 1 are late, and row 2 has no grammar."""
     columns = [4, 3, 2], [3, 2, 1], [True] * 3, [0, 1, 2], 3
     plan = StepPlan(5, [], [], [], [4, 5, 6], *columns)
     frame = GrammarBitmask(5, [0, 0, 0], [1, -1, 0], [packed(7), packed(8)], [1])

@@ -69,7 +69,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_are_those_of_slots(family: str, layout: ParallelLayout, dtype: torch.dtype) -> None:
-    """On 4 ranks the 2 KV heads are copied. Experts take the same bytes sharded or whole."""
+    """On 4 ranks the 2 KV heads are copied. Experts take equal bytes sharded or whole."""
     spec = FAMILIES[family]
     context = replace(ParallelContext.single(), layout=layout)
     slots = build(spec, loaded=False, context=context, dtype=dtype).weight_slots()
@@ -98,7 +98,7 @@ def test_experts_that_no_kernel_takes_together_count_as_held(bits: int, expert: 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_each_rank_counts_the_experts_that_it_has(rank: int) -> None:
-    """Of eight experts on four ranks, the second rank has one in 8 bits, the last two."""
+    """Give rank 1 one of the three experts in 8 bits, and rank 3 the other two."""
     described = AUTO_ROUND | {"extra_config": {r".*\.experts\.[267]\.": {"bits": 8}}}
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}
     config = tiny_config(3, intermediate_size=48, hidden_size=64, head_dim=16, **sizes)

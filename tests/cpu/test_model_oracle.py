@@ -10,7 +10,7 @@ from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 from negamax.kernels.registry import OPS
 from negamax.models.registry import read_spec
 
-# random configurations; the gate runs some
+# The gate runs some of these random configurations.
 SEEDS = [pytest.param(seed, marks=[pytest.mark.full] if seed % 4 else []) for seed in range(24)]
 
 
@@ -21,7 +21,7 @@ def oracle(config: dict[str, object], seed: int, *, router_bias: float) -> MiniM
     rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     fields["rope_parameters"] = rope | {"partial_rotary_factor": rotary}
     model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**fields)).eval().float()
-    model.set_experts_implementation("eager")  # the grouped GEMM refuses odd sizes
+    model.set_experts_implementation("eager")  # The grouped GEMM of transformers refuses odd sizes.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -58,7 +58,7 @@ def test_captured_streams_are_the_hidden_states_of_transformers(tmp_path: Path) 
     last, *entering = (torch.cat(parts) for parts in zip(*got, strict=True))
     for stream, wanted in zip(entering, expected, strict=False):
         torch.testing.assert_close(stream, wanted[0], atol=1e-4, rtol=0)
-    # transformers' last one is after the final norm
+    # transformers' last hidden state is taken after the final norm.
     normed = expected_model.model.norm(last)
     torch.testing.assert_close(normed, expected[-1][0], atol=1e-4, rtol=0)
 
@@ -68,7 +68,7 @@ def test_logits_equal_transformers_in_chunked_prefill_and_decode(seed: int, tmp_
     config = tiny_config(seed)
     rng = random.Random(seed)
     expected_model = oracle(config, seed, router_bias=rng.uniform(4.0, 10.0))
-    expected_model.save_pretrained(tmp_path)  # the checkpoint's own tensor names
+    expected_model.save_pretrained(tmp_path)  # with the names of published tensors
     spec = read_spec(config)
     model = build(spec, load_file(tmp_path / "model.safetensors"))
     prompts = {
@@ -81,7 +81,7 @@ def test_logits_equal_transformers_in_chunked_prefill_and_decode(seed: int, tmp_
         chunks = []
         for name, tokens in prompts.items():
             left = len(tokens) - done[name]
-            if left:  # a few chunks, then the last tokens one by one
+            if left:  # A few chunks run first, then the last tokens run one by one.
                 size = 1 if left <= 8 else min(left - 7, rng.randint(1, 30))
                 chunks.append((name, tokens[done[name] : done[name] + size]))
                 done[name] += size
@@ -94,7 +94,7 @@ def test_logits_equal_transformers_in_chunked_prefill_and_decode(seed: int, tmp_
 
 @pytest.mark.parametrize("seed", [3, pytest.param(11, marks=pytest.mark.full)])
 def test_all_tokens_to_one_expert_and_none_to_the_others(seed: int) -> None:
-    """A router bias above all scores sends every token to the same experts; others are idle."""
+    """Send every token to the same expert by a router bias above all scores; others stay idle."""
     config = tiny_config(seed, num_local_experts=8, num_experts_per_tok=1, num_hidden_layers=2)
     expected_model = oracle(config, seed, router_bias=0.0)
     spec = read_spec(config)

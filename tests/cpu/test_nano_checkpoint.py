@@ -40,7 +40,7 @@ def test_config_is_of_minimax_m2(config: dict[str, Any]) -> None:
 
 
 def test_tensors_are_in_the_files_of_the_index(config: dict[str, Any]) -> None:
-    """The engine checks names and shapes when it loads them."""
+    """Check dtypes and files; the engine checks names and shapes when it loads the tensors."""
     index = json.loads((FOLDER / "model.safetensors.index.json").read_text(encoding="utf-8"))
     dtypes = Counter[str]()
     for file_name in set(index["weight_map"].values()):
@@ -51,7 +51,7 @@ def test_tensors_are_in_the_files_of_the_index(config: dict[str, Any]) -> None:
     assert not index["weight_map"]
     num_matrices = config["num_hidden_layers"] * (4 + 3 * config["num_local_experts"])
     assert dtypes["F8_E4M3"] == num_matrices
-    # scales, routers and their biases; embedding, head and norms
+    # Scales, routers and their biases have this dtype.
     assert dtypes["F32"] == num_matrices + 2 * config["num_hidden_layers"]
     assert dtypes["BF16"] == 3 + 4 * config["num_hidden_layers"]
 

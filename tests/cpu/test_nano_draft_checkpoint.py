@@ -1,5 +1,3 @@
-"""The embedded drafts of nano and nano-m3 propose accepted tokens and keep the output."""
-
 import json
 import re
 from pathlib import Path
@@ -25,7 +23,7 @@ from negamax.options.engine import EngineOptions
 from negamax.text.grammar.tool_calls import tool_grammar
 from tests.tiny_draft import as_speculators
 
-# Tokens per step with three draft tokens, greedy, in bf16, over `chats`.
+# Tokens per greedy step with three draft tokens, in bf16, over `chats`.
 LENGTHS = {"nano": 3.37, "nano-m3": 3.41}
 Answer = tuple[Any, ...]
 
@@ -62,7 +60,7 @@ def test_as_many_drafts_are_accepted_as_after_training(model: str) -> None:
 
 
 def test_drafts_from_other_layers_are_rejected() -> None:
-    fields = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # numbered by layer inputs
+    fields = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # These numbers count layer inputs.
     with engine("nano", drafts=True, fields=fields) as llm:
         llm.generate(chats(llm)[:4], SamplingParams(temperature=0.0, max_tokens=32))
         assert counts(llm)["spec_decode_acceptance_length"] < LENGTHS["nano"] - 1
@@ -171,7 +169,7 @@ def test_all_request_fields_give_the_same_answers_with_drafts() -> None:
     options = {"max_model_len": 512, "block_size": 16, "num_kv_blocks": 36}
     with engine("nano", drafts=True, **options) as llm:
         assert answers(llm) == expected
-        assert answers(llm) == expected  # from the prefix cache
+        assert answers(llm) == expected  # The second run reads the prefix cache.
         stats = llm.stats()
     assert stats.preemption_count > 0 and stats.cached_prompt_tokens > 0
     assert stats.num_accepted_tokens > 300
@@ -194,7 +192,7 @@ def test_suite_is_solved_with_drafts_from_command_line(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("model", LENGTHS)
 @pytest.mark.parametrize("suite", ["nano-math", "nano-tools"])
 def test_suites_give_the_same_tokens_with_drafts(model: str, suite: str) -> None:
-    """The whole suite with nano, a quarter with nano-m3."""
+    """Run the whole suite with nano, and a quarter of it with nano-m3."""
     count = SUITES[suite] // (1 if model == "nano" else 4)
 
     def solved(drafts: bool) -> tuple[SuiteResult, list[list[int]]]:

@@ -17,7 +17,7 @@ USE = model.precision(torch.float32, weights=False, activations=False)
 
 
 def _layout(documents: torch.Tensor, choice: int) -> object:
-    """Return a layout whose documents of at most `choice` tokens attend to all of themselves."""
+    """Return a layout in which documents of at most `choice` tokens have full attention."""
     sizes = torch.stack([torch.bincount(row, minlength=9)[row] for row in documents])
     windows = torch.full((len(documents),), 10**6, dtype=torch.int32)
     return m3_model.Layout(documents.int(), sizes <= choice, windows)
@@ -36,7 +36,7 @@ def test_engine_continues_as_the_training_model(tmp_path: Path) -> None:
             if "norm" in name:
                 parameter.normal_(0, 0.3)
             elif name.endswith(("w1", "w3")):
-                parameter *= 4  # reaches the limit of the activation
+                parameter *= 4  # At this size activations reach their limit.
         for layer in net.layers:
             layer.expert_bias.normal_(0, 0.3)
         net.head.normal_(0, 0.3)
@@ -61,7 +61,7 @@ def test_engine_continues_as_the_training_model(tmp_path: Path) -> None:
     found = [at.logprob for at in made.outputs[0].logprobs]
     expected = scores["index"].max(-1).values.tolist()
     assert found == pytest.approx(expected, abs=1e-4)
-    # the selection matters: all blocks give other numbers
+    # Attention to all blocks gives other numbers, so that the selection matters.
     assert found != pytest.approx(scores["all"].max(-1).values.tolist(), abs=1e-2)
 
 
@@ -72,7 +72,7 @@ def test_block_masks_show_the_selected_blocks_of_a_document() -> None:
     )  # fmt: skip
     size = 192
     documents = torch.zeros(2, size, dtype=torch.int64)
-    documents[0, 150:] = 1  # a long document, then a short one that starts inside a block
+    documents[0, 150:] = 1  # A long document precedes a short one that starts inside a block.
     documents[1, 20:] = 1
     documents[1, 32:] = 2
     layout = dataclasses.replace(
@@ -101,7 +101,7 @@ def test_block_masks_show_the_selected_blocks_of_a_document() -> None:
         asked = create_mask(made.mask_mod, 2, 4, size, size, device="cpu")
         tiles = made.to_dense().bool().repeat_interleave(16, -1).repeat_interleave(16, -2)
         assert torch.equal(asked & tiles.expand_as(asked), wanted)
-    # each token of the long documents sees two blocks, its own among them
+    # Each token of a long document attends to two blocks, one of which is its own.
     long = ~layout.is_short[0]
     assert chosen[0, :, long].sum(-1).max() == 2
     assert chosen[0, :, torch.arange(150), torch.arange(150) // 16].all()
@@ -138,7 +138,7 @@ def test_turns_are_rendered_as_by_the_published_template() -> None:
             continue
         given = {"messages": case["messages"], "tools": case["tools"], **case["kwargs"]}
         made = template.render(**given, add_generation_prompt=False)
-        # the system and developer messages before the turns are nano's own
+        # nano adds its own system and developer messages before the turns.
         turns, expected = (
             text.partition("]~b]developer\n")[2].partition("[e~[\n")[2]
             for text in (made, case["expected"])

@@ -1,5 +1,3 @@
-"""Prompt lookup against a search in plain Python, and texts with it."""
-
 import random
 from functools import partial
 from typing import Any, cast
@@ -25,7 +23,7 @@ def rows(count: int, length: int) -> RequestState:
 
 
 def searched(tokens: list[int], least: int, most: int, count: int, width: int) -> list[int]:
-    """Return the tokens after the earliest longest match in the last `width` tokens."""
+    """Return up to `count` tokens after the earliest longest match in the last `width` tokens."""
     known = tokens[-width:]
     for length in range(min(most, len(known) - 1), least - 1, -1):
         suffix = known[-length:]
@@ -52,7 +50,7 @@ def test_search_is_exact(
     lengths = [rng.randint(1, WINDOW + 1) for _ in slots]
     lengths[:3] = 1, 2, WINDOW + 1
     known = DraftRows(torch.tensor(slots), torch.tensor(lengths), torch.tensor(lengths))
-    states: Any = None  # a proposer that reads no residual streams
+    states: Any = None  # This proposer reads no residual streams.
     found = proposer.propose(states, known, state, 3)
     fewer = proposer.propose(states, known, state, 1)
     assert torch.equal(fewer, found[:, :1])
@@ -75,13 +73,13 @@ def test_short_sequences_are_searched_quickly_at_any_context_length() -> None:
     assert is_quick(propose, 0.005)
     none = torch.empty(0, dtype=torch.int64)
     assert proposer.propose(states, DraftRows(none, none, none), state, 3).shape == (0, 3)
-    padding = torch.zeros(1, dtype=torch.int64)  # its length is arbitrary
+    padding = torch.zeros(1, dtype=torch.int64)  # The length of the padding row is arbitrary.
     none = DraftRows(padding, padding, padding)
     assert proposer.propose(states, none, state, 3).tolist() == [[-1] * 3]
 
 
 def texts(**options: Any) -> tuple[list[list[int]], float]:
-    """Check nano's text, greedy and sampled; return accepted drafts per verified row."""
+    """Check nano's greedy and sampled text. Return the accepted draft tokens per verified row."""
     question = {"role": "user", "content": "Write hello world in Python"}
     said = "I do not know that. I am only a small demonstration model. I can do short word problems"
     chat: Any = [question, {"role": "assistant", "content": said}, question]
@@ -106,7 +104,7 @@ def test_texts_are_the_same_and_take_fewer_steps() -> None:
 
 
 def counted(text: list[int], prompt_len: int, most: int) -> tuple[list[int], list[int]]:
-    """For rows of `text`, return counts of rows, drafts, accepted drafts, and those by position."""
+    """Count rows, draft tokens and accepted ones in `text`, and accepted ones by position."""
     num_known, totals, places = prompt_len + 1, [0, 0, 0], [0] * most
     while num_known < len(text):
         drafts = searched(text[:num_known], 1, 4, most, WINDOW)[: len(text) - 1 - num_known]

@@ -1,5 +1,3 @@
-"""Codes, scales and rounding of every number format."""
-
 import itertools
 import math
 from collections.abc import Callable
@@ -38,14 +36,14 @@ MODULE = "model.layers.0.block_sparse_moe.experts.1.w1"
 
 
 def format_of(name: str) -> TensorFormat:
-    """Return the product's format for the description in the table."""
+    """Return the product's format for the description in the table of stored formats."""
     fields = FLOATS[name].describe([MODULE], {})
     scheme = detect(QuantizationSpec(fields.get("quant_method", "modelopt"), fields))
     assert scheme is not None
     return scheme.format_of(MODULE)
 
 
-# Other descriptions need names of modules, or the headers of files.
+# Other descriptions need names of modules, or headers of files.
 FORMATS = {
     name: format_of(name) for name in FLOATS if name not in ("modelopt-mixed", "fp8-fnuz-dtype")
 }
@@ -65,7 +63,7 @@ def test_stored_bytes_dequantize_to_their_matrix(name: str) -> None:
     got = dequantize(stored, kept(stored, tensors))
     assert got.dtype == torch.float32
     assert torch.allclose(got, expected, rtol=1e-6, atol=0)
-    assert (got - plain).abs().max() < plain.abs().max() / 6  # the writer represents this matrix
+    assert (got - plain).abs().max() < plain.abs().max() / 6  # The writer is accurate.
 
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.unit(Axis.ROWS) == 1])
@@ -139,7 +137,7 @@ def test_transformers_reads_the_same_weight() -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 128), (1, 1), (129, 300), (256, 256), (0, 128)])
 def test_load_dequantizes_as_the_op_to_the_bit(rows: int, columns: int) -> None:
-    # Include NaN and subnormals.
+    # The codes include NaN and subnormal numbers.
     codes = torch.arange(rows * columns).remainder(256).to(torch.uint8).view(rows, columns)
     scale = torch.rand(scale_shape(rows, columns)) * 1e5
     stored = {"weight": codes.view(FP8), "weight_scale_inv": scale}
@@ -161,7 +159,7 @@ E2M1_NUMBERS = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
 
 
 def matrix(rows: int, columns: int) -> Tensor:
-    """Return rows of very different sizes, a row of zeros, a tiny number and ties."""
+    """Return rows of very different magnitude, a row of zeros, a tiny number and ties."""
     values = noise(rows, rows, columns)
     values *= torch.logspace(-6, 3, rows).unsqueeze(1)
     values[1] = 0.0
@@ -219,7 +217,7 @@ def test_power_of_two_scales_are_the_smallest_without_clipping(name: str) -> Non
 @pytest.mark.parametrize("largest", [224.1, 448.0, 1e-20])
 @pytest.mark.parametrize("spread", [0, 9, 14, 30])
 def test_mxfp8_as_blocks_changes_less_than_the_stated_bound(spread: int, largest: float) -> None:
-    """All other rows are 2^spread times smaller than the first value of their block."""
+    """Make all other rows 2^spread times smaller than the first value of their block."""
     plain = noise(0, 256, 384) / 8 * largest
     plain[1:] *= 2.0**-spread
     plain[::128, ::128] = largest
@@ -243,7 +241,7 @@ def test_ties_between_fp4_values_go_to_the_even_code() -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 0.0, 1e-42, 1e-30, 1e30])
 def test_fp8_blocks_equal_published_ones(factor: float) -> None:
-    """From a block of zeros, whose scale is 1, to the largest numbers."""
+    """Check numbers from a block of zeros, whose scale is 1, to the largest ones."""
     plain = matrix(200, 300) * factor
     values, scale = quantize_block(plain)
     stored = encode(E4M3_BLOCKS, plain)

@@ -17,7 +17,7 @@ from tests import tiny_m3
 
 
 class Pipeline(Decoder):
-    """All stages of a model in one process; each sees only the caches of its own layers."""
+    """Run all stages of a model in one process; each stage gets only the caches of its layers."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], num_stages: int) -> None:
         self.spec, self.stages = spec, []
@@ -51,7 +51,7 @@ class Pipeline(Decoder):
 
 
 M2 = tiny_config(5, num_hidden_layers=3, vocab_size=64)
-# the last two of three stages have no layer with full attention
+# The last two of three stages have no layer with full attention.
 M3 = tiny_m3.text_config(
     5, num_hidden_layers=3, vocab_size=64, mlp_layer_types=["dense", "sparse", "sparse"],
     layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],

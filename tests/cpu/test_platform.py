@@ -138,7 +138,7 @@ def test_launches_overlap_on_hopper(
     ("machine", "onednn", "instructions", "dtype"),
     [
         ("x86_64", True, True, BF16),
-        ("x86_64", True, False, torch.float32),  # only AVX-512: oneDNN widens every value
+        ("x86_64", True, False, torch.float32),  # oneDNN widens every value.
         ("x86_64", False, False, torch.float32),
         ("aarch64", True, False, BF16),
     ],

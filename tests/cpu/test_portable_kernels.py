@@ -1,5 +1,3 @@
-"""Kernels of AMD GPUs: no spin waits, no PTX, and e4m3fnuz on MI300."""
-
 import pytest
 import torch
 from triton_support import MI300X

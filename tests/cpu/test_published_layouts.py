@@ -1,7 +1,7 @@
-"""Published checkpoints of MiniMax-M2 and M3 pass the load plan at true size and on every split.
+"""Check that published checkpoints of MiniMax-M2 and M3 pass the load plan on every split.
 
-No tensor is missing or surplus, and a rank holds the planned bytes. Names, dtypes, shapes and
-descriptions are rules from the documentation of the checkpoints and tools, not from Negamax.
+No tensor is missing or left over, and a rank holds the planned bytes. Names, dtypes, shapes and
+descriptions follow the documentation of the checkpoints and tools, not our own code.
 """
 
 import json
@@ -39,7 +39,7 @@ Q_ROWS, KV_ROWS = 6144, 1024
 
 Tensor = tuple[str, tuple[int, ...]]  # dtype, shape
 Named = Iterator[tuple[str, Tensor]]
-Stored = Callable[[int, int], dict[str, Tensor]]  # rows, columns -> suffix -> tensor
+Stored = Callable[[int, int], dict[str, Tensor]]  # (rows, columns) -> tensor by suffix
 
 # --- how a matrix [n, k] is stored ----------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def _gptq(n: int, k: int) -> dict[str, Tensor]:
 
 
 def _gptq_in_order(n: int, k: int) -> dict[str, Tensor]:
-    """GPTQModel's files, which have g_idx with and without act-order."""
+    """Return GPTQModel's layout, which has g_idx with and without act-order."""
     return {**_gptq(n, k), "g_idx": ("I32", (k,))}
 
 
@@ -93,7 +93,7 @@ def _modelslim(n: int, k: int) -> dict[str, Tensor]:
 
 
 def _nvfp4(values: str, whole: str, activations: str, one: tuple[int, ...]) -> Stored:
-    """E2M1 with an E4M3 scale per 16 columns, a global scale and an activation scale."""
+    """Return E2M1 with an E4M3 scale per 16 columns, a global scale and an activation scale."""
     return lambda n, k: {
         values: ("U8", (n, k // 2)), "weight_scale": ("F8_E4M3", (n, k // 16)),
         whole: ("F32", one), activations: ("F32", one),
@@ -127,7 +127,7 @@ class Published:
     side_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     model: str = "minimax-m2"  # name of the bundled spec
     layers: int = LAYERS
-    fewest_layers: int = 1  # least number with all kinds of tensors
+    fewest_layers: int = 1  # least number of layers that has all kinds of tensors
     num_skipped: int = 0
 
     def tensors(self, layers: int = LAYERS) -> Named:
@@ -223,7 +223,7 @@ def _everywhere(
     stored: Stored,
     **parts: Any,
 ) -> Published:
-    """Describe an M2 checkpoint; `stored` holds for the experts and, by default, attention."""
+    """Describe an M2 checkpoint. `stored` applies to the experts and, by default, to attention."""
     names = shards(files) if isinstance(files, int) else files
     parts = {"attention": stored, **parts}
     return Published(quantization, experts=stored, files=names, **parts)
@@ -263,7 +263,7 @@ PUBLISHED_M2 = {
         32, _packed(4, 32), attention=plain,
     ),
     "EliasOenal/MiniMax-M2.5": _everywhere(
-        # assumed: compressed-tensors describes both
+        # This assumes that compressed-tensors describes both.
         described.compressed(
             "mixed-precision",
             described.group(
@@ -283,12 +283,12 @@ PUBLISHED_M2 = {
         47, _packed(8, 128), attention=plain,
     ),
     "QuantTrio/MiniMax-M2-AWQ": _everywhere(
-        # assumed: it leaves the same modules plain as similar checkpoints
+        # This assumes that the tool leaves the same modules unquantized as in similar checkpoints.
         described.awq(["self_attn", "gate", "lm_head"]), 41, _awq,
         attention=plain,
     ),
     "ModelCloud/MiniMax-M2-GPTQMODEL-W4A16": _everywhere(
-        # assumed: the tool's defaults
+        # This assumes the defaults of the tool.
         described.gptq(), 32, _gptq_in_order,
     ),
     "Intel/MiniMax-M2.5-int4-AutoRound": _everywhere(
@@ -325,7 +325,7 @@ PUBLISHED_M2 = {
         side_files={"hf_quant_config.json": described.modelopt_file(_EXCLUDED, "FP8")},
     ),
     "RedHatAI/MiniMax-M2-NVFP4": _everywhere(
-        # assumed: the modules that the tool leaves plain by default
+        # This assumes the modules that the tool leaves unquantized by default.
         _compressed(
             "nvfp4-pack-quantized",
             {**described.NVFP4, "scale_dtype": "torch.float8_e4m3fn",
@@ -364,7 +364,7 @@ class PublishedM3(Published):
     layers: int = M3_LAYERS
     fewest_layers: int = DENSE_LAYERS + 1
     num_skipped: int = 523
-    first_index: int = DENSE_LAYERS  # layer with an index
+    first_index: int = DENSE_LAYERS  # first layer that has an index
     has_draft: bool = False
 
     def tensors(self, layers: int = M3_LAYERS) -> Named:
@@ -467,7 +467,7 @@ def _m3(
 PUBLISHED_M3 = {
     "MiniMaxAI/MiniMax-M3": _m3(None, 59, plain),
     "MiniMaxAI/MiniMax-M3-MXFP8": _m3(
-        # assumed: modules are plain if the file size leaves no room for scales
+        # This assumes that modules are unquantized where the file size leaves no room for scales.
         {
             "quant_method": "mxfp8", "weight_block_size": [1, 32],
             "ignored_layers": ["language_model.lm_head", "language_model.model.embed_tokens",
@@ -476,7 +476,7 @@ PUBLISHED_M3 = {
         31, _MXFP8, others=_MXFP8,
     ),
     "MiniMaxAI/MiniMax-M3.1-Flash": _m3(
-        # assumed: the plain modules of M3, and tensors as of public loaders
+        # This assumes the unquantized modules of M3, and the tensors that public loaders read.
         {**described.M31,
          "ignored_layers": ["lm_head", "model.embed_tokens", *_VISION, *_M3_GATES]},
         31, _COMPRESSED_NVFP4, others=_MXFP8, model="minimax-m3.1-flash", first_index=0,
@@ -491,12 +491,12 @@ PUBLISHED_M3 = {
         28, _MODELOPT_NVFP4, others=_MODELOPT_MXFP8,
     ),
     "Mapika/MiniMax-M3-NVFP4": _m3(
-        # assumed: the description has the fields of NVIDIA's for M2
+        # This assumes that the description has the fields of NVIDIA's description for M2.
         described.modelopt("NVFP4", ["*lm_head", *_VISION, *_M3_GATES, *_DENSE, "*self_attn*"]),
         28, _MODELOPT_NVFP4, shared=_MODELOPT_NVFP4,
     ),
     "olka-fi/MiniMax-M3-MXFP4": _m3(
-        # assumed: it leaves the same modules plain as similar checkpoints
+        # This assumes that the tool leaves the same modules unquantized as in similar checkpoints.
         described.compressed(
             "mixed-precision",
             described.group(
@@ -508,7 +508,7 @@ PUBLISHED_M3 = {
         30, _mx("weight_packed", "U8", 2, "weight_scale"), others=_MODELOPT_MXFP8,
     ),
     "bullerwins/MiniMax-M3-4bit-W4A16": _m3(
-        # assumed: all linear layers but the routers are packed
+        # This assumes that all linear layers except routers are packed.
         described.auto_round(
             block_name_to_quantize="language_model.model.layers",
             extra_config=_plain_layers(_M3_GATES),
@@ -516,7 +516,7 @@ PUBLISHED_M3 = {
         46, _gptq, others=_gptq, router="BF16",
     ),
     "cyankiwi/MiniMax-M3-AWQ-INT4": _m3(
-        # assumed: groups of 128 columns
+        # This assumes groups of 128 columns.
         _compressed("pack-quantized", {"symmetric": False}, [*_IGNORED, "re:.*self_attn.*"]),
         46, _INT4_ASYMMETRIC, dense=_INT4_ASYMMETRIC, shared=_INT4_ASYMMETRIC, router="BF16",
     ),
@@ -530,7 +530,7 @@ PUBLISHED_M3 = {
         30, _MXFP4, shared=_MXFP4,
     ),
     "Eco-Tech/MiniMax-M3-w8a8": _m3(
-        # assumed: plain indexers
+        # This assumes unquantized indexers.
         None, 110, _modelslim, others=_modelslim, stem="quant_model_weights", index=plain,
         side_files={
             "quant_model_description.json": described.modelslim({
@@ -571,7 +571,7 @@ FULL_COUNTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def names_respelled_once() -> Iterator[None]:
-    """Cache the renaming: all splits and formats have the same names."""
+    """Cache the renaming, since all splits and formats have the same names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SPELLINGS, "respell", cache(SPELLINGS.respell))
         yield
@@ -606,10 +606,10 @@ def check(
     assert plan.num_tensors + num_skipped == sum(1 for _ in published.tensors(layers))
     parameters, written = held_bytes(slots)
     split = {"kept": partial(is_kept, platform=platform), "layout": layout}
-    # The embedding has two padding rows, for ids of other ranks.
+    # The embedding has two padding rows for token ids of other ranks.
     border = 2 * spec.hidden_size * DTYPE.itemsize
     assert parameters == weight_bytes(spec, dtype="bfloat16", **split) + border
-    # Every parameter is written in full, except padding of shards to whole blocks.
+    # Every parameter is written in full, except the padding of shards to whole blocks.
     assert parameters == written + border or expert_padding(spec, **split) is not None
 
 
@@ -621,7 +621,7 @@ def check(
 def test_published_checkpoints_fit_on_every_split(
     tmp_path: Path, name: str, splits: Sequence[tuple[Platform, ParallelLayout]]
 ) -> None:
-    """Use the fewest layers that have all kinds of tensors."""
+    """Write the fewest layers that have all kinds of tensors, and check every split."""
     layers = PUBLISHED[name].fewest_layers
     PUBLISHED[name].write(tmp_path, layers)
     for platform, layout in splits:

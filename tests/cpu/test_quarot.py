@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
     "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-LAYERS = (2, 3, 4)  # the draft reads the inputs of these layers
+LAYERS = (2, 3, 4)  # layers whose inputs the draft reads
 PROMPTS = [[5, 17, 80, 33, 9, 61], [70, 4, 4, 90]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 GENERATOR = torch.Generator().manual_seed(0)
@@ -120,7 +120,7 @@ def test_draft_tokens_are_those_before_the_rotation(
     texts = [prompt + output for prompt, output in zip(PROMPTS, found, strict=True)]
     wrong, compared = tiny_draft.count_differing(seen, target, texts, LAYERS, config, tensors)
     assert wrong == 0 and compared > 30
-    (folder / FILE).rename(tmp_path / "away")  # the draft tokens would differ
+    (folder / FILE).rename(tmp_path / "away")  # Without this file the draft tokens would differ.
     try:
         with pytest.raises(CheckpointError, match=r"quarot.safetensors: global_rotation cannot"):
             engine(folder, draft)
@@ -155,7 +155,7 @@ def test_the_rotation_is_read_from_the_file_that_the_description_names(tmp_path:
     describe(tmp_path, FILE)
     with pytest.raises(CheckpointError, match=r"quarot.safetensors: global_rotation cannot be"):
         read_rotation(tmp_path)
-    # A link, as in the hub's cache.
+    # The file is a link, as in the hub's cache.
     save_file({"global_rotation": ROTATION.bfloat16()}, tmp_path.parent / "blob")
     (tmp_path / FILE).symlink_to(tmp_path.parent / "blob")
     found = read_rotation(tmp_path)

@@ -100,9 +100,9 @@ def test_uniform_numbers_are_even_and_differ_by_seed_and_position() -> None:
 @pytest.mark.parametrize(
     ("logits", "prompt", "outputs", "penalties", "expected"),
     [
-        # divides positive and multiplies negative logits, once
+        # The repetition penalty divides positive logits and multiplies negative ones, once.
         ((2.0, -2.0, 1.0, 3.0), (0, 0), (1, 0), (2.0, 0.0, 0.0), [1.0, -4.0, 1.0, 3.0]),
-        # count and mark output tokens only
+        # Frequency and presence penalties count only output tokens.
         ((0.0,) * 4, (3, 3), (1, 1, 2), (1.0, 0.5, 0.25), [0.0, -1.25, -0.75, 0.0]),
     ],
     ids=["repetition", "frequency and presence"],

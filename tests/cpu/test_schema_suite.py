@@ -1,5 +1,3 @@
-"""JSON schemas as grammars: the public test suite (`schema_suite/LICENSE`), and own cases."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,14 @@ from negamax.text.grammar.tool_calls import tool_grammar
 from tests.cpu.test_grammar_matcher import COMPILER, EOS, m2_block, m2_call, m3, m3_call
 
 FOLDER = Path(__file__).parent / "schema_suite"
-# Equal values that are written in one way only: integers without a fraction, members in order.
+# Grammars accept one spelling of equal values: integers without a fraction.
 SPELLINGS = {"0.0", "1.0", "[0.0]", "[1.0]", "9007199254740992.0"}
 ORDERS = {"allOf: allOf", "allOf: allOf with base schema", "const: const with object"}
 REFUSED = 126  # groups of the suite with keywords that no grammar can enforce
 
 
 def accepts(grammar: Grammar, texts: list[str]) -> list[str]:
-    """Return those of `texts` that follow `grammar`."""
+    """Return the texts that follow `grammar`."""
     compiled = COMPILER.compile(structural_tag(grammar, None, CALL_STYLES))
 
     def is_accepted(text: str) -> bool:

@@ -1,5 +1,3 @@
-"""`--self-check` finds planted faults, names op and rank, and raises no false alarm."""
-
 import inspect
 import re
 from collections.abc import Callable
@@ -46,8 +44,8 @@ FP32 = resolve(platform=CPU, dtype=torch.float32)
 SIZES = {"hidden_size": 64, "intermediate_size": 64}
 TENSORS = random_tensors(tiny_spec(**{**m2_checkpoints.CONFIG, **SIZES}))
 
-Fault = tuple[str, Callable[[Tensor], Tensor]]  # name of a tensor, and what the slot receives
-# what the message names, model, kernels, fault
+Fault = tuple[str, Callable[[Tensor], Tensor]]  # tensor name, and change of what the slot gets
+# name -> text in the message, model, kernels and fault
 FAULTS: dict[str, tuple[str, str, Fault]] = {
     "K norm of another rank": (
         "layer 0: the keys after K norm",
@@ -73,7 +71,9 @@ FAULTS: dict[str, tuple[str, str, Fault]] = {
 
 
 def plant(patch: pytest.MonkeyPatch, fault: Fault) -> set[str]:
-    """Change what the first load writes into a slot; later loads are right. Return the slots."""
+    """Change what the first load writes into a slot, but not later loads. Return the
+    changed slots.
+    """
     write_part, planted = WeightSlot.write_part, set[str]()
 
     def changed(slot: WeightSlot, part: Tensor, *args: Any) -> Tensor:
@@ -181,7 +181,7 @@ def test_chosen_providers_run_with_what_depends_on_them() -> None:
     )
     assert (
         table[ADD_RMS].provider == table[NORM_ROUTE].provider == "reference"
-    )  # one fuses the other
+    )  # One of the two fuses the other.
     assert table[DECODE].provider == table[PREFILL].provider == "reference"
     assert BF16[DECODE].provider != "reference" and BF16[EXPERTS].provider != "reference"
     plain = BF16.select([PLAIN_NORM])
@@ -211,9 +211,9 @@ def test_compilation_shows_its_progress() -> None:
         share=0, shares=1, threads=2, progress=lambda done, total: seen.append((done, total))
     ):
         mode = triton.runtime._async_compile.active_mode.get()
-        # (versions of Triton differ in what follows a compilation)
+        # Versions of Triton differ in how a compilation ends.
         takes = inspect.signature(triton.AsyncCompileMode.submit).parameters
         others = [lambda *_: None] * (len(takes) - 3)
-        for name in ("a", "b", "c", "a"):  # the last one is compiled already
+        for name in ("a", "b", "c", "a"):  # The last kernel is already compiled.
             mode.submit(name, lambda: "kernel", *others)
     assert sorted(done for done, _ in seen) == [1, 2, 3] and max(seen)[1] == 3

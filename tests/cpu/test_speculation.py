@@ -1,4 +1,4 @@
-"""Draft tokens change only the number of steps: texts, log-probabilities and caching stay."""
+"""Draft tokens change the number of steps, but not texts, log-probabilities or caching."""
 
 import time
 from itertools import product
@@ -29,7 +29,7 @@ PARAMS = [
             {"temperature": 0.8, "min_p": 0.05, "prompt_logprobs": 1, **LONG},
             {"temperature": 0.0, "frequency_penalty": 0.7, "repetition_penalty": 1.2, **LONG},
             {"temperature": 1.0, "presence_penalty": 0.5, "logit_bias": {7: 2.0}, **LONG},
-            # ends within accepted runs
+            # The stop token often is inside a run of accepted draft tokens.
             {"temperature": 1.0, "stop_token_ids": tuple(range(20)), "max_tokens": 40},
             {"temperature": 1.0, "stop_token_ids": tuple(range(40)), "min_tokens": 9},
             {"temperature": 1.0, "max_tokens": 1},
@@ -47,7 +47,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def prompt(seed: int) -> list[int]:
-    """Return prompts; those of one family share a prefix, so later ones hit the prefix cache."""
+    """Return prompt `seed`. Prompts with equal parity share a prefix, so that later ones hit the
+    cache.
+    """
     common = torch.randint(3, 97, (20,), generator=torch.Generator().manual_seed(seed % 2))
     own = torch.randint(3, 97, (seed % 7 + 1,), generator=torch.Generator().manual_seed(seed))
     return common.tolist() + own.tolist()
@@ -106,7 +108,7 @@ def test_drafts_change_nothing_that_a_caller_sees(
     drafts.install(monkeypatch.setattr, drafts.ScriptedProposer(kind, outputs))
     with engine(folder, **OPTIONS[options]) as llm:
         assert answers(llm) == expected
-        assert answers(llm) == expected  # from the prefix cache
+        assert answers(llm) == expected  # The second run reads the prefix cache.
         while llm._loop.has_work:
             llm._loop.step()
         stats = llm.stats()
@@ -135,7 +137,7 @@ def test_no_launch_waits_for_the_drafts_of_the_step_before(
     pool = graph_support.RepeatedSteps() if has_graphs else None
     graph_support.install(monkeypatch, graph_support.runtime(pool, is_asynchronous=True))
     reads = graph_support.watch_reads(monkeypatch)
-    # captured steps are no larger than all rows together
+    # No captured step is larger than all rows together.
     sizes = {"max_num_seqs": len(PROMPTS), "max_num_batched_tokens": sum(map(len, PROMPTS))}
     sizes |= OPTIONS[options]
     with engine(folder, **sizes) as llm:
@@ -147,7 +149,7 @@ def test_no_launch_waits_for_the_drafts_of_the_step_before(
         requests = llm._loop.executor._worker.runner.requests  # type: ignore[attr-defined]
         assert llm.stats().num_accepted_tokens > 50
         assert options != "preempted" or llm.stats().preemption_count > 0
-    # a step reads the accepted count of two steps ago, which has long arrived
+    # A step reads only the accepted count of two steps ago, which the host already has.
     assert len(reads) > 20 and {launch - made_by for launch, made_by in reads} == {2}
     bounds = torch.from_numpy(requests.num_computed_bound)
     assert (requests.num_computed <= bounds).all()
@@ -159,7 +161,7 @@ def test_a_prompt_whose_last_token_is_a_chunk_of_its_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     params = [SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)] * 2
-    prompts = [PROMPTS[0][:2], PROMPTS[1][:12]]  # a step takes 13 tokens
+    prompts = [PROMPTS[0][:2], PROMPTS[1][:12]]  # A step takes at most 13 tokens.
     found = []
     for options in ({}, {"max_num_batched_tokens": 13}):
         with engine(folder, **options) as llm:
@@ -254,7 +256,7 @@ def test_a_step_that_raises_is_repeated_row_by_row_with_its_drafts(
         ([5, 6, 7, 8, 1, 9, 9], [3, 0, 1]),
         ([5, 6, 0, 8, 1, 9, 9], [2, 0, 1]),
         ([0, 6, 7, 8, 1, 2, 9], [0, 0, 0]),
-        ([-1, -1, -1, -1, -1, -1, -1], [0, 0, 0]),  # broken logits are no missing draft
+        ([-1, -1, -1, -1, -1, -1, -1], [0, 0, 0]),  # Non-finite logits are no missing draft token.
     ],
 )
 def test_drafts_are_accepted_until_one_is_rejected(sampled: list[int], wanted: list[int]) -> None:
@@ -270,7 +272,7 @@ def test_drafts_are_accepted_until_one_is_rejected(sampled: list[int], wanted: l
 def test_a_step_takes_as_long_as_the_slower_of_gpu_and_host(
     folder: Path, monkeypatch: pytest.MonkeyPatch, of_gpu: float
 ) -> None:
-    """The draft length follows step times: a host-bound GPU gains nothing from more tokens."""
+    """If the host is slower than the GPU, drafts gain nothing."""
     taken: list[float] = []
     monkeypatch.setattr(
         FixedDraftLength, "record", lambda self, plan, result, seconds: taken.append(seconds)

@@ -1,5 +1,3 @@
-"""Captured steps, with and without drafts, give what eager ones give."""
-
 import random
 from contextlib import nullcontext
 from typing import Any
@@ -66,7 +64,7 @@ def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Any]:
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps wait for grammars, so that their number does not depend on time."""
+    """Let steps wait for grammars, so that the number of steps does not depend on time."""
     step = EngineLoop.step
 
     def waiting(self: EngineLoop) -> list[SequenceUpdate]:
@@ -148,7 +146,10 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> RepeatedSteps:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
-    """Chunks and decodes round log-probabilities differently: 1.8e-3 was seen with AMX."""
+    """Return the tokens of an engine without graphs.
+
+    Chunks and decodes round log-probabilities differently; with AMX the difference was 1.8e-3.
+    """
     with pytest.MonkeyPatch.context() as patch:
         graph_support.capture(patch)
         with engine() as llm:
@@ -192,7 +193,7 @@ def test_captured_drafts_change_nothing(
 
 
 def test_step_is_one_launch_and_copy(pool: RepeatedSteps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that sample from all logits, absent here, would need more."""
+    """Check rows that do not sample from all logits; such rows would need more launches."""
     params = [
         SamplingParams(seed=seed, temperature=1.0, top_p=1.0, top_k=5 * seed, **LONG)
         for seed in (0, 1)

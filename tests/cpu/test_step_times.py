@@ -24,7 +24,7 @@ class Moment:
     at: float = field(default_factory=time.perf_counter)
 
     def synchronize(self) -> None:
-        """It has passed."""
+        """Do nothing: the event has passed."""
 
     def elapsed_time(self, other: Moment) -> float:
         return 1e3 * (other.at - self.at)

@@ -40,7 +40,7 @@ KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 PROMPT = [5, 17, 60, 3]
 DEQ_SCALES = ("modelslim-static", "modelslim-static-fp16")
 MODULE = "model.layers.0.self_attn.q_proj"
-# The two inner ones of four ranks.
+# These are the two inner ranks of four.
 LAYOUTS = [
     ParallelLayout(),
     ParallelLayout(rank=1, tp=2, ep=2),
@@ -55,7 +55,7 @@ def test_stored_values_are_loaded(name: str, tmp_path: Path) -> None:
     plain = write(tmp_path, CONFIG, TENSORS, stored)
     head = {"lm_head.weight"} if stored.with_head else set()
     quantized = {key for key in plain if is_matrix(key) and not key.startswith(LEFT_OUT)} | head
-    for key in quantized:  # the stored values differ from the originals
+    for key in quantized:  # The stored values differ from the original values.
         error = (plain[key] - TENSORS[key]).norm() / TENSORS[key].norm()
         assert 0 < error < 0.5, key
     model, found, report = load(tmp_path, ParallelLayout(rank=1, tp=2))
@@ -82,7 +82,7 @@ def test_model_computes_with_the_stored_matrices(family: str, name: str, tmp_pat
     plain = write(tmp_path, config, tensors, FORMATS[name])
     if family == "m3":
         m3.add_wrapper(tmp_path)
-    # Longer than two blocks of 16 tokens: M3 selects blocks.
+    # The prompt is longer than two blocks of 16 tokens, so that M3 selects blocks.
     prompt = PROMPT * (11 if family == "m3" else 1)
     expected = greedy(build(read_spec(config), plain), prompt, 12)
     assert len(set(expected)) > 2
@@ -96,12 +96,12 @@ def test_model_computes_with_the_stored_matrices(family: str, name: str, tmp_pat
             continue
         model.finish_loading()
         assert greedy(model, prompt, 12) == expected
-        if name == "fp8-fnuz-dtype":  # its config.json declares OCP FP8
+        if name == "fp8-fnuz-dtype":  # Its config.json declares OCP FP8.
             continue
         kept, _, report = load(tmp_path, layout, kernels=KEEPING)
         not_kept = "act-order" in name or name in DEQ_SCALES
         assert (report.num_kept == 0) is not_kept
-        # An expert's matrices have scale_bias of different shapes, so they are not kept.
+        # The matrices of an expert have scale_bias of different shapes, so they are dequantized.
         assert report.num_dequantized == 0 or name != "modelslim-int4"
         kept.finish_loading()
         assert greedy(kept, prompt, 12) == expected
@@ -161,7 +161,7 @@ def test_rank_keeps_experts_if_another_rank_has_one_in_bf16(tmp_path: Path) -> N
         if rank == 0:
             assert torch.equal(found[name], own[name].float())
         kept.append(report.num_kept)
-    # Rank 0 dequantizes one of the two layers; each layer has two experts.
+    # Rank 0 dequantizes one of the two layers, and each layer has two experts.
     assert kept[1] - kept[0] == 2 * 3
 
 
@@ -253,7 +253,7 @@ def test_unsupported_exports(description: dict[str, Any], message: str, tmp_path
 
 
 def test_experts_missing_from_an_export_are_named(tmp_path: Path) -> None:
-    """GPTQModel omits all experts of transformers 5 but the first."""
+    """Name the missing experts: GPTQModel omits all experts of transformers 5 except the first."""
     write(tmp_path, CONFIG, TENSORS, EXPORTS["modelopt, W8A16"])
     with edited(tmp_path) as stored:
         for name in [name for name in stored if re.search(r"experts\.[1-9]", name)]:

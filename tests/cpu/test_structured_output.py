@@ -85,7 +85,7 @@ def test_stream_has_the_text_of_generate(llm: LLM) -> None:
 
 @pytest.mark.parametrize("by_id", [True, False])
 def test_reasoning_comes_before_the_grammar(llm: LLM, by_id: bool) -> None:
-    """Closed by the model or by its budget; without `by_id` the closer is several tokens."""
+    """The model or its budget ends the reasoning. Without `by_id` the closer has several tokens."""
     prompt = llm.render([{"role": "user", "content": "What is 17 + 25? Answer as JSON."}])
     rules = reasoning(by_id=by_id)
     fields = {"grammar": schema(PERSON), "reasoning": rules, "thinking_token_budget": 40}
@@ -98,19 +98,19 @@ def test_reasoning_comes_before_the_grammar(llm: LLM, by_id: bool) -> None:
         closings.append(completion.token_ids.index(llm.tokenizer.encode(rules.closer.text)[0]))
     assert max(closings) <= 41
     if by_id:
-        assert min(closings) < 40  # some ended without the budget
+        assert min(closings) < 40  # Some answers closed their reasoning before the budget ended.
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_budget_ends_the_reasoning_after_its_number_of_tokens(llm: LLM, budget: int) -> None:
-    """Without a grammar, tokens before the limit equal an unlimited run; the answer is free."""
+    """Check that tokens within the budget equal those of an unlimited run without a grammar."""
     text = "A box holds 24 pencils. How many pencils are in 13 boxes?"
     prompt, rules = llm.render([{"role": "user", "content": text}]), reasoning()
     limited = {"reasoning": rules, "thinking_token_budget": budget}
     params = [SamplingParams(temperature=0.0, max_tokens=60, **more) for more in ({}, limited)]
     free, bound = outputs(llm, [prompt] * 2, params)
     closing = list(rules.closing_ids)
-    assert closing[1] not in free.token_ids[:10]  # it would have reasoned longer
+    assert closing[1] not in free.token_ids[:10]  # The model would have reasoned longer.
     assert bound.token_ids[: budget + len(closing)] == free.token_ids[:budget] + closing
     assert len(bound.token_ids) > budget + len(closing)
     free_all(llm)
@@ -162,7 +162,7 @@ def test_each_choice_follows_the_grammar(llm: LLM) -> None:
 
 
 def test_grammar_outranks_other_parameters(llm: LLM) -> None:
-    """Bias, penalties, ignored ends and spare tokens keep the format, and it still ends."""
+    """Check that bias, penalties, ignored ends and spare tokens do not break the format."""
     eos = llm.tokenizer.eos_token_id or 0
     grammar = choice("yes", "no")
     fields: list[dict[str, Any]] = [
@@ -186,7 +186,7 @@ def test_end_waits_for_min_tokens_where_the_grammar_can_go_on(llm: LLM) -> None:
     eager = {TOKENIZER.eos_token_id or 0: 100.0}
     params = seeded(2, grammar=grammar, min_tokens=15, logit_bias=eager)
     (completion,) = outputs(llm, ["letters:"], [params])
-    # the end token is the last
+    # The last token is the end token.
     assert len(completion.token_ids) == 16 and completion.finish_reason == "stop"
     assert re.fullmatch("[a-z]{1,100}", completion.text)
 
@@ -217,7 +217,7 @@ def test_late_masks_cost_steps_but_no_tokens(llm: LLM, monkeypatch: pytest.Monke
     late, rng, is_awaited = [], random.Random(0), RequestGrammar.is_awaited.fget
     assert is_awaited is not None
     slower = property(lambda rule: is_awaited(rule) or rng.random() < 0.5)
-    monkeypatch.setattr(RequestGrammar, "is_awaited", slower)  # however fast its process is
+    monkeypatch.setattr(RequestGrammar, "is_awaited", slower)
     bitmask_of = GrammarManager.bitmask
 
     def counted(self: GrammarManager, *args: Any, **options: Any) -> Any:
@@ -231,7 +231,7 @@ def test_late_masks_cost_steps_but_no_tokens(llm: LLM, monkeypatch: pytest.Monke
     free_all(llm)
 
 
-SMALL = {"num_kv_blocks": 10, "block_size": 16}  # running requests are preempted
+SMALL = {"num_kv_blocks": 10, "block_size": 16}  # few blocks, so that requests are preempted
 
 
 @pytest.mark.parametrize(

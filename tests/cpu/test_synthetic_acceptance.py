@@ -9,7 +9,7 @@ from negamax.worker.synthetic_acceptance import SyntheticAcceptance
 
 
 def test_requests_with_consecutive_seeds_differ_in_accepted_drafts() -> None:
-    """As the choices of one request: 64 of 129 tokens have the mean of many draws, not of one."""
+    """64 of 129 tokens must have the mean of many draws, not of one draw."""
     rates = (0.8, 0.45, 0.25)
     schedule = SyntheticAcceptance(rates)
     for first in range(0, 2000, 100):
@@ -41,6 +41,6 @@ def test_mean_length_is_as_requested(is_captured: bool, monkeypatch: pytest.Monk
         assert "SYNTHETIC ACCEPTANCE of 2.50" in llm._loop.executor.ready.load_summary
     assert stats.num_drafts > 50
     shares = [count / stats.num_drafts for count in stats.accepted_per_position]
-    # (at the end of a request a row has fewer drafts)
+    # At the end of a request, a row has fewer draft tokens.
     assert shares == pytest.approx([1.0, 0.5, 0.0], abs=0.15)
     assert shares[2] == 0.0

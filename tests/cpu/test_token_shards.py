@@ -1,5 +1,3 @@
-"""Prefill context parallelism shards every step evenly and restores the order of tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,14 +25,14 @@ PARAMS = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetiti
 
 
 class Meeting:
-    """Ranks of one process that gather in turn; a first round only records the sends."""
+    """Simulate ranks of one process that gather in turn; the first round only records the sends."""
 
     def __init__(self, size: int) -> None:
         self.size, self.sent = size, dict[int, list[Tensor]]()
         self.is_first = True
 
     def of_all(self, run: Callable[[Rank], None]) -> None:
-        """Call `run` as each rank, in two rounds, of which the second counts."""
+        """Call `run` as each rank in two rounds. Only results of the second round are valid."""
         for self.is_first in (True, False):
             for rank in range(self.size):
                 run(Rank(self, rank))
@@ -62,7 +60,7 @@ class Rank:
 
 
 def step(rows: list[tuple[int, int, int]]) -> tuple[BatchLayout, RequestState]:
-    """For each row: prompt tokens, computed tokens and tokens to run."""
+    """Make a step. Each row has its prompt tokens, its computed tokens and its tokens to run."""
     longest = max(computed + count for _, computed, count in rows) + 1
     blocks = -(-longest // BLOCK)
     requests = RequestState(
@@ -84,7 +82,7 @@ ROWS = st.lists(
     st.one_of(
         st.tuples(st.just(5), st.integers(5, 20), st.integers(1, 3)),  # generated tokens
         st.tuples(st.just(200), st.integers(0, 70), st.integers(1, 90)),  # chunks of prompts
-        st.tuples(st.integers(3, 20), st.just(0), st.just(22)),  # of preempted sequences
+        st.tuples(st.integers(3, 20), st.just(0), st.just(22)),  # rows of preempted sequences
     ),
     min_size=1,
     max_size=6,
@@ -122,7 +120,7 @@ def test_every_token_returns_once_and_in_order(
 def test_shards_with_other_data_parallel_ranks(
     rows: list[tuple[int, int, int]], ranks: int, has_long_run: bool
 ) -> None:
-    """All tokens are sharded or none, and no shard exceeds the plan's size."""
+    """Check that all tokens are sharded or none, and that no shard exceeds the planned size."""
     layout, requests = step(rows)
     all_ids, _ = build(layout, requests)
     num_tokens = len(all_ids)
@@ -179,7 +177,7 @@ def test_one_rank_has_all_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
-    """Cover caches of different heads and widths; unwritten blocks stay as they are."""
+    """Check caches of different heads and widths. Unwritten blocks must not change."""
     layout, requests = step([(90, 3, 41), (3, 7, 1), (60, 0, 5)])
     token_ids, everything = build(layout, requests)
     blocks = requests._padding_block + 1

@@ -19,13 +19,13 @@ from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases import attention as cases
 
-FP8_ERROR = 0.03  # of rounding to e4m3
+FP8_ERROR = 0.03  # error of rounding to e4m3
 
 
 def paged_pair(
     lengths: list[int], shape: PagedShape, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return caches, and tables with a spare first row and invalid unused blocks."""
+    """Return caches, and block tables with a spare first row and invalid unused entries."""
     sizes = {"heads": shape.kv_heads, "dim": 128, "block_size": shape.block_size}
     keys, found = paged(lengths, dtype=torch.float32, **sizes)
     tables = torch.full((len(lengths) + 1, found.shape[1]), 10**6, dtype=torch.int32)
@@ -36,7 +36,7 @@ def paged_pair(
 
 
 def queries_of(tables: Tensor, lengths: list[int], counts: list[int]) -> AttentionMetadata:
-    """Return metadata of sequences whose tables are in the rows from 1 up, in order."""
+    """Return metadata of sequences whose tables are in rows 1, 2, ... in order."""
     indices = range(1, 1 + len(lengths))
     return attention_metadata(tables, lengths, counts, indices=indices)
 
@@ -67,7 +67,7 @@ def test_decode_splits_sequences_and_leaves_padding_zero(
     captured: bool,
     split_early: None,
 ) -> None:
-    """Without the host's counts, as during capture, the newest key is processed separately."""
+    """During capture the host has no counts, and the newest key is read separately."""
     shape = PagedShape(kv_heads=kv_heads, group=6, block_size=block_size)
     heads = 6 * kv_heads
     k_cache, v_cache, tables = paged_pair(lengths, shape, dtype=cache_dtype)
@@ -122,7 +122,7 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
     q = q.bfloat16()
     cache = KvCache(k_cache, v_cache, (0.5, 2.0))
     want = spec.attend(q.float(), cache, queries)
-    q[sum(counts) :] = torch.nan  # rows of padding are undefined
+    q[sum(counts) :] = torch.nan  # The rows of padding are undefined.
     captured = replace(queries, host_seq_lens=(), host_query_lens=())
     plan = kernels.plan_decode(captured, replace(shape, quantize=True))
     assert plan.num_queries == num_queries and plan.split_kv == (kv_heads * group == 6)
@@ -153,7 +153,7 @@ def test_decode_plan_gives_every_tile_to_one_program(seed: int) -> None:
     queries = attention_metadata(torch.zeros(count, 1, dtype=torch.int64), lengths, [1] * count)
     plan = kernels.plan_decode(queries, shape)
     sequences, records = plan.sequences.view(-1, 8).tolist(), plan.work.view(-1, 16).tolist()
-    visits: dict[int, list[tuple[int, int, int]]] = {}  # of each sequence: program, first tile, end
+    visits: dict[int, list[tuple[int, int, int]]] = {}  # sequence -> (program, first tile, end)
     for program, (tile, stop, seq, _, *known) in enumerate(records):
         assert tile == stop or known[:6] == sequences[seq][:6]
         while tile < stop:
@@ -194,7 +194,7 @@ def test_prefill_runs_several_sequences_on_their_prefixes(cache_dtype: torch.dty
 def test_prefill_shares_programs_by_keys(
     sequences: list[tuple[int, int]], heads: tuple[int, int]
 ) -> None:
-    """Every split tile has all its splits, side by side, and the programs are not exceeded."""
+    """Check that every split tile has all its splits in adjacent programs, and none are missing."""
     tiles = [(7 * i, count, start, i) for i, (start, count) in enumerate(sequences)]
     shape, programs = PagedShape(kv_heads=heads[0], group=heads[1], block_size=16), 264
     listed = torch.tensor(sorted(tiles, key=lambda tile: -bool(tile[1])), dtype=torch.int32)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton.language as tl
-from triton_support import (  # before the kernels
+from triton_support import (  # This import must precede the kernels.
     Group,
     Ranks,
     ThreadGroup,
@@ -34,7 +34,7 @@ from negamax.kernels.kvcache.op import FP8, KvCache, TokenPlaces, cache_rows
 from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.layouts import full
 
-FP8_ERROR = 0.03  # of rounding to e4m3
+FP8_ERROR = 0.03  # error of rounding to e4m3
 DECODES, MIXED = (1, 1, 1, 1), (1, 41, 20, 4)
 
 
@@ -42,7 +42,7 @@ DECODES, MIXED = (1, 1, 1, 1), (1, 41, 20, 4)
 def test_norms_write_two_dtypes_and_keep_rows_finite(
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    """The second token holds NaN and infinity, the third one has no slot."""
+    """Give the second token NaN and infinity, and the third token no slot."""
     heads, kv_heads, block_size = 6, 2, 16
     generator = torch.Generator().manual_seed(0)
     projected = torch.randn(3, (heads + 3 * kv_heads + 1) * 128, generator=generator).bfloat16()
@@ -71,21 +71,21 @@ def test_norms_write_two_dtypes_and_keep_rows_finite(
         error = FP8_ERROR if stored.dtype == FP8 else 5e-3
         assert relative_error(stored[1].float(), defined[1].float()) < error
         written = stored.float().abs().sum(dim=(1, 3)).nonzero().tolist()
-        assert written == [[0, 2], [1, 1]]  # block and place
+        assert written == [[0, 2], [1, 1]]  # pairs of block and offset
 
 
 SHAPE = SparseShape(kv_heads=1, group=2, block_size=32, sparse_block_size=16, topk_blocks=3)
 
 
 def captured(queries: AttentionMetadata) -> AttentionMetadata:
-    """Return `queries` as during capture: only the device holds the lengths."""
+    """Return `queries` as during capture, when only the device holds the lengths."""
     return replace(queries, host_seq_lens=(), host_query_lens=())
 
 
 def chosen(
     queries: AttentionMetadata, index_q: torch.Tensor, cache: torch.Tensor, shape: SparseShape
 ) -> BlockSelection:
-    """Select by the kernels, twice with one plan, as the layers of a step do."""
+    """Select blocks by the kernels, twice with one plan, as two layers of a step do."""
     plan = kernels.plan_select(queries, shape)
     first, second = (kernels.select(index_q, cache, plan) for _ in range(2))
     assert torch.equal(first.ids, second.ids)
@@ -158,7 +158,7 @@ def test_draft_tokens_of_a_sequence_are_scored_together(how: str) -> None:
 
 @pytest.mark.parametrize("is_captured", [True, False])
 def test_a_mixed_batch_selects_for_both(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few queries, several programs share one tile's blocks."""
+    """With few queries, several programs share the blocks of a tile."""
     few = replace(platform.CPU, multiprocessors=8)
     monkeypatch.setattr(platform, "platform_of", lambda device: few)
     lengths, counts = [90, 330, 20], [1, 41, 20]
@@ -166,7 +166,7 @@ def test_a_mixed_batch_selects_for_both(is_captured: bool, monkeypatch: pytest.M
     index_q = torch.randn(62, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     queries = attention_metadata(tables, lengths, counts, num_decodes=1)
     want = spec.select(index_q.float(), cache, spec.plan(queries, SHAPE))
-    if is_captured:  # any mixed batch, including sequences of one query
+    if is_captured:  # A captured step accepts any mixed batch, including sequences of one query.
         queries = captured(replace(queries, num_decodes=0))
     plan = kernels.plan_select(queries, SHAPE)
     assert isinstance(plan.rest, SelectPrefillPlan)
@@ -183,7 +183,7 @@ def test_a_mixed_batch_selects_for_both(is_captured: bool, monkeypatch: pytest.M
 def test_ranks_with_shards_select_what_one_rank_selects_from_all_index_keys(
     queries: tuple[int, ...], is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cover hundreds of blocks, few, and unscored ones; equal scores; the last token is padding."""
+    """Cover hundreds of blocks, few blocks, unscored blocks and equal scores."""
     monkeypatch.setattr(triton_select_decode, "MOST_COMPARED", 512 if is_captured else 256)
     few = replace(platform.CPU, multiprocessors=8)
     monkeypatch.setattr(platform, "platform_of", lambda device: few)
@@ -215,7 +215,7 @@ def test_ranks_with_shards_select_what_one_rank_selects_from_all_index_keys(
 
 
 def test_ranks_exchange_the_keys_of_few_tokens_by_the_ll_protocol() -> None:
-    """Each rank sends its heads' keys; tokens that attend to all keys are not exchanged."""
+    """Tokens that attend to all keys are not exchanged."""
     shape = replace(SHAPE, kv_heads=2, shard=IndexShard(1, 2, 4, 2))
     lengths, rounds = [130, 17, 300], 3
     _, tables = paged(lengths, heads=1)
@@ -242,7 +242,7 @@ def test_ranks_exchange_the_keys_of_few_tokens_by_the_ll_protocol() -> None:
 
 
 class Attended:
-    """Queries, caches and selected blocks, and what the queries attend to by definition."""
+    """Hold queries, caches and selected blocks, and the attention that the definition gives."""
 
     def __init__(self, lengths: list[int], counts: list[int], dtype: torch.dtype) -> None:
         self.shape = replace(SHAPE, kv_heads=2)
@@ -276,7 +276,7 @@ def test_decodes_attend_to_their_pages_and_leave_padding_zero(dtype: torch.dtype
     [(FP8, False), (torch.bfloat16, True), full(FP8, True), full(torch.bfloat16, False)],
 )
 def test_near_queries_attend_to_union_of_blocks(dtype: torch.dtype, is_captured: bool) -> None:
-    """Each query attends to its own blocks only; a chunk on a prefix, a whole prompt, one query."""
+    """The rows are a chunk after a prefix, a whole prompt, and one query."""
     case = Attended([140, 60, 90], [37, 60, 1], dtype)
     queries = captured(case.queries) if is_captured else case.queries
     own = kernels.plan_sparse_prefill(queries, case.shape)

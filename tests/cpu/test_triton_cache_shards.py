@@ -1,12 +1,10 @@
-"""Attention parts of two ranks with every other block each merge to the whole attention."""
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from test_triton_block_sparse import SHAPE, captured
-from triton_support import (  # before the kernels
+from triton_support import (  # This import must precede the kernels.
     Group,
     Ranks,
     ThreadGroup,
@@ -29,7 +27,7 @@ RANKS = 2
 
 
 def own_blocks(cache: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return a rank's cache: every other block, after a padding block with any content."""
+    """Return a rank's cache: a padding block with any content, then every other block."""
     stored = cache.view(torch.uint8)
     padding = torch.full_like(stored[:1], 60)
     return torch.cat([padding, stored[rank::RANKS]]).view(cache.dtype)
@@ -51,7 +49,7 @@ def own_blocks(cache: torch.Tensor, rank: int) -> torch.Tensor:
 def test_parts_merge_to_the_attention_to_all_blocks(
     is_sparse: bool, counts: list[int], dtype: torch.dtype, is_captured: bool
 ) -> None:
-    """Ranks merge their two of four heads, in FP8 or not; one sequence is on one rank only."""
+    """Merge two of four heads per rank, in FP8 or bf16. One sequence is on a single rank."""
     lengths, dim, scales = [130, 17, 200], 128, (0.5, 2.0)
     shape: PagedShape = PagedShape(1, 4, 32)
     if is_sparse:
@@ -105,7 +103,7 @@ def test_parts_merge_to_the_attention_to_all_blocks(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_exchange_results_of_few_tokens_by_ll_protocol(rank: int, dtype: torch.dtype) -> None:
-    """The result equals an all-gather's by bits; some tokens have keys on one rank or none."""
+    """Check bit-equality with an all-gather. Some tokens have keys on one rank, others on none."""
     heads, count, dim, rounds, peer = 6, 3, 20, 3, 1 - rank
     words = count * (dim // 2 + 1)
     generator, ranks = torch.Generator().manual_seed(0), Ranks(RANKS, rows=4, words=words + 3)

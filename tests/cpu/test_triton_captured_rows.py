@@ -1,4 +1,4 @@
-"""A GPU's captured steps in the interpreter against eager definitions: drafts, padding."""
+"""Compare captured steps of a GPU, run in the interpreter, with eager steps of the definitions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,11 +42,11 @@ from negamax.worker.request_state import RequestState
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
 
 HERE = torch.device("cpu")
-LENGTHS = (70, 5, 97, 33, 48, 20)  # known tokens of the rows
+LENGTHS = (70, 5, 97, 33, 48, 20)  # number of known tokens of each row
 NUM_DRAFTS = 2
 BLOCK_SIZE, ROW_BLOCKS = 32, 4
 NUM_BLOCKS = len(LENGTHS) * ROW_BLOCKS
-# slots, tokens of each, and how many of these are drafts
+# slots, tokens of each slot, and how many of these are drafts
 Step = tuple[list[int], list[int], list[int]]
 ONES: Step = ([3, 0, 5], [1, 1, 1], [0, 0, 0])
 MANY: Step = ([4, 2, 0, 1, 3], [1, 3, 3, 2, 3], [0, 2, 2, 1, 2])
@@ -106,7 +106,7 @@ def rows(spec: ModelSpec) -> RequestState:
     for slot, length in enumerate(LENGTHS):
         known = torch.randint(0, spec.vocab_size, (length,), generator=draw).tolist()
         requests._assign(NewRow(slot, known, length - 1, length - 1, blocks[slot], greedy))
-    # the tokens of a prompt's chunk are already known
+    # All tokens of a prompt's chunk are already known.
     for slot, length in enumerate(LENGTHS):
         requests.tokens[slot, length : length + NUM_DRAFTS].random_(
             0, spec.vocab_size, generator=draw
@@ -116,7 +116,7 @@ def rows(spec: ModelSpec) -> RequestState:
 
 
 def whole_caches(caches: KvCacheSpecs, dtype: torch.dtype) -> list[KvCaches]:
-    """Draw large keys and values for all blocks and heads, so that errors show."""
+    """Fill all blocks and heads with large keys and values, so that wrong reads show."""
     draw = torch.Generator().manual_seed(2)
     kv = kv_cache.allocate(
         caches, NUM_BLOCKS + 1, block_size=BLOCK_SIZE, dtype=dtype, ranks=1, device=HERE
@@ -149,14 +149,16 @@ def own_caches(spec: ModelSpec, dtype: torch.dtype, layout: ParallelLayout) -> l
 
 @dataclass(frozen=True)
 class Case:
-    """`error`: maximum ||logits - expected|| / ||expected|| of a token."""
+    """Describe a test case. `error` is the largest ||logits - expected|| / ||expected|| of
+    a token.
+    """
 
     spec: ModelSpec
     cache_dtype: torch.dtype = torch.bfloat16
     steps: Sequence[Step] = (MANY, MIX)
     layout: ParallelLayout = ParallelContext.single().layout
     error: float = 0.03
-    others: float = 0.0  # share of tokens that may select a block with an equal score
+    others: float = 0.0  # share of tokens that may select another block with an equal score
 
     def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         drawn = random_weights(self.spec, 3)
@@ -172,7 +174,7 @@ def plan_of(step: Step) -> StepPlan:
 
 
 def is_mix(step: Step) -> bool:
-    """Return whether it runs more than a generated token and its drafts for some row."""
+    """Return whether a row runs more than one generated token and its drafts."""
     return step[1] != [1 + num_drafts for num_drafts in step[2]]
 
 
@@ -215,7 +217,7 @@ def expected(case: Case, weights: dict[str, Tensor]) -> list[Tensor]:
 @torch.inference_mode()
 def captured(case: Case, weights: dict[str, Tensor], context: ParallelContext) -> list[Tensor]:
     model = gpu_model(weights, spec=case.spec, context=context)
-    # Padding alone runs with plain caches; here it follows the rows of each step.
+    # With plain caches the test also runs padding rows alone; here they follow the rows of a step.
     requests, pool = rows(case.spec), RepeatedSteps(runs_captured=case.steps is STEPS)
     kv, group = own_caches(case.spec, case.cache_dtype, context.layout), context.attention_group
     graphs = step_graphs(shapes_of(case.steps), model, kv, requests, pool, Unchanging(), group)

@@ -1,4 +1,4 @@
-"""Exchange of rows in the interpreter: one rank runs; its memory holds the others' words."""
+"""Exchange rows in the interpreter: one rank runs, and its memory holds the words of the others."""
 
 import threading
 from functools import partial
@@ -25,7 +25,7 @@ WORDS = WIDTH // 2
 def test_rows_are_summed_over_ranks_then_added_and_normalized(
     world: int, rank: int, parts: int, two_shot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps of 3, 1 and 2 rows put rows at different epochs; several parts, Gemma's norm."""
+    """Run steps of 3, 1 and 2 rows, so that rows have different epochs; also several parts."""
     monkeypatch.setattr(tiles, "two_shot", lambda *args, **sizes: two_shot)
     ranks = Ranks(world, rows=4, words=WORDS)
     generator = torch.Generator().manual_seed(world + rank)
@@ -62,7 +62,7 @@ def test_pushed_words_arrive_flagged_at_every_peer() -> None:
     norm = norm_kernels.prepare(torch.ones(WIDTH, dtype=torch.float16), 1e-6)
     kernels.all_reduce_add_rms(x, torch.zeros_like(x), norm, Group(ranks, 1))
     for copy in ranks.copies:
-        arrived = copy[1, 0, 1]  # epoch 1: buffer 1, row 0, sender 1
+        arrived = copy[1, 0, 1]  # Epoch 1 uses buffer 1; the word is in row 0, from sender 1.
         assert (arrived >> 32 == 1).all()
         assert torch.equal(arrived.to(torch.int32), words_of(x[0]))
     assert ranks.copies[0][0].count_nonzero() == 0
@@ -91,7 +91,7 @@ def test_more_rows_than_the_region_has_go_through_the_group() -> None:
 def test_poll_for_missing_rank_is_bounded(
     is_aborted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Words of rank 0 never reach rank 1; a timeout sets the abort flag."""
+    """Check that a poll ends if the words of rank 0 never arrive; a timeout sets the abort flag."""
     monkeypatch.setattr(triton_ll, "_SPINS", constexpr(8))
     ranks, ended = Ranks(2, rows=1, words=WORDS), threading.Event()
 

@@ -1,5 +1,3 @@
-"""Every Triton kernel in the interpreter, as on H200 and MI300X, against its op's definition."""
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +20,7 @@ from negamax.kernels.registry import gpu_kernels
 from negamax.kernels.sampling import tiles as sampling_tiles
 
 KERNELS = tuple(kernel for kernel in gpu_kernels() if kernel.provider != "reference")
-STEP = 5  # the gate runs every fifth case of the first dtype on an H200, the 15th of others
+STEP = 5  # The gate runs every 5th case of the first dtype on an H200, and every 15th of others.
 
 
 def contract(here: Platform, kernel: AnyKernel, dtype: torch.dtype, step: int) -> Any:
@@ -36,7 +34,7 @@ def is_first(kernel: AnyKernel, dtype: torch.dtype) -> bool:
 
 
 FIRST = [(platform.CPU, *found) for found in contracts(KERNELS) if is_first(*found)]
-OTHERS = [  # the tiles of `platform.CPU` are those of an H200
+OTHERS = [  # `platform.CPU` uses the tiles of an H200.
     *((platform.CPU, *found) for found in contracts(KERNELS) if not is_first(*found)),
     *((MI300X, *found[1:]) for found in FIRST if found[1].requires <= MI300X.features),
 ]
@@ -67,7 +65,7 @@ def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with NaN, which shows if a kernel leaves it unwritten or reads it."""
+    """Fill new memory with NaN, so that unwritten values and wrong reads show."""
 
     def poison(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **options: Any) -> Tensor:
@@ -90,11 +88,11 @@ def test_kernel_computes_its_op(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(platform, "platform_of", lambda device: here)
-    # in the FP8 format of `here`
+    # Quantize activations in the FP8 format of `here`.
     monkeypatch.setattr(quantize_spec, "quantize_activations", quantize.quantize)
     found = cases(kernel, dtype, first=step // 2, step=step)
     assert found
     for case in found:
-        if here is MI300X and kernel.op == LINEAR:  # exact in that format
+        if here is MI300X and kernel.op == LINEAR:  # The result is exact in that format.
             case.tensors["x"].masked_fill_(case.tensors["x"] == 7.0, 7.5)
         check(kernel, case, dtype)

@@ -1,4 +1,4 @@
-"""Dispatch and combine in the interpreter: one rank runs; its memory holds the others' words."""
+"""Dispatch and combine tokens in the interpreter: one rank runs, its memory holds others' words."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from negamax.kernels.dispatch import triton as kernels
 from negamax.kernels.dispatch.op import ExpertRanges
 
 EXPERTS, TOP_K, WIDTH = 8, 3, 256
-COLUMNS = (("weights", TOP_K), ("x", WIDTH // 2), ("scale", WIDTH // 128))  # words of each
+COLUMNS = (("weights", TOP_K), ("x", WIDTH // 2), ("scale", WIDTH // 128))  # part, words of it
 WORDS = TOP_K + sum(words for _, words in COLUMNS)
-NUM_TOKENS = {0: 3, 1: 0, 2: 4, 3: 2}  # of each rank
+NUM_TOKENS = {0: 3, 1: 0, 2: 4, 3: 2}  # rank -> number of its tokens
 NUM_ROWS = 4
 
 
@@ -26,7 +26,7 @@ class Model:
             ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
             ids = ids.to(torch.int32)
             if tokens > 1:
-                ids[1] = -1  # as after the active rows
+                ids[1] = -1  # Rows after the active ones have the id -1.
             self.ids.append(ids)
             weights = torch.rand(tokens, TOP_K, generator=generator)
             x = torch.randn(tokens, WIDTH, generator=generator).half()

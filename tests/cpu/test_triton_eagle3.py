@@ -32,8 +32,8 @@ from tests.kernel_cases.attention import run_metadata
 
 HERE = torch.device("cpu")
 NUM_DRAFTS = 3
-LENGTHS, COUNTS = [20, 7], [4, 2]  # tokens of two requests, and how many of them run
-PASS = [  # of one token of each row
+LENGTHS, COUNTS = [20, 7], [4, 2]  # tokens of two requests, and how many of these run
+PASS = [  # ops of a draft pass with one token per row
     "_locate", "_plan_decode", "_embed_norms", "_split_k", "_head_norm_rope_write", "_decode",
     "_split_k", "_add_rms", "_split_k", "_swiglu", "_split_k", "_add_rms", "_split_k",
     "_tile_argmax", "_row_argmax", "_record_drafts",
@@ -129,7 +129,7 @@ def test_draft_model_is_same_on_gpu(
 def test_one_more_draft_token_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     draft_run = DraftRun(kernel_table(), draft_vocab_size=40)
-    draft_run.propose(1)  # allocates what later runs share
+    draft_run.propose(1)  # This run allocates memory that later runs share.
     with launches(monkeypatch) as one:
         draft_run.propose(1)
     with launches(monkeypatch) as three:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-import triton_support  # noqa: F401  before the kernels
+import triton_support  # noqa: F401  (must precede the kernels)
 
 from negamax.formats.floats import e4m3_blocks, plain
 from negamax.kernels.gemm import tiles
@@ -31,7 +31,7 @@ def test_programs_that_share_columns_leave_their_counters_at_zero() -> None:
 
 
 def test_all_programs_of_small_m_run_at_once() -> None:
-    """A multiprocessor has 65,536 registers; the compiler would give a thread 184 at 16 tokens."""
+    """A multiprocessor has 65,536 registers; the compiler alone would use 184 a thread."""
     for M, N, K in (
         (2, 8192, 3072), (8, 3072, 6144), (16, 4096, 3072), (16, 3072, 3072), (9, 3072, 1536)
     ):  # fmt: skip
@@ -46,7 +46,7 @@ def test_all_programs_of_small_m_run_at_once() -> None:
 
 
 def test_small_m_and_split_k_agree() -> None:
-    """The same rows use the kernels for up to 8, up to 16 and more tokens."""
+    """Run the same rows by the kernels for up to 8 tokens, for up to 16 and for more."""
     x, prepared = fp8_linear(18, 896, 48)
     every = kernels.linear(x, prepared, LinearOutput(torch.float32))
     for num_tokens in (2, 7, 13):

@@ -38,7 +38,7 @@ class Side(NamedTuple):
 
 
 class Counting(Proposer):
-    """Proposes the numbers after a row's length."""
+    """Propose the numbers that follow the length of a row."""
 
     num_draft_tokens = 2
 
@@ -51,7 +51,7 @@ class Counting(Proposer):
         return lengths.unsqueeze(1) + torch.arange(num_tokens)
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:
-        """It has none."""
+        """Do nothing, since this proposer has no caches."""
 
 
 def step_graphs(
@@ -98,7 +98,7 @@ def eager(model: Decoder, side: Side, plan: StepPlan) -> tuple[batch.BatchLayout
 
 
 def assert_alike(one: Side, other: Side) -> None:
-    """Check equal known tokens, lengths and caches, except the padding block."""
+    """Check that both sides have equal tokens, lengths and caches, except the padding block."""
     assert torch.equal(one.requests.num_computed, other.requests.num_computed)
     assert torch.equal(one.requests.tokens[:3], other.requests.tokens[:3])
     for caches, others in zip(one.kv, other.kv, strict=True):
@@ -106,7 +106,7 @@ def assert_alike(one: Side, other: Side) -> None:
             assert (cache[:16].float() - others[name][:16].float()).abs().max() < 0.05
 
 
-@pytest.mark.full  # the gate compares them in test_triton_captured_rows.py
+@pytest.mark.full  # The gate has the same comparison in test_triton_captured_rows.py.
 def test_captured_steps_compute_what_kernels_compute_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     model = fp8_model()
@@ -115,7 +115,7 @@ def test_captured_steps_compute_what_kernels_compute_alone(monkeypatch: pytest.M
         graphs = step_graphs(SHAPES, model, captured.kv, captured.requests, pool)
         assert graphs.capture(TOKENS, pool, lambda *_: None).startswith("1 up to 8 tokens: 1 MiB")
         assert graphs.capture(ROWS, pool, lambda *_: None).startswith("2 up to 4 rows: 4 MiB")
-        assert_alike(alone, captured)  # only padding has run so far
+        assert_alike(alone, captured)  # Only padding rows have run so far.
         for plan in (step([0, 1], [3, 1]), step([0, 1, 2], [1, 1, 5])):
             layout, expected = eager(model, alone, plan)
             columns = layout.columns
@@ -146,9 +146,9 @@ def test_captured_steps_compute_what_kernels_compute_alone(monkeypatch: pytest.M
             captured.requests.raise_bounds(plan, postponed=())
             assert_alike(alone, captured)
         assert pool.num_replays == 2 + 2 * 3
-        graphs.replay_seconds(2, repeats=1)  # (there is no clock here)
+        graphs.replay_seconds(2, repeats=1)  # There is no clock here.
         assert pool.num_replays == 2 + 2 * 3 + 2
-        captured.requests.tokens.copy_(alone.requests.tokens)  # the choice of `draw`
+        captured.requests.tokens.copy_(alone.requests.tokens)  # tokens that `draw` sampled
         assert_alike(alone, captured)
         with launches(monkeypatch) as names:
             graphs.replay(shape)
@@ -171,7 +171,7 @@ def test_a_captured_step_verifies_drafts_and_proposes_next(monkeypatch: pytest.M
             eager(model, one, prompts)
             advance(one.requests, prompts)
             one.requests.tokens[torch.arange(3), torch.tensor([3, 1, 5])] = 11
-        # rows without a draft show which tokens are accepted
+        # Rows without a draft token show which tokens are accepted.
         proposed = torch.full((3,), -1)
         for _ in range(2):
             alone.requests.drafts[:3, 0] = proposed
@@ -189,7 +189,7 @@ def test_a_captured_step_verifies_drafts_and_proposes_next(monkeypatch: pytest.M
         buffers = graphs.replay(shape)
         alone.requests.tokens[inputs.slots_device, inputs.positions_device] = sampled
         alone.requests.num_computed[:3] = torch.tensor([3 + 1, 1 + 1, 5 + 2])
-        for _ in range(2):  # repeating the end of the step changes nothing
+        for _ in range(2):  # Repeating the end of a step must change nothing.
             assert max(errors(buffers.logits[:5], logits)) < 0.01
             assert buffers.token_ids[:5].tolist() == sampled.tolist()
             assert buffers.num_accepted[:3].tolist() == [1, 0, 0]
@@ -199,7 +199,7 @@ def test_a_captured_step_verifies_drafts_and_proposes_next(monkeypatch: pytest.M
 
 
 def test_a_kernel_that_is_only_compiled_accepts_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """During graph warm-up the counts become indices and lengths."""
+    """Check graph warm-up, where a kernel is only compiled and the counts become indices."""
 
     class Compiled:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton_support  # noqa: F401  before the kernels
+import triton_support  # noqa: F401  (must precede the kernels)
 from m2_checkpoints import FP8_CONFIG, to_fp8
 from model_support import PagedRun, build, random_weights, tiny_config
 from torch import Tensor
@@ -30,16 +30,16 @@ SIZES = {
     "vocab_size": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 128, "rotary_dim": 64, "intermediate_size": 128, "num_local_experts": 4,
     "num_experts_per_tok": 2,
-    "num_hidden_layers": 1,  # the interpreter is slow
+    "num_hidden_layers": 1,  # The interpreter is slow.
 }  # fmt: skip
 QUANTIZED = {"quantization_config": FP8_CONFIG, "dtype": "bfloat16"}
 SPEC = read_spec(tiny_config(0, **SIZES) | QUANTIZED)
-Steps = list[list[tuple[str, list[int]]]]  # (sequence, its next tokens)
+Steps = list[list[tuple[str, list[int]]]]  # pairs of a sequence and its next tokens, for each step
 FEW_STEPS: Steps = [[("a", [1, 2])], [("a", [7]), ("b", [3])]]
 
 
 def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use large tiles: the interpreter runs programs one by one."""
+    """Use large tiles, since the interpreter runs programs one by one."""
     tiles = moe_tiles.ExpertTiles(
         Tile(1, 128, 128, num_warps=4), Tile(1, 128, 128, num_warps=4), choices=8
     )
@@ -81,7 +81,7 @@ def fp8_model() -> Decoder:
 
 
 def values_of(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values that FP8 weights with block scales stand for, and other tensors."""
+    """Dequantize FP8 weights with block scales, and keep other tensors."""
     return {
         name: dequantize_block(tensor, stored[name + "_scale_inv"])
         if tensor.dtype == torch.float8_e4m3fn
@@ -145,7 +145,7 @@ def test_packed_weights_give_the_logits_of_the_matrices_that_they_stand_for(
 def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
     """Decode `token` beside padding rows, as a captured graph does; return logits [1, vocab]."""
     position, size = run.lengths[name], run.block_size
-    spare = run.free.pop()  # the block that padding rows write to
+    spare = run.free.pop()  # Rows of padding write to this block.
     run.lengths[name] += 1
     assert position % size and position // size < len(run.tables[name])
     filled = torch.zeros(rows - 1, dtype=torch.int64)
@@ -165,7 +165,7 @@ def padded_decode(run: PagedRun, name: str, token: int, *, rows: int) -> Tensor:
     with torch.inference_mode():
         hidden, _ = run.model.forward(torch.cat((torch.tensor([token]), filled)), metadata, run.kv)
         logits = run.model.logits(hidden)
-    # padding rows reach no expert
+    # No row of padding reaches an expert.
     assert (chosen[:, 0] >= 0).all() and (chosen[:, 1:] == -1).all()
     assert torch.isfinite(logits).all()
     return logits[:1]

@@ -27,7 +27,8 @@ TEXT = tiny_m3.random_sizes(
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 )  # fmt: skip
 SPEC = read_spec(MiniMaxM3VLConfig(text_config=TEXT).to_dict() | QUANTIZED)
-# a three-block prompt whose tokens attend to two; then a decode beside a short prompt
+# The prompt has three blocks, of which each token attends to two.
+# A decode beside a short prompt follows.
 STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 
 
@@ -37,7 +38,7 @@ STEPS: Steps = [[("a", list(range(3, 40)))], [("a", [4]), ("b", [5, 6, 7])]]
 def test_m3_gives_defined_logits(
     is_fp8: bool, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token in ten may attend to another block with an equal score; then decode as captured."""
+    """One token in ten may select another block with an equal score."""
     use_few_programs(monkeypatch)
     fp8 = to_fp8(large_embeddings(SPEC))
     plain = values_of(fp8)

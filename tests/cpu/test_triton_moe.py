@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton_support  # noqa: F401  before the kernels
+import triton_support  # noqa: F401  (must precede the kernels)
 from kernel_contract import check
 from stored_kernels import random_stored
 from torch import Tensor
@@ -61,7 +61,7 @@ def test_route_prefers_the_lower_id_among_equals_and_survives_nan(
 
 @pytest.mark.parametrize("gemma", [False, True])
 def test_norm_and_router_in_one_launch_round_as_in_two(gemma: bool) -> None:
-    """The launch overwrites the logits of the previous call; 5 tokens take two launches."""
+    """Each launch overwrites the logits of the previous call; 5 tokens take two launches."""
     generator = torch.Generator().manual_seed(6)
     hidden, weight = 1160, torch.randn(1160, generator=generator).bfloat16()
     gate = torch.randn(4, hidden, generator=generator), torch.randn(4, generator=generator)
@@ -74,7 +74,7 @@ def test_norm_and_router_in_one_launch_round_as_in_two(gemma: bool) -> None:
         normed, *choices = kernels.norm_route(x, residual, norm, joined, top_k=2)
         expected = add_rms(x, added, norm)
         assert torch.equal(residual, added)
-        assert (normed != expected).float().mean() < 0.02  # last bit of the sum of squares
+        assert (normed != expected).float().mean() < 0.02  # The sum's last bit may differ.
         ids, weights = kernels.route(normed, router, top_k=2)
         assert torch.equal(choices[0], ids)
         torch.testing.assert_close(choices[1], weights, rtol=1e-5, atol=1e-6)
@@ -97,7 +97,7 @@ def test_pairs_of_many_chunks_are_sorted_by_expert_and_number(
     order, counts = prefill.sort_pairs(ids, first=2, count=5)
     flat = ids.flatten()
     mine = (flat >= 2) & (flat < 7)
-    expected = torch.where(mine, flat, 7).argsort(stable=True)  # pairs of other ranks come last
+    expected = torch.where(mine, flat, 7).argsort(stable=True)  # Pairs of other ranks come last.
     assert torch.equal(order, expected.int())
     assert counts.tolist() == [(flat == expert).sum().item() for expert in range(2, 7)]
 
@@ -123,8 +123,8 @@ def test_last_tile_of_an_expert_is_the_smallest_that_fits(monkeypatch: pytest.Mo
 def test_a_shared_expert_runs_with_the_others_or_by_itself(
     routed: TensorFormat, shared: TensorFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare with the same values in fp32; a dense FP8 MLP runs beside the experts."""
-    # large tiles: the interpreter runs programs one by one
+    """Compare with the same values in fp32. A dense FP8 MLP runs beside the experts."""
+    # The interpreter runs programs one by one, so use large tiles.
     monkeypatch.setattr(tiles.H200MoeTiles, "gemv_max_m", lambda self, width: 0)
     hidden, width, num_experts, own = 128, 128, 3, names.moe(0)
     generator = torch.Generator().manual_seed(8)

@@ -17,7 +17,7 @@ def call(run: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], **mo
 
 
 def score_and_token(score: float, token_id: int) -> torch.Tensor:
-    """Return the words that a rank sends of its best token."""
+    """Return the words that a rank sends for its best token."""
     return torch.stack((torch.tensor(score).view(torch.int32), torch.tensor(token_id).int()))
 
 
@@ -34,7 +34,7 @@ def pick_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("winner", [0, 1])
 def test_ranks_exchange_their_best_and_agree(winner: int) -> None:
-    """Two ranks hold 300 tokens each; this rank already holds the other's (score, token)."""
+    """Give each of two ranks 300 tokens; memory already holds the other's (score, token)."""
     inputs = pick_inputs(3, 600, seed=5)
     inputs["logits"][:, winner * 300 + 17] += 100.0
     expected = call(spec.pick, inputs, first_id=0)
@@ -72,7 +72,7 @@ def test_equal_scores_take_the_lower_id_and_broken_logits_break_the_row(
 
 
 def test_kernel_and_definition_make_the_same_noise() -> None:
-    """Flat logits let the noise alone decide: 40 rows of 700 tokens agree only with equal bits."""
+    """Use equal logits, so that 40 rows of 700 tokens agree only if the noise has equal bits."""
     inputs = pick_inputs(40, 700, seed=6)
     inputs["logits"].zero_()
     inputs["filters"].fill_(1.0)
@@ -96,7 +96,7 @@ def test_the_vocabulary_may_be_sharded_at_any_token() -> None:
 
 
 def z_score(values: torch.Tensor, cells: int) -> float:
-    """Return how far `values`' chi-square is from its mean, in standard deviations."""
+    """Return the deviation of the chi-square of `values` from its mean, in standard deviations."""
     counts = torch.bincount(values.flatten(), minlength=cells).double()
     expected = values.numel() / cells
     statistic = float(((counts - expected) ** 2 / expected).sum())
@@ -164,11 +164,11 @@ def leading_inputs(rows: int, vocab: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks hold 150 tokens each; this rank's memory already holds the other's words."""
+    """Give each of two ranks 150 tokens; memory already holds the other rank's words."""
     monkeypatch.setattr(tiles, "tiles_for", lambda device: tiles.SamplingTiles(strip_block=64))
     monkeypatch.setattr(tiles, "strip", lambda vocab: 8)
     inputs = leading_inputs(3, 300, seed=8)
-    # lower ids first among equal values
+    # Among equal values, the lower id comes first.
     inputs["logits"][0, 20:90] = inputs["logits"][0, 200:280] = 3.5
     expected = call(spec.draw_leading, inputs, first_id=0)
     slices = [{**inputs, "logits": part.contiguous()} for part in inputs["logits"].split(150, 1)]
@@ -186,7 +186,7 @@ def test_ranks_exchange_their_leading_tokens_and_agree(monkeypatch: pytest.Monke
         shard = {"first_id": 150 * rank, "group": Group(ranks, rank)}
         got = call(kernels.draw_leading, slices[rank], **shard)
         assert torch.equal(got, expected), rank
-        # the greedy row exchanged nothing
+        # A greedy row exchanges no words.
         drawn = (inputs["filters"][inputs["slots"], 0] > 0).int().tolist()
         assert ranks.epochs[rank].tolist() == drawn + [0] * 5
 

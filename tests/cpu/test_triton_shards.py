@@ -1,4 +1,4 @@
-"""Rows sharded over ranks in the interpreter; the ranks are threads that take turns."""
+"""Shard rows over ranks in the interpreter; the ranks are threads that take turns."""
 
 from dataclasses import replace
 from itertools import product
@@ -130,7 +130,7 @@ def test_each_rank_routes_its_rows_and_has_the_others(
 
     for got_ids, got_weights in threads.run(rank_code):
         assert torch.equal(got_ids, ids)
-        # kernels are compiled again for tensors with another alignment
+        # Tensors with another alignment need another specialization.
         assert got_ids.data_ptr() % 16 == 0 == got_weights.data_ptr() % 16
         torch.testing.assert_close(got_weights, weights, atol=1e-6, rtol=1e-6)
 
@@ -161,7 +161,7 @@ def test_products_in_fp8_need_no_plain_rows() -> None:
 
 
 INT4 = packed(4, 128)
-# tokens up to which gemv and small_m run
+# numbers of tokens up to which gemv and small_m run
 GEMV, SMALL_M, LARGE_M = (8, 8), (0, 8), (0, 0)
 GATE = (
     (2, E4M3_BLOCKS, GEMV), (4, E4M3_BLOCKS, LARGE_M), (4, E4M3_BLOCKS, SMALL_M),
@@ -179,7 +179,7 @@ def splits() -> list[Any]:
 def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
     monkeypatch: pytest.MonkeyPatch, ranks: int, stored: TensorFormat, most_tokens: tuple[int, int]
 ) -> None:
-    """Three blocks over two or four ranks; groups of 128 become groups of 64 and 32."""
+    """Shard three blocks over two or four ranks; groups of 128 become groups of 64 and 32."""
     hidden, width, generator = 128, 384, torch.Generator().manual_seed(7)
     own, tensors = names.moe(0), {}
     for expert in range(2):
@@ -209,7 +209,7 @@ def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
     whole = experts(ParallelLayout())
     parts = [experts(ParallelLayout(rank=rank, tp=ranks)) for rank in range(ranks)]
     x = quantize_activations(torch.randn(3, hidden, generator=generator).half() / 8)
-    tile = Tile(1, 64, 128, num_warps=2)  # large: the interpreter runs programs one by one
+    tile = Tile(1, 64, 128, num_warps=2)  # large, since the interpreter is sequential
     gemv = moe.tiles.ExpertTiles(tile, tile, choices=2)
     monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv", lambda self, width, hidden: gemv)
     gemv_m, small_m = most_tokens
@@ -223,13 +223,13 @@ def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
 
 
 def test_model_gives_same_bits_if_rows_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks and two FP8 layers, three rows, fp16; group sums add in the shards' order."""
+    """Run two FP8 layers on two ranks with three rows, in fp16; sums keep the shards' order."""
     sizes = SIZES | {"num_hidden_layers": 2, "intermediate_size": 256}
     spec = read_spec(tiny_config(0, **sizes) | QUANTIZED)
     weights = to_fp8(random_weights(spec, 3))
-    # the token kernels read plain rows
+    # The kernels for few tokens read unsharded rows.
     monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv_max_m", lambda self, width: 0)
-    # large tiles: the interpreter runs programs one by one
+    # The interpreter runs programs one by one, so use large tiles.
     monkeypatch.setattr(gemm.tiles, "tiles_for", lambda device: gemm.tiles.GemmTiles(1))
 
     def logits(shard_rows: int) -> list[tuple[Tensor, ...]]:
@@ -242,7 +242,7 @@ def test_model_gives_same_bits_if_rows_are_sharded(monkeypatch: pytest.MonkeyPat
             context = ParallelContext(ParallelLayout(rank=rank, tp=2), group, group, group)
             model = gpu_model(weights, spec=spec, context=context, dtype=torch.float16)
             run = PagedRun(model, dtype=torch.float16)
-            run.capture = (0, 1, 2)  # residual streams for a draft model
+            run.capture = (0, 1, 2)  # layers whose residual streams a draft model reads
             found = run.step([("a", [1, 2, 3])])["a"]
             return (found, *run.captured)
 

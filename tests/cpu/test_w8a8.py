@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton_support  # noqa: F401  (the interpreter, before any kernel)
+import triton_support  # noqa: F401  (must precede the kernels)
 from torch import Tensor
 
 from negamax.formats.floats import PLAIN

@@ -43,7 +43,7 @@ ONE = ParallelLayout()
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # small and ragged, and more than are read ahead
+    # Chunks are small and ragged, and more than the cache reads ahead.
     monkeypatch.setattr(weight_cache, "CHUNK_BYTES", 1000)
 
 
@@ -63,7 +63,7 @@ def start(
     spec: ModelSpec = SPEC,
     layout: ParallelLayout = ONE,
 ) -> tuple[bool, dict[str, Tensor]]:
-    """Load with a cache; return whether it was used, and the weights."""
+    """Load with a cache. Return whether the cache was used, and the weights."""
     model = model or SlotModel(spec)
     slots = model.weight_slots()
     line = load_cached(
@@ -79,7 +79,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def assert_loads(is_hit: bool, *arguments: Any, **options: Any) -> None:
-    """Start, and check the weights and whether the cache is used."""
+    """Load, and check the weights and whether the cache was used."""
     found, weights = start(*arguments, **options)
     assert found is is_hit and same(weights, TENSORS)
 
@@ -97,7 +97,7 @@ def test_next_start_reads_the_cache_and_writes_nothing(tmp_path: Path, checkpoin
     assert_loads(True, cache, checkpoint)
     assert the_file(cache) == file
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == before
-    # It is a safetensors file in the order of the model.
+    # The cache is a safetensors file in the order of the model's slots.
     with safe_open(file, framework="pt") as opened:
         assert list(opened.keys()) and set(opened.keys()) == set(TENSORS)
         name = "model.layers.1.self_attn.q_proj.weight"
@@ -105,7 +105,10 @@ def test_next_start_reads_the_cache_and_writes_nothing(tmp_path: Path, checkpoin
 
 
 class Fused:
-    """A model whose eight slots write into one parameter, with gaps; one slot has no tensor."""
+    """Make a model whose eight slots write into one parameter with gaps.
+
+    One of the slots has no tensor.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.parameters: dict[str, Tensor] = {}
@@ -280,7 +283,7 @@ def test_file_of_a_killed_writer_is_not_used(tmp_path: Path, checkpoint: Path) -
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == "half\n"
         part = the_file(cache)
-        # A second process writes the same file while the first writer lives.
+        # A second process tries to write the same file while the first writer lives.
         assert not start(cache, checkpoint)[0]
         assert part.exists() and start(cache, checkpoint)[0]
         writer.send_signal(signal.SIGKILL)

@@ -1,12 +1,10 @@
-"""Packed weights: their layout, and the PTX that converts codes to bf16, emulated here."""
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
-import triton_support  # noqa: F401  (the interpreter, before any kernel)
+import triton_support  # noqa: F401  (sets up the interpreter, before any kernel)
 from kernel_contract import check
 from stored_kernels import unpacked
 from torch import Tensor
@@ -54,7 +52,7 @@ def _stored(stored: TensorFormat, *shape: int) -> StoredWeight:
 
 @pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
 def test_packed_weights_hold_the_codes_of_every_matrix(stored: TensorFormat) -> None:
-    weight = _stored(stored, 2, 5, 160)  # more than two spans of 64 columns, the last ragged
+    weight = _stored(stored, 2, 5, 160)  # more than two spans of 64 columns, the last one ragged
     packed = layout.pack(weight)
     each = [{name: t[index] for name, t in weight.tensors.items()} for index in (0, 1)]
     expected = torch.cat([dequantize(stored, tensors) for tensors in each])
@@ -62,7 +60,7 @@ def test_packed_weights_hold_the_codes_of_every_matrix(stored: TensorFormat) -> 
     assert packed.qweight.shape == ((10, 192) if packed.packing.CODES == 1 else (2, 10, 64))
     held = sum(t.nbytes for t in packed.tensors[1:] if t is not packed.qweight)
     sides = sum(t.nbytes for name, t in weight.tensors.items() if name != "weight")
-    assert packed.qweight.nbytes + held <= 1.65 * (weight.values.nbytes + sides)  # 256 for 160
+    assert packed.qweight.nbytes + held <= 1.65 * (weight.values.nbytes + sides)  # padded columns
 
 
 def test_fp8_blocks_are_weight_only_where_fp8_has_no_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +81,7 @@ def test_fp8_blocks_are_weight_only_where_fp8_has_no_gemm(monkeypatch: pytest.Mo
 def test_fp8_blocks_split_by_hidden_size_are_read_as_stored(
     op: Op[Any, Any], num_tokens: int
 ) -> None:
-    """192 columns: FP8 kernels take whole blocks."""
+    """Split 192 columns into a part of whole FP8 blocks and a part of half a block."""
     generator = torch.Generator().manual_seed(5)
     table = KernelTable.of(gpu_kernels(), platform=platform.CPU, dtype=torch.bfloat16)
     whole, kernel = (table.choose(op, E4M3_BLOCKS, columns=columns) for columns in (256, 192))
@@ -117,7 +115,7 @@ def test_layers_select_kernels_by_columns(hidden: int, wanted: ActivationFormat 
 
 
 def each_with(*variants: Any) -> list[Any]:
-    """Return formats with variants; the gate runs one variant of each format."""
+    """Return all pairs of format and variant. The gate runs one variant per format."""
     return [
         pytest.param(
             variant, stored, id=f"{variant}-{stored.name}",
@@ -141,7 +139,7 @@ def test_few_tokens_use_read_weights(
     sizes: tuple[int, int, int, int], stored: TensorFormat
 ) -> None:
     num_tokens, columns, num_warps, split_k = sizes
-    weight = _stored(stored, 40, columns)  # rows and columns that no program fills; 9 steps
+    weight = _stored(stored, 40, columns)  # Some rows and columns fill no program.
     x = torch.randn(num_tokens, columns, generator=_generator()).to(torch.bfloat16)
     out = torch.full((num_tokens, split_k, 40), torch.nan, dtype=torch.bfloat16)
     tile = Tile(8, 32, 1, num_warps=num_warps, split_k=split_k)
@@ -154,7 +152,7 @@ def test_few_tokens_use_read_weights(
 def test_many_tokens_are_multiplied_as_the_weight_reads(
     min_m: int, stored: TensorFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cover cuBLAS, and tiles with more tokens than registers for two accumulators."""
+    """Check cuBLAS, and tiles with more tokens than there are registers for two accumulators."""
     monkeypatch.setattr(tiles.GemmTiles, "dequantized_min_m", lambda self, packing: min_m)
     monkeypatch.setattr(
         tiles.H200GemmTiles,
@@ -169,11 +167,11 @@ def test_many_tokens_are_multiplied_as_the_weight_reads(
 
 @pytest.mark.parametrize(("dtype", "stored"), each_with(torch.float16, torch.bfloat16))
 def test_dequantized_weight_matches_its_format(dtype: torch.dtype, stored: TensorFormat) -> None:
-    weight = _stored(stored, 70, 424)  # rows and columns that no program fills
+    weight = _stored(stored, 70, 424)  # Some rows and columns fill no program.
     with torch.inference_mode():
         found = dequantize_packed(layout.pack(weight), dtype)
     expected = dequantize(stored, weight.tensors)
-    rounding = torch.finfo(dtype).eps  # once, or twice by half of it
+    rounding = torch.finfo(dtype).eps  # Values are rounded once, or twice with half the error.
     torch.testing.assert_close(found.float(), expected, rtol=rounding, atol=1e-6)
 
 
@@ -203,7 +201,7 @@ def _run_ptx(code: str, inputs: dict[int, int]) -> dict[str, int]:
         if statement.startswith(".reg"):
             continue
         op, rest = statement.split(" ", 1)
-        if rest.startswith("{"):  # two halves of a register
+        if rest.startswith("{"):  # The register is built from two halves.
             low, high, whole = (part.strip("{ }") for part in rest.split(","))
             registers[low], registers[high] = read(whole) & 0xFFFF, read(whole) >> 16
             continue
@@ -270,7 +268,7 @@ def test_ptx_decodes_every_byte(
     count = 4 * per_byte
     scale = torch.tensor(scales).repeat_interleave(count // 2)
     zero = torch.tensor(zero_points).repeat_interleave(count // 2)
-    # every code in every position
+    # The weights have every code in every position.
     generator = torch.Generator().manual_seed(0)
     codes = torch.stack([torch.randperm(256, generator=generator) for _ in range(count)], 1)
     codes = codes.to(torch.uint8) & (15 if per_byte == 2 else 255)
@@ -292,7 +290,7 @@ def test_ptx_decodes_every_byte(
         done = _run_ptx(code, dict(enumerate((word, factor, added), count)))
         found = torch.tensor([done[f"${number}"] for number in range(count)])
         numbers = found.to(torch.int32).to(torch.int16).view(torch.bfloat16).float() * left
-        finite = want.isfinite()  # loaded weights are never NaN
+        finite = want.isfinite()  # Loaded weights are never NaN.
         assert torch.equal(numbers[finite], want[finite]), own
 
 

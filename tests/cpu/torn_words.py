@@ -1,4 +1,4 @@
-"""A static check of compiled kernels for words that several threads poll."""
+"""Find words in compiled kernels that several threads poll without agreeing on them."""
 
 import math
 import re
@@ -9,9 +9,9 @@ _LAYOUT = r"^(#\w+) = #ttg\.blocked<\{(.*?)\}>"
 
 
 def reads_torn_words(code: Mapping[str, str]) -> bool:
-    """Return, per polled load of shared words, whether `launch.ptx.agree` is missing.
+    """Return whether a polled load of shared words lacks `launch.ptx.agree`.
 
-    `code`: Triton's output for NVIDIA GPUs, by kind.
+    `code` is Triton's output for a GPU, by kind.
     """
     if "ptx" not in code:
         return False
@@ -20,7 +20,7 @@ def reads_torn_words(code: Mapping[str, str]) -> bool:
 
 def _are_shared(ir: str) -> Iterator[bool]:
     """Return whether several threads may hold the same word, for each polled load."""
-    held = {}  # bases of threads, in each dimension of a layout
+    held = {}  # bases of the threads, by layout and dimension
     for name, layout in re.findall(_LAYOUT, ir, re.M):
         numbers = dict(re.findall(r"(\w+) = \[([\d, ]*)\]", layout))
         keys = ("sizePerThread", "threadsPerWarp", "warpsPerCTA")

@@ -1,6 +1,6 @@
-"""Shared parts of Triton tests: import it before any kernel.
+"""Prepare Triton's interpreter; import this module before any kernel.
 
-It prepares the interpreter, which `tests/conftest.py` enables, or skips the test module.
+`tests/conftest.py` enables the interpreter. Without it, this module skips the test.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ from negamax.kernels.peers import PeerMemory, PeerRegion, ShardRegion
 
 Result = TypeVar("Result")
 
-# as few multiprocessors as the interpreter can run in reasonable time
+# few multiprocessors, so that the interpreter takes little time
 MI300X = platform.amd("gfx942", name="MI300X", multiprocessors=2, shared_memory=65536)
 
 _patch_tensor = interpreter._patch_lang_tensor
 
 
 def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-    """Convert scalars for `range`: Triton 3.6 keeps them as arrays, which NumPy 2.4 refuses."""
+    """Convert scalars for `range`, since Triton 3.6 keeps them as arrays that NumPy 2.4 refuses."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -45,7 +45,7 @@ _patch_core = interpreter._patch_lang_core
 
 
 def _patch_core_and_fnuz(lang: Any, scope: Any) -> None:
-    """Let kernels name MI300's FP8, which the interpreter has but does not list before 3.8."""
+    """Let kernels name MI300's FP8 type, which the interpreter lists only from Triton 3.8 on."""
     _patch_core(lang, scope)
     to_ir = lang.dtype.to_ir
 
@@ -58,13 +58,13 @@ def _patch_core_and_fnuz(lang: Any, scope: Any) -> None:
 interpreter._patch_lang_tensor = _patch_tensor_and_index
 interpreter._patch_lang_core = _patch_core_and_fnuz
 
-# The interpreter checks integers for overflow (40 % of its time), but reports it only under
-# `debug`.
+# Checking integers for overflow takes 40 % of the interpreter's time.
+# It reports an overflow only under `debug`.
 _builder = interpreter.interpreter_builder
 _builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
 
 _patch_language = interpreter._patch_lang
-_patched: set[Any] = set()  # modules of Triton's language, while a kernel runs
+_patched: set[Any] = set()  # modules of Triton's language that are patched while a kernel runs
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def _language_seen_by(fn: Callable[..., Any]) -> frozenset[Any]:
 
 
 class _Patch:
-    """A patch of the language that is in force until `restore`."""
+    """Patch the language until `restore` is called."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._modules = _language_seen_by(fn) - _patched
@@ -88,11 +88,11 @@ class _Patch:
             self._scope.restore()
 
 
-# Triton patches its language again in every call between kernel functions: a third of all time.
+# Triton patches its language again in every call of a kernel function, a third of all time.
 interpreter._patch_lang = _Patch
 
-# The most expensive of the interpreter's other steps per operation.
-_dtype_of_scalar = functools.cache(interpreter._get_np_dtype)  # makes a table in each call
+# These functions are the next most expensive steps per operation.
+_dtype_of_scalar = functools.cache(interpreter._get_np_dtype)  # The original is slow.
 
 
 def _dtype_of(type_: Any) -> Any:
@@ -108,7 +108,7 @@ _CONSTEXPR, _PLAIN = language.constexpr, {int, bool, float, str, language.tensor
 
 
 def _unwrap_by_type(value: Any) -> Any:
-    """Replace Triton's own, which queries the types of all values four times."""
+    """Replace Triton's own function, which queries the types of all values four times."""
     kind = type(value)
     if kind is _CONSTEXPR:
         return value.value
@@ -123,7 +123,7 @@ _shapes: dict[tuple[int, ...], Any] = {}
 
 
 def _init_block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
-    known = _types_of_shapes.get((element_ty.name, id(shape)))  # one of `_shapes`
+    known = _types_of_shapes.get((element_ty.name, id(shape)))  # an entry of `_shapes`
     if known is None:
         key = tuple([_unwrap_by_type(size) for size in shape])
         _init_block_type(self, element_ty, shape)
@@ -151,15 +151,15 @@ def _broadcast_where_shapes_differ(self: Any, left: Any, right: Any) -> tuple[An
 
 _TENSOR, _NUMBERS = language.tensor, {int, float, bool}
 MOST_CONSTANTS = 4096
-_HALF = {language.float16, language.bfloat16}  # are divided in float32
+_HALF = {language.float16, language.bfloat16}  # types that are divided in float32
 _operands = TritonSemantic.binary_op_type_checking_impl
-_constants: dict[tuple[Any, ...], Any] = {}  # numbers as tensors, by the other operand's type
+_constants: dict[tuple[Any, ...], Any] = {}  # (number, type of the other operand) -> tensor
 
 
 def _operands_of_known_types(
     self: Any, left: Any, right: Any, *flags: bool, **more: bool
 ) -> tuple[Any, Any]:
-    """Do not convert equal types; a number becomes the same read-only tensor each time."""
+    """Do not convert equal types, and reuse one read-only tensor per number."""
     if type(left) is not _TENSOR or more:
         return _operands(self, left, right, *flags, **more)
     if type(right) is _TENSOR:
@@ -191,7 +191,7 @@ _reduce = interpreter.ReduceOps.apply_impl
 
 
 def _reduce_or_xor(self: Any, operands: Any) -> Any:
-    """Sorting needs `xor_sum`, which the interpreter computes number by number."""
+    """Vectorize `xor_sum`, which sorting needs and the interpreter computes number by number."""
     if self.combine_fn is not language.standard._xor_combine:
         return _reduce(self, operands)
     numbers = operands[0].handle.data
@@ -212,7 +212,7 @@ _convert = interpreter._convert_float
 
 
 def _convert_float(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """Round as a GPU does; the interpreter truncates and is slow."""
+    """Round as a GPU does; the interpreter's own function truncates and is slow."""
     if source not in _TORCH or target not in _TORCH:
         return _convert(values, source, target, rounding_mode)
     stored = torch.frombuffer(bytearray(values.tobytes()), dtype=torch.uint8)
@@ -229,7 +229,7 @@ def _addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Ranks:
-    """Memory of `world` ranks; one rank runs, and `arrive` writes the words of the others."""
+    """Hold the memory of `world` ranks. One rank runs; `arrive` writes the words of the others."""
 
     def __init__(self, world: int, *, rows: int, words: int) -> None:
         self.world, self.rows, self.words = world, rows, words
@@ -248,14 +248,14 @@ class Ranks:
     def arrive(
         self, at: int, *, sender: int, row: int, payload: torch.Tensor, first_word: int = 0
     ) -> None:
-        """Write `payload` [N] int32 as `sender`'s words of the next epoch for rank `at`."""
+        """Write `payload` [N] int32 as words from `sender` to rank `at`, in the next epoch."""
         tag = int(self.epochs[at][row]) + 1
         words = (tag << 32) | (payload.to(torch.int64) & 0xFFFFFFFF)
         self.copies[at][tag & 1, row, sender, first_word : first_word + len(payload)] = words
 
 
 class Group:
-    """A group as rank `rank` sees it; `tokens`: the memory for tokens sent to experts."""
+    """Stand in for a group on rank `rank`. `tokens` is the memory for tokens sent to experts."""
 
     def __init__(self, ranks: Ranks, rank: int, *, tokens: Ranks | None = None) -> None:
         self.size, self.rank = ranks.world, rank
@@ -264,13 +264,13 @@ class Group:
             self.peers = dataclasses.replace(self.peers, tokens=tokens.region(rank))
 
     def all_reduce(self, tensor: torch.Tensor, **_options: int) -> torch.Tensor:
-        raise AssertionError("the rows fit the region")
+        raise AssertionError("the rows must fit in the region")
 
     all_gather = reduce_scatter = all_reduce
 
 
 class Threads:
-    """Ranks as threads that take turns; kernels that wait for other ranks' cannot run so."""
+    """Run ranks as threads that take turns. Kernels that wait for other ranks cannot run."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -310,7 +310,7 @@ SharedRows = tuple[list[torch.Tensor], list[torch.Tensor]]  # partial sums and r
 
 
 class ThreadGroup:
-    """A group as one of `threads` sees it, with or without shared memory for many rows."""
+    """Stand in for a group of `threads`, with or without shared memory for many rows."""
 
     def __init__(self, threads: Threads, rank: int, *, memory: SharedRows | None) -> None:
         self.size, self.rank, self._threads = threads.world, rank, threads
@@ -377,7 +377,7 @@ def paged(
     dim: int = 32,
     block_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a cache with large values wherever no key is, and tables in int32."""
+    """Return a cache whose unused cells hold large values, and block tables in int32."""
     generator = torch.Generator().manual_seed(len(lengths))
     width = -(-max(lengths) // block_size)
     tables = torch.randperm(width * len(lengths), generator=generator).view(len(lengths), width)

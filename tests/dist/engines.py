@@ -1,4 +1,4 @@
-"""Models and requests for tests that compare layouts of ranks, and replacements of their ranks."""
+"""Make models and requests that compare layouts of ranks, and replace rank processes."""
 
 import subprocess
 from pathlib import Path
@@ -13,10 +13,10 @@ from negamax.engine.llm import Generation
 from tests import tiny, tiny_m3
 from tests.loop_driver import token_ids
 
-# in bfloat16 the order of sums over ranks would decide near ties
+# In bfloat16 the order of sums over ranks would decide near ties.
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 NAME = Grammar(kind="regex", text="[A-Z][a-z]{2,9}, [0-9]{2}")
-# a long prompt among short ones; more requests than ranks, not a multiple of them
+# a long prompt among short ones, and more prompts than ranks
 PROMPTS = [
     list(range(40, 120)), list(range(30, 60)), list(range(31, 61)), list(range(32, 62)),
     list(range(33, 60)), [77], list(range(40, 240, 4)),
@@ -42,7 +42,7 @@ def make_sizes(**sizes: int) -> dict[str, int]:
 
 
 def save_m2(folder: Path, *, vocab_size: int = 4160, num_layers: int = 4) -> str:
-    """Save an M2 model. With 4160 tokens it fits the tokenizer, and grammars work."""
+    """Save an M2 model. A vocabulary of 4160 fits the tokenizer, so that grammars work."""
     sizes = make_sizes(vocab_size=vocab_size, num_hidden_layers=num_layers)
     return str(tiny.save(tiny.make_model(5, **sizes), folder))
 
@@ -71,7 +71,7 @@ def assert_same(found: list[Generation], expected: list[Generation]) -> None:
 
 
 def replace_ranks(patch: pytest.MonkeyPatch, kind: str, *more: str) -> None:
-    """Start `kind` of `tests.dist.ranks` with arguments `more` instead of each rank process."""
+    """Start `kind` of `tests.dist.ranks` with arguments `more` in place of each rank process."""
     spawn = supervision.spawn
 
     def replaced(started: str, *args: str, **options: Any) -> subprocess.Popen[bytes]:

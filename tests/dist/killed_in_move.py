@@ -1,4 +1,4 @@
-"""An engine (FOLDER) whose rank 1 (ENDPOINT RANK) is killed once while expert weights move.
+"""Run an engine (FOLDER) whose rank 1 (ENDPOINT RANK) dies once while expert weights move.
 
 Rank 1 dies if the file KILLED_IN_MOVE is empty, and writes the time in seconds into it.
 """
@@ -20,7 +20,7 @@ MODULE = "tests.dist.killed_in_move"
 
 
 def die_in_move(mark: Path) -> None:
-    """Die when the expert to send is in its buffer and the other rank waits for it."""
+    """Kill this rank when the expert to send is in its buffer and the other rank waits for it."""
     move = MovableExperts._move
 
     def killed(self: MovableExperts, *args: Any) -> None:

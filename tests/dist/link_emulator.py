@@ -2,11 +2,11 @@
 
     python tests/dist/link_emulator.py DEVICE:NAMESPACE:ADDRESS ...
 
-For each machine, create a TUN device with the address (IPv4, /24) in the network namespace (none:
-the own one), and carry packets between them. Each line of standard input is JSON such as {"source":
-0, "target": 1, "delay": 0.1, "loss": 0.05}; without source or target it applies to all. After each
-line and after startup, print the packets carried and dropped per link: {"0-1": [120, 6]}. Needs
-Linux, root and the standard library.
+For each machine, create a TUN device with the address (IPv4, /24) in the network namespace
+(default: the current one), and carry packets between the machines. Each line of standard input is
+JSON such as {"source": 0, "target": 1, "delay": 0.1, "loss": 0.05}. Without source or target the
+line applies to all links. After each line and after startup, print the packets carried and dropped
+per link: {"0-1": [120, 6]}. The emulator needs Linux, root and the standard library.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from itertools import permutations
 from typing import Any
 
 _SET_DEVICE = 0x400454CA  # TUNSETIFF
-_TUN, _NO_INFO = 0x0001, 0x1000  # IP packets without a header of four bytes
+_TUN, _NO_INFO = 0x0001, 0x1000  # flags for IP packets without a header of four bytes
 _TCP, _SYN, _ACK = 6, 0x02, 0x10
-_BATCH = 64  # packets of one machine before the next machine's turn
+_BATCH = 64  # packets of one machine that are sent before those of the next
 _MOST_BYTES = 65536
 _SEED = 47
 
@@ -36,12 +36,12 @@ _SEED = 47
 @dataclass(frozen=True)
 class Settings:
     delay: float = 0.0  # seconds
-    jitter: float = 0.0  # seconds, uniform; packets stay in order
+    jitter: float = 0.0  # seconds, uniform; packets keep their order
     loss: float = 0.0  # share of packets
     rate: float = 0.0  # bits per second; 0: no limit
     queue: float = 0.1  # longest wait in seconds at a limited rate; further packets are dropped
-    cut: bool = False  # nothing is carried
-    # ports from first to last refuse TCP connections, like a firewall
+    cut: bool = False  # The link carries nothing.
+    # TCP connections to ports from first to last are refused, as by a firewall.
     closed_ports: Sequence[int] = ()
 
 
@@ -83,13 +83,13 @@ class Link:
         while self._waiting and self._waiting[0][0] <= now:
             _, packet = self._waiting.popleft()
             self.num_carried += 1
-            with contextlib.suppress(OSError):  # the target's device is down
+            with contextlib.suppress(OSError):  # The device of the target is down.
                 os.write(self._device, packet)
         return self._waiting[0][0] if self._waiting else None
 
 
 class Emulator:
-    """All links; a machine's number is the last number of its address, less 1."""
+    """Emulate all links. The number of a machine is the last number of its address, less 1."""
 
     def __init__(self, devices: list[int]) -> None:
         self._devices = devices
@@ -124,7 +124,7 @@ class Emulator:
             next_due = min((due for due in dues if due is not None), default=None)
 
     def _read(self, device: int, source: int, event: int) -> None:
-        if not event & select.POLLIN:  # the device is down
+        if not event & select.POLLIN:  # The device is down.
             time.sleep(0.001)
             return
         for _ in range(_BATCH):
@@ -132,7 +132,7 @@ class Emulator:
                 packet = os.read(device, _MOST_BYTES)
             except OSError:
                 return
-            target = packet[19] - 1 if packet[0] >> 4 == 4 else -1  # IPv6 is not carried
+            target = packet[19] - 1 if packet[0] >> 4 == 4 else -1  # IPv6 packets are dropped.
             link = self.links.get((source, target))
             if link is not None:
                 link.take(packet, time.monotonic())
@@ -155,7 +155,7 @@ def open_device(name: str, namespace: str, address: str) -> int:
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _SET_DEVICE, struct.pack("16sH22x", name.encode(), _TUN | _NO_INFO))
     space = []
-    if namespace:  # the descriptor follows a moved device
+    if namespace:  # The descriptor stays valid when the device moves.
         _ip("link", "set", name, "netns", namespace)
         space = ["-n", namespace]
     _ip(*space, "addr", "add", f"{address}/24", "dev", name)

@@ -1,4 +1,4 @@
-"""A rank of MiniMax-M3 for `test_m3_ranks`, without the slow import of transformers."""
+"""Run a rank of MiniMax-M3 for `test_m3_ranks` without the slow import of transformers."""
 
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ def one_rank(rank: int, tp: int, folder: str) -> None:
                 Path(folder) / f"{kv_heads}", ranks=tp, context=context, block_size=block_size,
                 is_sharded=is_sharded, holders=holders,
             )  # fmt: skip
-            run.kv[-1]["index"].fill_(3.0)  # previous contents must not matter
+            run.kv[-1]["index"].fill_(3.0)  # Old contents must have no effect.
             choices = recorded(run)
             logits = run_in_chunks(run, TOKENS)
             torch.save([logits, *choices], f"{folder}/{case}-{is_sharded}-{rank}.pt")

@@ -1,4 +1,4 @@
-"""Network namespaces as machines, joined by a bridge or by emulated links, and agents on them."""
+"""Use network namespaces as machines, with a bridge or emulated links, and run agents on them."""
 
 import contextlib
 import json
@@ -19,11 +19,11 @@ from negamax.options.nodes import MASTER_PORT
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).with_name("link_emulator.py")
 START_SECONDS = 120.0
-_PREFIX = "ngmx"  # prefix of interfaces and namespaces; the process id follows
+_PREFIX = "ngmx"  # prefix of interfaces and namespaces, before the process id
 
 
 class Machines:
-    """Machine 0 runs this process; the others are namespaces. Each has one address."""
+    """Run machine 0 in this process and the others in namespaces. Each machine has one address."""
 
     def __init__(self, count: int) -> None:
         number = os.getpid()
@@ -56,7 +56,7 @@ class Machines:
         return f"{self._subnet}.{machine + 1}"
 
     def set_link(self, machine: int, state: str) -> None:
-        """Plug ("up") or unplug ("down") a machine's cable."""
+        """Set the cable of a machine to "up" or "down"."""
         _ip("link", "set", f"{self._prefix}v{machine}", state)
 
     def command(self, machine: int) -> list[str]:
@@ -77,7 +77,7 @@ class Machines:
 
 
 class DistantMachines(Machines):
-    """Machines joined by `link_emulator`, which counts packets per link ("0-1")."""
+    """Join machines by `link_emulator`, which counts packets per link ("0-1")."""
 
     def set_up(self) -> None:
         words = [f"{self.interface}::{self.address(0)}"]
@@ -89,7 +89,7 @@ class DistantMachines(Machines):
         command = [sys.executable, str(EMULATOR), *words]
         pipe = subprocess.PIPE
         self._emulator = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        self._lock = threading.Lock()  # held for a line and its answer
+        self._lock = threading.Lock()  # held while a line is sent and its answer is read
         assert self._emulator.stdout is not None and self._emulator.stderr is not None
         if not self._emulator.stdout.readline():
             error = self._emulator.stderr.read()
@@ -102,7 +102,9 @@ class DistantMachines(Machines):
     def set_links(
         self, *, source: int | None = None, target: int | None = None, **settings: Any
     ) -> dict[str, list[int]]:
-        """Change the settings from `source` to `target` (None: all); return the counts so far."""
+        """Change the settings from `source` to `target` (None: all). Return the packet counts so
+        far.
+        """
         emulator = self._emulator
         assert emulator.stdin is not None and emulator.stdout is not None
         message = {"source": source, "target": target, **settings}
@@ -118,16 +120,16 @@ class DistantMachines(Machines):
 
     def remove(self) -> None:
         if hasattr(self, "_emulator"):
-            self._emulator.communicate()  # the process ends when its input ends
+            self._emulator.communicate()  # The process ends when its input ends.
         self._remove_spaces()
 
 
 class OneMachine:
-    """A substitute without namespaces: all nodes use the loopback."""
+    """Replace namespaces: all nodes use the loopback interface."""
 
     def __init__(self, port: int, reason: str) -> None:
-        self.port = port  # the first of node 0
-        self.reason = reason  # why there are no namespaces
+        self.port = port  # first port of node 0
+        self.reason = reason  # reason for the lack of namespaces
 
     def address(self, machine: int) -> str:
         return "127.0.0.1"
@@ -145,7 +147,7 @@ _Made = TypeVar("_Made", bound=Machines)
 
 @contextlib.contextmanager
 def machines(count: int, kind: type[_Made] = Machines) -> Iterator[_Made]:  # type: ignore[assignment]
-    """Make machines. Errors: `NoMachinesError` with the reason."""
+    """Make machines. Raises `NoMachinesError` with the reason if that is not possible."""
     if shutil.which("ip") is None:
         raise NoMachinesError("no network namespaces here: there is no `ip` (Debian: iproute2)")
     made = kind(count)
@@ -161,14 +163,16 @@ def machines(count: int, kind: type[_Made] = Machines) -> Iterator[_Made]:  # ty
 
 
 class NoMachinesError(Exception):
-    """This machine cannot make network namespaces."""
+    """Raised if this machine cannot make network namespaces."""
 
 
 class Agent:
     def __init__(
         self, network: Machines | OneMachine, node: int, *options: str, **variables: str
     ) -> None:
-        """Start the agent; `options` without an address use those of `node`."""
+        """Start the agent. If `options` have no address, `node` gives the address and the node
+        rank.
+        """
         if not {"--data-parallel-address", "--dist-init-addr"}.intersection(options):
             options = ("--node-rank", str(node), "--master-addr", network.address(0), *options)
         command = [

@@ -1,4 +1,4 @@
-"""Helpers for tests of several nodes: an engine, requests, seconds until a fault is noticed."""
+"""Help tests of several nodes: run engines and requests, and time how fast a fault is noticed."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ NOTICED_SECONDS = 3.0
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Return the tokens of one rank."""
+    """Return the tokens of an engine with one rank."""
     with LLM("nano", **COMMON) as one:
         return tokens(one)
 
@@ -50,7 +50,7 @@ def meeting_at(network: Machines | OneMachine, count: int) -> dict[str, Any]:
 
 
 def seconds_until_noticed(llm: LLM, fault: Any, words: str) -> float:
-    """Return the seconds from `fault`, during a request, to the error that ends the request."""
+    """Return the seconds from `fault`, during a request, until an error ends the request."""
     hit: list[float] = []
 
     def strike() -> None:

@@ -10,6 +10,6 @@ PRELOADED = ["torch", "negamax.parallel.context", "negamax.models.build", "model
 
 
 def run_ranks(rank: Callable[..., None], *args: Any, world: int) -> None:
-    """Run `rank(number, *args)` in `world` processes. Errors: that of any rank."""
+    """Run `rank(number, *args)` in `world` processes. Raises the error of a rank that fails."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(rank, args=args, nprocs=world, start_method="forkserver")

@@ -1,4 +1,4 @@
-"""Ranks of tests as processes: `python -m tests.dist.ranks KIND ENDPOINT RANK [MORE]`."""
+"""Run variants of rank processes: `python -m tests.dist.ranks KIND ENDPOINT RANK [MORE]`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from negamax.worker.config import WorkerConfig, WorkerReady
 
 
 def run_captured(endpoint: str, rank: int) -> int:
-    """Run a rank with captured steps; return 3 if it replays none."""
+    """Run a rank with captured steps. Return 3 if the rank replays no step."""
     import pytest
 
     from tests.cpu import graph_support
@@ -26,7 +26,7 @@ def run_captured(endpoint: str, rank: int) -> int:
 
 
 def run_counting(endpoint: str, rank: int) -> int:
-    """Write the number of tokens of each step into the folder COUNTED_TOKENS."""
+    """Run a rank that writes the number of tokens of each step into the folder COUNTED_TOKENS."""
     from negamax.models.decoder import Decoder
 
     forward, counts = Decoder.forward, list[int]()
@@ -42,7 +42,7 @@ def run_counting(endpoint: str, rank: int) -> int:
 
 
 def run_recording_drafts(endpoint: str, rank: int, folder: str) -> int:
-    """Record the proposed draft tokens in `folder`, one file per rank."""
+    """Run a rank that records its draft tokens in `folder`, one file per rank."""
     from tests import tiny_draft
 
     seen = tiny_draft.watch(setattr)
@@ -52,7 +52,7 @@ def run_recording_drafts(endpoint: str, rank: int, folder: str) -> int:
 
 
 def run_with_drafts(endpoint: str, rank: int, file: str) -> int:
-    """Propose drafts from the texts in `file` (`tests.drafts`)."""
+    """Run a rank that proposes drafts from the texts in `file` (`tests.drafts`)."""
     from tests import drafts
 
     known = json.loads(Path(file).read_text())
@@ -62,7 +62,7 @@ def run_with_drafts(endpoint: str, rank: int, file: str) -> int:
 
 
 def run_with_wrong_slice(endpoint: str, rank: int) -> int:
-    """Load the first rank's part of a K norm on the second one."""
+    """Run a rank that loads the first rank's part of a K norm if it is the second rank."""
     from negamax.models.decoder import Decoder
     from negamax.worker import runner
 
@@ -73,7 +73,7 @@ def run_with_wrong_slice(endpoint: str, rank: int) -> int:
         slot.region = (range(len(slot.region[0])),)
         return load_model(model, *args, **options)
 
-    setattr(runner, "load_model", load)  # noqa: B010  (mypy takes no assignment)
+    setattr(runner, "load_model", load)  # noqa: B010  (mypy refuses an assignment)
     return rank_process.main(endpoint, rank)
 
 
@@ -85,7 +85,7 @@ def run_faulty(endpoint: str, rank: int) -> int:
 
 
 def run_foreign(endpoint: str, rank: int) -> int:
-    """Register the family of `tests/cpu/foreign_family`."""
+    """Run a rank that knows the model family of `tests/cpu/foreign_family`."""
     sys.path.append(str(Path(__file__).parents[1] / "cpu"))
     from foreign_family.config import FAMILY
 
@@ -96,7 +96,7 @@ def run_foreign(endpoint: str, rank: int) -> int:
 
 
 class EchoWorker:
-    """Answers every plan with its own rank and the plan's slots."""
+    """Answer every plan with this rank's number and the plan's slots."""
 
     poll_control = None
 
@@ -122,7 +122,7 @@ class EchoWorker:
 
 
 def run_echo(endpoint: str, rank: int) -> int:
-    # replaces the real module, which would import torch
+    # The real module would import torch.
     sys.modules["negamax.worker.worker"] = SimpleNamespace(Worker=EchoWorker)  # type: ignore[assignment]
     return rank_process.main(endpoint, rank)
 

@@ -1,4 +1,4 @@
-"""A stand-in for `negamax.engine.nodes.ray_driver` whose behaviour the model's name selects."""
+"""Replace `negamax.engine.nodes.ray_driver`; the name of the model selects the behaviour."""
 
 import os
 import sys

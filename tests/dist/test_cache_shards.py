@@ -55,7 +55,7 @@ def test_captured_steps_and_drafts_keep_the_text(
         drafts = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
         options["speculative_config"] = drafts
     prompts = [[5, 6, 7, 8, 9] * 30, [5, 6, 7, 8, 9] * 3, [11, 12, 13] * 8, [33]]
-    max_tokens = 20 if method == "eagle3" else 40  # n-grams repeat late
+    max_tokens = 20 if method == "eagle3" else 40  # n-grams need more tokens to repeat.
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     replace_ranks(monkeypatch, "captured")
     found = []
@@ -64,11 +64,11 @@ def test_captured_steps_and_drafts_keep_the_text(
             made = [*llm.generate(prompts, params), *llm.generate(prompts[:1], params)]
             stats = llm.stats()
         assert made[-1].num_cached_tokens > 100
-        assert not more or set(read_exit_codes(llm)) == {0}  # and replayed steps
+        assert not more or set(read_exit_codes(llm)) == {0}  # Each rank has replayed steps, too.
         counts = stats.num_draft_tokens, stats.num_accepted_tokens
         found.append(([each.outputs[0].token_ids for each in made], counts))
     (expected, of_one), (texts, of_all) = found
     assert texts == expected
     assert (of_all[1] > 0) == (method is not None)
-    if "pipeline_parallel_size" not in ranks:  # otherwise rows take turns
+    if "pipeline_parallel_size" not in ranks:  # With pipeline stages the rows take turns.
         assert of_all == of_one

@@ -1,5 +1,3 @@
-"""Machines on slow, lossy or broken networks: no false alarm, and losses are noticed."""
-
 import contextlib
 import os
 import re
@@ -35,7 +33,7 @@ from tests.dist.nodes import (
 )
 from tests.layouts import parallel
 
-# a shorter outage has no effect; a longer one restarts the group
+# A shorter outage has no effect, and a longer one restarts the group.
 HARMLESS_SECONDS, NOTICED_AT_LEAST_SECONDS = 1.4, 2.3
 WHOLE = {"delay": 0.0, "jitter": 0.0, "loss": 0.0, "rate": 0.0, "cut": False, "closed_ports": []}
 NEAR = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}
@@ -46,7 +44,7 @@ __all__ = ["expected", "key"]  # fixtures
 
 @pytest.fixture(scope="module")
 def priority() -> Iterator[None]:
-    """Run the nodes and the links before other work: their delays are what is tested."""
+    """Run the nodes and the links before other work, since the test measures their delays."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, before - 10)
@@ -76,7 +74,7 @@ def agent(network: DistantMachines) -> Iterator[Agent]:
 
 
 class Group:
-    """Node 0 without ranks: its view of the others, whose ranks wait for plans."""
+    """Run node 0 without ranks. Other nodes have ranks that wait for plans."""
 
     def __init__(self, network: DistantMachines, count: int = 2) -> None:
         meeting = meeting_at(network, count)
@@ -108,7 +106,7 @@ def wait_until(holds: Callable[[], object], *, seconds: float = 20.0) -> float:
     return time.monotonic() - began
 
 
-Ways = list[tuple[int, int]]  # from a machine to another
+Ways = list[tuple[int, int]]  # pairs of source and target machines
 
 
 def disconnect(network: DistantMachines, ways: Ways, *, seconds: float) -> None:
@@ -119,7 +117,7 @@ def disconnect(network: DistantMachines, ways: Ways, *, seconds: float) -> None:
 
 
 def start_gap(network: DistantMachines, ways: Ways, *, seconds: float) -> threading.Thread:
-    """Disconnect the machines in another thread."""
+    """Disconnect the machines for `seconds` in another thread."""
     gap = threading.Thread(target=disconnect, args=(network, ways), kwargs={"seconds": seconds})
     gap.start()
     return gap
@@ -127,7 +125,7 @@ def start_gap(network: DistantMachines, ways: Ways, *, seconds: float) -> thread
 
 TO_NODE_1, TO_NODE_0 = [(0, 1)], [(1, 0)]
 BOTH = TO_NODE_1 + TO_NODE_0
-# Disconnected directions, and the error that node 0 reports
+# broken directions, and the error that node 0 reports
 CUTS = (
     (BOTH, "node 1 .* sends no heartbeat for 2|node 0 sent no heartbeat for 2.* on node 1"),
     (TO_NODE_1, r"node 0 sent no heartbeat for 2.* on node 1 \(.*\)"),
@@ -200,7 +198,7 @@ def test_agents_watch_the_link_between_them(network: DistantMachines) -> None:
 def test_names_a_rank_behind_a_firewall(
     network: DistantMachines, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agents' port is open, but not the port of plans."""
+    """Open the port of the agents in the firewall, but not the port of plans."""
     monkeypatch.setattr(executor, "CONNECT_SECONDS", 4.0)
     network.set_links(target=0, closed_ports=[MASTER_PORT + 3, 65535])
     endpoint = re.escape(f"tcp://{network.address(0)}:{MASTER_PORT + 3}")

@@ -17,7 +17,7 @@ PARAMS = [
 ]
 
 
-# the first of three stages has none of the layers that the draft reads
+# The first of three stages has none of the layers that the draft reads.
 CASES = [
     ("biases, two layers", {"tp": 2}),
     ("dspark", {"tp": 2}),
@@ -52,7 +52,7 @@ def test_ranks_propose_the_drafts_of_plain_pytorch(
     speculative = {"model": draft, "num_speculative_tokens": 3, "adaptive": False}
     assert texts(**parallel(**layout), speculative_config=speculative) == expected
     seen = [json.loads(file.read_text()) for file in tmp_path.glob("rank*")]
-    proposed = [of_rank for of_rank in seen if of_rank]  # those of the last stage
+    proposed = [of_rank for of_rank in seen if of_rank]  # draft tokens of the last stage
     of_group, num_groups = layout.get("tp", 1), layout.get("dp", 1)
     assert len(proposed) == of_group * num_groups
     assert len(seen) == len(proposed) * layout.get("pp", 1)

@@ -1,4 +1,4 @@
-"""Each layout of ranks gives the text of one rank, also after aborts and with a small cache."""
+"""Each layout of ranks gives the text of one rank, even after aborts and with small caches."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,7 +31,7 @@ from tests.loop_driver import admitted, drive, free_all, generate_tokens, read_t
 from tests.ports import free_port
 from tests.unit.event_support import shorten, view_of_replay
 
-# prompts run in chunks
+# With these limits prompts run in chunks.
 LIMITS = {"block_size": 4, "max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 96}
 OFTEN = {"step_interval": 10, "window_size": 10}
 LAYOUTS = [
@@ -87,14 +87,14 @@ def ranks(m2: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
 def test_text_equals_that_of_one_rank(ranks: LLM, expected: list[Generation]) -> None:
     assert_same(ranks.generate(PROMPTS, PARAMS), expected)
     assert min(rank.generated_tokens for rank in ranks._loop._scheduler.ranks) > 0
-    # beside a data-parallel rank with one token, or with none
+    # Another data-parallel rank has one token, or none.
     assert_same(ranks.generate(PROMPTS[5:], PARAMS[5:]), expected[5:])
     assert_same(ranks.generate(PROMPTS[5:6], PARAMS[5:6]), expected[5:6])
 
 
 def test_preemption_and_prefixes_keep_text(ranks: LLM, expected_shared: list[list[int]]) -> None:
     schedulers = ranks._loop._scheduler.ranks
-    prompts = SHARED[: 4 * max(2, len(schedulers))]  # a cache does not hold four of them
+    prompts = SHARED[: 4 * max(2, len(schedulers))]  # A cache does not hold four of these prompts.
     before = ranks.stats().preemption_count
     made = ranks.generate(prompts, SHORT)
     assert token_ids(made) == expected_shared[: len(prompts)]
@@ -104,7 +104,7 @@ def test_preemption_and_prefixes_keep_text(ranks: LLM, expected_shared: list[lis
 
 
 def test_aborts_do_not_change_other_requests(ranks: LLM, expected: list[Generation]) -> None:
-    """Reuse slots and blocks of aborted requests while their tokens are in flight."""
+    """Reuse the slots and blocks of aborted requests while their tokens are in flight."""
     ranks._loop.reset_prefix_cache()
     requests = admitted(ranks, PROMPTS, PARAMS)
     first = drive(ranks, requests, num_steps=5)
@@ -152,7 +152,7 @@ def test_m3_text_equals_that_of_one_rank(m3: str, layout: dict[str, Any]) -> Non
 
 
 def tells_content(rank: Scheduler, replay_port: int) -> bool:
-    """Whether the events of a rank tell what its cache holds."""
+    """Return whether the KV events of a rank describe what its cache holds."""
     view = view_of_replay(f"tcp://127.0.0.1:{replay_port}")
     pools = {"GPU": rank._pool, "CPU": rank.host._host}
     return view.cached == {name: set(map(shorten, pools[name]._block_of)) for name in pools}
@@ -201,7 +201,7 @@ def test_blocks_in_main_memory_keep_the_text(m3: str, layout: dict[str, Any]) ->
     ids=str,
 )
 def test_blocks_in_files_outlive_the_ranks(m3: str, layout: dict[str, Any], tmp_path: Path) -> None:
-    """A block that one rank has lost is computed again by all."""
+    """Check that all ranks compute a block again if one rank has lost it."""
     prompts = [[5 + at, 6, 7, 20 + at] * 17 for at in range(6)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     options = {"block_size": 32, "max_model_len": 96, "kv_offloading_size": 0.01, **layout}
@@ -227,7 +227,7 @@ def test_blocks_in_files_outlive_the_ranks(m3: str, layout: dict[str, Any], tmp_
     ids=str,
 )  # fmt: skip
 def test_embedded_m3_gives_the_same_text(layout: dict[str, Any]) -> None:
-    """Cover a shared expert among the others, long prompts and fp8 index keys."""
+    """Check a shared expert among the others, long prompts and FP8 index keys."""
     chats = [*retrieval.problems("2k", 1, 5), *tool_calls.problems(2, 5)]
     params = SamplingParams(temperature=0.0, max_tokens=24)
     texts = []
@@ -256,7 +256,7 @@ def test_each_context_rank_computes_half_of_a_prompt(
         computed = [rank.prompt_tokens - rank.cached_prompt_tokens for rank in ranks]
     for rank in range(2 * len(computed)):
         steps = map(int, (tmp_path / str(rank)).read_text().split())
-        # both ranks run generated tokens and pieces too short for two ranks
+        # Both ranks run generated tokens, and pieces that are too short to split.
         own = sum(tokens for tokens in steps if tokens > 3)
         assert 0.4 * computed[rank // 2] < own < 0.6 * computed[rank // 2]
 
@@ -279,4 +279,4 @@ def test_chunks_of_equal_time_keep_the_text(
 
         monkeypatch.setattr(scheduler, "plan", noted)
         assert_same(llm.generate(PROMPTS, PARAMS), expected)
-    assert chunks[:2] == [48, 16]  # of a prompt of 80 tokens
+    assert chunks[:2] == [48, 16]  # These are the chunks of a prompt of 80 tokens.

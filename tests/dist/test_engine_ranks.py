@@ -1,5 +1,3 @@
-"""Starts, ends and failures of an engine's rank processes."""
-
 import os
 import re
 import shutil
@@ -55,7 +53,7 @@ def m2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[tuple[LLM, Path]]:
-    """Return tensor-parallel ranks, and their folder, whose name is not a plain URL path."""
+    """Yield two tensor-parallel ranks and their folder, whose name needs quoting in URLs."""
     folder = Path(tempfile.mkdtemp(prefix="a b?#%20:&=", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
@@ -75,14 +73,14 @@ def test_embedded_model_gives_the_same_text_on_two_ranks(
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     with LLM("nano", **COMMON, max_model_len=512) as one:
         assert_same(ranks.chat(chats, params), one.chat(chats, params))
-    assert capfd.readouterr().err == ""  # no step was repeated row by row
+    assert capfd.readouterr().err == ""  # No step was repeated row by row.
 
 
 def test_failed_first_rank_ends_and_is_reported(two_ranks: tuple[LLM, Path]) -> None:
-    """The result thread must not keep a failed rank alive. The last test of these ranks."""
+    """Check that the result thread ends with a failed rank. This test ends these ranks."""
     ranks = two_ranks[0]._loop.executor
     assert isinstance(ranks, MultiProcessExecutor)
-    ranks._sockets[0].send(PLAN + b"\xc1")  # not MessagePack: decoding raises in the rank
+    ranks._sockets[0].send(PLAN + b"\xc1")  # The rank cannot decode this message.
     with pytest.raises(EngineDeadError, match="rank 0 ended with exit code 1"):
         ranks.receive()
 
@@ -105,7 +103,7 @@ def test_ranks_that_wait_for_a_mask_can_be_stopped(
         llm._loop._scheduler.add(request)
         plans = llm._loop._scheduler.plan()
         assert plans is not None and plans[0].grammar_rows == [0]
-        llm._loop.executor.launch(plans)  # no masks are ever sent
+        llm._loop.executor.launch(plans)  # The masks of this plan are never sent.
         time.sleep(1.0)
     assert set(read_exit_codes(llm)) <= {0, 1}
 
@@ -137,13 +135,13 @@ def test_rank_that_cannot_start_is_reported(
     capfd.readouterr()
     with pytest.raises(ConfigError, match=re.escape(words)):
         LLM(str(folder), **COMMON, **layout)
-    assert capfd.readouterr().err == ""  # no rank reports an error of the others
+    assert capfd.readouterr().err == ""  # No rank reports the errors of other ranks.
 
 
 def test_self_check_names_the_rank_with_a_wrong_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_num_seqs": 4}
     with LLM("nano", **sizes, **parallel(tp=2), self_check=True) as llm:
-        llm.generate("a", SamplingParams(max_tokens=1))  # no false alarm
+        llm.generate("a", SamplingParams(max_tokens=1))  # The short request raises no false alarm.
     replace_ranks(monkeypatch, "wrong slice")
     with pytest.raises(ConfigError, match="rank 1: layer 0: the keys after K norm") as found:
         LLM("nano", **sizes, **parallel(tp=2), self_check=True)
@@ -170,7 +168,7 @@ def test_benchmarks_read_selected_experts_of_every_rank(tmp_path: Path) -> None:
         loop, spec = llm._loop, locate(EngineOptions(folder)).spec
         loop.run_debug_command(OBSERVE_ROUTING, 1)
         llm.generate(["Hello!"], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-        loop.run_debug_command(DISTINCT_EXPERTS, 1)  # of prompt and answer together
+        loop.run_debug_command(DISTINCT_EXPERTS, 1)  # The count covers prompt and answer.
         llm.generate([[5]], SamplingParams(max_tokens=1, ignore_eos=True))
         answers = loop.run_debug_command(DISTINCT_EXPERTS, 1)
         loop.run_debug_command(OBSERVE_ROUTING, 0)
@@ -209,7 +207,7 @@ def test_plans_reach_replica(local: bool, tmp_path: Path, monkeypatch: pytest.Mo
         for step, handle in enumerate(steps, 1):
             results = handle()
             assert [result.step_id for result in results] == [step, step]
-            # the first rank of each replica answers with its plan
+            # The first rank of each replica answers with its plan.
             expected = [[0, 0, 10 * step], [1, 0, 10 * step + 1]]
             assert [result.token_ids for result in results] == expected
     finally:

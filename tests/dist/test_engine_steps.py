@@ -1,5 +1,3 @@
-"""Draft tokens and captured steps keep the text of one rank in each layout."""
-
 import json
 import time
 from pathlib import Path
@@ -29,7 +27,7 @@ def m2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, dict[str, Any]]:
-    """Return configurations by method: drafts that read residual streams of all tokens, n-grams."""
+    """Return speculative configurations by method: drafts of residual streams, and n-grams."""
     sizes, found = {"vocab_size": 96, "hidden_size": 32}, dict[str | None, dict[str, Any]]()
     common = {"num_speculative_tokens": 3, "adaptive": False}
     for method, variant in (("eagle3", "biases, two layers"), ("dspark", "dspark")):
@@ -76,13 +74,13 @@ def test_drafts_keep_text(
 def test_stages_receive_accepted_counts(
     layout: dict[str, Any], m2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks propose accepted, rejected and no tokens at random."""
+    """Propose accepted, rejected and no tokens at random."""
     prompts = [[5, 6, 7] * length for length in (1, 6, 14, 20)]
     params = [
         SamplingParams(temperature=seed % 2, seed=seed, max_tokens=24, ignore_eos=True)
         for seed in range(4)
     ]
-    # prompts run in chunks, and running requests are preempted
+    # With these limits prompts run in chunks, and running requests are preempted.
     limits = {**COMMON, "max_num_batched_tokens": 32, "num_kv_blocks": 13, "block_size": 8}
     limits["max_model_len"] = 96
     with LLM(m2, **limits) as one:
@@ -123,10 +121,7 @@ def test_captured_steps_keep_the_text(
     drafts: dict[str | None, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Cover fixed buffers, padded rows, ranks without rows, and tokens received without a plan.
-
-    The host learns the length of a row with draft tokens later than the device.
-    """
+    """The host learns the length of a row with draft tokens later than the device."""
     params = [
         GREEDY,
         SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True),
@@ -142,15 +137,15 @@ def test_captured_steps_keep_the_text(
     replace_ranks(monkeypatch, "captured")
     with LLM(m2, **options, **layout) as llm:
         assert generate_tokens(llm, PROMPTS, params) == expected
-        time.sleep(0.3)  # without a plan
+        time.sleep(0.3)  # The ranks wait without a plan.
         assert generate_tokens(llm, PROMPTS[1:2], params[1:2]) == expected[1:2]
         stats = llm.stats()
-    assert set(read_exit_codes(llm)) == {0}  # each rank has replayed steps
+    assert set(read_exit_codes(llm)) == {0}  # Each rank has replayed steps.
     assert method is None or stats.num_accepted_tokens > 0
 
 
 def test_drafts_keep_the_text_of_tp_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover edited logits, logprobs and a grammar."""
+    """Check edited logits, log-probabilities and a grammar."""
     prompts = [list(range(30 + start, 70)) for start in range(4)]
     letters = Grammar(kind="regex", text="[a-z ]{15,20}")
     params = [
@@ -179,7 +174,7 @@ def test_drafts_keep_the_text_of_tp_ranks(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_slowest_stage_determines_step_times() -> None:
-    """The draft length follows step times that each rank measured at start."""
+    """The draft length follows the step times that each rank measured at start."""
 
     def ready(*seconds: float) -> WorkerReady:
         measured = tuple(zip((1, 1, 8), (0, 2, 0), seconds, strict=False))

@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=5, top_k=20, max_tokens=32, ignore_eos=True)
 PROMPTS = [[*range(3 + at, 30 + 2 * at)] for at in range(8)]
 PARAMS = [GREEDY, DRAWN] * 4
-OneRank = tuple[list[list[int]], ExpertDump]  # its tokens and recorded experts
+OneRank = tuple[list[list[int]], ExpertDump]  # tokens of one rank, and its recorded experts
 NOTICED_SECONDS = 3.0  # from a rank's end to the end of its requests, on a busy machine
 
 
@@ -53,7 +53,7 @@ def of_one_rank(skewed: Path) -> OneRank:
         llm._loop.record_experts("start")
         text = generate_tokens(llm, PROMPTS, PARAMS)
         llm._loop.record_experts("stop")
-        llm.generate(PROMPTS[:1], GREEDY)  # is not recorded
+        llm.generate(PROMPTS[:1], GREEDY)  # This request is not recorded.
         dump = llm._loop.record_experts("dump")
     assert dump is not None
     return text, dump
@@ -61,10 +61,10 @@ def of_one_rank(skewed: Path) -> OneRank:
 
 def test_every_selection_is_counted_once(of_one_rank: OneRank) -> None:
     text, dump = of_one_rank
-    # all prompt tokens, and all generated tokens except the last ones
+    # All prompt tokens count, and all generated tokens except the last ones.
     num_tokens = sum(map(len, PROMPTS)) + sum(len(tokens) - 1 for tokens in text)
     assert [sum(layer) for layer in dump.logical_count] == [TOP_K * num_tokens] * 5
-    assert dump.balancedness == 1.0  # there is one rank
+    assert dump.balancedness == 1.0  # A single rank is balanced.
     for layer in dump.logical_count:
         assert sum(layer[2:5]) > 0.6 * TOP_K * num_tokens
 
@@ -87,7 +87,7 @@ def test_loads_become_even_and_the_text_stays(two_ranks: LLM, of_one_rank: OneRa
     assert experts is not None and experts.num_rebalances >= 2 and experts.num_moved >= 8
     after = loop.record_experts("dump")
     assert after is not None
-    # moves do not change the recorder's counts
+    # Moves do not change the recorder's counts.
     assert after.logical_count == counts.logical_count
     for slots in after.physical_to_logical_map:
         copies = Counter(slots)
@@ -96,7 +96,7 @@ def test_loads_become_even_and_the_text_stays(two_ranks: LLM, of_one_rank: OneRa
     found = balancedness(after.logical_count, after.physical_to_logical_map)
     assert found == pytest.approx(after.balancedness)
     assert at_start < 0.8 and after.balancedness > 0.9
-    # again, with the experts' current placement
+    # The text is the same after the experts have moved.
     assert generate_tokens(two_ranks, PROMPTS, PARAMS) == text
 
 
@@ -149,12 +149,12 @@ def test_drafts_and_captured_steps_find_the_experts(
         assert generate_tokens(llm, PROMPTS, PARAMS) == of_one_rank[0]
         experts = llm.stats().experts
     assert experts is not None and experts.num_moved >= 5
-    assert read_exit_codes(llm) == [0, 0]  # replayed steps, too
+    assert read_exit_codes(llm) == [0, 0]  # The ranks replayed steps, too.
 
 
 @pytest.mark.full
 def test_nano_m3_gives_the_same_text_while_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cover a shared expert; selections are almost even."""
+    """Move experts of a model with a shared expert, where selections are almost even."""
     monkeypatch.setattr(expert_balancer, "LEAST_GAIN", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=40)
     with LLM("nano-m3", **COMMON) as llm:
@@ -170,7 +170,7 @@ def test_nano_m3_gives_the_same_text_while_experts_move(monkeypatch: pytest.Monk
 
 @pytest.mark.full
 def test_experts_start_as_dumped(skewed: Path, of_one_rank: OneRank) -> None:
-    """Cover placement by counts, with copies, on data-parallel ranks without rebalancing."""
+    """Place experts by recorded counts, with copies, on data-parallel ranks."""
     text, counts = of_one_rank
     located: dict[str, Any] = {
         "init_expert_location": json.dumps({"logical_count": counts.logical_count}),
@@ -188,10 +188,7 @@ def test_experts_start_as_dumped(skewed: Path, of_one_rank: OneRank) -> None:
 def test_a_rank_killed_during_a_move_ends_only_open_requests(
     skewed: Path, of_one_rank: OneRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 is killed while rank 0 waits for one of its experts.
-
-    Open requests end with an error, and the group restarts with the file's placement.
-    """
+    """Rank 1 dies while rank 0 waits for one of its experts. The group restarts."""
     mark, located = tmp_path / "mark", tmp_path / "location.json"
     monkeypatch.setenv("ENGINE_MODULE", "tests.dist.killed_in_move")
     monkeypatch.setenv("KILLED_IN_MOVE", str(mark))

@@ -1,5 +1,3 @@
-"""Data- and context-parallel ranks get the results of one rank with all experts."""
-
 import sys
 from pathlib import Path
 
@@ -24,7 +22,7 @@ CASES = [
     (1, 4, 1, 4, PERMUTED, WIDTH), (1, 2, 2, 1, None, 2 * WIDTH), (1, 2, 2, 4, None, WIDTH),
     (2, 2, 1, 1, None, WIDTH), (2, 2, 1, 2, SOME_TWICE, 2 * WIDTH), (2, 2, 1, 4, PERMUTED, 0),
 ]  # fmt: skip
-# tokens of each rank along both axes, and whether the last one is padding
+# tokens of each rank along both axes, and whether the last token is padding
 STEPS = [((1, 1, 1, 1), True), ((1, 1, 1, 1), False), ((3, 1, 2, 1), False)]
 STEPS += [((1, 7, 1, 2), True), ((4, 4, 4, 4), False)]
 
@@ -37,10 +35,9 @@ def tokens_of(step: int, place: int) -> tuple[Tensor, Tensor | None]:
 
 
 def runs_of(layout: ParallelLayout, counts: tuple[int, ...]) -> list[tuple[int, int | None, bool]]:
-    """Return the owner of a rank's tokens, the maximum count of the others, and whether to split.
+    """Return the owner of a rank's tokens, the largest count of other ranks, and whether to split.
 
-    The first entry is for its own tokens, the second (context parallel) for its data-parallel
-    rank's.
+    The first entry is for the rank's tokens, the second one for those of its data-parallel rank.
     """
     own = layout.dp_rank * layout.cp + layout.cp_rank, max(counts[: layout.dp * layout.cp])
     if layout.cp == 1:

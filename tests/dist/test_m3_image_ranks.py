@@ -20,7 +20,7 @@ from tests.layouts import full, parallel
     ids=str,
 )
 def test_ranks_share_the_images_of_a_step(ranks: dict[str, Any], tmp_path: Path) -> None:
-    """Each rank encodes some images, in chunks that cut them, with preemption and hits."""
+    """Let each rank encode some images, in chunks that cut images, with preemption and hits."""
     rng = random.Random(7)
     model = tiny_m3.make_seeing_model(11, **sizes_of(2))
     prompts = [draw_prompt(rng, 96, text=20, images=3, most=12) for _ in range(3)]

@@ -45,7 +45,7 @@ def test_every_rank_has_the_logits_of_transformers(tp: int, tmp_path: Path) -> N
         for results in (whole, sharded):
             limits = {"atol": TOLERANCE, "rtol": 0, "msg": f"{kv_heads}, {rest}"}
             for got, *_ in results:
-                assert torch.equal(got, results[0][0])  # one differing bit makes texts diverge
+                assert torch.equal(got, results[0][0])  # A differing bit makes texts diverge.
                 torch.testing.assert_close(got, expected[kv_heads], **limits)
         for (_, *of_all), (_, *of_shards) in zip(whole, sharded, strict=True):
             assert len(of_all) == len(of_shards) > 0
@@ -68,7 +68,7 @@ SHARDED, SHARDS = {"index_cache_sharding": "on"}, {"decode_context_parallel_size
     ids=str,
 )
 def test_engine_equals_transformers(kv_heads: int, ranks: dict[str, Any], tmp_path: Path) -> None:
-    """Cover chunks, preemption and cached prefixes."""
+    """Compare with transformers for chunks, preemption and cached prefixes."""
     sizes = sizes_of(kv_heads)
     model, prompts = tiny_m3.make_model(11, **sizes), prompts_of(11, sizes)
     with LLM(

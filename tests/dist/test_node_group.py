@@ -1,5 +1,3 @@
-"""Node 0's answers to agents, which are bare sockets here."""
-
 import contextlib
 import os
 import re
@@ -100,7 +98,7 @@ class Setting:
 
 
 def silence(words: str) -> float:
-    """Return the seconds in the reason; they exceed the limit on a stalled machine."""
+    """Return the seconds that the reason reports. On a stalled machine they exceed the limit."""
     match = re.search(r"sends no heartbeat for (\d+\.\d) s", words)
     assert match, words
     return float(match[1])
@@ -119,7 +117,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     monkeypatch.setenv(KEY_VARIABLE, "of the tests")
     made = Setting()
     yield made
-    if made.meeting.is_alive():  # no agent has connected
+    if made.meeting.is_alive():  # No agent has connected.
         made.peer("last").join()
         made.meeting.join(20.0)
     if not made.is_stopped:
@@ -186,7 +184,7 @@ def test_an_agent_that_lost_its_ranks_is_lost(setting: Setting) -> None:
 
 
 def test_a_join_that_a_heartbeat_overtook_is_no_loss(setting: Setting) -> None:
-    """A packet loss delays TCP; heartbeats over UDP pass it."""
+    """Let a heartbeat by UDP overtake the join by TCP, as after a packet loss."""
     peer, session = setting.started("a")
     peer.join(last_beat=0)
     peer.beat(session)
@@ -211,7 +209,7 @@ def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -
     stranger._key = b"another"
     first = wire.encoder.encode(peer.next_beat(session))
     second = peer.next_beat(session)
-    peer.say(second)  # over the connection, which may be faster
+    peer.say(second)  # by TCP, which may be faster
     peer.hear(wire.Node0Heartbeat)
     peer.throw(wire.encoder.encode(second))
     began = time.monotonic()
@@ -227,7 +225,7 @@ def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -
     peer.throw(b"no message")
     stopped = threading.Event()
 
-    def repeat() -> None:  # must not count as heartbeats
+    def repeat() -> None:  # These lines must not count as heartbeats.
         late = wire.encoder.encode(peer.next_beat("another session"))
         new = wire.encoder.encode(peer.next_beat(session))
         while not stopped.wait(wire.BEAT_SECONDS):
@@ -332,7 +330,7 @@ def test_an_orderly_stop_reaches_agents(setting: Setting, caplog: pytest.LogCapt
 
 
 def test_unanswered_connection_is_tried_again() -> None:
-    """The system alone would repeat the lost packet ever later, seconds after a link is back."""
+    """The system alone would repeat a lost packet only seconds after the link is back."""
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(3):

@@ -1,5 +1,3 @@
-"""Ranks on several machines (network namespaces): one machine's text, any start order, losses."""
-
 import contextlib
 import signal
 import socket
@@ -57,7 +55,7 @@ def test_data_parallel_ranks_on_two_machines_notice_a_stopped_one(
         (agent,) = agents
         try:
             assert tokens(llm) == expected
-            # during a request on each of the two ranks
+            # The fault happens during a request on each of the two ranks.
             stop = lambda: agent.signal(signal.SIGSTOP)  # noqa: E731
             assert seconds_until_noticed(llm, stop, "node 1 .* no heartbeat") < NOTICED_SECONDS
             agent.signal(signal.SIGCONT)
@@ -114,7 +112,7 @@ def test_agents_wait_for_the_next_engine_and_end_with_the_last(
             agent.kill()
 
 
-# Refused options, without weights
+# These options are refused without loading weights.
 
 
 def group_of_two(options: dict[str, Any], **facts: str) -> NodeGroup:

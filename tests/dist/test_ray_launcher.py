@@ -26,7 +26,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_launcher, "DRIVER_MODULE", "tests.dist.scripted_ray_driver")
     monkeypatch.setattr(ray_launcher, "find_spec", lambda name: name)
     for name in (KEY_VARIABLE, "CUDA_VISIBLE_DEVICES", "KEY"):
-        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.setenv(name, "")  # The fixture restores the variable at the end.
         monkeypatch.delenv(name)
 
 
@@ -50,10 +50,10 @@ def test_ray_options_become_node_options() -> None:
         assert options.distributed_executor_backend == MP
         assert env.get("CUDA_VISIBLE_DEVICES") == "2,3"
         key = env.get(KEY_VARIABLE) or ""
-        assert len(key) == 64 and env.get("KEY") == key  # a drawn port, sent to the other process
+        assert len(key) == 64 and env.get("KEY") == key  # The key is random and shared.
         driver = made._driver
         assert driver.exit_code is None
-    assert driver.exit_code == 0  # the process ends when its standard input ends
+    assert driver.exit_code == 0  # The process ends when its standard input ends.
 
 
 def test_the_message_of_an_agent_that_ends_is_reported() -> None:
@@ -90,7 +90,7 @@ def test_the_engine_does_not_wait_for_lost_agents(monkeypatch: pytest.MonkeyPatc
 
     peer = setting.peer("a")
     peer.join()
-    setting.meeting.join(20.0)  # the first wait is over
+    setting.meeting.join(20.0)  # The first wait has ended.
     assert not setting.meeting.is_alive()
     with pytest.raises(ResourceError, match="they are gone"):
         setting.group.meet(check)
@@ -99,7 +99,7 @@ def test_the_engine_does_not_wait_for_lost_agents(monkeypatch: pytest.MonkeyPatc
 
 
 class Leader:
-    """Node 0 toward an agent: starts ranks, then ends them."""
+    """Act as node 0 toward an agent: start ranks, then end them."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -32,7 +32,7 @@ MACHINE = {"object_store_memory": 80 * 2**20, "node_ip_address": "127.0.0.1"}
 NOTICED_SECONDS = 3.0
 START_SECONDS = 120.0
 GONE_SECONDS = 15.0
-# Without the last variable, Ray listens on all addresses of the machine.
+# Without the last variable, Ray would listen on all addresses of the machine.
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -41,7 +41,7 @@ VARIABLES = {
 
 
 class VirtualCluster:
-    """A head and other machines, each with one CPU; this process is a driver of the cluster."""
+    """Run a head and other machines with one CPU each; this process drives the cluster."""
 
     def __init__(self, folder: Path) -> None:
         from ray.cluster_utils import Cluster
@@ -157,7 +157,7 @@ class Server:
         return [self.complete(prompt) for prompt in PROMPTS]
 
     def seconds_until_told(self, fault: Callable[[], object]) -> float:
-        """Return the seconds from `fault`, during a request, to the error that ends it."""
+        """Return the seconds from `fault`, during a request, until an error ends the request."""
         hit: list[float] = []
 
         def strike() -> None:
@@ -279,7 +279,7 @@ def test_a_cluster_without_room_is_refused(cluster: VirtualCluster) -> None:
 def test_agents_see_the_gpus_of_ray(
     cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPUs are numbers only; the agent ends because its model does not exist."""
+    """Check how agents see GPUs; the GPUs are only numbers, and the model does not exist."""
     cluster.disconnect()
     machines = [cluster.add(num_gpus=3, num_cpus=2) for _ in range(2)]
     monkeypatch.setenv("RAY_ADDRESS", cluster.cluster.address)
@@ -288,7 +288,7 @@ def test_agents_see_the_gpus_of_ray(
         distributed_executor_backend="ray", ray_placement_timeout=20.0,
     )  # fmt: skip
     driver = Driver(options, threading.Event())
-    # this process is on the head, which has no GPU: the first other machine replaces it
+    # This process runs on the head, which has no GPU, so that the first other machine replaces it.
     monkeypatch.setattr(
         "ray.runtime_context.RuntimeContext.get_node_id", lambda self: machines[0].node_id
     )

@@ -1,5 +1,3 @@
-"""Deployments of docs/parallelism.md, with fewer ranks, give the text of one rank."""
-
 import asyncio
 import contextlib
 import json
@@ -22,8 +20,8 @@ ROWS = {
     )
 }
 MODELS = {"M2.5": "nano", "M3": "nano-m3"}
-ADDRESS = "10.0.0.1"  # of node 0 on the page
-# Options of each machine, by the page's name of the deployment.
+ADDRESS = "10.0.0.1"  # address of node 0 on the page
+# options of each machine, by the page's name of the deployment
 TP2 = "M2.5 --tensor-parallel-size 2"
 EXPERTS = "--enable-expert-parallel"
 TWO_PROMPTS = "--prefill-context-parallel-size 2"

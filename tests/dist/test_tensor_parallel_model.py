@@ -38,7 +38,7 @@ SIZES = {
 }  # fmt: skip
 NANO = Path(negamax.__file__).parent / "assets" / "nano"
 TOKENS = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-# (tensor parallel, KV heads, expert parallel); with 2 or 1 KV heads, 4 ranks hold copies of a head
+# tensor parallel, KV heads, expert parallel; with 2 or 1 KV heads, 4 ranks hold copies of a head
 LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2), (4, 4, 4)]
 
 
@@ -85,7 +85,7 @@ def load_summary(slots: Mapping[str, WeightSlot], spec: ModelSpec) -> str:
 
 
 def padded_spec() -> ModelSpec:
-    """Make FP8 experts three blocks wide and attention heads 12 wide, which most layouts split."""
+    """Make FP8 experts three blocks wide and heads 12 wide, which most layouts split unevenly."""
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_local_experts": 4}
     config = tiny_config(0, num_key_value_heads=2, **SIZES | sizes)
     return read_spec({**config, "quantization_config": FP8_CONFIG})
@@ -95,7 +95,7 @@ def padded(context: ParallelContext, checkpoint: Path) -> torch.Tensor:
     kernels = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
     model = build(padded_spec(), context=context, kernels=kernels, loaded=False)
     report = load_weights(model.weight_slots(), model.spec, checkpoint)
-    assert report.num_dequantized == (8 if context.layout.tp > 1 else 6)  # o_proj is whole
+    assert report.num_dequantized == (8 if context.layout.tp > 1 else 6)  # o_proj may be whole.
     model.finish_loading()
     return PagedRun(model, ranks=context.layout.tp).step([("a", TOKENS)])["a"]
 
@@ -132,7 +132,7 @@ def world(
 
 
 def test_every_rank_has_the_results_of_a_single_rank(world: tuple[int, Path]) -> None:
-    """Logits in chunks, padded FP8 experts, the vocabulary, checkpoints and synthetic weights."""
+    """Compare chunks, padded experts, the vocabulary, checkpoints and synthetic weights."""
     tp, folder = world
     for case, (size, kv_heads, ep) in enumerate(LAYOUTS):
         if size != tp:
@@ -144,7 +144,7 @@ def test_every_rank_has_the_results_of_a_single_rank(world: tuple[int, Path]) ->
             limits = {"atol": 1e-5, "rtol": 1e-5, "msg": f"{name}, {what}"}
             torch.testing.assert_close(got[name], expected[name], **limits)
         assert all(torch.equal(ranks[0]["logits"], got["logits"]) for got in ranks)
-        # each rank holds its token ids and nothing of the others
+        # Each rank has its token ids and no others.
         assert torch.equal(torch.cat([got["ids"] for got in ranks]), expected["ids"])
         for got in ranks:
             ids = got["ids"]

@@ -1,4 +1,4 @@
-"""Questions in the API's dialects, and their answers in one form."""
+"""Ask questions in each dialect of the API, and bring the answers into one form."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ TOTAL = {
 
 
 def error_of(response: httpx.Response, status: int, **fields: str) -> dict[str, Any]:
-    """Check a refusal and some `fields` of its error object; return the error object."""
+    """Check the status and some `fields` of an error object. Return the error object."""
     assert response.status_code == status, response.text[:500]
     assert response.headers["x-request-id"]
     assert response.headers["content-type"] == "application/json"
@@ -56,7 +56,7 @@ def error_of(response: httpx.Response, status: int, **fields: str) -> dict[str, 
 
 @contextlib.contextmanager
 def serving_stub(folder: Path, *options: str) -> Iterator[tuple[Server, httpx.Client]]:
-    """Run a server without a model, with its log in `folder`."""
+    """Run a server without a model; its log is in `folder`."""
     log = folder / "log"
     with serving(*options, program=STUB, log_file=log) as server, server.http() as http:
         yield server, http
@@ -86,14 +86,14 @@ def flooding(server: Server, bodies: list[bytes]) -> Iterator[list[int]]:
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> Any:
-    """Return the answer to a request that is not refused."""
+    """Post a request that must succeed. Return its answer."""
     response = http.post(path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """Return the events of a stream; one without names ends with [DONE]."""
+    """Return the events of a stream. A stream of events without names must end with [DONE]."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.text.endswith("\n\n")
@@ -123,15 +123,15 @@ def join(parts: list[dict[str, Any]], field: str) -> str:
 
 @dataclass(frozen=True)
 class Said:
-    """An answer, in the words of chat completions."""
+    """Hold an answer of any dialect in the terms of chat completions."""
 
     reasoning: str
     content: str
-    calls: list[tuple[str, str]]  # names and arguments
+    calls: list[tuple[str, str]]  # name and arguments of each call
     reason: str
-    stop: str | None  # the reported stop string; responses report none
-    tokens: tuple[int, int, int]  # of the prompt, of the answer, of its reasoning
-    parts: list[dict[str, Any]]  # blocks or items without ids
+    stop: str | None  # the stop string that the answer reports; responses have none
+    tokens: tuple[int, int, int]  # number of tokens of prompt, answer and reasoning
+    parts: list[dict[str, Any]]  # blocks or items of the answer, without ids
     cached_tokens: int = field(compare=False, default=0)
 
 
@@ -154,7 +154,7 @@ def read_chat(answer: dict[str, Any]) -> Said:
 
 
 def join_chat(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join a stream with include_usage as clients do; check 02_07 of MiniMax."""
+    """Join a stream with include_usage as clients do. This also checks 02_07 of MiniMax's suite."""
     *events, last = events
     assert last["choices"] == [] and all(event["usage"] is None for event in events)
     deltas = deltas_of(events)
@@ -226,7 +226,7 @@ def join_messages(events: list[dict[str, Any]]) -> dict[str, Any]:
         if block["type"] == "tool_use":
             try:
                 block["input"] = json.loads(collected)
-            except ValueError:  # the call is truncated
+            except ValueError:  # The call is truncated.
                 assert answer["stop_reason"] == "max_tokens"
                 block["input"] = collected
     return answer | {"content": blocks}
@@ -256,7 +256,7 @@ def read_responses(answer: dict[str, Any]) -> Said:
 
 
 def join_responses(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the last state of a response, after a check of all events before."""
+    """Return the last state of a response, after checking all events before it."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     response: dict[str, Any] = events[-1]["response"]
@@ -284,10 +284,10 @@ def join_responses(events: list[dict[str, Any]]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Dialect:
     path: str
-    messages: str  # the names of its fields
+    messages: str  # name of the request field for messages
     limit: str
     stop: str
-    make_tool: Callable[[dict[str, Any]], dict[str, Any]]  # from a function
+    make_tool: Callable[[dict[str, Any]], dict[str, Any]]  # makes a tool from a function
     read: Callable[[dict[str, Any]], Said]
     join: Callable[[list[dict[str, Any]]], dict[str, Any]]
     default_limit: int | None = None
@@ -301,7 +301,7 @@ class Dialect:
         stop: list[str] | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
-        """Build a greedy request; `fields` have the same name in all dialects or are its own."""
+        """Build a greedy request. `fields` are common to all dialects or belong to this one."""
         body = {**GREEDY, self.messages: messages, **fields}
         if functions:
             body["tools"] = [self.make_tool(function) for function in functions]
@@ -342,7 +342,9 @@ DIALECTS = {"chat": CHAT_DIALECT, "messages": MESSAGES_DIALECT, "responses": RES
 
 
 def every_way(*gate: str) -> pytest.MarkDecorator:
-    """Parametrize by dialect and whole or streamed answers; ways other than `gate` are full."""
+    """Parametrize by dialect, and by whole or streamed answers. Only ways in `gate` are not
+    `full`.
+    """
     params = []
     for name, dialect in DIALECTS.items():
         for mode in ("whole", "stream"):

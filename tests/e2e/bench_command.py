@@ -17,19 +17,21 @@ class Bench:
         self.out = self.err = ""
 
     def __call__(self, url: str, line: str, *options: str) -> dict[str, Any]:
-        """Run the benchmark with the options of `line`; return its saved result, or {}."""
+        """Run the benchmark with the options of `line`. Return its saved result, or {}
+        without one.
+        """
         file = self._folder / "result.json"
         file.unlink(missing_ok=True)
         saved = f"--save-detailed --result-dir {self._folder} --result-filename {file.name}".split()
         words = ["--base-url", url, *saved, *shlex.split(line), *options]
         self.code = main(["bench", "serve", *words])
-        gc.freeze()  # again, after the command: imports are exempt from collection
+        gc.freeze()  # Imports of the command are exempt from garbage collection.
         self.out, self.err = self._captured.readouterr()
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         return found
 
     def measure(self, url: str, line: str, *options: str) -> dict[str, Any]:
-        """Run as a call does, and require success."""
+        """Run the benchmark like a call, and require success."""
         found = self(url, line, *options)
         assert self.code == 0, self.out + self.err
         return found

@@ -13,7 +13,8 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WAIT_SECONDS = 120.0
-# The middle of an element. Until `aim` ends, a press that misses the moved element does nothing.
+# Returns the middle of an element. Until `aim` ends, a press that misses the moved element
+# does nothing.
 AIM = """(() => {
     const element = document.querySelector(selector);
     element?.scrollIntoView({ block: 'nearest' });
@@ -34,7 +35,7 @@ AIM = """(() => {
 
 
 class PageError(AssertionError):
-    """A script failed in the page, or a condition did not become true."""
+    """Raised if a script fails in the page, or if a condition does not become true."""
 
 
 def _description(details: dict[str, Any]) -> str:
@@ -42,7 +43,7 @@ def _description(details: dict[str, Any]) -> str:
 
 
 class Browser:
-    """One tab. `problems` has uncaught errors, console errors and blocked loads."""
+    """Control one tab. `problems` lists uncaught errors, console errors and blocked loads."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self._incoming = os.fdopen(read_fd, "rb", buffering=0)
@@ -125,7 +126,7 @@ class Browser:
         return int(self.run("return document.querySelectorAll(s).length", s=selector))
 
     def get(self, selector: str, property: str) -> Any:
-        """Return a property of the first such element."""
+        """Return a property of the first element that `selector` finds."""
         return self.run(f"return document.querySelector(s).{property}", s=selector)
 
     def wait_for_text(self, selector: str, text: str) -> None:
@@ -141,12 +142,12 @@ class Browser:
         self.wait("document.querySelector(selector)?.checkVisibility() === true", selector=selector)
 
     def open(self, url: str) -> None:
-        shown = re.sub(r"//[^/@]*@", "//", url)  # credentials are not encoded
+        shown = re.sub(r"//[^/@]*@", "//", url)  # The browser shows credentials unencoded.
         for _ in range(5):
             before = len(self.problems)
             self.call("Page.navigate", url=url)
             self.wait("location.href.startsWith(s) && document.readyState === 'complete'", s=shown)
-            # Chromium drops open requests when another test adds a network interface
+            # Chromium drops open requests when another test adds a network interface.
             if not any("ERR_NETWORK_CHANGED" in text for text in self.problems[before:]):
                 return
             del self.problems[before:]
@@ -163,7 +164,7 @@ class Browser:
             self.mouse("mouseReleased", place)
             if not self.run("window.aim?.abort(); return window.isMissed"):
                 return
-        raise PageError(f"something else is in front of {selector}")
+        raise PageError(f"another element covers {selector}")
 
     def mouse(self, kind: str, place: dict[str, float]) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
@@ -208,7 +209,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # Python's descriptors close on exec; the two moved ones do not
+        # Python's descriptors close on exec, except the two that are moved.
         close_fds=False,
         preexec_fn=_as_three_and_four(child_in, child_out),
     )
@@ -219,16 +220,16 @@ def browsing(folder: Path) -> Iterator[Browser]:
     finally:
         process.terminate()
         process.wait(120)
-        with contextlib.suppress(OSError):  # it has not started yet
-            # the folder of its socket, which it does not remove
+        with contextlib.suppress(OSError):  # Chromium has not started yet.
+            # Chromium leaves the folder of its socket.
             shutil.rmtree((folder / "SingletonSocket").readlink().parent)
 
 
 def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:
-    """Give Chromium descriptor 3 for commands and 4 for answers."""
+    """Give Chromium descriptor 3 for commands and descriptor 4 for answers."""
 
     def move() -> None:
-        # neither may be 3 or 4 when the other is moved there
+        # No descriptor may be 3 or 4 while the other one moves there.
         high_read, high_write = os.dup(read_fd), os.dup(write_fd)
         while high_read in (3, 4):
             high_read = os.dup(high_read)

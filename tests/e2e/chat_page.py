@@ -15,7 +15,8 @@ def begin(page: Browser, url: str, model: str) -> None:
     page.click("#settings-toggle")
 
 
-# The page's database requests end before this one; the second time, so do the reads after them.
+# Database requests of the page end before this one does. On the second run, reads that they
+# started have ended, too.
 SETTLED = """
     if (!window.indexedDB) return;
     for (let time = 0; time < 2; time += 1) {
@@ -39,18 +40,18 @@ def send(page: Browser, text: str) -> None:
 
 
 def say(page: Browser, script: Script, answer: str, text: str) -> None:
-    """Send a message whose answer is scripted."""
+    """Send the message `text` and let the server reply with `answer`."""
     script.steps, script.finish_reason = [{"content": answer}], "stop"
     ask(page, text)
 
 
 def contents(script: Script) -> list[str]:
-    """Return the texts of the last request."""
+    """Return the texts of all messages in the last request."""
     return [message["content"] for message in script.bodies[-1]["messages"]]
 
 
 def ask(page: Browser, text: str) -> None:
-    """Send a message and wait until its answer has ended and is stored and listed."""
+    """Send a message, and wait until the page has stored and listed the answer."""
     before = page.run(f"return {ANSWERS}")
     send(page, text)
     page.wait(f"{ANSWERS} > before && {IDLE}", before=before)

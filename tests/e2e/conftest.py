@@ -31,8 +31,8 @@ OF_ALL_FAMILIES = (
     "test_api_dialects", "test_api_generate", "test_api_messages", "test_api_responses",
     "test_verify",
 )  # fmt: skip
-# Tags, blocks of 16 tokens, context length and images are nano's; `test_nano_m3_server.py` has
-# their counterparts.
+# These tests check nano's tags, blocks of 16 tokens, context length and images.
+# `test_nano_m3_server.py` has the same tests for nano-m3.
 OF_NANO = {
     "test_04_prompt_of_disabled_thinking_keeps_the_prefix",
     "test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache",
@@ -50,8 +50,8 @@ OF_NANO = {
     "test_the_second_time_the_prompt_comes_from_the_cache",
     "test_text_like_a_call_is_content_without_tools",
 }  # fmt: skip
-STUB = "tests.e2e.stub_serve"  # program of a server without a model
-HELD = "tests.e2e.held_engine"  # ENGINE_MODULE of that program
+STUB = "tests.e2e.stub_serve"  # program that runs a server without a model
+HELD = "tests.e2e.held_engine"  # value of ENGINE_MODULE for that program
 START_SECONDS = 240.0
 _READY = re.compile(r"ready: (https?://\S+)/v1")
 
@@ -108,7 +108,7 @@ class Server:
         found = []
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         for pid in pids.split():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # The process has ended.
                 command = Path(f"/proc/{pid}/cmdline").read_text()
                 found += [int(pid) for module in modules if module in command]
         return found
@@ -119,7 +119,7 @@ class Server:
 
 
 def eventually(check: Callable[[], bool], *, seconds: float = 120.0) -> bool:
-    """Return whether `check` becomes true in time, which is long enough for a busy machine."""
+    """Return whether `check` becomes true within `seconds`, enough for a busy machine."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if check():
@@ -147,12 +147,13 @@ def launch(
 def serving(
     *options: str, log_file: Path, rate: float | None = None, **started: Any
 ) -> Iterator[Server]:
-    """Run a server. With `rate` it replays a text, at this many tokens per second."""
+    """Run a server. With `rate` it replays a text at this many tokens per second."""
     talk = talking(log_file.parent, tokens_per_second=rate) if rate else ()
     process = launch(*talk, *options, log_file=log_file, **started)
     try:
         assert process.stdout is not None
-        # the first line reports a ready server; the end of the output, a failed start
+        # The first line says that the server is ready. If the output ends instead, the start
+        # failed.
         line = process.stdout.readline()
         match = _READY.search(line)
         assert match, f"the server did not start: {line!r}\n{log_file.read_text(encoding='utf-8')}"
@@ -168,7 +169,7 @@ def serving(
 def talking(
     folder: Path, *, tokens_per_second: float, context_length: int = 196_608
 ) -> tuple[str, ...]:
-    """Return options of a server that cheaply replays one long text for every request."""
+    """Return options of a server that replays one long text for every request at low cost."""
     script = folder / "talk.toml"
     text = "The lighthouse keeper counts the ships that pass. " * 1000
     script.write_text(
@@ -180,7 +181,7 @@ def talking(
 
 
 def shared(options: str = "", **started: Any) -> Any:
-    """Return a fixture: a server of a module, with the options of a command line."""
+    """Return a fixture that runs one server per module, with the options of a command line."""
 
     @pytest.fixture(scope="module")
     def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -196,7 +197,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "server" not in metafunc.fixturenames or metafunc.function.__name__ in OF_NANO:
         return
     if metafunc.module.__name__.endswith(OF_ALL_FAMILIES):
-        # None is also the parameter of tests on nano alone: one server for all
+        # None is the parameter of tests on nano alone, so that all tests share one server.
         nano = pytest.param(None, id=MODEL)
         models = [nano, pytest.param("nano-m3", marks=pytest.mark.full)]
         metafunc.parametrize("server", models, indirect=True, scope="session")
@@ -206,13 +207,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Run the shared server of the embedded model, or of another one by its name."""
+    """Run the shared server of the embedded model, or of the model that the parameter names."""
     model = getattr(request, "param", None) or MODEL
     log_file = tmp_path_factory.mktemp("server") / "log"
     options = ("--served-model-name", MODEL)
     with serving(*options, model=model, log_file=log_file) as running:
         yield running
-        # no test may cause an internal error of the shared server
+        # No test may cause an internal error of the shared server.
         assert "Traceback" not in running.log
 
 

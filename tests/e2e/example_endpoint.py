@@ -1,7 +1,7 @@
 """The endpoint of CONTRIBUTING's "How to add an endpoint", and a server that has it.
 
-`POST /v1/shout` continues a prompt in capital letters. In the product it would be a folder
-`api/dialects/shout/` with `schema.py` and `routes.py`, and its router a line of `server.ROUTERS`.
+`POST /v1/shout` continues a prompt in capital letters. The product would have a folder
+`api/dialects/shout/` with `schema.py` and `routes.py`, and a line in `server.ROUTERS`.
 """
 
 import secrets
@@ -23,21 +23,21 @@ from negamax.cli.main import main
 from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 
-# schema.py: requests are pydantic models, answers are msgspec structs.
+# schema.py: requests are pydantic models, and answers are msgspec structs.
 
 
 class ShoutRequest(SampledRequest):
-    """A prompt to continue. All sampling parameters are inherited."""
+    """A request to continue a prompt. It inherits all sampling parameters."""
 
     prompt: str  # the text to continue
     max_tokens: int = 16
 
 
 class ShoutAnswer(Struct, frozen=True):
-    text: str  # the continuation, or in a stream its new part
+    text: str  # the continuation, or the new part of it in a stream
 
 
-# routes.py: read and start the request, and write the engine's output.
+# routes.py: the route reads the request, starts it, and writes the engine's output.
 
 
 def make_shout_router(context: ApiContext) -> APIRouter:

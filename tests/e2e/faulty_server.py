@@ -1,4 +1,4 @@
-"""A small server that answers incorrectly, in its own thread."""
+"""Run a small server that answers incorrectly, in its own thread."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ class FaultyServer:
 
 @contextlib.contextmanager
 def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
-    """Run a server that answers POST requests by `fault`; it lists one model, 'faulty'."""
+    """Run a server that answers POST requests by `fault`. It lists one model, 'faulty'."""
     state = FaultyServer()
     ready, loop, stopped = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
@@ -50,7 +50,7 @@ def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
         ready.set()
         await stopped.wait()
         server.close()
-        # clients that are still connected
+        # These tasks answer clients that are still connected.
         answering = asyncio.all_tasks() - {asyncio.current_task()}
         for task in answering:
             task.cancel()

@@ -4,20 +4,21 @@ from pathlib import Path
 
 from tests.e2e.conftest import Server
 
-_LISTEN = "0A"  # the state's number in /proc/net/tcp
+_LISTEN = "0A"  # number of the state in /proc/net/tcp
 
 
 def family_of(pid: int) -> list[int]:
     children: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has its own
-        with contextlib.suppress(OSError):  # it has ended
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):  # one list per thread
+        with contextlib.suppress(OSError):  # The process has ended.
             children += map(int, task.read_text().split())
     return [pid, *(member for child in children for member in family_of(child))]
 
 
 def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
-    """Return the public and loopback addresses on which `server` listens, except the configured
-    one.
+    """Return the public and the loopback addresses on which `server` listens.
+
+    The configured address is not included.
     """
     configured = server.url.removeprefix("http://")
     addresses = set[str]().union(*map(_listening, family_of(server.process.pid))) - {configured}
@@ -40,7 +41,7 @@ def _listening(pid: int) -> set[str]:
 def _sockets(pid: int) -> set[str]:
     targets = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # The descriptor is closed.
             targets.append(str(entry.readlink()))
     return {
         target.removeprefix("socket:[").removesuffix("]")
@@ -50,7 +51,10 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """Return host:port from the kernel's notation: 32-bit words in native byte order, and port."""
+    """Convert an address of /proc/net/tcp to host:port.
+
+    The kernel writes the host in 32-bit words in native byte order.
+    """
     words, _, port = text.partition(":")
     packed = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     return f"{ipaddress.ip_address(packed)}:{int(port, 16)}"

@@ -1,4 +1,4 @@
-"""A small server that follows the chat protocol without a model, or breaks it in one way."""
+"""Run a small server that follows the chat protocol without a model, or breaks it in one way."""
 
 import contextlib
 import json
@@ -17,22 +17,22 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 @dataclass
 class Answer:
-    reasoning: list[str]  # words, as below
+    reasoning: list[str]  # words of the reasoning
     content: list[str]
-    call: tuple[str, str] | None  # name and arguments
+    call: tuple[str, str] | None  # name and arguments of the call
     finish_reason: str
     usage: dict[str, Any]
 
 
 @dataclass
 class Protocol:
-    """What the server does. `fault`: the one thing that it does wrong."""
+    """Answer by the chat protocol. `fault` names the rule that the server breaks."""
 
     fault: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     def refusal(self, body: dict[str, Any]) -> int | None:
-        """Return the status of a request that is refused."""
+        """Return the status with which `body` is refused, or None if it is accepted."""
         messages, choice = body["messages"], body.get("tool_choice")
         names = [tool["function"]["name"] for tool in body.get("tools", ())]
         if self.fault == "busy" and "日本" in str(messages):
@@ -163,7 +163,7 @@ def spaced(words: list[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def protocol_server(fault: str = "") -> Iterator[tuple[str, Protocol]]:
-    """Run a server with chat completions, a list of models and /health alone."""
+    """Run a server with chat completions, a list of models, and /health."""
     protocol = Protocol(fault)
 
     class Handler(BaseHTTPRequestHandler):
@@ -196,7 +196,7 @@ def protocol_server(fault: str = "") -> Iterator[tuple[str, Protocol]]:
             self.wfile.write(text.encode())
 
         def log_message(self, *values: object) -> None:
-            """Print nothing."""
+            """Do nothing, so that requests are not logged."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A server with the real chat page and scripted answers: hostile text, errors, pauses."""
+"""Run a server with the real chat page and scripted answers: hostile text, errors, pauses."""
 
 import asyncio
 import contextlib
@@ -31,12 +31,12 @@ INFO = {
 class Script:
     # deltas, error events, seconds to wait, and events to wait for
     steps: list[Any] = field(default_factory=list)
-    # status, error and headers instead of a stream
+    # status, error and headers that replace a stream
     refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
     key: str | None = None
     finish_reason: str = "stop"
-    bodies: list[dict[str, Any]] = field(default_factory=list)  # of the requests so far
-    hang_ups: int = 0  # streams whose client left
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # bodies of all requests so far
+    hang_ups: int = 0  # number of streams whose client disconnected
     num_info_requests: int = 0
 
 

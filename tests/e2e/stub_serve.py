@@ -1,4 +1,4 @@
-"""`negamax serve` with the stub engine, or with the engine module in ENGINE_MODULE."""
+"""Run `negamax serve` with the stub engine, or with the engine module in ENGINE_MODULE."""
 
 import functools
 import os

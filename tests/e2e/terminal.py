@@ -15,12 +15,12 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\x1b[=>]")
 
 
 class Terminal:
-    """Types into a command and reads its output. Single user: one test."""
+    """Type into a command and read its output. Only one test may use a terminal."""
 
     def __init__(self, process: subprocess.Popen[bytes], controller: int) -> None:
         self.process = process
         self._controller = controller
-        self.raw = ""  # all output so far, with its escape sequences
+        self.raw = ""  # all output so far, including escape sequences
 
     @property
     def text(self) -> str:
@@ -45,7 +45,7 @@ class Terminal:
     def interrupt(self, words: str) -> None:
         """Press Ctrl-C until `words` are shown.
 
-        Python loses a Ctrl-C that comes just before the command begins to wait.
+        Python ignores a Ctrl-C that arrives just before the command begins to wait.
         """
         for _ in range(10):
             self.type("\x03")
@@ -56,11 +56,11 @@ class Terminal:
         raise AssertionError(f"{words!r} was not shown:\n{self.text}")
 
     def wait_for_prompt(self, *, seconds: float = 120.0) -> None:
-        """Read until the command waits for a line: earlier input is handled differently."""
+        """Read until the command waits for a line, since earlier input is handled differently."""
         deadline = time.monotonic() + seconds
         while not self.text.endswith("> "):
             left = deadline - time.monotonic()
-            assert left > 0 and self._read(left), f"there is no prompt:\n{self.text}"
+            assert left > 0 and self._read(left), f"the command shows no prompt:\n{self.text}"
 
     def end(self, *, seconds: float = 120.0) -> int:
         deadline = time.monotonic() + seconds
@@ -74,7 +74,7 @@ class Terminal:
             return seconds > 0 and self.process.poll() is None
         try:
             data = os.read(self._controller, 65536)
-        except OSError:  # Linux: the other end is closed
+        except OSError:  # Linux reports the closed other end.
             return False
         self.raw += data.decode("utf-8", "replace")
         return bool(data)
@@ -93,7 +93,7 @@ def in_terminal(
         stderr=end,
         env={**os.environ, "TERM": "xterm-256color", **(env or {})},
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C becomes SIGINT
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C becomes SIGINT.
     )
     os.close(end)
     try:

@@ -1,4 +1,4 @@
-"""MiniMax's acceptance suite for text, by check ids, except checks of a model's quality."""
+"""Run MiniMax's acceptance suite for text, by check ids, without checks of model quality."""
 
 import json
 from typing import Any
@@ -98,7 +98,7 @@ EMOJI, LINES = "👩‍🚀 🙂 naïve 日本語 العربية", "Two lines\na
     ],
 )
 def test_02_07_12_07_16_15_content_is_whole(http: httpx.Client, text: str, thinking: str) -> None:
-    """Cover emoji, brackets that begin a marker, and line breaks at the end."""
+    """Check emoji, brackets that begin a marker, and line breaks at the end."""
     request = exactly(text, thinking={"type": thinking})
     assert message_of(http, **request)["content"] == text
     deltas = deltas_of(chunks(http, **request))
@@ -171,7 +171,7 @@ HISTORIES: dict[str, list[Any]] = {
     "object": [*WEATHER_QUESTION, called(call("now", {"zone": "CET"})), OBJECT_RESULT],
     "details": [*WEATHER_QUESTION, DETAILS, *QUESTION],
     "text parts": [GREETING, THOUGHT, system("Be brief."), *QUESTION],
-    # the suite asks for a 400; docs/decisions/0014 explains why it is accepted (16_12)
+    # The suite expects status 400; docs/decisions/0014 explains why we accept it (16_12).
     "no JSON": [*WEATHER_QUESTION, called(call(arguments='{"city": "Pa')), RESULT],
 }
 
@@ -182,13 +182,13 @@ def test_07_shapes_of_history_are_accepted(http: httpx.Client, name: str) -> Non
 
 
 def test_10_06_length_means_the_limit(http: httpx.Client) -> None:
-    """Still thinking and no call: the content is empty, not null."""
+    """Check an answer that is truncated while thinking: its content is empty, not null."""
     (choice,) = answered(http, max_tokens=7, ignore_eos=True)["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
 
 
 def test_10_04_a_conversation_that_grows_finds_its_prefix_in_the_cache(http: httpx.Client) -> None:
-    """Notes in the middle stay in place, so that the prefix before them stays cached."""
+    """Check that notes within a conversation stay in place, so that its prefix stays cached."""
     messages: list[Any] = [
         system("You know about the weather, and you answer in one short sentence, in English."),
         system("Which months are cold in the north, and which ones are warm there?", "user"),
@@ -273,7 +273,7 @@ def test_echo_repeats_the_message_that_is_continued(http: httpx.Client) -> None:
 
 
 def test_fields_of_sglang_and_vllm_reach_the_answer(http: httpx.Client) -> None:
-    whole = {"separate_reasoning": False}  # the content has all tokens
+    whole = {"separate_reasoning": False}  # The content then has all tokens.
     body = {"rid": "my-id.1", "logprobs": True, "top_logprobs": 1, **whole}
     answer = answered(http, **body, return_tokens_as_token_ids=True, return_token_ids=True)
     assert answer["id"] == "chatcmpl-my-id.1"

@@ -1,4 +1,4 @@
-"""MiniMax's acceptance suite for text, by check ids: tools, calls and their results."""
+"""Run MiniMax's acceptance suite for text, by check ids: tools, calls and results of calls."""
 
 import json
 from typing import Any
@@ -73,7 +73,7 @@ def test_13_13_a_call_is_reported_although_no_tool_is_declared(http: httpx.Clien
     (made,) = choice["message"]["tool_calls"]
     assert made["function"] == {"name": "look_up", "arguments": '{"id": "007"}'}
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-    # without declared tools and calls, the text is content
+    # Without declared tools and calls, the text is content.
     (choice,) = answered(http, **request)["choices"]
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == f"<minimax:tool_call>{text}</minimax:tool_call>"
@@ -153,7 +153,7 @@ def test_16_without_parallel_calls_there_is_one(http: httpx.Client, tool_choice:
 
 
 def test_packets_of_a_long_string_argument_grow_and_are_never_huge(http: httpx.Client) -> None:
-    """The number of tiny packets depends on the machine; a test with a fake clock covers it."""
+    """Check packet sizes; a test with a fake clock covers the number of tiny packets."""
     path = {"type": "string", "maxLength": 9}
     content = {"type": "string", "minLength": 600, "maxLength": 650}
     properties = {"path": path, "content": content}
@@ -165,6 +165,6 @@ def test_packets_of_a_long_string_argument_grow_and_are_never_huge(http: httpx.C
     deltas = deltas_of(events)
     pieces = [piece["function"] for delta in deltas for piece in delta.get("tool_calls", ())]
     sizes = [len(piece["arguments"]) for piece in pieces if piece["arguments"]]
-    assert len(sizes) > 5 and max(sizes) <= 200  # one burst would be four packets
+    assert len(sizes) > 5 and max(sizes) <= 200  # A single burst would be four packets.
     (made,) = join_chat(events)["choices"][0]["message"]["tool_calls"]
     assert len(json.loads(made["function"]["arguments"])["content"]) >= 600

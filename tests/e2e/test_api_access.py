@@ -56,7 +56,7 @@ def test_cors_is_closed_and_keys_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     keys = tmp_path / "keys"
     keys.write_text("# clients\nfirst-key\n\nsecond-key\n")
     monkeypatch.setenv("NEGAMAX_API_KEY", "third-key, fourth-key")
-    # a public address requires a key
+    # A server on a public address requires a key.
     options = ("--host", "0.0.0.0", "--api-key-file", str(keys), "--api-key", "fifth-key")
     with serving_stub(tmp_path, *options) as (server, http):
 
@@ -106,7 +106,7 @@ def test_tls_with_a_certificate_and_its_key(
         def status(path: str, context: ssl.SSLContext) -> int:
             return httpx.get(f"{server.url}{path}", verify=context, timeout=120).status_code
 
-        for _ in range(8):  # by each process: one of them asks the other
+        for _ in range(8):  # Each process answers, and one of them asks the other.
             assert status("/metrics", context) == 200
         with httpx.Client(base_url=server.url, verify=context, timeout=120) as http:
             assert http.get("/livez").status_code == 200
@@ -117,7 +117,7 @@ def test_tls_with_a_certificate_and_its_key(
                 lines = (line for line in answer.iter_lines() if line)
                 next(lines)
                 shutil.copy(other_certificate, certificate)
-                # until both are replaced the files do not match
+                # Until both files are replaced, they do not match.
                 server.process.send_signal(signal.SIGHUP)
                 assert eventually(lambda: server.log.count("--ssl-keyfile cannot be used") == 2)
                 assert status("/livez", context) == 200

@@ -49,7 +49,7 @@ def test_tool_choice_none_gives_no_calls(http: httpx.Client) -> None:
 
 
 def test_invoke_without_its_block_is_text_where_its_tool_is_not_allowed(http: httpx.Client) -> None:
-    """A schema makes the model write one here."""
+    """Force an invoke tag by a schema; without a block it must stay text."""
     invoke = '<invoke name="get_weather">\n</invoke>'
     texts = ("<minimax:tool_call>", invoke)
     opener, first = (str(post(http, "/tokenize", prompt=text)["tokens"][0]) for text in texts)
@@ -84,7 +84,7 @@ def test_logprobs_describe_every_token_of_the_content(http: httpx.Client) -> Non
     assert "".join(token["token"] for token in content) == message["content"]
     for token in content:
         assert len(token["top_logprobs"]) == 3 and token["logprob"] <= 0
-        assert token["top_logprobs"][0]["token"] == token["token"]  # greedy: the likeliest
+        assert token["top_logprobs"][0]["token"] == token["token"]  # Greedy takes the likeliest.
         assert bytes(token["bytes"]).decode("utf-8", "replace") == token["token"]
     events = [event["choices"][0]["logprobs"] for event in stream(http, CHAT, **body)]
     streamed = [entry["token"] for logprobs in events if logprobs for entry in logprobs["content"]]
@@ -107,7 +107,7 @@ def test_last_message_can_be_continued(http: httpx.Client) -> None:
     body |= {"add_generation_prompt": False, "continue_final_message": True}
     answer = post(http, CHAT, **body)
     message = answer["choices"][0]["message"]
-    assert message["content"] and message["reasoning"] is None  # the content is continued
+    assert message["content"] and message["reasoning"] is None  # The content is continued.
     echo = post(http, COMPLETIONS, prompt=[answer["prompt_token_ids"]], echo=True, max_tokens=0)
     assert echo["choices"][0]["text"].endswith("85\n</think>\n\nHe has")
 
@@ -139,7 +139,7 @@ def test_server_options_set_parser_template_defaults_and_stream_interval(tmp_pat
         assert thinks["reasoning_content"] is None
         assert message(thinking={"type": "enabled"}, reasoning_split=True)["reasoning_content"]
 
-        # responses and messages have their own place for reasoning
+        # Responses and messages have a separate field for reasoning.
         on = {"chat_template_kwargs": {"enable_thinking": True}}
         thought, said = post(http, RESPONSES, **GREEDY, input=QUESTION, **on)["output"]
         assert thought["type"] == "reasoning" and "think>" not in said["content"][0]["text"]
@@ -152,7 +152,7 @@ def test_server_options_set_parser_template_defaults_and_stream_interval(tmp_pat
             return [text for delta in deltas_of(events) if (text := delta.get("content"))]
 
         joined = texts()
-        num_full = len("".join(joined)) / 200  # fragments have at most 200 characters
-        assert len(joined) <= num_full + 3  # the first and the last are not joined
-        # retry: a busy server joins fragments that arrive together
+        num_full = len("".join(joined)) / 200  # A fragment has at most 200 characters.
+        assert len(joined) <= num_full + 3  # The first and the last fragment are not joined.
+        # A busy server joins fragments that arrive together, so try several times.
         assert any(len(texts(stream_interval=1)) > 20 for _ in range(10))

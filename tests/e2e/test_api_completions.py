@@ -45,7 +45,7 @@ def test_streams_of_prompts_and_choices_add_up_to_the_whole_answer(http: httpx.C
 @pytest.mark.parametrize("interval", [pytest.param(1, marks=pytest.mark.full), 5, 1000])
 def test_stream_interval_joins_tokens(http: httpx.Client, interval: int) -> None:
     body = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "return_token_ids": True}
-    for _ in range(10):  # the first is sent at once unless the machine stalls
+    for _ in range(10):  # On a stalled machine the first fragment is late, too.
         events = stream(http, COMPLETIONS, **body, stream_interval=interval)
         counts = [len(event["choices"][0]["token_ids"]) for event in events]
         counts = [count for count in counts if count]
@@ -79,7 +79,7 @@ def test_logprobs_of_prompt_and_answer_are_one_list(http: httpx.Client) -> None:
     (first, *scores), (first_top, *tops) = logprobs["token_logprobs"], logprobs["top_logprobs"]
     assert first is first_top is None
     for token, logprob, top in zip(logprobs["tokens"][1:], scores, tops, strict=True):
-        assert top == {token: logprob}  # 0: only the token itself
+        assert top == {token: logprob}  # With 0 the list has only the token itself.
 
 
 def test_same_seed_gives_the_same_texts_and_choices_differ(http: httpx.Client) -> None:

@@ -1,5 +1,3 @@
-"""Behavior that chat completions, Anthropic's messages and OpenAI's responses share."""
-
 import contextlib
 import json
 from typing import Any
@@ -31,8 +29,8 @@ from tests.e2e.api_support import (
 )
 from tests.e2e.conftest import Server, eventually
 
-THOUGHT_STOP = "\n"  # in the thinking, not in the content
-LAST_TOKENS = range(16, 0, -3)  # that the limits of truncated calls leave out
+THOUGHT_STOP = "\n"  # This text is in the thinking, but not in the content.
+LAST_TOKENS = range(16, 0, -3)  # limits that leave out 1 to 16 of the last tokens
 CLOCK = {"name": "get_time", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -104,7 +102,7 @@ def test_stop_strings_end_content_but_not_thinking(
     assert THOUGHT_STOP in plain.reasoning and THOUGHT_STOP not in plain.content
     whole = said(THOUGHT_STOP)
     assert (whole.reasoning, whole.content) == (plain.reasoning, plain.content)
-    word = plain.content.split()[-1][-3:]  # it may occur in the thinking, too
+    word = plain.content.split()[-1][-3:]  # The word may also be in the thinking.
     truncated = said(word, THOUGHT_STOP)
     assert truncated.reasoning == plain.reasoning
     assert truncated.content == plain.content.partition(word)[0]
@@ -139,7 +137,7 @@ def test_completions_stop_within_thinking_text(http: httpx.Client, plain: Said) 
 
 @every_way("chat-whole", "messages-whole", "messages-stream", "responses-stream")
 def test_truncated_call_is_open(http: httpx.Client, dialect: Dialect, is_streamed: bool) -> None:
-    """A whole message of Anthropic's omits it: clients run every call that they get."""
+    """A whole message of Anthropic's API omits a truncated call, since clients run every call."""
     whole = dialect.ask(http, dialect.body(**WEATHER_CALL))
     ((_, arguments),) = whole.calls
     omits = dialect is MESSAGES_DIALECT and not is_streamed
@@ -181,7 +179,7 @@ def test_hang_up_frees_the_sequence(server: Server, dialect: Dialect, is_streame
     aborted = server.num_aborted
 
     def ask_and_hang_up() -> bool:
-        """Return whether sequences were aborted; on a busy machine none may have started."""
+        """Return whether sequences were aborted. On a busy machine none may have started."""
         with (
             contextlib.suppress(httpx.ReadTimeout),
             server.http() as other,

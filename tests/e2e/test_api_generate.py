@@ -124,15 +124,15 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
     for thread in threads:
         thread.start()
     assert eventually(lambda: server.gauge("vllm:num_requests_running") == 2)
-    # a prefix of an id does not match
+    # The prefix of an id does not match.
     assert post(http, "/abort_request", rid="on") == {"num_aborted": 0}
     assert post(http, "/abort_request", rid="one") == {"num_aborted": 1}
     threads[0].join(120)
     assert answers["one"]["meta_info"]["finish_reason"]["type"] == "abort" and "two" not in answers
-    error_of(http.post("/flush_cache"), 400)  # one is still running
+    error_of(http.post("/flush_cache"), 400)  # One request is still running.
     os.kill(server.engine_pid(), signal.SIGSTOP)
     try:
-        for count in (1, 0):  # it is aborted once, however long that takes
+        for count in (1, 0):  # The request is aborted once, however long that takes.
             assert post(http, "/abort_request", abort_all=True) == {"num_aborted": count}
     finally:
         os.kill(server.engine_pid(), signal.SIGCONT)
@@ -145,7 +145,7 @@ def test_requests_are_aborted_by_id_or_all(http: httpx.Client, server: Server) -
     "dialect", [MESSAGES_DIALECT, RESPONSES_DIALECT], ids=["messages", "responses"]
 )
 def test_aborted_answers_end_in_error(http: httpx.Client, server: Server, dialect: Dialect) -> None:
-    """Their APIs have no such finish reason; clients must not take the beginning for the whole."""
+    """The APIs have no finish reason for an aborted answer."""
     events: list[dict[str, Any]] = []
     body = dialect.body(limit=3900, ignore_eos=True, stream=True)
     with http.stream("POST", dialect.path, json=body) as response, server.http() as other:
@@ -178,7 +178,7 @@ def test_model_and_server_describe_themselves(http: httpx.Client) -> None:
         shape = info["serving_shape"]
         assert shape == hash_shape(shape) and len(shape["hash"]) == 12
         assert shape["parsers"] == {"tool_call": "auto", "reasoning": "auto"}
-        if "kernels" in shape:  # an engine with a model
+        if "kernels" in shape:  # The shape has kernels only if the engine has a model.
             assert shape["weights"] and "moe.route" in shape["kernels"]
 
 

@@ -30,22 +30,22 @@ def receive_all(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
-    # the client would decompress, and the length is that of the compressed body
+    # The client would decompress the body, but content-length counts compressed bytes.
     plain = {"accept-encoding": "identity"}
     head, whole = http.head(path, headers=plain), http.get(path, headers=plain)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == whole.headers["content-type"]
-    if path != "/metrics":  # its content differs each time
+    if path != "/metrics":  # The content of /metrics differs each time.
         length = str(len(whole.content))
         assert head.headers["content-length"] == whole.headers["content-length"] == length
-    assert http.get("/livez").status_code == 200  # the connection is still in sync
+    assert http.get("/livez").status_code == 200  # The connection still works.
 
 
 def test_codex_gets_its_form_of_the_models(http: httpx.Client) -> None:
     listed = http.get("/v1/models", params={"client_version": "0.153.4"}).json()
     (card,), (model,) = listed["data"], listed["models"]
     assert (model["slug"], model["context_window"]) == (card["id"], card["max_model_len"])
-    # required by Codex, which discards all models without one of them
+    # Codex discards all models if a model lacks one of these fields.
     assert model.keys() > {
         "display_name", "supported_reasoning_levels", "shell_type", "visibility", "priority",
         "supported_in_api", "base_instructions", "supports_reasoning_summaries",
@@ -118,7 +118,7 @@ H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: A
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_offer_of_http_2_is_answered_in_http_1_1(server: Server, is_chunked: bool) -> None:
-    """The JDK's HttpClient sends its first request so; the connection continues afterwards."""
+    """Send an upgrade offer as the JDK's HttpClient does; the connection stays usable."""
     body = json.dumps(BODY).encode()
     length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(body)
     head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n%s%s\r\n\r\n"

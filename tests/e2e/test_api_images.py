@@ -1,5 +1,3 @@
-"""Images in all dialects, against an engine that reports a vision tower but runs no model."""
-
 import base64
 import io
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ TEMPLATE = """\
 {% endif %}{% endfor %}{% endif %}{% endmacro %}\
 {% for message in messages %}{{ message.role }}: {{ show(message.content) }}
 {% endfor %}"""
-TOKENS = 32 + 2  # of the image below, with its markers
+TOKENS = 32 + 2  # tokens of the image below and its markers
 
 
 def make_url(width: int = 224, height: int = 112) -> str:
@@ -47,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def count(http: httpx.Client, path: str, body: dict[str, Any]) -> int:
-    """Return the prompt tokens that an answer reports."""
+    """Return the number of prompt tokens that an answer reports."""
     response = http.post(path, json={"model": "nano-m3", **body})
     assert response.status_code == 200, response.text
     usage = response.json().get("usage", {})

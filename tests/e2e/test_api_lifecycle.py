@@ -23,7 +23,7 @@ LONG["stream"] = True
 
 @pytest.fixture
 def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a file; the stub engine's answers continue once it is gone."""
+    """Return a file. When it is deleted, the stub engine continues its answers."""
     path = tmp_path / "hold"
     path.touch()
     monkeypatch.setenv("STUB_HOLD", str(path))
@@ -32,7 +32,7 @@ def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
     keys = "--api-key sesame --api-key open --served-model-name a --served-model-name b"
-    limits = "--max-num-seqs 2 --max-queued-requests 12"  # a key may fill half of the queue
+    limits = "--max-num-seqs 2 --max-queued-requests 12"  # A key may fill half of the queue.
     options, log_file = (*keys.split(), *limits.split()), tmp_path / "log"
     with serving(*options, log_file=log_file, rate=100) as server, server.http() as http:
         wrong = [{"authorization": words} for words in ("Bearer wrong", "Basic sesame")]
@@ -43,7 +43,7 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
             unkeyed = http.post(MESSAGES, json=LONG, headers=headers)
             assert unkeyed.status_code == 401
             assert unkeyed.json()["error"]["type"] == "authentication_error"
-            assert unkeyed.json()["type"] == "error"  # in Anthropic's shape
+            assert unkeyed.json()["type"] == "error"  # The error has Anthropic's shape.
             for path in ("/metrics", "/version", "/openapi.json"):
                 error_of(http.get(path, headers=headers), 401)
             for path in ("/livez", "/readyz", "/health", "/ping"):
@@ -65,7 +65,7 @@ def test_keys_overload_and_two_signals_during_a_stream(tmp_path: Path) -> None:
             assert refused.json()["error"]["type"] == "rate_limit_error"
             server.process.send_signal(signal.SIGTERM)
             assert eventually(lambda: http.get("/readyz", headers=key).status_code == 503)
-            # the second signal does not wait for open requests
+            # The second signal does not wait for open requests.
             server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert "service_unavailable_error" in rest[-2]
@@ -97,7 +97,7 @@ def test_draining_finishes_open_requests_and_refuses_new_ones(tmp_path: Path, ho
 
 
 def test_draining_waits_for_background_response_and_its_client(tmp_path: Path, hold: Path) -> None:
-    """Its client polls: no connection keeps the server running."""
+    """Let the client poll; while it does, the server has no open connection."""
     body = {"input": "Hello", "background": True, "ignore_eos": True, "max_output_tokens": 1000}
     with serving_stub(tmp_path) as (server, http):
         begun = http.post(RESPONSES, json=body).json()
@@ -113,7 +113,7 @@ def test_draining_waits_for_background_response_and_its_client(tmp_path: Path, h
         while (response := fetched())["status"] == "in_progress":
             time.sleep(0.05)
         assert response["status"] == "completed" and response["usage"]["output_tokens"] == 1000
-        assert server.process.wait(120) == 0  # it was fetched: nothing is left to wait for
+        assert server.process.wait(120) == 0  # The response was fetched, so the server ends.
 
 
 def test_drain_timeout_aborts_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,18 +141,18 @@ def test_server_is_ready_within_seconds_and_an_interrupt_stops_it_at_once(tmp_pa
     with serving(*options, log_file=tmp_path / "log", is_forked=False) as server:
         with server.http() as http:
             assert eventually(lambda: http.get("/health").status_code == 200)
-        # independent of other load on the machine
+        # CPU time does not depend on other load of the machine.
         assert cpu_seconds(server.process.pid) < 20 * slowness()
         started = time.monotonic()
         assert server.stop(signal.SIGINT) == 0
-        assert time.monotonic() - started < 100  # it does not wait
+        assert time.monotonic() - started < 100  # The server does not wait for the stream.
         assert "Traceback" not in server.log
 
 
 def test_signal_while_the_model_loads_ends_quietly(tmp_path: Path) -> None:
     process = launch(log_file=tmp_path / "log", is_forked=False)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    # the engine process, which loads the model
+    # The child is the engine process, which loads the model.
     assert eventually(lambda: bool(children.read_text()))
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0
@@ -210,7 +210,7 @@ def damaged(folder: Path, damage: str) -> Path:
         ("generate", "missing", "missing"),
         ("generate", "misshaped", "config.json requires"),
         pytest.param("serve", "truncated", "truncated or damaged", marks=pytest.mark.full),
-        # detected last, by the ranks
+        # The ranks detect this error last.
         ("serve --tensor-parallel-size 2", "misshaped", "config.json requires"),
     ],
 )

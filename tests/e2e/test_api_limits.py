@@ -60,7 +60,10 @@ def send(server: Server, data: bytes) -> socket.socket:
 
 
 def open_stream(server: Server, body: dict[str, Any]) -> socket.socket:
-    """Open a stream of few events and read its first bytes; unread ones fill the buffers slowly."""
+    """Open a stream of few events and read its first bytes.
+
+    Unread events fill the buffers slowly.
+    """
     connection = send(server, post_bytes(body | {"stream": True, "stream_interval": 500}))
     assert connection.recv(100).startswith(b"HTTP/1.1 200")
     return connection
@@ -68,7 +71,7 @@ def open_stream(server: Server, body: dict[str, Any]) -> socket.socket:
 
 @pytest.fixture
 def busy(small: Server) -> Iterator[contextlib.ExitStack]:
-    """Fill both places of the batch; what is entered into the stack is closed, too."""
+    """Fill both places of the batch. Connections in the yielded stack are closed at the end."""
     with contextlib.ExitStack() as connections:
         for _ in range(2):
             connections.enter_context(open_stream(small, LONG))
@@ -91,7 +94,7 @@ def test_queue_is_limited_by_requests_and_tokens(small: Server, busy: contextlib
         short = http.post(CHAT, json=LONG)
         error_of(short, 429, code="queue_full")
         assert int(short.headers["retry-after"]) >= 1
-    # the queue is checked before the body is read, which never comes here
+    # The server checks the queue before it reads the body, which never arrives here.
     with send(small, post_bytes(LONG)[:150]) as connection:
         assert connection.recv(1000).startswith(b"HTTP/1.1 429")
 
@@ -119,7 +122,7 @@ def test_deadline_in_queue_is_a_408_in_streams(small: Server, busy: contextlib.E
 
 
 def test_deadline_of_a_begun_stream_is_an_error_event(small: Server) -> None:
-    for seconds in (0.5, 1, 2, 4, 8):  # on a stalled machine it passes before the stream begins
+    for seconds in (0.5, 1, 2, 4, 8):  # On a stalled machine the time passes too early.
         with (
             small.http() as http,
             http.stream("POST", CHAT, json=LONG | {"timeout": seconds, "stream": True}) as answer,
@@ -158,7 +161,7 @@ def test_silent_stream_sends_comments_that_clients_skip(small: Server, dialect: 
         with small.http() as http:
             return http.post(dialect.path, json=silent).text.count(": keep-alive\n\n") >= 2
 
-    assert any(says_comments() for _ in range(10))  # a stalled server sends none
+    assert any(says_comments() for _ in range(10))  # A stalled server sends no comments.
     with small.openai() as client:
         kinds: dict[str, Any] = {"cast_to": object, "stream_cls": openai.Stream[object]}
         path = dialect.path.removeprefix("/v1")
@@ -181,10 +184,10 @@ def test_client_that_does_not_read_is_disconnected(small: Server) -> None:
 
 
 def exchange(server: Server, sent: bytes) -> bytes:
-    """Return everything that the server sends until it closes, even while `sent` is being sent."""
+    """Return everything that the server sends until it closes, even while we still send."""
     answer = b""
     with send(server, b"") as connection:
-        with contextlib.suppress(OSError):  # the server has closed
+        with contextlib.suppress(OSError):  # The server has closed the connection.
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionError):
@@ -212,7 +215,7 @@ GET = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 def test_head_over_limits_is_refused(small: Server, head: bytes, status: int, code: bytes) -> None:
     answer = exchange(small, head)
     if len(head) > 1_000_000 and not answer:
-        return  # the server closed while we were sending: the answer is lost
+        return  # The server closed while we were sending, so its answer is lost.
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
     assert all(part in answer for part in (code, b"x-request-id: ", b"application/json"))
 
@@ -237,7 +240,7 @@ def test_body_and_message_count_have_limits(small: Server) -> None:
 
 
 def test_bodies_that_never_end_do_not_fill_the_memory(small: Server) -> None:
-    """Eight bodies of the largest size may be open at a time; the ninth client is refused once."""
+    """Send nine bodies of the largest size. Only eight may be open, so the ninth is refused."""
     head = post_bytes({}).replace(b"content-length: 2", b"content-length: 102400")[:-2]
     connections = [send(small, head + b" " * 102_000) for _ in range(9)]
     assert connections[-1].recv(1000).startswith(b"HTTP/1.1 429")
@@ -258,7 +261,7 @@ def test_many_hanging_clients_leave_the_others_alone(small: Server) -> None:
 
 
 def test_flood_of_refused_requests_leaves_running_ones_alone(small: Server) -> None:
-    """One sequence runs, so that a request for four is refused and one for one is not."""
+    """Run one sequence, so that a request for four is refused, but not a request for one."""
     with small.http() as http, contextlib.ExitStack() as stack:
         body = {"messages": HELLO, "temperature": 0, "max_tokens": 30, "ignore_eos": True}
         alone = post(http, CHAT, **body)["choices"]

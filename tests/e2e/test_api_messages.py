@@ -127,7 +127,7 @@ def test_forced_call_is_made_and_no_tokens_are_no_content(http: httpx.Client) ->
 def test_thinking_can_be_switched_off_hidden_and_bounded(http: httpx.Client) -> None:
     assert kinds_of(asked(http, thinking={"type": "disabled"}, max_tokens=30)) == ["text"]
     short = asked(http, thinking={"type": "enabled", "budget_tokens": 4})
-    # the line break before the closing tag counts
+    # The line break before the closing tag counts, too.
     assert short["usage"]["output_tokens_details"]["thinking_tokens"] <= 5
     shown = asked(http)["content"]
     omitted = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
@@ -206,7 +206,7 @@ NOTHING = {"tool_choice": {"type": "tool", "name": "nothing"}, "tools": [TOOL]}
         (QUESTION, {"temperature": 5}, 400, INVALID, "temperature"),
         (QUESTION, {"tools": [{"name": "", "input_schema": {}}]}, 400, INVALID, "tools[0].name"),
         (QUESTION, NOTHING, 400, INVALID, "nothing"),
-        (UNANSWERED, SYSTEM, 400, INVALID, "messages[1]"),  # not counting the system prompt
+        (UNANSWERED, SYSTEM, 400, INVALID, "messages[1]"),  # without the system prompt
         ([{"role": "user", "content": "word " * 9000}], {}, 400, INVALID, "4096"),
         (QUESTION, {"model": "other"}, 404, "not_found_error", "other"),
         (QUESTION, ENDLESS, 408, "timeout_error", "in time"),
@@ -268,7 +268,7 @@ def agent_request(history: list[dict[str, Any]], *, number: int) -> dict[str, An
 
 
 def test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks(http: httpx.Client) -> None:
-    """Each turn's prompt begins with the previous one, for calls, results, reminders and notes."""
+    """Check that each prompt begins with the one before, with calls, reminders and notes."""
     words = "<system-reminder>\nThe todo list is empty.\n</system-reminder>"
     reminder = {"type": "text", "text": words}
     question = {"type": "text", "text": "What is the weather in Paris?"}
@@ -291,7 +291,7 @@ def test_session_of_a_coding_agent_keeps_its_prefix_and_never_breaks(http: httpx
 
     for number, content in enumerate(contents):
         request = agent_request(history, number=number)
-        request["tool_choice"] = {"type": "any"}  # the small model would rather answer
+        request["tool_choice"] = {"type": "any"}  # The small model would rather answer.
         answer = answered(request)
         calls = [block for block in answer["content"] if block["type"] == "tool_use"]
         assert answer["stop_reason"] in ("tool_use", "max_tokens") and calls

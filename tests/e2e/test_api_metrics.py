@@ -40,7 +40,7 @@ VLLM = (
     "tool_call_parser_invocations_total", "request_max_num_generation_tokens_bucket",
     "num_requests_swapped", "lora_requests_info",
 )  # fmt: skip
-# no samples at first
+# These metrics have no samples at first.
 WITHOUT_SAMPLES = ("vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:admission_rejections")
 SGLANG = (
     "num_running_reqs", "num_queue_reqs", "token_usage", "num_used_tokens",
@@ -62,7 +62,7 @@ def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    only = {"engine": "0", "replica": "0"}  # the only rank of the only engine
+    only = {"engine": "0", "replica": "0"}  # labels of the only rank of the only engine
     (found,) = [
         number
         for given, number in samples(text)[name]
@@ -86,7 +86,7 @@ def test_all_metrics_of_the_dashboards_exist(http: httpx.Client) -> None:
 
 
 def test_counts_and_times_of_one_request_add_up(http: httpx.Client) -> None:
-    """Retry: a delay between two clock readings affects only one of the times."""
+    """A delay between two clock readings affects one of the times only, so try several times."""
     assert any(times_add_up(http) for _ in range(10))
 
 
@@ -97,7 +97,7 @@ def times_add_up(http: httpx.Client) -> bool:
     first, *_, last = stream(http, COMPLETIONS, **body, stream_options={"include_usage": True})
     after = http.get("/metrics").text
     usage = last["usage"]
-    num_first = len(first["choices"][0]["token_ids"])  # more than one on a busy machine
+    num_first = len(first["choices"][0]["token_ids"])  # several tokens on a busy machine
 
     def gain(name: str, **labels: str) -> float:
         return value(after, name, **labels) - value(before, name, **labels)

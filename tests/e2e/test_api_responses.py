@@ -107,7 +107,7 @@ def test_stored_response_is_fetched_continued_and_deleted(client: Any, http: htt
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-    # a deleted response can still be continued through its successor
+    # A request can continue a deleted response through a later one.
     options |= {"max_output_tokens": 4}
     third = client.responses.create(input="Thanks", previous_response_id=second.id, **options)
     assert third.usage.input_tokens > second.usage.input_tokens - 60
@@ -184,10 +184,10 @@ def test_logprobs_are_those_of_the_text(client: Any) -> None:
     assert response.top_logprobs == 2 and part.type == "output_text"
     for entry in part.logprobs:
         assert entry.logprob <= 0 and len(entry.top_logprobs) == 2
-        assert entry.top_logprobs[0].token == entry.token  # greedy takes the most likely one
+        assert entry.top_logprobs[0].token == entry.token  # Greedy takes the likeliest token.
         assert bytes(entry.bytes).decode() == entry.token
     text = "".join(entry.token for entry in part.logprobs)
-    # a token may begin in the line breaks before
+    # A token may begin in the line breaks before the text.
     assert text.strip() == part.text.strip() and len(text) - len(part.text) < 4
     deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
     tokens = [entry.token for logprobs in deltas for entry in logprobs]
@@ -238,7 +238,7 @@ def test_bad_field_is_named(
 
 
 def test_session_of_codex_replays_its_items(http: httpx.Client) -> None:
-    """Each prompt begins with the previous one, though nothing is stored and items are resent."""
+    """Each prompt begins with the previous one, although the server stores nothing."""
     command = {"type": "array", "items": {"type": "string"}}
     parameters = {"type": "object", "properties": {"command": command}}
     shell = {"type": "function", "name": "shell", "strict": False, "parameters": parameters}
@@ -297,7 +297,7 @@ def test_shell_calls_are_run_by_the_client(strict: Any, kind: str, result: Any) 
     after = strict.responses.create(**options, **further)
     (item,) = strict.responses.input_items.list(after.id).data
     assert item.type == f"{kind}_call_output"
-    assert after.usage.input_tokens > response.usage.total_tokens  # the call and its result
+    assert after.usage.input_tokens > response.usage.total_tokens  # by the call and its result
 
 
 def test_items_change_the_settings_after_them(strict: Any) -> None:

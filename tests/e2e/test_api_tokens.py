@@ -24,7 +24,7 @@ def test_text_survives_the_round_trip(http: httpx.Client, prefix: str) -> None:
 
 
 def test_tokenizer_info_is_enough_to_make_the_same_prompts(http: httpx.Client) -> None:
-    """Clients may render the template and look up the ids of the named tokens."""
+    """Render the template as a client would, and look up the ids of the named tokens."""
     info = http.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"]) == ("[e~[", "]~!b[")
     assert info["model_max_length"] == 4096
@@ -58,7 +58,7 @@ def test_tokenize_equals_the_prompt_of_a_chat(http: httpx.Client, chat: dict[str
     closed = post(http, "/tokenize", **chat, add_generation_prompt=False)
     assert closed["count"] < tokens["count"]
     off = post(http, "/tokenize", **chat, chat_template_kwargs={"thinking_mode": "disabled"})
-    assert off["count"] > tokens["count"]  # the closed think block
+    assert off["count"] > tokens["count"]  # The closed think block adds tokens.
 
 
 @pytest.mark.parametrize(

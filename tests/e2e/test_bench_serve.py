@@ -39,11 +39,11 @@ def test_random_ids_are_counted_exactly(server: Server, bench: Bench, tmp_path: 
 
 @pytest.mark.parametrize("backend", ["openai-chat", pytest.param("openai", marks=pytest.mark.full)])
 def test_tokens_without_text_are_timed_at_once(server: Server, bench: Bench, backend: str) -> None:
-    """Parts of a character have no text: the model may only write the first byte of an emoji."""
+    """Let the model write only the first byte of an emoji, so that no token has text."""
     first_byte = Tokenizer.from_folder(EMBEDDED["nano"]).encode("\U0001f600")[0]
     only = json.dumps({"allowed_token_ids": [first_byte]})
     line = f"--backend {backend} --num-prompts 2 --input-len 40 --output-len 60 --ignore-eos"
-    for _ in range(10):  # on a stalled machine all may arrive together
+    for _ in range(10):  # On a stalled machine all tokens may arrive together.
         found = bench.measure(server.url, line, "--extra-body", only)
         if arrive_apart := all(5 <= len(gaps) < 60 for gaps in found["itls"]):
             break
@@ -87,7 +87,7 @@ def test_chat_texts_have_about_the_length_asked_for(server: Server, bench: Bench
         "--backend openai-chat --num-prompts 3 --input-len 200 --output-len 6 --ignore-eos "
         "--itl-rule token --request-rate 20"
     )
-    for _ in range(5):  # on a busy machine all tokens of an answer may come at once
+    for _ in range(5):  # On a busy machine all tokens of an answer may arrive together.
         found = bench.measure(server.url, line)
         assert found["input_lens"] == [pytest.approx(200, rel=0.1)] * 3
         assert found["output_lens"] == [6] * 3

@@ -31,7 +31,7 @@ SMALL = "--num-prompts 4 --num-warmups 0 --input-len 8 --output-len 6 --max-conc
 
 
 def answering(*answers: bytes) -> Fault:
-    """Send the answers in turn, and the last one to all further requests."""
+    """Send the answers in turn. The last answer also goes to all further requests."""
 
     async def fault(writer: asyncio.StreamWriter, number: int) -> None:
         writer.write(answers[min(number, len(answers) - 1)])
@@ -91,7 +91,7 @@ def test_exit_code_is_one_when_every_request_fails(bench: Bench) -> None:
 def test_without_usage_chunks_are_counted_and_that_is_said(bench: Bench) -> None:
     found = run(bench, good_stream(5, usage=False))
     assert found["output_lens"] == [5] * 4
-    assert found["input_lens"] == [8] * 4  # of the token ids that were sent
+    assert found["input_lens"] == [8] * 4  # The benchmark sends 8 token ids per prompt.
     assert "counted as chunks for 4 requests" in bench.out
     assert found["total_cached_tokens"] is None and "Cached" not in bench.out
 
@@ -99,7 +99,7 @@ def test_without_usage_chunks_are_counted_and_that_is_said(bench: Bench) -> None
 def test_connections_are_kept_and_a_stale_one_is_replaced_without_a_failure(bench: Bench) -> None:
     async def fault(writer: asyncio.StreamWriter, number: int) -> None:
         if number == 2:
-            writer.close()  # when the kept connection is used again
+            writer.close()  # The server closes when the client uses the kept connection again.
         else:
             writer.write(good_stream())
 
@@ -131,7 +131,7 @@ def test_silence_ends_with_the_request_timeout(bench: Bench) -> None:
 
     with faulty_server(fault) as server:
         found = bench(url(server), f"{SMALL} --request-timeout 1.5")
-    # on a stalled machine the others may be as late
+    # On a stalled machine the other requests may be as late.
     assert set(found["failures"]) == {"no end within 1.5 s"}
 
 
@@ -154,7 +154,7 @@ def test_times_are_those_of_the_arrivals(bench: Bench) -> None:
         )
 
     with faulty_server(fault) as server:
-        # at least once: on a stalled machine several pieces arrive together
+        # On a stalled machine several pieces arrive together, so try several times.
         results = (bench(url(server), f"{SMALL} --max-concurrency 4") for _ in range(10))
         assert any(map(are_those_of_the_arrivals, results))
 
@@ -184,7 +184,8 @@ def test_interrupt_shows_what_was_measured() -> None:
             while len(server.bodies) < 3 and time.monotonic() < deadline:
                 time.sleep(0.05)
             while process.poll() is None:
-                # again: Python loses a Ctrl-C that comes just before the command begins to wait
+                # Python ignores a Ctrl-C that arrives just before the command begins to wait, so
+                # send another.
                 os.kill(process.pid, signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(20)

@@ -41,7 +41,7 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def chatting(stage: tuple[str, Script], home: dict[str, str]) -> Any:
-    """Return a context manager: a chat in a terminal with the scripted server."""
+    """Return a context manager that runs a chat in a terminal with the scripted server."""
 
     @contextmanager
     def chat(*options: str, path: str = "", **size: int) -> Iterator[Terminal]:
@@ -65,7 +65,7 @@ def test_conversation_in_a_terminal(server: Server, home: dict[str, str], tmp_pa
         terminal.wait_for(f"Chatting with {MODEL}")
         shown = ask(terminal, QUESTION, count=1)
         assert "85" in shown and "<think>" not in shown
-        assert "\x1b[2m" in terminal.raw  # thinking is dimmed
+        assert "\x1b[2m" in terminal.raw  # The thinking is dimmed.
         assert "tokens/s" in shown and "tokens in" in shown
         terminal.say("/nonsense now", "unknown command /nonsense; /help lists them")
         terminal.say("/help", "/system TEXT")
@@ -99,7 +99,7 @@ def test_saved_conversation_continues(chatting: Any, script: Script, tmp_path: P
         terminal.say("/clear", "is cleared")
         terminal.say("/system Shout.", "system message: Shout.")
         terminal.wait_for_prompt()
-        terminal.type("\x1b[A\x1b[A\x1b[A")  # three lines back
+        terminal.type("\x1b[A\x1b[A\x1b[A")  # Go back three lines.
         terminal.wait_for("And three?", count=2)
         terminal.say("", "s to the first token", count=2)
         assert script.bodies[-1]["messages"] == [
@@ -118,7 +118,7 @@ def test_markdown_is_rendered_as_it_comes(chatting: Any, script: Script) -> None
     assert "**" not in shown and "```" not in shown and "\x1b[1m" in terminal.raw
     assert any("print(i)" in line for line in final)
     assert any("https://a.example" in line for line in final)
-    assert "\x1b[2J" not in terminal.raw and "\x1b]8" not in terminal.raw  # no redraw of the screen
+    assert "\x1b[2J" not in terminal.raw and "\x1b]8" not in terminal.raw  # no clear screen
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--plain",), marks=pytest.mark.full)])
@@ -138,7 +138,7 @@ def test_ctrl_c_stops_the_answer_alone(chatting: Any, script: Script) -> None:
         terminal.say("Tell me", "The beginning")
         terminal.interrupt("(stopped)")
         terminal.wait_for_prompt()
-        terminal.interrupt("Ctrl-D ends the chat")  # does not end the chat at the prompt
+        terminal.interrupt("Ctrl-D ends the chat")  # At the prompt, Ctrl-C does not end the chat.
         script.steps = [{"content": "All of it."}]
         ask(terminal, "Again", count=1)
         contents = [message["content"] for message in script.bodies[-1]["messages"]]
@@ -162,7 +162,7 @@ def test_tools_are_called_and_results_typed(chatting: Any, script: Script, tmp_p
         terminal.say("Weather?", "result of weather> ")
         assert '[call] weather({"city": "Oslo"})' in terminal.text
         script.steps, script.finish_reason = [{"content": "Cold."}], "stop"
-        # a tool's result may look like a command
+        # A tool's result may look like a command.
         terminal.say("/etc is what it says", "result of weather> ", count=2)
         ask(terminal, "warm", count=2)
     results = [m["content"] for m in script.bodies[-1]["messages"] if m["role"] == "tool"]
@@ -238,7 +238,7 @@ def test_embedded_engine_in_a_terminal(home: dict[str, str]) -> None:
     with in_terminal(*options, env=home) as terminal:
         terminal.wait_for(f"loading {MODEL}")
         terminal.wait_for_prompt()
-        terminal.interrupt("Ctrl-D ends the chat")  # Ctrl-C does not end the engine
+        terminal.interrupt("Ctrl-D ends the chat")  # Ctrl-C does not end the engine.
         assert "85" in ask(terminal, QUESTION, count=1)
         assert "cached" in ask(terminal, QUESTION, count=2)
         terminal.type("/exit\n")

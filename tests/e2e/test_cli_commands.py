@@ -33,15 +33,15 @@ def test_version_and_help(
         return capsys.readouterr().out
 
     assert said() == said("--help") != ""
-    assert "accuracy" in said("bench")  # a group alone shows its commands
+    assert "accuracy" in said("bench")  # A group without a command shows its commands.
     text = said("serve", "--help")
     for panel in ("Server", "Model", "Batching and memory", "Parallelism", "Logs"):
         assert panel in text
-    assert "…" not in text  # no flag is truncated in a terminal of 80 columns
+    assert "…" not in text  # A terminal of 80 columns truncates no flag.
 
 
 def test_refusals_are_one_line_with_value_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first runs in its own process, the others in this one, which is faster."""
+    """Run the first command in a process; the others run in this process, which is faster."""
     cases = dict(read_table("cli_commands.refusals"))
     for number, (line, words) in enumerate(cases.items()):
         if number == 0:
@@ -90,7 +90,7 @@ def test_chat_answers_piped_lines_knows_its_commands_and_survives_a_refused_mess
     first, hello = done.stdout.split("\n", 1)
     assert "85" in first and hello.strip() and "prompt is too long" in done.stderr
     assert "<think>" not in done.stdout + done.stderr
-    assert "47" in done.stderr  # a piped answer has no thinking
+    assert "47" in done.stderr  # A piped answer has no thinking.
 
 
 def test_server_process_starts_quickly_and_without_torch() -> None:
@@ -100,7 +100,7 @@ def test_server_process_starts_quickly_and_without_torch() -> None:
     )
 
     def start() -> float:
-        """Return CPU seconds, which are independent of other processes."""
+        """Return the CPU seconds of a start, which do not depend on other processes."""
         started = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True)
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)

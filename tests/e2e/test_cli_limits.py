@@ -64,7 +64,7 @@ def test_children_do_not_inherit_api_keys(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, "secret-value")
     child = Supervised("code")
     try:
-        environ = Path(f"/proc/{child.pid}/environ")  # empty until the child runs
+        environ = Path(f"/proc/{child.pid}/environ")  # The file is empty until the child runs.
         assert eventually(lambda: bool(environ.read_bytes()))
         inherited = environ.read_bytes().split(b"\0")
     finally:

@@ -1,7 +1,3 @@
-"""Prompts computed by one server and decoded by another one, as routers of vLLM and SGLang drive
-them.
-"""
-
 from __future__ import annotations
 
 import json
@@ -68,7 +64,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def prefill(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Let a server compute a prompt, as vLLM's proxies do; return its `kv_transfer_params`."""
+    """Let a server compute a prompt as vLLM's proxies do. Return its `kv_transfer_params`."""
     once = {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_PREFILL}
     answer = post(server, path, {**body, **once})
     params: dict[str, Any] = answer["kv_transfer_params"]
@@ -91,7 +87,7 @@ def tokens(seed: int, length: int) -> list[int]:
 
 
 def check_same(pair: PAIR, path: str, body: dict[str, Any], *, num_remote: int = 1) -> None:
-    """Compare an answer of two servers with that of the prefilling one alone."""
+    """Compare the answer of two servers with that of the prefilling server alone."""
     count = pair[1].gauge("negamax:remote_prefills_total")
     apart, alone = run_apart(pair, path, body), run_alone(pair[0], path, body)
     assert apart["choices"] == alone["choices"]
@@ -124,7 +120,7 @@ def test_texts_logprobs_and_usage_are_those_of_one_server(pair: PAIR) -> None:
     assert pair[1].gauge("negamax:pulled_kv_blocks_total") == blocks + 1 + 18 + 43
     body = {"prompt": tokens(700, 720), "max_tokens": 5, "temperature": 0}
     again = run_apart(pair, COMPLETIONS, body)
-    # the first 43 blocks are here already; usage has those that the prefilling server found
+    # The server already has the first 43 blocks; usage counts tokens cached by the other server.
     assert pair[1].gauge("negamax:pulled_kv_blocks_total") == blocks + 1 + 18 + 43 + 1
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 688
 
@@ -185,7 +181,7 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
     for wrong in (
         {"remote_host": None},
         {"remote_host": "192.0.2.1"},
-        {"remote_host": "10.0.0.1"},  # of another machine, and kv_ip is a loopback address
+        {"remote_host": "10.0.0.1"},  # This is another machine, and kv_ip is loopback.
         {"remote_port": 70000},
         {"do_remote_decode": True},
         {"remote_port": "x"},
@@ -194,7 +190,7 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
         with pair[1].http() as http:
             sent = {**body, "kv_transfer_params": {**params, **wrong}}
             assert http.post(COMPLETIONS, json=sent).status_code == 400
-    with pair[0].http() as http:  # a server that prefills only, and one that decodes only
+    with pair[0].http() as http:  # One server only prefills, and the other one only decodes.
         sent = {**body, "kv_transfer_params": params}
         assert "prefills only" in http.post(COMPLETIONS, json=sent).text
     with pair[1].http() as http:
@@ -203,7 +199,7 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
 
 
 def test_rooms_of_sglangs_router(pair: PAIR) -> None:
-    """The router sends the same body to both servers at once."""
+    """Send the same body to both servers at once, as SGLang's router does."""
     (line,) = [line for line in pair[0].log.splitlines() if "exchanges prompts" in line]
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(line.rsplit(":", 1)[1])}
     with ThreadPoolExecutor() as threads:
@@ -234,7 +230,7 @@ def test_rooms_of_sglangs_router(pair: PAIR) -> None:
             answers = [threads.submit(post, server, "/generate", both) for server in pair]
             first, second = (each.result() for each in answers)
             assert [one["text"] for one in second] == [one["text"] for one in expected]
-    assert pair[1].gauge("negamax:failed_remote_prefills_total") <= 5  # those of the test before
+    assert pair[1].gauge("negamax:failed_remote_prefills_total") <= 5  # from the test before
     with pair[1].http() as http:
         wrong = http.post("/generate", json=both | {"bootstrap_room": [1, 2]})
     assert wrong.status_code == 400 and "2 values for 3 prompts" in wrong.text
@@ -249,7 +245,7 @@ def test_several_prompts_of_one_body_are_computed_twice(pair: PAIR) -> None:
 
 
 def test_index_keys_and_drafts_move_too(tmp_path: Path) -> None:
-    """Prompts of MiniMax-M3 far above the 16 selected blocks, with EAGLE3 drafts on both."""
+    """Send prompts of MiniMax-M3 far above the 16 selected blocks, with EAGLE3 drafts."""
     draft = '--speculative-config={"method":"eagle3","model":"nano-m3-draft"}'
     with serving_pair(tmp_path, draft, "--max-model-len=3072", model="nano-m3") as pair:
         for seed, length in enumerate((600, 2500)):
@@ -303,14 +299,14 @@ def test_a_dead_prefilling_engine(policy: str, tmp_path: Path) -> None:
             assert answer.json()["choices"] == expected
         restarts = "negamax:engine_restarts_total"
         assert eventually(lambda: pair[0].gauge(restarts) == 1)
-        with pair[0].http() as http:  # another engine takes over the port
+        with pair[0].http() as http:  # Another engine uses the port.
             assert eventually(lambda: http.get("/readyz").status_code == 200)
         with pair[1].http() as http:
             answer = http.post(COMPLETIONS, json=body | {"kv_transfer_params": params})
         assert (answer.status_code == 503) == (policy == "fail")
         assert "was replaced by another one" in pair[1].log
         check_same(pair, COMPLETIONS, body | {"prompt": tokens(6, 300)})
-        prefill(pair[0], COMPLETIONS, body | {"prompt": tokens(9, 300)})  # no server reads it
+        prefill(pair[0], COMPLETIONS, body | {"prompt": tokens(9, 300)})  # No server reads it.
         expired = "negamax:expired_kv_leases_total"
         assert eventually(lambda: pair[0].gauge(expired) == 1, seconds=20)
         assert pair[0].gauge("negamax:kv_leases") == 0
@@ -325,7 +321,7 @@ def test_a_prefilling_engine_that_stops_and_a_decoding_engine_that_dies(tmp_path
         expected = run_alone(pair[0], COMPLETIONS, body)["choices"]
         params = prefill(pair[0], COMPLETIONS, body)
         pid = pair[0].engine_pid()
-        os.kill(pid, signal.SIGSTOP)  # its connections stay open
+        os.kill(pid, signal.SIGSTOP)  # The connections of the stopped engine stay open.
         try:
             answer = post(pair[1], COMPLETIONS, body | {"kv_transfer_params": params})
         finally:

@@ -37,7 +37,7 @@ def test_drafts_are_counted_by_label(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert samples[f"{counts}_draft_tokens_total", None] == pytest.approx(2 * drafts, abs=8)
     assert samples[f"{counts}_accepted_tokens_total", None] == pytest.approx(drafts, abs=8)
     position = f"{counts}_accepted_tokens_per_pos_total"
-    # as their counterparts, by which they are divided
+    # The labels are those of the counters that they are divided by.
     labels = {f'{position}{{engine="0",model_name="nano",position="{place}"}}' for place in (0, 1)}
     assert labels == {line.split()[0] for line in text.splitlines() if line.startswith(position)}
     assert samples[position, "0"] == pytest.approx(drafts, abs=8)

@@ -71,7 +71,7 @@ def test_dead_engine_is_reported_and_restarted_until_it_dies_too_often(
         answer = server.openai().completions.create(model=MODEL, prompt="x", max_tokens=3)
         assert answer.usage and answer.usage.completion_tokens
         assert server.gauge("negamax:engine_restarts_total") == 1
-        # the counts of the dead engine are kept
+        # The counters include the tokens of the dead engine.
         assert server.gauge("vllm:generation_tokens_total") > 3
         assert not is_alive(dead)
 
@@ -81,7 +81,7 @@ def test_dead_engine_is_reported_and_restarted_until_it_dies_too_often(
         assert "Traceback" not in server.log
 
 
-# the last test that uses it ends it
+# The last test that uses this server ends it.
 never_restarted = shared("--max-engine-restarts 0", rate=100)
 
 
@@ -132,14 +132,14 @@ def test_engine_without_a_heartbeat_is_replaced(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server with two ranks; the last test that uses it ends it."""
+    """Run a server with two ranks. The last test that uses it ends it."""
     options = ("--device", "cpu", "--tensor-parallel-size", "2", "--engine-hang-timeout", "4")
     with serving(*options, log_file=tmp_path_factory.mktemp("two_ranks") / "log") as server:
         yield server
 
 
 def test_ranks_listen_on_loopback_only(two_ranks: Server) -> None:
-    """A store on all interfaces would accept any client. gloo needs a socket per rank and group."""
+    """gloo needs a socket per rank and group. A store on all interfaces would accept any client."""
     from_outside, local = strangers_doors(two_ranks)
     assert from_outside == set()
     assert len(local) <= 6
@@ -161,7 +161,7 @@ def test_engine_and_ranks_outlive_neither_the_server_nor_each_other(two_ranks: S
     engine = two_ranks.engine_pid()
     family = [engine, *ranks_of(engine)]
     assert len(family) == 3
-    # a service manager sends SIGTERM to every process; the server decides when each ends
+    # A service manager sends SIGTERM to every process. The server decides when each one ends.
     for pid in family:
         os.kill(pid, signal.SIGTERM)
     with two_ranks.http() as http:

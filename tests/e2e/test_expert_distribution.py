@@ -49,7 +49,7 @@ def test_a_record_holds_what_ran_between_start_and_stop(tmp_path: Path) -> None:
             for each in usage
         )
         (total,) = totals
-        assert total % num_tokens == 0 and total // num_tokens in (1, 2, 4)  # experts of a token
+        assert total % num_tokens == 0 and total // num_tokens in (1, 2, 4)  # experts per token
         assert server.gauge("negamax:expert_balancedness") == 1.0
 
 

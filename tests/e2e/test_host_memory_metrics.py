@@ -19,7 +19,7 @@ Samples = dict[tuple[str, str | None], float]
 
 
 def ask(http: httpx.Client, turn: int) -> tuple[int, str]:
-    """Return the number of cached tokens and the text."""
+    """Return the number of cached tokens, and the text."""
     prompt = [40 + (at * (turn + 3)) % 200 for at in range(300)]
     body = {"model": "nano", "prompt": prompt, "max_tokens": 4, "temperature": 0}
     answer = http.post("/v1/completions", json=body).json()
@@ -56,7 +56,7 @@ def test_a_returning_session_is_shown_in_usage_metrics_and_log(tmp_path: Path) -
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_session_returns_after_the_server_ended(number: signal.Signals, tmp_path: Path) -> None:
-    """Idle, the engine writes its blocks into files, so a killed server loses none."""
+    """Kill an idle server; its engine has written its blocks into files, so that none is lost."""
     options = [*OPTIONS, f"--kv-offloading-path={tmp_path / 'kv'}", "--kv-offloading-path-size=1"]
     with serving(*options, log_file=tmp_path / "first") as server, server.http() as http:
         first = ask(http, 0)

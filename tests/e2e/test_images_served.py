@@ -1,5 +1,3 @@
-"""Images from HTTP to the tokens of a real engine, compared with transformers."""
-
 import base64
 import io
 import shutil
@@ -18,7 +16,7 @@ from tests.e2e.conftest import Server, serving
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 FILES = ("tokenizer.json", "tokenizer_config.json")
-# every part of a message, also of results, in order
+# The template writes every part of a message in order, also parts of results.
 TEMPLATE = (
     "{% for message in messages %}{{ '\\n' ~ message.role ~ ': ' }}"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -86,14 +84,16 @@ def chat(*parts: Any) -> dict[str, Any]:
 
 
 def check(model: Any, server: Server, body: dict[str, Any], images: list[torch.Tensor]) -> int:
-    """Compare an answer's log-probabilities with transformers. Return the cached tokens."""
+    """Compare an answer's log-probabilities with transformers. Return the number of cached
+    tokens.
+    """
     prompt = ask(server, f"{CHAT}/render", body)["token_ids"]
     found = ask(server, CHAT, {**body, "return_token_ids": True})
     (choice,) = found["choices"]
     tokens, entries = choice["token_ids"], choice["logprobs"]["content"]
     assert found["usage"]["prompt_tokens"] == len(prompt)
     assert len(tokens) == len(entries) == 4
-    assert 4121 not in tokens  # transformers would replace its row
+    assert 4121 not in tokens  # transformers would replace the row of this token.
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + tokens]), **tiny_m3.pixel_values(images)).logits[0]
     expected = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
@@ -112,8 +112,8 @@ def test_answers_are_those_of_transformers(served: tuple[Any, Server]) -> None:
     text = {"type": "text", "text": "What do these two show? "}
     body = chat(text, part(images[0]), "and", part(images[1]), "?")
     assert check(model, server, body, images) == 0
-    assert check(model, server, body, images) > 0  # the prefix is cached
-    others = [draw(3), images[1]]  # of the same size
+    assert check(model, server, body, images) > 0  # The prefix is cached.
+    others = [draw(3), images[1]]  # The other image has the same size.
     changed = chat(text, part(others[0]), "and", part(others[1]), "?")
     assert check(model, server, changed, others) <= 16
 

@@ -1,5 +1,3 @@
-"""A subscriber follows the prefix cache of a running server by its events."""
-
 import json
 import os
 import random
@@ -25,7 +23,7 @@ def make_option(port: int, **changes: Any) -> str:
 
 
 def catch_up(subscriber: Subscriber, server: Server) -> None:
-    """Receive every batch that the engine has sent; it is idle."""
+    """Receive every batch that the engine has sent. The engine must be idle."""
 
     def is_complete() -> bool:
         has_some = subscriber.receive(wait_ms=300)  # longer than between two heartbeats
@@ -37,7 +35,7 @@ def catch_up(subscriber: Subscriber, server: Server) -> None:
 
 
 def complete(http: httpx.Client, prompt: list[int], **fields: Any) -> int:
-    """Return how many of the prompt's tokens were cached."""
+    """Complete a prompt. Return how many of its tokens were cached."""
     body = GREEDY | {"prompt": prompt, "max_tokens": 4, "ignore_eos": True} | fields
     usage = post(http, "/v1/completions", **body)["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
@@ -125,7 +123,7 @@ def test_each_replica_has_its_port_and_number(tmp_path: Path) -> None:
 
         assert eventually(is_told)
         assert {batch.data_parallel_rank for batch in second.batches} == {1}
-        # the port of the first replica is in use
+        # The port of the first replica is in use.
         other = launch(make_option(port), log_file=tmp_path / "other")
         assert other.wait(120) == 2
         message = (tmp_path / "other").read_text()

@@ -1,5 +1,3 @@
-"""Scenarios of `tools/drive.py`, at sizes of the gate and as its `--small`."""
-
 from pathlib import Path
 
 import pytest
@@ -9,12 +7,12 @@ from tests.tool_reports import report
 
 
 def count(number: int) -> list[object]:
-    """Return the options of the gate's size, and none for the scenario's own."""
+    """Return the options for the gate's size, and no options for the size of the scenario."""
     return [("--count", str(number)), pytest.param((), marks=pytest.mark.full)]
 
 
 def test_mixed_load_leaves_no_error_and_no_open_request(tmp_path: Path) -> None:
-    for seconds in ("2", "20", "60"):  # until this machine is fast enough
+    for seconds in ("2", "20", "60"):  # The time grows until this machine is fast enough.
         found = report("soak", tmp_path, "--seconds", seconds, "--kv-offloading-size", "0.01")
         assert found["errors"] == 0 and found["bytes to and from main memory"] > 0
         if found["answers"].get("chat stream", 0) > 5 and "hung up" in found["answers"]:
@@ -31,7 +29,7 @@ def test_long_load_of_both_families_leaves_no_open_request(tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_overload_is_refused_and_the_accepted_are_served(tmp_path: Path) -> None:
-    """One success in four tries: the request rate comes from an earlier measurement."""
+    """Require one success in four tries, since the rate comes from an earlier measurement."""
     errors = []
     for _ in range(4):
         try:

@@ -101,7 +101,7 @@ def test_images_are_refused_with_the_reason(http: httpx.Client) -> None:
 
 
 def test_concurrent_long_prompts_find_facts_prefixes(server: Server, http: httpx.Client) -> None:
-    """Several at once, sent twice; then only the prompt's last 128-token block is not cached."""
+    """The second time, only the last block of 128 tokens of a prompt is not cached."""
     problems = [each for each in retrieval.problems("2k", 9, 11) if each.fact is not None][:2]
 
     def ask(problem: retrieval.RetrievalProblem) -> dict[str, Any]:

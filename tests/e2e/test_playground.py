@@ -1,5 +1,3 @@
-"""The chat page in a headless Chromium, with the real server on nano and with scripted answers."""
-
 import json
 import os
 import re
@@ -27,7 +25,7 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert nano.text("#window-text") == "4,096 tokens"
     ask(nano, "Tom has 47 apples and buys 38 more. How many apples does he have now?")
     assert "85" in nano.text(".assistant .text")
-    # duration, if known
+    # The duration is not always known.
     assert nano.text(".thinking .label").startswith("Thought")
     assert nano.get(".thinking", "open") is False
     nano.click(".thinking summary")
@@ -40,14 +38,14 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert nano.text("#window-text") == f"{used} of 4,096 tokens"
 
     def speed_again() -> float:
-        """Return the speed of another version of the answer; 0 if all of it came at once."""
+        """Ask for another version of the answer. Return its speed, or 0 if it came in one piece."""
         nano.click(".assistant .again")
         nano.wait(f"{ANSWERS} === 1 && {IDLE}")
         return float(figures(nano).get("Speed", "0").removesuffix(" tok/s"))
 
     assert any(speed_again() > 1 for _ in range(10))
     assert "85" in nano.text(".assistant .text")
-    assert int(figures(nano)["Cached"]) > 0  # now the prompt is cached
+    assert int(figures(nano)["Cached"]) > 0  # The second time the prompt is cached.
     assert nano.problems == []
     urls = [request["url"] for request in nano.requests]
     assert all(url.startswith((server.url, "about:blank")) for url in urls)
@@ -99,7 +97,7 @@ def test_settings_are_fields_of_the_request_and_the_server_takes_them(nano: Brow
     }  # fmt: skip
     assert int(figures(nano)["Output"]) <= 12
     assert nano.text(".problem") in ("", "Cut off: token limit reached.")
-    nano.write("[name=temperature]", "3")  # the form itself refuses it
+    nano.write("[name=temperature]", "3")  # The form itself refuses this number.
     send(nano, "Hello again!")
     assert nano.count(".user") == 1
     assert nano.get("#prompt", "value") == "Hello again!"
@@ -144,7 +142,7 @@ def test_thinking_and_arguments_are_shown_as_they_arrive(page: Browser, script: 
     send(page, "Write")
     page.wait_for_text(".thinking .preview", "First I ")
     assert page.text(".thinking .label").startswith("Thinking")
-    # the label counts the seconds
+    # The label counts seconds.
     label = "document.querySelector('.thinking .label').textContent"
     page.wait(f"/^Thinking \\d+\\.\\d s/.test({label})")
     looks.set()
@@ -172,7 +170,7 @@ def test_stopping_ends_the_request_and_keeps_the_text(page: Browser, script: Scr
     assert page.text(".problem").startswith("Stopped.")
     assert eventually(lambda: script.hang_ups == 1)
     say(page, script, "More", "Two")
-    # calls without an answer
+    # The history holds calls without an answer.
     assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": "As far as"}
 
 
@@ -238,7 +236,7 @@ def test_browser_asks_for_the_key_of_a_guarded_server_once(page: Browser, tmp_pa
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"].startswith("Basic realm=")
         assert challenged.headers["www-authenticate"] == "Bearer"
-        # as entered in the browser's dialog
+        # The user entered the password in the browser's dialog.
         page.open(server.url.replace("http://", "http://anyone:secret@") + "/")
         page.wait("document.querySelector('#model').value === name", name=MODEL)
         ask(page, "What is 47 + 38?")
@@ -283,7 +281,7 @@ def test_conversation_exports_and_imports(page: Browser, script: Script, tmp_pat
     before = page.wait("location.hash")
     page.write("[name=system]", "")
     page.give_files("#import-file", file)
-    page.wait("location.hash !== before", before=before)  # it is another conversation
+    page.wait("location.hash !== before", before=before)  # The page shows another conversation.
     assert page.count(".message") == 4
     ask(page, "Two")
     body = script.bodies[-1]["messages"]
@@ -293,7 +291,7 @@ def test_conversation_exports_and_imports(page: Browser, script: Script, tmp_pat
     broken.write_text('{"messages": [{"role": "wizard"}]}')
     page.give_files("#import-file", broken)
     page.wait_for_text("#notice", 'Message 1 has the role "wizard".')
-    # earlier content remains
+    # The earlier content is kept.
     assert page.count(".message") == 6
 
 
@@ -308,7 +306,7 @@ def test_controls_have_names_and_the_keyboard_reaches_them(page: Browser, script
     assert page.run(f"return {FOCUSED}") == "Result of f"
     page.click("#prompt")
     page.run("saved(); await new Promise((then) => setTimeout(then))")
-    assert page.run(f"return {FOCUSED}") == "Your message"  # where the user navigated to
+    assert page.run(f"return {FOCUSED}") == "Your message"  # The user moved the focus there.
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     roles = {"button", "textbox", "combobox", "spinbutton", "checkbox", "link", "progressbar"}
     roles |= {"dialog"}
@@ -337,7 +335,7 @@ def test_narrow_windows_and_colours_of_the_person(
     page.look(width=360, height=640, scheme=scheme)
     ask(page, word)
     assert page.get("html", "scrollWidth") == page.get("main", "scrollWidth") == 360
-    assert page.get("th", "getBoundingClientRect().width") > 360  # words stay whole, tables scroll
+    assert page.get("th", "getBoundingClientRect().width") > 360  # Words are not broken.
     for selector in ("#model", "#new", "#settings-toggle", "#prompt", "#send"):
         left = page.get(selector, "getBoundingClientRect().left")
         right = page.get(selector, "getBoundingClientRect().right")

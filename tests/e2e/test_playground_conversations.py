@@ -15,7 +15,7 @@ TEXTS = (
 )
 RENAME, DELETE = ".tools button:first-child", ".tools button:last-child"
 
-# Reads of one conversation, or of all, return when `arrive()` is called.
+# Reads of one conversation, or of all conversations, return when `arrive()` is called.
 HELD_READS = """
     const { Store } = await import('/playground/store.js');
     const waiting = [];
@@ -33,7 +33,7 @@ HELD_READS = """
 
 
 def row(title: str, button: str = ".open") -> str:
-    """Press a button of a conversation's row, which moves with each answer."""
+    """Return the selector of a button in a conversation's row, which moves with each answer."""
     return f"#conversations li:has([title='{title}']) {button}"
 
 
@@ -138,7 +138,7 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
     assert page.run(f"return {TEXTS}") == []
     say(page, script, "Quick", "Two")
     page.run(HELD_READS)
-    # another tab has changed the shown one; its record arrives when another conversation is shown
+    # Another tab changes the shown conversation. The change is read when another one is shown.
     page.wait("location.hash")
     page.run("new BroadcastChannel('negamax').postMessage(location.hash.slice(1))")
     page.wait("numWaiting() === 1")
@@ -151,7 +151,7 @@ def test_answers_come_in_while_another_conversation_is_shown(page: Browser, scri
 
 
 def test_open_conversation_is_shown_during_saves_and_deletes(page: Browser, script: Script) -> None:
-    """While a conversation is read, an answer ends and is saved, and the shown one is deleted."""
+    """Save one answer and delete the shown conversation while another conversation is read."""
     goes_on = threading.Event()
     say(page, script, "First", "One")
     page.click("#new")
@@ -162,7 +162,7 @@ def test_open_conversation_is_shown_during_saves_and_deletes(page: Browser, scri
     page.click(row("One"))
     page.wait("numWaiting() === 1")
     goes_on.set()
-    page.wait("!document.querySelector('#conversations .dot')")  # it is saved
+    page.wait("!document.querySelector('#conversations .dot')")  # The conversation is saved.
     page.run("arrive()")
     wait_for(page, TEXTS, "One,First")
 
@@ -191,7 +191,7 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     wait_for(page, TITLES, "Three,One")
     assert page.run("return document.activeElement.id") == "prompt"
 
-    # the new name is there before the button is released
+    # The new name is shown before the button is released.
     page.click(row("Three", RENAME))
     page.write("#conversations input", "Four")
     place = page.wait(AIM, selector=row("One"))
@@ -205,7 +205,7 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     wait_for(page, TEXTS, "One,First")
     wait_for(page, TITLES, "Four,One")
 
-    # the keyboard focus stays
+    # The keyboard focus stays where it was.
     page.run(
         "window.button = document.querySelector(selector); "
         "button.closest('li').firstChild.focus(); button.focus()",
@@ -214,12 +214,12 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     page.run("new BroadcastChannel('negamax').postMessage('')")
     page.wait("!button.isConnected && document.activeElement.textContent === 'Delete'")
 
-    # a slow search is not shown after it was ended
+    # The result of a slow search is not shown after the search was ended.
     page.run(HELD_READS)
     page.write("#search", "Second")
     page.wait("numWaiting() === 1")
     page.write("#search", "")
-    page.run("await new Promise((then) => setTimeout(then, 300))")  # for the list of all
+    page.run("await new Promise((then) => setTimeout(then, 300))")  # The list may arrive now.
     page.run("arrive(); await new Promise((then) => setTimeout(then))")
     wait_for(page, TITLES, "Four,One")
     assert page.problems == []
@@ -259,7 +259,7 @@ def test_conversation_deleted_during_an_answer_stays_deleted(page: Browser, scri
     page.click(row("One", DELETE))
     page.wait(f"{TITLES}.length === 0")
     assert eventually(lambda: script.hang_ups == 1)
-    time.sleep(0.3)  # wait for a late save
+    time.sleep(0.3)  # A late save may come meanwhile.
     reload(page)
     page.wait("document.querySelector('#conversations').textContent")
     assert page.text("#conversations") == "No conversations yet"
@@ -318,7 +318,7 @@ def test_strip_shows_the_load_while_the_page_is_visible(page: Browser, script: S
         time.sleep(2.2)
         return script.num_info_requests == before
 
-    assert eventually(is_silent)  # after a running one
+    assert eventually(is_silent)  # A running save may have to end first.
 
 
 def test_without_a_database_conversations_end_with_the_tab(page: Browser) -> None:

@@ -31,7 +31,7 @@ def test_hostile_text_does_nothing(page: Browser, script: Script) -> None:
     error = {"error": {"message": HOSTILE, "code": "<b>"}}
     script.steps = [{"reasoning_content": HOSTILE}, {"content": HOSTILE}, *pieces, error]
     ask(page, HOSTILE)
-    time.sleep(0.3)  # for any element that would load or run
+    time.sleep(0.3)  # Any element that loads or runs has time to do so.
     shown = "return [window.hit, document.title, getComputedStyle(document.body).display]"
     assert page.run(shown) == [None, "scripted · Negamax", "grid"]
     elements = "[...document.querySelectorAll('#messages *')]"
@@ -109,7 +109,7 @@ def test_formulas_are_laid_out_and_code_has_colours(page: Browser, script: Scrip
     say(page, script, f"\\[\\frac{{a}}{{b_1}}\\]\n\n{code}", "One")
     page.run("window.parts = document.querySelector('.formula mfrac').children")
     tops = page.run("return [...parts].map((part) => part.getBoundingClientRect().top)")
-    assert tops[1] - tops[0] > 8  # the denominator is below the numerator
+    assert tops[1] - tops[0] > 8  # The denominator is below the numerator.
     spans = "[...e.children].map((c) => c.className.replace('hljs-', ''))"
     colors = page.run(f"return [...document.querySelectorAll('.code code')].map((e) => {spans})")
     words = ["keyword", "title function_", "params", "keyword", "string", "number"]
@@ -136,7 +136,7 @@ def test_a_growing_text_ends_as_the_whole_one_would(page: Browser, script: Scrip
 
 
 def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
-    """80,000 characters, about 20,000 tokens: the shown text does not slow down the next piece."""
+    """The shown text of 80,000 characters must not slow the stream down."""
     part = (
         "## Step\n\nSome **bold** text with `code` and \\\\(x_1 + y\\\\), as long as paragraphs "
         "are.\n\n1. One\n   - two\n\n"
@@ -159,7 +159,7 @@ def test_a_long_answer_streams_smoothly(page: Browser, script: Script) -> None:
         """,
         part=part,
     )
-    assert late < 4 * early + 1  # ms, the median of a piece of 64 characters
+    assert late < 4 * early + 1  # milliseconds, the median for a piece of 64 characters
 
 
 LINKS = ("[", "![", "](", "[a](", "([", "[a]", "[a]: b\n")

@@ -17,7 +17,7 @@ from tests.e2e.test_engine_restarts import is_alive, ranks_of, wait_until_ready
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 HEADER = "X-Data-Parallel-Rank"
 TEXTS = ["The cat sat on", "2 + 2 =", "Hello", "Once upon a time there", "A", "x = [1, 2,"]
-# each generating endpoint with a short request
+# each endpoint that generates, with a short request
 REQUESTS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 4},
     "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
@@ -38,7 +38,7 @@ def completion(server: Server, prompt: Any, *, rank: int | None = None, **fields
 
 
 def num_tokens(server: Server) -> dict[str, float]:
-    """Return each rank's generated tokens, once the first server process has counted all."""
+    """Return each rank's generated tokens, after the first server process has counted all."""
     time.sleep(0.5)  # two heartbeats
     return server.by_rank(TOKENS)
 
@@ -71,7 +71,7 @@ def test_a_prompt_goes_where_its_prefix_is_from_any_server_process(two: Server) 
 
 
 def test_every_endpoint_pins_ranks_and_refuses_unknown_ones(two: Server) -> None:
-    """Repeat, so that both server processes answer."""
+    """Repeat each request, so that both server processes answer."""
     before = num_tokens(two)
     for path, number in itertools.product(REQUESTS, range(4)):
         with two.http() as http:
@@ -109,7 +109,7 @@ def test_single_rank_accepts_only_0(server: Server, http: httpx.Client) -> None:
 
 
 class Stream:
-    """A long pinned stream in its own thread."""
+    """Read a long pinned stream in its own thread."""
 
     def __init__(self, server: Server, rank: int, **fields: Any) -> None:
         self.lines: list[str] = []
@@ -145,7 +145,7 @@ def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> N
         os.kill(dead, signal.SIGKILL)
         for stream in streams[3:]:
             assert "service_unavailable_error" in stream.end()
-        # it is back within a second or two; until then the other one answers
+        # The replica is back within a second or two. Until then the other one answers.
         health = http.get("/health").json()
         assert health["replicas"][0] == {"replica": 0, "status": "ok"}
         assert http.post(CHAT, json=REQUESTS[CHAT]).status_code == 200
@@ -155,12 +155,12 @@ def test_a_dead_replica_fails_its_own_requests_and_restarts(tmp_path: Path) -> N
         assert eventually(lambda: http.get("/health").json()["status"] == "ok")
         assert not is_alive(dead)
         assert server.by_rank("negamax:engine_restarts_total") == {"0": 0.0, "1": 1.0}
-        for _ in range(6):  # whichever server process answers
+        for _ in range(6):  # Any server process may answer.
             with server.http() as other:
                 pinned = {HEADER: "1"}
                 assert other.post(CHAT, json=REQUESTS[CHAT], headers=pinned).status_code == 200
 
-        # it dies too often: the server continues without it, and ends with the last one
+        # A replica that dies too often stays dead. The server ends with the last replica.
         os.kill(server.engine_pids()[1], signal.SIGKILL)
         failed = {"replica": 1, "status": "failed"}
         assert eventually(lambda: http.get("/health").json().get("replicas", [0])[-1] == failed)
@@ -196,7 +196,7 @@ def test_ranks_of_one_engine_are_pinned_counted_and_restarted(tmp_path: Path) ->
         engine = server.engine_pid()
         ranks = ranks_of(engine)
         os.kill(ranks[1], signal.SIGKILL)
-        for stream in streams:  # all ranks run each step together
+        for stream in streams:  # All ranks run each step together.
             assert "service_unavailable_error" in stream.end()
         wait_until_ready(server)
         assert not any(map(is_alive, (engine, *ranks)))

@@ -1,5 +1,3 @@
-"""`negamax route` in front of real servers."""
-
 import json
 import re
 import signal
@@ -19,7 +17,7 @@ from tests.forked_children import start
 
 READY = re.compile(r"ready: (\S+)/v1 has (\d) of (\d) servers")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-# parts that differ between two answers to one request
+# parts that differ between two answers to the same request
 OWN = re.compile(
     rb'"(?:id|created|created_at|completed_at|item_id|\w*signature)":\s*("[^"]*"|[\d.]+)'
 )
@@ -54,7 +52,7 @@ def routing(folder: Path, *options: str) -> Iterator[Server]:
 
 
 def by_server(router: Server, name: str) -> dict[str, float]:
-    """Return a metric of the router by the server's URL."""
+    """Return a metric of the router by URL of the server."""
     with router.http() as http:
         text = http.get("/metrics").text
     found = re.findall(
@@ -88,7 +86,7 @@ def chat(text: str = "Hello", *, max_tokens: int = 20, **fields: Any) -> dict[st
     ("path", "body"),
     [
         (CHAT, chat()),
-        # how several tokens come, together or not, depends on the time
+        # Timing decides how many tokens an event has, so request one token.
         (CHAT, chat(max_tokens=1, stream=True, stream_options={"include_usage": True})),
         (COMPLETIONS, {"model": "nano", "prompt": "Say it", "max_tokens": 1, "stream": True}),
         (MESSAGES, chat()),
@@ -104,7 +102,7 @@ def test_answers_are_the_servers_byte_for_byte(
     answers = []
     for server in (pair[0], router):
         with server.http() as http:
-            # the last answer finds the prompt in a cache on either server
+            # The prompt of the last answer is in the cache of one of the servers.
             headers = {"x-request-id": "mine"}
             answers.append([http.post(path, json=body, headers=headers) for _ in range(3)][-1])
     direct, routed = answers
@@ -166,7 +164,7 @@ def test_a_client_that_leaves_ends_its_request_on_the_server(
             for _ in range(6):
                 next(lines)
             assert sum(by_server(router, "open").values()) == 1
-        # also before the first byte, of an answer that is not streamed
+        # The answer is not streamed, and the router times out before its first byte.
         with pytest.raises(httpx.TimeoutException):
             http.post(CHAT, json=chat(max_tokens=5000), timeout=0.3)
     assert eventually(lambda: sum(server.num_aborted for server in pair) == before + 2)
@@ -178,7 +176,7 @@ def test_a_dead_server_harms_only_its_own_streams(
 ) -> None:
     with (
         serving(log_file=tmp_path / "log", rate=50.0) as victim,
-        # no probe finds the death before a request does
+        # With this interval, no probe finds the dead server before a request does.
         routing(tmp_path, victim.url, pair[0].url, "--health-interval", "600") as router,
         router.http() as http,
         ExitStack() as stack,

@@ -46,7 +46,7 @@ def test_request_is_logged_at_its_begin_and_end_and_never_with_a_key(talkative: 
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "top_k": 3}
     with talkative.http() as http:
         headers = {"authorization": f"Bearer {KEY}", "x-request-id": "train-1"}
-        headers |= {"x-forwarded-for": "203.0.113.9"}  # of no proxy that was configured
+        headers |= {"x-forwarded-for": "203.0.113.9"}  # No proxy with this address was configured.
         asked = http.post(f"{CHAT}?api_key={KEY}", json=body, headers=headers).json()
     assert eventually(lambda: bool(logged(talkative, "api.request_log", path=CHAT)))
     (access,) = logged(talkative, "api.request_log", path=CHAT, x_request_id="train-1")
@@ -55,7 +55,7 @@ def test_request_is_logged_at_its_begin_and_end_and_never_with_a_key(talkative: 
     assert began["request_id"].startswith(asked["id"])
     assert began["prompt_tokens"] == asked["usage"]["prompt_tokens"]
     assert began["sampling"].items() >= {"max_tokens": 9, "top_k": 3}.items()
-    assert "seed" in began["sampling"]  # the request can be repeated from the log
+    assert "seed" in began["sampling"]  # The log has all that is needed to repeat the request.
     assert len(began["prompt"]) == 41 and "Vienna" not in talkative.log
     ends = logged(talkative, "api.request_log", request_id=began["request_id"])
     (ended,) = [record for record in ends if "finish_reason" in record]
@@ -85,7 +85,7 @@ def test_one_process_logs_the_load_and_an_idle_server_is_silent(talkative: Serve
     headers = {"authorization": f"Bearer {KEY}"}
 
     def has_been_seen() -> bool:
-        """Return whether a line reports a load; a stalled process misses it."""
+        """Return whether a log line reports a load. A stalled process may write no such line."""
         with talkative.http() as http:
             assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
         lines = [line for line in logged(talkative, "api.load_report") if line["running"]]
@@ -96,7 +96,7 @@ def test_one_process_logs_the_load_and_an_idle_server_is_silent(talkative: Serve
     lines = logged(talkative, "api.load_report")
     assert {line["pid"] for line in lines} == {talkative.process.pid}
     assert max(line["kv_cache_usage"] for line in lines if line["running"]) > 0
-    more = len(lines) + 1  # one may be late
+    more = len(lines) + 1  # One line may be late.
     assert not eventually(lambda: len(logged(talkative, "api.load_report")) > more, seconds=1)
 
 

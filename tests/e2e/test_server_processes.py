@@ -27,7 +27,7 @@ from tests.e2e.listening import strangers_doors
 from tests.e2e.test_engine_restarts import is_alive, wait_until_ready
 
 COUNT = 3
-RATE = 200  # tokens per second of a stream: slow, so that streams last
+RATE = 200  # tokens per second; streams are slow, so that they last
 HANG_SECONDS = 6
 LONG: dict[str, Any] = {"messages": HELLO, "ignore_eos": True, "max_tokens": 3000}
 SHORT = LONG | {"max_tokens": 8}
@@ -36,7 +36,7 @@ several = shared(f"{SIZES} --engine-hang-timeout {HANG_SECONDS}", rate=RATE)
 
 
 def post(server: Server, path: str, **fields: Any) -> Any:
-    """Return an answer to a request on a connection of its own."""
+    """Post a request over a new connection. Return its answer."""
     with server.http() as http:
         answer = http.post(path, json=fields)
     assert answer.status_code == 200, answer.text
@@ -48,7 +48,7 @@ def keeper(response_id: str) -> int:
 
 
 def response_from(server: Server, index: int, **fields: Any) -> Any:
-    """Return a response that process `index` has answered.
+    """Return a response of process `index`.
 
     Connections are spread at random, and a new process needs time.
     """
@@ -57,13 +57,13 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
         response = post(server, "/v1/responses", input="Hello", max_output_tokens=8, **fields)
         if keeper(response["id"]) == index:
             return response
-    raise AssertionError(f"process {index} answers nothing")
+    raise AssertionError(f"process {index} answered no request")
 
 
 def streams_under_way(
     server: Server, pool: concurrent.futures.Executor, count: int, **fields: Any
 ) -> list[concurrent.futures.Future[list[str]]]:
-    """Start long streams; each returns its last two lines, or none if its connection is lost."""
+    """Start long streams. Each returns its last two lines, or none if its connection is lost."""
     begun = threading.Semaphore(0)
 
     def run() -> list[str]:
@@ -90,14 +90,14 @@ def test_every_process_answers_for_responses_of_the_others(several: Server) -> N
     first = [response_from(several, index) for index in range(COUNT)]
     for kept in first:
         place, reference = f"/v1/responses/{kept['id']}", kept["output"][0]["id"]
-        for _ in range(6):  # through separate connections
+        for _ in range(6):  # Each request has a new connection.
             with several.http() as http:
                 assert http.get(place).json() == kept
                 items = http.get(f"{place}/input_items").json()["data"]
             assert items[0]["content"] == [{"type": "input_text", "text": "Hello"}]
             going_on = {"input": "And?", "previous_response_id": kept["id"]}
             second = post(several, "/v1/responses", max_output_tokens=4, **going_on)
-            # a conversation stays where it began
+            # A conversation stays with the process where it began.
             assert keeper(second["id"]) == keeper(kept["id"])
             assert second["usage"]["input_tokens"] > kept["usage"]["total_tokens"]
             items = [{"type": "item_reference", "id": reference}, {"role": "user", "content": "?"}]
@@ -160,7 +160,7 @@ def test_metrics_count_all_processes(several: Server) -> None:
     before = [several.gauge(name) for name in counts]
     for _ in range(24):
         post(several, CHAT, **SHORT)
-    for _ in range(12):  # whichever process answers
+    for _ in range(12):  # Any process may answer.
         assert [several.gauge(name) for name in counts] == [count + 24 for count in before]
     assert several.gauge("vllm:generation_tokens_total") >= 24 * 8
 
@@ -194,7 +194,7 @@ def test_limit_of_the_queue_is_one_for_all(tmp_path: Path) -> None:
                 http.stream("POST", CHAT, json=LONG | {"stream": True}) as running,
             ):
                 if running.status_code == 200:
-                    assert decided.wait(120)  # no request frees a place before
+                    assert decided.wait(120)  # No request frees a place before that.
                 else:
                     refused.append(running.status_code)
                 return running.status_code
@@ -239,7 +239,7 @@ def test_process_that_dies_is_started_again_and_only_its_requests_end(several: S
         def only_the_others_run() -> bool:
             try:
                 return several.gauge("vllm:num_requests_running") <= left
-            except httpx.TransportError:  # a connection that the killed process had not accepted
+            except httpx.TransportError:  # The killed process had not accepted this connection.
                 return False
 
         assert eventually(only_the_others_run)
@@ -284,7 +284,7 @@ def test_all_processes_learn_of_a_dead_engine_and_use_the_next(several: Server) 
 
 @pytest.fixture
 def ending(tmp_path: Path) -> Iterator[Server]:
-    """Run a server that its test ends."""
+    """Run a server that the test ends."""
     options = ("--api-server-count", str(COUNT))
     with serving(*options, log_file=tmp_path / "log", rate=RATE) as server:
         yield server
@@ -293,7 +293,8 @@ def ending(tmp_path: Path) -> Iterator[Server]:
 
 def test_all_processes_drain_and_leave_together(ending: Server) -> None:
     family = [ending.engine_pid(), *ending.member_pids()]
-    # a service manager sends SIGTERM to every process; the first one decides when each ends
+    # A service manager sends SIGTERM to every process. The first process decides when each one
+    # ends.
     for pid in family:
         os.kill(pid, signal.SIGTERM)
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
@@ -360,12 +361,12 @@ def test_relayed_requests_need_the_key(tmp_path: Path) -> None:
 
 
 def test_processes_do_not_outlive_the_first(several: Server) -> None:
-    """Run last: it ends the shared server."""
+    """This test ends the shared server, so it must be the last one."""
     family = [several.engine_pid(), *several.member_pids()]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         streams = streams_under_way(several, pool, 8)
         os.kill(several.process.pid, signal.SIGKILL)
-        # the first process can report nothing; the others report its end
+        # The first process is dead, so the others must report its end.
         reported = [lines for stream in streams if (lines := stream.result(120))]
     assert reported
     for error, done in reported:

@@ -1,5 +1,3 @@
-"""The status page in a headless Chromium, and an accessibility check of both pages."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,14 @@ def test_status_page_shows_the_load(page: Browser, server: Server, http: httpx.C
     page.wait("document.querySelector('#model').textContent === model", model=MODEL)
     question = {"model": MODEL, "messages": [{"role": "user", "content": "What is 47 + 38?"}]}
 
-    # tokens per second, times to the first token and between tokens
+    # tokens per second, times to the first token, and times between tokens
     shown = (
         f"const [speed, ...times] = [3, 6, 7].map((index) => {FIGURE}); "
         "return Number(speed) > 0 && times.every((text) => / m?s$/.test(text))"
     )
 
     def is_shown() -> bool:
-        """Return whether the page shows a request, until its next update."""
+        """Send a request. Return whether the page shows it at its next update."""
         assert http.post("/v1/chat/completions", json=question).status_code == 200
         return bool(page.run(shown))
 
@@ -45,7 +43,7 @@ def test_status_page_shows_the_load(page: Browser, server: Server, http: httpx.C
     kept = "JSON.parse(sessionStorage.getItem('negamax-status')).kept.length"
     before = page.run(f"return {kept}")
     page.open(f"{server.url}/status")
-    page.wait(f"{kept} > before", before=before)  # a reload keeps the charts
+    page.wait(f"{kept} > before", before=before)  # A reload keeps the charts.
     assert page.problems == []
 
 

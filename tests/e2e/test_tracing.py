@@ -19,7 +19,7 @@ BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "to
 
 
 class Collector(http.server.ThreadingHTTPServer):
-    """Receives spans, while its `with` block runs."""
+    """Receive spans while the `with` block runs."""
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", port), Receiver)
@@ -52,7 +52,7 @@ class Receiver(http.server.BaseHTTPRequestHandler):
         self.server.done.wait(60)
 
     def log_message(self, *args: Any) -> None:
-        """Do not log requests."""
+        """Do nothing, so that requests are not logged."""
 
 
 def attributes(span: Any) -> dict[str, Any]:
@@ -74,20 +74,20 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
     path, log_file = "/v1/chat/completions", tmp_path / "log"
     options = ("--otlp-traces-endpoint", endpoint, "--log-format", "json")
     with serving(*options, log_file=log_file, rate=100) as server, server.http() as http_client:
-        for _ in range(3):  # no collector listens yet
+        for _ in range(3):  # No collector listens yet.
             assert http_client.post(path, json=BODY).status_code == 200
         assert eventually(lambda: "cannot be sent" in server.log)
         with Collector(port) as collector:
             assert http_client.post(path, json=BODY).status_code == 200
             assert eventually(lambda: "are sent to" in server.log)
             before = time.time_ns()
-            for flags in ("00", "01"):  # neither the first request nor its parent is sampled
+            for flags in ("00", "01"):  # The first request and its parent are not sampled.
                 headers = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}", "x-request-id": flags}
                 answer = http_client.post(path, json=BODY, headers=headers).json()
             after = time.time_ns()
             refused = http_client.post(path, json=BODY | {"temperature": 9})
             assert refused.status_code == 400
-            assert server.stop() == 0  # the remaining spans are sent
+            assert server.stop() == 0  # The server sends the remaining spans.
     ids = "http.request.header.x-request-id"
     (span,) = [each for each in collector.spans if attributes(each)[ids] in ("00", "01")]
     assert collector.paths == {"/v1/traces"} and collector.services == {"negamax"}
@@ -110,7 +110,7 @@ def test_every_request_has_a_span_and_a_dead_collector_harms_nobody(
     assert whole * 1e9 == pytest.approx(span_ns, abs=1e6)
     lines = [json.loads(line) for line in log_file.read_text().splitlines()]
     said = [line for line in lines if line["logger"] == "negamax.api.tracing"]
-    assert len(said) == 2, said  # one line for the outage and one for its end
+    assert len(said) == 2, said  # one line for the outage, and one for its end
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "http://[", "http://localhost:4318"])
@@ -129,7 +129,7 @@ def test_refuses_endpoints_that_cannot_be_used(
 
 
 def test_nothing_is_imported_for_a_server_without_traces() -> None:
-    code = (  # FastAPI imports OpenTelemetry's API
+    code = (  # FastAPI imports the API of OpenTelemetry.
         "import sys, negamax.api.server;assert not {'opentelemetry.sdk', "
         "'opentelemetry.exporter'} & set(sys.modules)"
     )

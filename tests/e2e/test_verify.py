@@ -1,5 +1,3 @@
-"""`negamax verify` and `negamax check`: real servers pass, and each planted fault is found."""
-
 import asyncio
 import json
 import time
@@ -19,7 +17,7 @@ ENDPOINTS = [
     "models", "health", "metrics", "chat", "chat-stream", "completions", "responses", "messages",
     "count-tokens", "tokenize",
 ]  # fmt: skip
-# fault -> the checks that find it
+# fault -> names of the checks that find it
 FAULTS = {
     "drops an argument": {"schema accuracy", "tool choice", "key order"},
     "reorders keys": {"key order"},
@@ -45,7 +43,7 @@ FAULTS = {
 def report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, dict[str, Any], str]]:
-    """Return a function that runs a command: its exit code, its JSON by names, its output."""
+    """Return a function that runs a command and returns exit code, JSON by names, and output."""
 
     def run(command: str, url: str, *options: str) -> tuple[int, dict[str, Any], str]:
         file = tmp_path / "report.json"
@@ -64,7 +62,7 @@ def test_embedded_models_follow_the_protocol(server: Server, report: Any) -> Non
     assert code == 0, output
     found = {name for name, row in rows.items() if row["passed"] == row["total"] > 0}
     assert found >= set().union(*FAULTS.values()), output
-    assert rows["key order"]["total"] == 3  # the prompt was shown
+    assert rows["key order"]["total"] == 3  # The report shows the prompt.
 
 
 def test_a_server_without_faults_passes(report: Any) -> None:
@@ -89,7 +87,7 @@ def test_a_planted_fault_is_found_by_name(report: Any, fault: str) -> None:
 def test_a_model_that_always_thinks_must_think(report: Any) -> None:
     with protocol_server("ignores disabled") as (url, _):
         assert report("verify", url, "--thinking", "forced")[0] == 0
-        assert report("verify", url)[0] == 0  # not known by its name
+        assert report("verify", url)[0] == 0  # The checks do not depend on the server's name.
     with protocol_server() as (url, _):
         code, rows, _ = report("verify", url, "--thinking", "forced")
     assert code == 1 and sorted(rows["thinking"]["failures"]) == [
@@ -214,6 +212,6 @@ def test_absent_endpoints_fail_only_if_they_are_required(report: Any) -> None:
         assert protocol.bodies[0]["model"] == MODEL
         code, rows, output = report("check", url, "--require", "messages")
         assert code == 1 and rows["messages"]["state"] == "failed" and "HTTP 404" in output
-        # a wrong name of the model is no missing route
+        # An unknown model is not reported as a missing route.
         code, rows, output = report("check", url, "--model", "other")
         assert code == 1 and rows["chat"]["state"] == "failed" and "refused for other" in output

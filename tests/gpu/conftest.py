@@ -1,6 +1,6 @@
-"""Tests that need a GPU: `pytest -m gpu tests/gpu`; kernel tests need no serving packages.
+"""Tests that need a GPU: `pytest -m gpu tests/gpu`. Kernel tests need no serving packages.
 
-On one GPU of 140 GB and 16 cores, `-n 12 --dist worksteal` runs twelve at a time.
+On one GPU of 140 GB and 16 cores, `-n 12 --dist worksteal` runs twelve tests at a time.
 """
 
 import fcntl
@@ -16,19 +16,19 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-KERNELS_ONLY = find_spec("msgspec") is None  # the engine cannot be imported without it
+KERNELS_ONLY = find_spec("msgspec") is None  # Without msgspec the engine cannot be imported.
 WITHOUT_ENGINE = {
     "test_collectives.py", "test_compilation.py", "test_dispatch.py", "test_kernels.py",
 }  # fmt: skip
 collect_ignore = [
     each.name for each in HERE.glob("test_*.py") if KERNELS_ONLY and each.name not in WITHOUT_ENGINE
 ]
-# Only one at a time: each needs up to 48 GiB of GPU memory.
+# Each of these tests needs up to 48 GiB of GPU memory, so only one runs at a time.
 IS_LARGE = re.compile(r"at_full_width\[moe.experts|test_two_full_layers")
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 IS_PARALLEL = bool(WORKER)
 if IS_PARALLEL and (count := torch.cuda.device_count()) > 1:
-    # Each worker starts with another GPU, so that tests of one GPU use all.
+    # Each worker starts with another GPU, so that tests of one GPU use all GPUs.
     first = int(WORKER.removeprefix("gw")) % count
     order = [(first + offset) % count for offset in range(count)]
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, order)))
@@ -52,7 +52,7 @@ def small_kv_caches() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def take_turns(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run one large test at a time, and return the memory that a test leaves unused."""
+    """Run one large test at a time, and free the unused memory after each test."""
     if not IS_PARALLEL:
         yield
         return

@@ -1,7 +1,7 @@
-"""Collectives over the GPUs of a machine are bit-identical on all ranks, in graphs and eagerly.
+"""Check that collectives over the GPUs of a machine are bit-identical on all ranks.
 
-`python3 tests/gpu/test_collectives.py [part ...] [file.json]` runs all or the named parts and
-prints microseconds per call beside NCCL's and torch's.
+`python3 tests/gpu/test_collectives.py [part ...] [file.json]` runs all parts or the named ones, and
+prints microseconds per call beside those of NCCL and torch.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
-# not needed, and not allowed everywhere
+# The tests do not need multicast, and not every machine allows it.
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import pytest
@@ -50,7 +50,9 @@ Part = Callable[[ParallelContext, torch.device], Findings]
 
 
 def one_rank(rank: int, folder: str, parts: dict[str, Part], sizes: dict[str, int]) -> None:
-    """`sizes`: of the ranks' layout; parts of data-parallel ranks exchange tokens."""
+    """Run parts on one rank. `sizes` are those of the layout; data-parallel ranks exchange
+    tokens.
+    """
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
@@ -70,7 +72,7 @@ def one_rank(rank: int, folder: str, parts: dict[str, Part], sizes: dict[str, in
 
 
 def spawn(parts: dict[str, Part], **sizes: int) -> list[dict[str, Findings]]:
-    """Run `parts` on all ranks; return each rank's findings."""
+    """Run `parts` on all ranks. Return the findings of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(one_rank, args=(folder, parts, sizes), nprocs=num_ranks())
         files = [Path(folder, f"{rank}.json") for rank in range(num_ranks())]
@@ -86,7 +88,7 @@ def findings(parts: tuple[str, ...]) -> list[dict[str, Findings]]:
 
 
 class Layer:
-    """Inputs of `all_reduce_add_rms` on every rank: x of all ranks, the residual, the norm."""
+    """Hold the inputs of `all_reduce_add_rms` on every rank: x of all ranks, residual and norm."""
 
     def __init__(
         self, num_rows: int, parts: int, group: Collective, device: torch.device, *,
@@ -102,7 +104,8 @@ class Layer:
         self.start = self.residual.clone()
         weight = (1 + 0.2 * torch.randn(HIDDEN, generator=generator, device=device)).bfloat16()
         self.norm = norm_kernels.prepare(weight, 1e-6, quantize=quantize)
-        # add in the kernels' order: otherwise one sum in millions rounds to another bf16
+        # The order of additions is that of the kernels; in another order one sum in millions
+        # differs.
         sums = reduce(add, everyones.float().unbind(dim=2)).bfloat16().float()
         total = reduce(add, sums)
         self.expected_residual = self.start.clone()
@@ -128,7 +131,9 @@ class Layer:
         return torch.stack([(got != want).sum() for got, want in pairs])
 
     def shard_differences(self, group: Collective) -> Tensor:
-        """Return the same for sharded rows: residual and plain rows only of this rank."""
+        """Return the differences for sharded rows; residual and plain rows are those of
+        this rank.
+        """
         shard = -(-len(self.residual) // group.size)
         return self.differences(slice(group.rank * shard, (group.rank + 1) * shard))
 
@@ -160,7 +165,7 @@ def error_of(got: Tensor, want: Tensor) -> float:
 
 
 def sums(context: ParallelContext, device: torch.device) -> Findings:
-    """Check all sizes; rows beyond the region's capacity are added in bf16."""
+    """Check all sizes. Rows beyond the region's capacity are added in bf16."""
     group = context.attention_group
     wrong = {}
     sizes = (1, 1), (1, 8), (3, 8), (16, 1), (47, 2), (48, 1), (100, 8), (128, 1), (256, 1)
@@ -187,7 +192,7 @@ def steps(context: ParallelContext, device: torch.device) -> Findings:
     graphs = {}
     for num_rows in (5, 64):
         layer = layers[num_rows]
-        layer(group)  # compiled before the capture
+        layer(group)  # The call compiles the kernels before the capture.
         layer.differences()
         graphs[num_rows] = capture(
             lambda layer=layer: [(layer(group), wrong.add_(layer.differences())) for _ in range(4)]
@@ -204,7 +209,7 @@ def steps(context: ParallelContext, device: torch.device) -> Findings:
 
 
 def sharded(context: ParallelContext, device: torch.device) -> Findings:
-    """Check many rows, sharded over the ranks, with routing, in graphs and eagerly; time them."""
+    """Check and time many rows, sharded over the ranks, with routing, in graphs and eagerly."""
     from negamax.kernels.activations import ShardedActivations
     from negamax.kernels.collectives import triton as kernels
 
@@ -224,12 +229,12 @@ def sharded(context: ParallelContext, device: torch.device) -> Findings:
         want = layer.expected.dequantize()
         errors[f"FP8 T={num_rows}"] = error_of(want, layer.expected.hidden)
         whole_ids = router(layer.expected)[0].sort().values
-        layer(group)  # a sum separates two gathers of selected experts
+        layer(group)  # A sum separates two gathers of selected experts.
         ids = router(layer.out)[0].sort().values
         errors[f"experts T={num_rows}"] = float((whole_ids != ids).float().mean())
         if num_rows % group.size == 0:
             layer.residual.copy_(layer.start)
-            # summed by NCCL, in bf16
+            # NCCL sums these rows in bf16.
             out = kernels._sharded_by_group(layer.x, layer.residual, layer.norm, group)
             errors[f"NCCL T={num_rows}"] = error_of(out.dequantize(), want)
     plain = Layer(1000, 1, group, device, quantize=False)
@@ -262,7 +267,7 @@ STEP_ROWS = ((512, 1, True), (1000, 8, True), (999, 1, False), (2048, 1, True))
 
 
 def shard_times(context: ParallelContext, device: torch.device, router: Router) -> Findings:
-    """Return microseconds per call in a graph: rows sharded by peers, by NCCL, not sharded."""
+    """Return microseconds per call in a graph for rows sharded by peers, by NCCL, and unsharded."""
     from negamax.kernels.collectives import tiles
     from negamax.kernels.collectives import triton as kernels
     from negamax.kernels.norm import triton as norm_kernels
@@ -303,7 +308,7 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
 
 
 def sampling_inputs(num_rows: int, device: torch.device) -> tuple[Any, Any]:
-    """Return the rows of `pick` and of `draw_leading`."""
+    """Return the rows of `pick`, and those of `draw_leading`."""
     from negamax.kernels.sampling.op import RowSampling
 
     numbers = torch.arange(num_rows, device=device)
@@ -314,7 +319,7 @@ def sampling_inputs(num_rows: int, device: torch.device) -> tuple[Any, Any]:
 
 
 def picks(context: ParallelContext, device: torch.device) -> Findings:
-    """Sampling from vocabulary shards equals sampling from the whole, also with a small top_k."""
+    """Check that sampling from vocabulary shards equals sampling from the whole vocabulary."""
     from negamax.kernels.sampling import op as spec
     from negamax.kernels.sampling import triton as kernels
 
@@ -352,7 +357,7 @@ SELECTIONS = (
 
 
 def selections(context: ParallelContext, device: torch.device) -> Findings:
-    """Compare MiniMax-M3's block selection from index-key shards with that from all; time both."""
+    """Compare block selection from index-key shards with selection from all keys; time both."""
     from negamax.kernels.attention.metadata import attention_metadata
     from negamax.kernels.block_sparse import triton as kernels
     from negamax.kernels.block_sparse.selection import IndexShard, SparseShape
@@ -438,7 +443,9 @@ def merges(context: ParallelContext, device: torch.device) -> Findings:
 
 
 def times(context: ParallelContext, device: torch.device) -> Findings:
-    """Return microseconds per call in a graph: fused, NCCL's and torch's sums; sampling."""
+    """Return microseconds per call in a graph for our sums, NCCL's and torch's, and for
+    sampling.
+    """
     import torch.distributed._symmetric_memory as symm_mem
 
     from negamax.kernels.collectives import tiles
@@ -513,7 +520,7 @@ def microseconds(
     repeats: int = 50,
     is_captured: bool = True,
 ) -> float:
-    """Return the median of 7 runs of `repeats` calls, in a graph if they can be captured."""
+    """Return the median of 7 runs of `repeats` calls, in a graph if `is_captured`."""
 
     def calls() -> None:
         for _ in range(repeats):
@@ -549,7 +556,7 @@ def only_wrong(counts: Any) -> Any:
 @several
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "times"])
 def test_results_are_exact_on_every_rank_in_graphs_and_eagerly(part: str) -> None:
-    """Sums also add many rows in bf16; FP8 and experts near a tie have their errors."""
+    """Check each part. FP8 and near ties of experts have separate tolerances."""
     for found in findings(everything):
         assert found["sums"]["peers"]
         assert not only_wrong(found[part]["wrong"])

@@ -1,5 +1,3 @@
-"""Ahead-of-time compilation does not run kernels, and running does not compile them again."""
-
 import torch
 
 from negamax.kernels.norm import triton as kernels
@@ -10,7 +8,7 @@ def test_a_rehearsed_launch_compiles_and_computes_nothing() -> None:
 
     from negamax.kernels.launch.triton import compiling
 
-    # a width that no other test uses
+    # No other test uses this width.
     norm = kernels.prepare(torch.ones(1664, device="cuda", dtype=torch.bfloat16), 1e-6)
     x, residual = torch.ones(2, 3, 1664, device="cuda", dtype=torch.bfloat16).unbind(0)
     compiled = []
@@ -20,7 +18,7 @@ def test_a_rehearsed_launch_compiles_and_computes_nothing() -> None:
             for _ in range(3):
                 kernels.add_rms(x, residual, norm)
         torch.cuda.synchronize()
-        assert bool((residual == 1).all())  # otherwise it would be 2
+        assert bool((residual == 1).all())  # If a kernel had run, the residual would be 2.
         assert len(compiled) == 1
         out = kernels.add_rms(x, residual, norm)
         assert len(compiled) == 1

@@ -1,6 +1,6 @@
-"""Dispatch of tokens to other GPUs' experts and back is bit-exact, in graphs and eagerly.
+"""Check that dispatch of tokens to other GPUs' experts and back is bit-exact.
 
-`python3 tests/gpu/test_dispatch.py [file.json]` prints microseconds beside NCCL's.
+`python3 tests/gpu/test_dispatch.py [file.json]` prints microseconds beside those of NCCL.
 """
 
 import json
@@ -29,12 +29,12 @@ from torch import Tensor
 from negamax.kernels.peers import Collective
 from negamax.parallel.context import ParallelContext
 
-ROWS = (1, 16, 64, 100, 128)  # of each rank
+ROWS = (1, 16, 64, 100, 128)  # rows of each rank
 STEPS = 200
 
 
 class Batch:
-    """Tokens of all ranks, the same on each; rank r has some fewer than the maximum."""
+    """Hold the tokens of all ranks, equal on each rank. Ranks have different numbers of tokens."""
 
     def __init__(
         self, num_rows: int, group: Collective, device: torch.device, *, seed: int
@@ -57,7 +57,7 @@ class Batch:
             draw(world, num_rows, HIDDEN).to(torch.float8_e4m3fn),
             draw(world, num_rows, HIDDEN // 128),
         ]
-        # outputs of every rank's experts for every row
+        # outputs of the experts of every rank for every row
         made = draw(world, world * num_rows, HIDDEN).bfloat16()
         self.made = made * self.held().unsqueeze(-1)
         self.out = self.made[group.rank].contiguous()
@@ -115,7 +115,7 @@ def wrong(context: ParallelContext, device: torch.device) -> dict[str, list[int]
 
 
 def times(context: ParallelContext, device: torch.device) -> dict[str, dict[str, float]]:
-    """Return microseconds of dispatch and combine in a graph; of many rows also bandwidths."""
+    """Return microseconds of dispatch and combine in a graph; for many rows also bandwidths."""
     from negamax.kernels.dispatch import op as spec
     from negamax.kernels.dispatch import triton as kernels
 
@@ -136,7 +136,7 @@ def times(context: ParallelContext, device: torch.device) -> dict[str, dict[str,
         ("sum", lambda: group.reduce_scatter(made), others * made.nbytes // group.size),
         ("copy", lambda: peer.copy_(made), made.nbytes),
     ):
-        # a copy between devices cannot be captured
+        # A copy between devices cannot be captured.
         taken = microseconds(call, context, repeats=5, is_captured=name != "copy")
         found[f"{name} T={MAX_TOKENS}"] = {"us": taken, "GB/s": num_bytes / taken / 1000}
     return found

@@ -1,7 +1,7 @@
-"""Captured decodes at full width, replayed in any order: equal steps give equal bits.
+"""Replay captured decodes at full width in any order: equal steps must give equal bits.
 
-State that kernels keep between launches must not affect later steps. No kernel here sums in a
-time-dependent order.
+State that kernels keep between launches must not affect later steps. No kernel in this test sums in
+an order that depends on time.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ from negamax.worker.request_state import RequestState
 from negamax.worker.step_shapes import DRAFTS, ROWS, TOKENS, StepShape
 
 SIZES = (1, 2, 3, 4, 8, 16, 64)  # rows of a step
-ROUNDS = 200  # each replays all sizes twice, in its own order
+ROUNDS = 200  # Each round replays all sizes twice, in a new order.
 BLOCK_SIZE = 128
-# of the rows in turns: within a tile, over many splits, and more than M3's 16 blocks of 128 tokens
+# lengths that rows use in turn: in one tile, over many splits, and over more than 16 blocks
 LENGTHS = (3000, 5, 130, 2049, 700, 64, 1)
 SAMPLING = tuple(
     SamplingParams(
@@ -68,7 +68,7 @@ def synthetic(spec: ModelSpec, kernels: KernelTable, device: torch.device) -> De
 
 
 class Replays:
-    """Captured steps of a model's first rows, each from the same initial state."""
+    """Capture steps of a model's first rows, each from the same initial state."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Replays:
         device: torch.device,
         runtime: Runtime,
     ) -> None:
-        """`lengths`: known tokens of the rows, in turns."""
+        """Capture a step per size. Rows use `lengths` in turn as their number of known tokens."""
         num_rows, per_row = max(sizes), max(lengths) // BLOCK_SIZE + 1
         draw = torch.Generator().manual_seed(1)
         self.requests = RequestState(
@@ -115,7 +115,9 @@ class Replays:
         self._began = self.requests.num_computed.clone()
 
     def replay(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return logits and tokens of the first `size` rows; valid until the next replay."""
+        """Return logits and tokens of the first `size` rows; they are valid until the next
+        replay.
+        """
         shape = self.shapes[size]
         self.requests.num_computed.copy_(self._began)
         self.graphs.prepare(shape, StepColumns.of_decodes(range(size), [1] * size))
@@ -138,7 +140,7 @@ def differing(replays: Replays, *, rounds: int) -> dict[int, int]:
             logits, tokens = replays.replay(size)
             is_other = (logits.view(torch.int32) != first[size][0].view(torch.int32)).any()
             wrong[size] += is_other | (tokens != first[size][1]).any()
-        if number % 10 == 9:  # eager kernels between them
+        if number % 10 == 9:  # Eager kernels run between replays.
             replays.graphs.warmup(replays.num_layers)
     return {size: int(count) for size, count in wrong.items() if int(count)}
 
@@ -153,7 +155,7 @@ def test_equal_steps_give_equal_bits_in_any_order(spec: ModelSpec) -> None:
     device = torch.device("cuda", 0)
     runtime = runtime_of(device)
     kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # the default stream cannot be captured
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # The default stream cannot be captured.
         replays = Replays(
             spec, kernels, sizes=SIZES, lengths=LENGTHS, device=device, runtime=runtime
         )

@@ -1,5 +1,3 @@
-"""Prompts computed by one engine and decoded by another one, whose KV caches are on GPUs."""
-
 from __future__ import annotations
 
 import random
@@ -34,7 +32,7 @@ Engine = tuple[EngineLoop, ModelInfo]
 
 @contextmanager
 def engines(model: str, *kinds: dict[str, Any]) -> Iterator[list[Engine]]:
-    """Start an engine for each of `kinds`, its further options."""
+    """Start an engine for each of `kinds`, which holds its further options."""
     sizes = {"num_kv_blocks": 400, "max_model_len": 3000, "max_num_seqs": 8, "num_threads": 1}
     with ExitStack() as stack:
         found = []
@@ -75,7 +73,7 @@ def ask(
 def run(
     loops: Sequence[EngineLoop], requests: Sequence[tuple[EngineLoop, GenerateRequest]]
 ) -> list[list[int]]:
-    """Drive all `loops` until the requests have ended. Return their tokens."""
+    """Drive all `loops` until the requests have ended. Return the tokens of each request."""
     tokens: dict[str, list[int]] = {request.request_id: [] for _, request in requests}
     unfinished, end = set(tokens), time.monotonic() + SECONDS
 
@@ -99,7 +97,7 @@ def run(
 
 
 def run_apart(pair: list[Engine], prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Prefill all prompts on the first engine; decode them together on the second."""
+    """Prefill all prompts on the first engine, and decode all of them together on the second."""
     (first, _), (second, _) = pair
     assert first._transfers is not None
     config, engine_id = first._transfers.config, first._transfers.engine_id
@@ -113,7 +111,7 @@ def run_apart(pair: list[Engine], prompts: Sequence[tuple[int, ...]]) -> list[li
 
 
 def run_alone(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Continue each prompt by itself, after a run that has left it in the prefix cache."""
+    """Continue each prompt alone, after a run that has left it in the prefix cache."""
     found = []
     for prompt in prompts:
         for sampling in (FIRST, GREEDY):
@@ -125,7 +123,7 @@ def run_alone(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[list[i
 @pytest.mark.parametrize("model", LENGTHS)
 @pytest.mark.parametrize("way", ["plain", "drafts", "fp8 cache"])
 def test_tokens_are_those_of_one_engine(model: str, way: str) -> None:
-    """Both compute the same tokens after the same prefixes: the bits are equal."""
+    """Check for equal bits: both engines compute the same tokens after the same prefixes."""
     options = options_of(model, way)
     roles = [exchange(role) for role in ("kv_producer", "kv_consumer")]
     with engines(model, options, *({**options, **role} for role in roles)) as found:
@@ -142,7 +140,7 @@ def test_tokens_are_those_of_one_engine(model: str, way: str) -> None:
         assert stats.num_failed_prefills == 0
         if way == "drafts":
             assert stats.num_accepted_tokens > 0
-        # together their steps have other sizes, which changes roundings
+        # A step with several requests has another size, which changes how values round.
         share = agreement(expected, run_apart(pair, prompts))
         print(f"agreement of {model}, {way}, together: {share:.4f}")
         assert share > 0.5
@@ -151,9 +149,7 @@ def test_tokens_are_those_of_one_engine(model: str, way: str) -> None:
 @pytest.mark.parametrize("model", LENGTHS)
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
 def test_ranks_of_both_engines_share_the_heads(model: str, sizes: tuple[int, int]) -> None:
-    """The decoding engine has the KV blocks that the other one computed: what it continues
-    is what an engine of its size continues after a prompt in its cache.
-    """
+    """Compare with an engine of the same size that has the prompt in its cache."""
     skip_without({"tensor_parallel_size": 2})
     kinds = [
         {"tensor_parallel_size": size, **exchange(role)}
@@ -165,7 +161,7 @@ def test_ranks_of_both_engines_share_the_heads(model: str, sizes: tuple[int, int
         stats = pair[1][0].stats()
         assert stats.num_failed_prefills == 0 and stats.num_pulled_blocks > 0
         before = stats.num_pulled_blocks
-        alone = run_alone(pair[1], prompts)  # with the blocks of the first engine
+        alone = run_alone(pair[1], prompts)  # This engine has the blocks of the first engine.
         assert pair[1][0].stats().num_pulled_blocks == before
     assert agreement(alone, apart) >= AGREEMENT
     with engines(model, {"tensor_parallel_size": sizes[1]}) as (plain,):

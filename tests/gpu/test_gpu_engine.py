@@ -16,7 +16,7 @@ from negamax.evals.accuracy import run_suite
 from negamax.options.engine import EngineOptions
 from negamax.scheduler.request import GenerateRequest
 
-AGREEMENT = 0.995  # of the tokens of greedy answers
+AGREEMENT = 0.995  # least share of equal tokens in greedy answers
 PROBLEMS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
 
@@ -97,12 +97,12 @@ def test_another_way_to_run_the_same_prompts_agrees(options: dict[str, object]) 
 def test_blocks_from_main_memory_and_files_give_the_answers_of_cached_ones(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """All compute the same tokens after the same prefixes, alone: the bits are equal."""
+    """Check for equal bits: each request runs alone, after the same prefix."""
     skip_without(options)
     found, loads, reads = [], [], []
     few: dict[str, Any] = {"num_kv_blocks": 24, "kv_offloading_size": 1.0}
     files = few | {"kv_offloading_path": str(tmp_path)}
-    for sizes in ({"num_kv_blocks": 512}, few, files, files):  # the last one finds files
+    for sizes in ({"num_kv_blocks": 512}, few, files, files):  # The last engine finds the files.
         with LLM("nano-m3", device="cuda", max_model_len=3000, **sizes, **options) as llm:
             asked = [[40 + at * step % 3000 for at in range(2000)] for step in (3, 7, 11, 13)]
             passes = [[llm.generate([one], GREEDY)[0] for one in asked] for _ in range(2)]
@@ -152,7 +152,7 @@ def test_block_sparse_attention_answers_as_on_the_cpu(options: dict[str, object]
     [
         ("nano", "nano-math", 1000, 0.995, 1.0),
         ("nano", "nano-tools", 500, 0.983, 0.993),
-        # within three points of nano's; finding facts needs the right blocks
+        # nano-m3 is within three points of nano; finding facts needs the right blocks.
         ("nano-m3", "nano-math", 1000, 0.97, 1.0),
         ("nano-m3", "nano-tools", 500, 0.958, 1.0),
         *(("nano-m3", f"nano-retrieval-{at}", 200, 0.95, 1.0) for at in retrieval.LENGTHS),
@@ -182,7 +182,7 @@ def test_a_seed_gives_the_same_text_in_any_batch(llm: LLM) -> None:
     )
     mixed = llm.generate(chosen[:12], [plain, *[others] * 11])
     same = sum(a == b for a, b in zip(alone, mixed[0].outputs[0].token_ids, strict=True))
-    assert same >= 36  # another batch size's rounding may change a token near a tie
+    assert same >= 36  # Rounding at another batch size may change a token near a tie.
     entries = mixed[1].outputs[0].logprobs
     assert entries is not None and len(entries) == 40
     assert all(entry.logprob <= 0.0 and len(entry.top_ids) == 2 for entry in entries)
@@ -230,7 +230,7 @@ def test_a_long_mixed_run_ends_with_every_block_free(model: str) -> None:
 
 
 def mixed_run(loop: EngineLoop, *, longest: int) -> None:
-    """Run 200 requests of 1 to `longest` tokens: preemptions, chunks, aborts in every state."""
+    """Run 200 requests of 1 to `longest` tokens, with preemptions, chunks and aborts."""
     draw = random.Random(3)
     waiting = []
     for number in range(200):

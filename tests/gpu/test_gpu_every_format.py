@@ -1,8 +1,8 @@
-"""Every format of docs/checkpoints.md on a GPU, compared with its fp32 definition on a CPU.
+"""Compare every format of docs/checkpoints.md on a GPU with its fp32 definition on a CPU.
 
-A tiny MiniMax-M2 is written in each format as in tests/cpu/stored_formats.py. Its sizes make shards
-divide blocks and groups as MiniMax-M2's do over 8 and 16 ranks. Each token goes to all experts, so
-rounding cannot change the routing. The shards run on one GPU in turn.
+A tiny MiniMax-M2 is written in each format as in tests/cpu/stored_formats.py. At its sizes, shards
+divide blocks and groups as MiniMax-M2's shards do over 8 and 16 ranks. Each token goes to all
+experts, so rounding cannot change the routing. The shards run on one GPU in turn.
 """
 
 import json
@@ -60,7 +60,7 @@ REFERENCES = KernelTable.of(
     (op.reference for op in OPS.values()), platform=CPU, dtype=torch.float32
 )
 
-# --- the formats, and how a GPU holds them as docs/checkpoints.md says ----------------------------
+# --- the formats, and how a GPU holds them according to docs/checkpoints.md ----------------------
 
 READ, DEQUANTIZED = "as bf16", "dequantized at load"
 BLOCKS, PACKED, ROUNDED = "FP8 blocks", "weight-only", "weight-only; W8A8 for long prompts"
@@ -72,7 +72,7 @@ OTHER_SIZES: dict[str, StoredFormat] = {
     "packed-int4-64": packed(size=64), "packed-int8-128": packed(bits=8, size=128),
 }  # fmt: skip
 NEURON = "fp8-neuron"
-# How a GPU holds experts and, if different, attention projections.
+# how a GPU holds experts and, if different, attention projections
 HELD: dict[str, tuple[str, ...]] = {
     name: held
     for held, names in {
@@ -90,7 +90,7 @@ HELD: dict[str, tuple[str, ...]] = {
             "gptq-8-bits gptq-v2 gptq-head packed-int4 packed-int4-64 packed-int4-asym "
             "packed-int4-channel packed-int8 packed-int8-128 modelslim-int4"
         ),
-        # Matrices of an expert differ in bits or groups.
+        # The matrices of an expert differ in bits or groups.
         (DEQUANTIZED, PACKED): "auto-round auto-round-gptq auto-round-awq",
         (DEQUANTIZED,): (
             "fp8-fnuz fp8-fnuz-bits modelslim-static modelslim-static-fp16 auto-round-2-bits "
@@ -100,13 +100,13 @@ HELD: dict[str, tuple[str, ...]] = {
     for name in names.split()
 }
 
-# --- what must hold -------------------------------------------------------------------------------
+# --- limits of errors ----------------------------------------------------------------------------
 
 # Largest difference of a log-probability in a vocabulary of 96. Logits have a standard deviation of
-# 1; bf16 adds an error of 0.7 %, FP8 activations 2 to 3 %. The largest of 4,500 errors (long
-# prompt: 29,000) is four to five times that.
+# 1. bf16 adds an error of 0.7 %, FP8 activations add 2 to 3 %. The largest of 4,500 errors (long
+# prompt: 29,000) is four to five times as large.
 DIFFERENCE = {READ: 0.1, DEQUANTIZED: 0.1, PACKED: 0.1, ROUNDED: 0.1, BLOCKS: 0.4}
-LONG_DIFFERENCE = 0.4  # activations of long prompts are rounded
+LONG_DIFFERENCE = 0.4  # The activations of long prompts are rounded.
 # ||sum of the shards - whole|| / ||whole||. Each shard is rounded to bf16. With FP8 blocks,
 # activations are rounded to FP8 before each GEMM, in the same groups on any number of ranks.
 SHARES = {READ: 0.01, DEQUANTIZED: 0.01, PACKED: 0.01, ROUNDED: 0.01, BLOCKS: 0.05}
@@ -135,11 +135,11 @@ class Rank:
     def products(self, x: Tensor, heads: Tensor, columns: range) -> list[Tensor]:
         """Return this rank's outputs of the projections, of attention's output and of the experts.
 
-        Inputs are `x` [T, hidden] and the rank's `columns` of the attention heads' outputs `heads`.
+        Inputs are `x` [T, hidden], and the rank's `columns` of `heads`, the outputs of all heads.
         """
         x, heads = (each.to(self.device, self.kernels.dtype) for each in (x, heads))
         layer: Any = self.model.layers[0]
-        projected = layer.attention._qkv(x).chunk(3, dim=1)  # as many key heads as query heads
+        projected = layer.attention._qkv(x).chunk(3, dim=1)  # as many key as query heads
         out = layer.attention._out(heads[:, columns.start : columns.stop].contiguous()).x
         given = x if layer.mlp.activation is None else self.kernels[QUANTIZE].run(x)
         experts = layer.mlp(given).x
@@ -149,9 +149,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Subject:
-    """One checkpoint by its definition (CPU, fp32), on one rank, and in shards of 4 and of 8.
+    """Hold one checkpoint in three forms: its fp32 definition, one rank, and 4 or 8 shards.
 
-    `questions`: steps, the definition's log-probabilities and the allowed difference.
+    `questions` holds steps, log-probabilities of the definition, and the allowed difference.
     """
 
     definition: Rank
@@ -215,7 +215,7 @@ def held_as(model: Decoder, op: Op[Any, Any], module: str, kernels: KernelTable)
         return READ if all(slot.source is PLAIN for slot in slots) else DEQUANTIZED
     assert all(slot.stored is not None for slot in slots)
     width = CONFIG["hidden_size"]
-    # the matrices of an expert may differ in format, but not in kernel
+    # The matrices of an expert may differ in format, but not in kernel.
     (kernel,) = {kernels.choose(op, slot.source, columns=width) for slot in slots}
     assert kernel is not None
     return {WEIGHT_ONLY: PACKED, W8A8: ROUNDED, "triton": BLOCKS}[kernel.provider]
@@ -225,7 +225,7 @@ def prepare(
     name: str, folder: Path, tensors: Mapping[str, Tensor], *, kernels: KernelTable,
     device: torch.device, lengths: tuple[int, int, int] = (PROMPT, GREEDY_TOKENS, LONG_PROMPT),
 ) -> Subject:  # fmt: skip
-    """Write the checkpoint and load it in every way; `lengths`: prompt, answer, long prompt."""
+    """Write the checkpoint and load it in every way. `lengths` are prompt, answer, long prompt."""
     write_checkpoint(name, folder, tensors)
     cpu = torch.device("cpu")
     definition = load(folder, ParallelLayout(), kernels=REFERENCES, device=cpu)
@@ -260,7 +260,7 @@ def check(name: str, subject: Subject) -> str:
         found = subject.whole.log_probabilities(chunks)
         assert bool(found.isfinite().all())
         differences.append(float((found - expected).abs().max()))
-        if len(chunks) > 1:  # the last prompt token and all answer tokens but the last
+        if len(chunks) > 1:  # the last prompt token, and all answer tokens except the last
             rows = slice(len(chunks[0]) - 1, -1)
             said, best = found[rows].argmax(-1), expected[rows].max(-1).values
             gaps = best - expected[rows].gather(-1, said[:, None])[:, 0]
@@ -286,7 +286,9 @@ def check(name: str, subject: Subject) -> str:
 def subjects(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Subject | Exception]:
-    """Return the subjects of the selected tests, or load errors; kernels compile in parallel."""
+    """Return the subjects of the selected tests, or their load errors; kernels compile in
+    parallel.
+    """
     chosen = {item.callspec.params["name"] for item in request.session.items
               if isinstance(item, pytest.Function) and "subjects" in item.fixturenames}  # fmt: skip
     folder, device = tmp_path_factory.mktemp("formats"), torch.device("cuda", 0)
@@ -295,7 +297,7 @@ def subjects(
     for name in filter(chosen.__contains__, HELD):
         try:
             found[name] = prepare(name, folder / name, tensors, kernels=kernels, device=device)
-        except Exception as error:  # only that format's test fails
+        except Exception as error:  # Only the test of that format fails.
             found[name] = error
     with warming_up(ParallelContext.single()):
         for subject in found.values():

@@ -15,14 +15,14 @@ from tests.tiny import TOKENIZER_FILES
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from stored_formats import FORMATS, write
 
-# One format per layout that kernels distinguish; some methods round activations.
+# One format per layout that kernels distinguish. Some methods round activations.
 WEIGHTS_ONLY = (
     "awq", "compressed-mxfp4", "compressed-nvfp4", "gptq-act-order", "gptq-asym", "gptq-v2",
     "modelopt-mixed", "modelopt-nvfp4", "mxfp8", "packed-int4", "packed-int4-asym", "packed-int8",
     "quark-mxfp4",
 )  # fmt: skip
 ROUNDED = ("compressed-fp8-channel", "int8", "modelopt-fp8", "modelslim-dynamic", "quark-int8")
-MXFP8 = ("modelopt-mixed", "mxfp8")  # held as FP8 blocks unless asked for
+MXFP8 = ("modelopt-mixed", "mxfp8")  # held as FP8 blocks unless an option differs
 DEGREES = (1, 2, 4)
 _TEXTS = (*TOKENIZER_FILES, "generation_config.json")
 

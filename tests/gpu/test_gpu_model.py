@@ -1,5 +1,3 @@
-"""Two full-width layers of MiniMax-M2 on a GPU against the fp32 definitions."""
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,8 +27,8 @@ PLATFORM = platform_of(torch.device("cuda", 0)) if torch.cuda.is_available() els
 REFERENCES = KernelTable.of(
     (op.reference for op in OPS.values()), platform=PLATFORM, dtype=torch.float32
 )
-# GEMMs with FP8 weights and activations lose 2.6 % per rounded factor; 16-bit ones lose the
-# rounding of each result.
+# A GEMM with FP8 weights and activations loses 2.6 % per rounded factor.
+# A 16-bit GEMM loses only the rounding of each result.
 BOUNDS = {"stored FP8": 0.05, "bf16": 0.015}  # measured: 0.020, 0.007
 
 
@@ -42,7 +40,7 @@ def build(kernels: KernelTable, *, keep_quantized: bool, device: torch.device) -
 
 
 def random_weights(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield (name, values, scales or None) of each tensor: e4m3 with block scales if stored so."""
+    """Yield (name, values, scales or None) of each tensor. Quantized tensors are e4m3 blocks."""
     generator = torch.Generator(device).manual_seed(0)
     model = build(REFERENCES, keep_quantized=False, device=torch.device("meta"))
     slots = model.weight_slots()
@@ -80,7 +78,7 @@ def filled(kernels: KernelTable, *, keep_quantized: bool, device: torch.device) 
 def typical_error(
     kernels: KernelTable, *, keep_quantized: bool, device: torch.device, longest: int
 ) -> float:
-    """Return the worst step's median error of a token; near ties may select other experts."""
+    """Return the largest median error of a token over the steps; near ties may change experts."""
     sizes = {"device": device, "block_size": BLOCK_SIZE}
     sizes["num_blocks"] = 3 * ((longest + 40) // BLOCK_SIZE + 2)
     model = filled(kernels, keep_quantized=keep_quantized, device=device)

@@ -8,7 +8,7 @@ from negamax import LLM
 from tests import tiny_draft
 
 EAGLE3 = {"method": "eagle3", "num_speculative_tokens": 3, "adaptive": False}
-# options of the engine and of the draft
+# options of the engine, and options of the draft
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "always three": ({}, EAGLE3),
     "adaptive": ({}, {**EAGLE3, "adaptive": True}),

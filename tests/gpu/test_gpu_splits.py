@@ -1,5 +1,3 @@
-"""Models split over several GPUs agree with one GPU, and end their runs with every block free."""
-
 import contextlib
 import os
 import signal
@@ -52,7 +50,7 @@ STAGES = [
     parallel(pp=2, speculative_config={"method": "ngram"}),
     parallel(pp=4, speculative_config={"model": "nano-draft"}),
 ]  # fmt: skip
-# the embedded models have two KV heads
+# The embedded models have two KV heads.
 CACHE_SHARDS = [
     parallel(tp=4, dcp=2),
     parallel(tp=4, dcp=2, enforce_eager=True),
@@ -80,7 +78,7 @@ def answers(**options: Any) -> tuple[list[list[int]], list[list[int]]]:
     with LLM("nano", device="cuda", **options) as llm:
         asked = prompts(llm)
         together = [each.outputs[0].token_ids for each in llm.generate(asked, GREEDY)]
-        time.sleep(0.5)  # tensors in flight between stages are received without a plan
+        time.sleep(0.5)  # Stages receive tensors in flight even without a plan.
         alone = [llm.generate(each, GREEDY)[0].outputs[0].token_ids for each in asked[:3]]
         if not options.get("enforce_eager"):
             assert "CUDA graphs" in llm.info.memory
@@ -99,7 +97,7 @@ def test_ranks_agree_with_one(of_one_gpu: list[list[int]], options: dict[str, An
     share = agreement(of_one_gpu, together)
     print(f"agreement of {options} with one GPU: {share:.4f}")
     assert share >= AGREEMENT
-    assert agreement(of_one_gpu[:3], alone) >= 0.9  # a few hundred tokens
+    assert agreement(of_one_gpu[:3], alone) >= 0.9  # The text has a few hundred tokens.
 
 
 @pytest.mark.parametrize("options", OF_M3, ids=str)
@@ -132,14 +130,14 @@ def test_a_seed_gives_the_same_text_on_either_rank() -> None:
         assert min(rank.generated_tokens for rank in llm._loop._scheduler.ranks) > 0
     for text in texts[1:]:
         same = sum(a == b for a, b in zip(texts[0], text, strict=True))
-        assert same >= 36  # another batch size's rounding may change a token near a tie
+        assert same >= 36  # Rounding at another batch size may change a token near a tie.
 
 
 @pytest.mark.parametrize(
     ("options", "victim", "most_seconds"),
     [
         (parallel(tp=2), 1, 3.0),
-        # the survivor may need five seconds more until it is killed
+        # The survivor may need five more seconds until it is killed.
         (STAGES[1], 0, 8.0),
         (STAGES[1], 1, 8.0),
     ],
@@ -161,4 +159,4 @@ def test_killed_rank_ends_others(options: dict[str, Any], victim: int, most_seco
     print(f"the ranks ended after {seconds:.2f} s: {[each.exit_code for each in ranks]}")
     assert all(each.exit_code is not None for each in ranks) and seconds < most_seconds
     if "tensor_parallel_size" in options:
-        assert ranks[1 - victim].exit_code == 1  # it ended without being killed
+        assert ranks[1 - victim].exit_code == 1  # The survivor ended without being killed.

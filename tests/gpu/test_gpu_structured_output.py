@@ -20,7 +20,7 @@ DRAFT: dict[str, object] = {
 }  # fmt: skip
 WAYS: tuple[dict[str, object], ...] = (
     {"temperature": 0.0},
-    {"temperature": 1.0},  # the checkpoint's top_k and top_p: sampled from the leading tokens
+    {"temperature": 1.0},  # The checkpoint's top_k and top_p select the leading tokens.
     {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
     {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 3},

@@ -1,7 +1,7 @@
-"""Every GPU kernel against its op's fp32 definition, on small cases and at real sizes.
+"""Compare every GPU kernel with its op's fp32 definition, on small cases and at real sizes.
 
-A second call runs after the allocator's free memory is filled with NaN, which reveals unwritten
-outputs and reads of uninitialized memory.
+A second call runs after the allocator's free memory is filled with NaN. The NaN values reveal
+unwritten outputs and reads of uninitialized memory.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,12 @@ KERNELS = (
     else []
 )
 SEEDS = (0, 1, 2)
-MANY_CASES = 40  # each seed runs a part of the rest, which mostly take time to compile
+MANY_CASES = 40  # Each seed runs some of the remaining cases, which mostly take time to compile.
 # share of integers (selected experts, tokens) that a near tie may change at full width
 OTHER_CHOICES = 1e-3
-# never part of a graph
+# These ops are never part of a graph.
 PLANNED_ON_THE_HOST = ("attention.prefill", "cache_shards.prefill")
-PARTLY_UNDEFINED = ("block_sparse.select_shard",)  # its `apply` omits undefined values
+PARTLY_UNDEFINED = ("block_sparse.select_shard",)  # `apply` of this op omits undefined values.
 
 _BY_DTYPE = [
     pytest.param(
@@ -94,7 +94,7 @@ def distance(want: Tensor, got: Tensor) -> Tensor:
 def find_problems(
     kernel: Kernel, case: Case, here: Case, find: Callable[[Op, Tensor, Tensor], str | None]
 ) -> list[str]:
-    """Compare two runs of a kernel on `here`, `case` on the GPU, with the definition on `case`."""
+    """Run a kernel twice on `here`, the case on the GPU, and compare with the definition."""
     op, problems = kernel.op, []
     expected = CASES[op].apply(op.reference, case.upcast())
     for when in ("first run", "poisoned memory"):
@@ -116,7 +116,7 @@ def find_problems(
 def test_kernel_computes_its_op_on_small_cases(kernel: Kernel, dtype: torch.dtype) -> None:
     problems = []
     for case in small_cases(kernel, dtype, seed=0):
-        # quantized factors have the tolerance of full sizes
+        # Quantized factors have the tolerance of full sizes.
         find = partial(small_problem, dtype=dtype) if case.stored is PLAIN else wide_problem
         problems += find_problems(kernel, case, on_gpu(case), find)
     assert not problems, "\n".join(problems)

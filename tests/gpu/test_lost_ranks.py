@@ -1,5 +1,3 @@
-"""Kernels that wait for another GPU stop on request, on timeout, or when its process ends."""
-
 import json
 import tempfile
 import threading
@@ -16,7 +14,7 @@ from negamax.parallel.poll_control import PollControl
 
 
 def waited(control: PollControl, context: ParallelContext, device: torch.device) -> float:
-    """Return how long a sum over two ranks waited for the absent one, in seconds."""
+    """Return how many seconds a sum over two ranks waited for the absent rank."""
     from negamax.kernels.collectives import triton as kernels
     from negamax.kernels.norm import triton as norm_kernels
 
@@ -30,7 +28,7 @@ def waited(control: PollControl, context: ParallelContext, device: torch.device)
 
 
 def one_rank(rank: int, folder: str) -> None:
-    """Rank 0 calls three times and writes its waits to `folder`; rank 1 never calls."""
+    """Let rank 0 call three times and write its waits to `folder`. Rank 1 never calls."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     context = ParallelContext.nccl(
@@ -64,6 +62,6 @@ def test_waits_end_on_abort_and_at_their_time_limit() -> None:
         mp.spawn(one_rank, args=(folder,), nprocs=2)
         waits = json.loads(Path(folder, "waits.json").read_text())
     print(waits)
-    assert waits["aborted"] > 0.4  # compile the kernel before it waits
+    assert waits["aborted"] > 0.4  # The kernel compiles before it waits.
     assert waits["aborted before"] < 0.1
     assert 0.6 < waits["time is up"] < 1.5

@@ -1,5 +1,3 @@
-"""The router of vLLM, as PyPI has it, follows KV events and routes by them."""
-
 import random
 import subprocess
 import sys
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)  # for downloads
 
 
 def test_vllm_router_sends_prompts_where_their_prefix_is_cached(tmp_path: Path) -> None:
-    """The router replays the events of prompts that ran before it started."""
+    """Start the router after some prompts, so that it must replay their events."""
     python = tmp_path / "venv" / "bin" / "python"
     for command in (
         [sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"],
@@ -59,7 +57,7 @@ def test_vllm_router_sends_prompts_where_their_prefix_is_cached(tmp_path: Path) 
                         return False
 
                 assert eventually(is_ready), (tmp_path / "router").read_text()
-                for at in range(8, 12):  # live; the first of each shows the router a gap
+                for at in range(8, 12):  # The first of each server shows the router a gap.
                     assert complete((a, b)[at % 2], prompts[at]) == 0
                 assert eventually(lambda: complete(http, [*prompts[11], 50]) == 320)
                 assert [complete(http, [*prompt, 60, 61]) for prompt in prompts] == [320] * 12

@@ -1,5 +1,3 @@
-"""The wheel alone in an empty environment, without the tests' own packages."""
-
 import json
 import os
 import re
@@ -18,16 +16,16 @@ from negamax import __version__
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "negamax" / "assets" / "nano"
-pytestmark = pytest.mark.timeout(900)  # for downloads; installing takes a minute
+pytestmark = pytest.mark.timeout(900)  # The limit includes downloads; installing takes a minute.
 PROMPT = ("--prompt", "What is 47 + 38?", "--temperature", "0", "--max-tokens", "200")
 
 
 @dataclass(frozen=True)
 class Installation:
-    """An environment with the wheel and its dependencies."""
+    """Hold an environment with the wheel and its dependencies."""
 
     bin: Path
-    folder: Path  # current folder of commands: no source is near
+    folder: Path  # current folder of commands, far from the source
 
     def start(
         self, *arguments: str, program: str = "negamax", **environment: str
@@ -90,7 +88,7 @@ def test_every_module_finds_what_it_imports(installed: Installation) -> None:
 
 
 def test_help_generate_and_doctor(installed: Installation) -> None:
-    """The hub's tests generate with the files of nano."""
+    """Run the basic commands. Tests of the hub generate with the files of nano."""
     assert "serve" in installed.run("--help")
     assert "85" in installed.run("generate", "nano-m3", *PROMPT)
     assert "-> negamax serve nano\n" in installed.run("doctor")
@@ -121,7 +119,7 @@ def test_serve_and_bench_serve(installed: Installation) -> None:
 
 
 def refusal(process: subprocess.Popen[str]) -> str:
-    """Return the error of a refused command: one line after the log."""
+    """Return the error of a refused command, which is one line after the log."""
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 2 and output == "", (process.returncode, output, errors)
     assert "Traceback" not in errors
@@ -150,7 +148,7 @@ def test_unavailable_hub_ids_are_refused_in_a_line(installed: Installation, hub:
 
 
 def test_stopped_download_resumes_and_runs_offline(installed: Installation, hub: TinyHub) -> None:
-    hub.cuts, hub.cut_at = 1, 11 * 2**20  # the client writes pieces of 10 MiB
+    hub.cuts, hub.cut_at = 1, 11 * 2**20  # The client writes pieces of 10 MiB.
     assert "85" in installed.run("generate", "lab/cut", *PROMPT, **hub.environment)
     assert hub.cuts == 0 and hub.ranges == [f"bytes={10 * 2**20}-"]
     offline = {**hub.environment, "HF_HUB_OFFLINE": "1"}

@@ -1,7 +1,7 @@
-"""Test inputs of every op, and how its kernels are called with them.
+"""Make test inputs of every op, and call its kernels with them.
 
-An op is listed by its family's `CASES`. The contract test, the benchmark (`tools/bench_kernels.py`)
-and the ahead-of-time compilation read this table.
+The `CASES` of an op's family list the op. The contract test, the benchmark
+(`tools/bench_kernels.py`) and the ahead-of-time compilation read this table.
 """
 
 from tests.kernel_cases import (

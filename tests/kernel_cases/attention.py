@@ -32,7 +32,7 @@ from tests.kernel_cases.case import Apply, Case, Cost, OpCases, Rows, both, num_
 _QK_NORM_SMALL = ((0, 2, 1, 16, 8), (1, 8, 2, 128, 64), (5, 6, 3, 20, 10))
 _HEAD_NORM_SMALL = ((0, 2, 1, 16, 8), (3, 0, 2, 16, 8), (1, 16, 1, 128, 64), (5, 6, 3, 20, 20))
 _ROPE_SMALL = ((0, 2, 1, 16, 16), (1, 6, 1, 128, 128), (5, 3, 3, 20, 20))
-# and the blocks of the cache, their size, the dtype of an FP8 cache
+# as above, then blocks of the cache, their size, and the dtype of an FP8 cache
 _QK_NORM_WIDE = (
     (1, 48, 8, 128, 64, (64, 64)), (1, 12, 2, 128, 64, (256, 16)), (100, 24, 4, 128, 64, (128, 32)),
     (3001, 12, 2, 128, 64, (256, 16)), (1000, 48, 8, 128, 64, (256, 16), FP8),
@@ -40,7 +40,7 @@ _QK_NORM_WIDE = (
 )  # fmt: skip
 _HEAD_NORM_WIDE = (
     (1, 16, 1, 128, 64, (32, 128)),
-    (7, 0, 1, 128, 64, (32, 128)),  # keys and values alone
+    (7, 0, 1, 128, 64, (32, 128)),  # keys and values without queries
     (100, 64, 4, 128, 64, (32, 128)),
     (3001, 16, 1, 128, 64, (32, 128)),
     (100, 16, 1, 128, 64, (32, 128), FP8),
@@ -67,7 +67,9 @@ def _norm_case(
     *,
     norm_per_head: bool = False,
 ) -> Case:
-    """`cache` is the number of blocks and their size. An FP8 cache has scales other than 1."""
+    """Make a case. `cache` is the number of blocks and their size. FP8 caches have scales other
+    than 1.
+    """
     num_blocks, block_size = cache
     norm_shape = (2, head_dim) if norm_per_head else ((heads + kv_heads) * head_dim,)
     normal = partial(randn, generator=generator)
@@ -91,7 +93,7 @@ def _norm_case(
 def apply_norm(
     kernel: AnyKernel, case: Case, *, has_norm: bool = True, **ranks: int
 ) -> tuple[Tensor, ...]:
-    """Return q and the caches as stored values: rounded in the definition, too."""
+    """Return q and the caches as stored values, which the definition also rounds."""
     t, n = case.tensors, case.numbers
     k_cache, v_cache = (
         t[name].to(n.get("cache_dtype", t[name].dtype), copy=True)
@@ -106,7 +108,7 @@ def apply_norm(
         norm = (kernel.prepare(t["norm_weight"], eps=1e-6, **heads, **ranks),)
     cache = KvCache(k_cache, v_cache, n.get("kv_scales", (1.0, 1.0)))
     qkv = t["qkv"].clone()
-    if n["heads"] == 0:  # columns of a wider tensor
+    if n["heads"] == 0:  # The columns are part of a wider tensor.
         qkv = torch.cat([qkv, qkv], dim=1)[:, : qkv.shape[1]]
     q = kernel.run(qkv, *norm, TokenPlaces(*angles, rows), cache)
     return q, k_cache, v_cache
@@ -139,8 +141,8 @@ _PREFILL_SMALL = (
     ((1700, 40), (9, 3), 2, 2, 16, 16),
     ((1100,), (40,), 1, 2, 16, 16),
 )
-# Shards of MiniMax-M2 (8, 4, 2 KV heads) and of MiniMax-M3's dense layers (4 and 1): one to a
-# hundred sequences with padding, a very long one, and ones with three draft tokens.
+# Shards of MiniMax-M2 (8, 4, 2 KV heads) and of MiniMax-M3's dense layers (4 and 1).
+# Up to a hundred sequences with padding, a very long one, and some with three draft tokens.
 _UNEVEN = [1 + 37 * i % 2200 for i in range(99)] + [0]
 _DECODE_WIDE = (
     ([1064], 2, 6, 128, 16), ([1064], 8, 6, 128, 64), ([1064] * 16, 2, 6, 128, 16),
@@ -186,7 +188,10 @@ def _attention_case(
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
-    """Queries of the last `counts` tokens; with `max_run`, decodes with drafts and padding."""
+    """Make queries of the last `counts` tokens.
+
+    With `max_run`, the rows are decodes with drafts and padding.
+    """
     shape, heads = PagedShape(kv_heads, group, block_size), kv_heads * group
     num_queries = max_run * len(lengths) or sum(counts)
     tensors = {
@@ -239,7 +244,7 @@ def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def cache_of(case: Case) -> KvCache:
-    """Return the caches of a case of an attention op."""
+    """Return the caches in the inputs of an attention op."""
     scales = case.numbers.get("kv_scales", (1.0, 1.0))
     return KvCache(case.tensors["k_cache"], case.tensors["v_cache"], scales)
 
@@ -254,7 +259,7 @@ def plan_of(kernel: AnyKernel, case: Case) -> Any:
 def run_metadata(
     block_tables: Tensor, seq_lens: Sequence[int], query_lens: Sequence[int], *, max_run: int
 ) -> AttentionMetadata:
-    """Turn the last query_lens[s] tokens of each sequence into decodes, then pad to `max_run`."""
+    """Turn the last query_lens[s] tokens of each sequence into decodes, and pad to `max_run`."""
     ends = [
         (row, end)
         for row, (length, count) in enumerate(zip(seq_lens, query_lens, strict=True))

@@ -1,7 +1,7 @@
-"""Kernels with bound arguments, so that a benchmark calls nothing else.
+"""Bind the arguments of kernels, so that a benchmark calls nothing else.
 
-`bind` runs an op's `apply` once and records its calls of `run`; repeating them runs the kernel
-alone.
+`bind` runs an op's `apply` once and records its calls of `run`. Repeating these calls runs the
+kernel alone.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Call = Callable[[], Any]
 
 
 def bind(kernel: AnyKernel, case: Case) -> Call:
-    """Return a closure that repeats the `run` calls of the op's `apply` on the same arguments."""
+    """Return a closure that repeats the `run` calls of the op's `apply` with equal arguments."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:

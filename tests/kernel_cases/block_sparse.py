@@ -33,7 +33,7 @@ from negamax.kernels.rotary import cos_sin, signed_frequencies
 from tests.kernel_cases.attention import cache_of, describe_lengths, paged_caches, run_metadata
 from tests.kernel_cases.case import Case, Cost, OpCases, Rows, num_bytes, randn, table, tabled
 
-# MiniMax-M3 on one of four ranks, and on one GPU.
+# MiniMax-M3 on one of four ranks, and on a single GPU
 M3 = SparseShape(kv_heads=1, group=16, block_size=128, sparse_block_size=128, topk_blocks=16)
 M3_WHOLE = replace(M3, kv_heads=4)
 WHOLE, SHARD = IndexShard(), IndexShard(rank=3, ranks=4, heads=4, first_head=3)
@@ -67,7 +67,9 @@ def _norm_case(
     cache_dtype: torch.dtype | None = None,
     shard: IndexShard = WHOLE,
 ) -> Case:
-    """`heads`: query and KV heads; `widths`: of heads and index heads; `cache`: blocks and size."""
+    """Make a case. `heads` counts query and KV heads; `widths` are those of heads and index
+    heads.
+    """
     (own, kv), (head_dim, index_dim), (num_blocks, block_size) = heads, widths, cache
     normal = partial(randn, generator=generator)
     on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -118,16 +120,16 @@ def norm_cost(case: Case) -> Cost:
     return Cost(num_bytes=2 * num_bytes(projected), flops=7 * projected.numel())
 
 
-# --- choice and attention ------------------------------------------------------------------------
+# --- block selection and attention ---------------------------------------------------------------
 
-# Lengths, queries, (KV heads, group, width, block size, sparse block size, top-k, init, local)
+# lengths, queries, (KV heads, group, width, block size, sparse block size, top-k, init, local)
 _DECODE = (
     ((1, 100), (1, 1), (1, 1, 8, 16, 16, 2, 0, 1)),
     ((150, 140, 65), (1, 1, 1), (1, 4, 128, 32, 16, 4, 0, 1)),
     ((5, 130, 1, 520), (1, 1, 1, 1), (2, 3, 16, 32, 32, 3, 0, 1)),
     ((333, 32, 31), (1, 1, 1), (2, 2, 20, 16, 16, 4, 1, 2)),
 )
-# The same for rows with drafts: each token is a decode, followed by padding.
+# Rows with drafts: each token is a decode, and padding follows.
 _RUNS = (
     ((150, 140, 65, 1), (4, 2, 4, 1), (2, 2, 16, 32, 16, 3, 0, 1)),
     ((333, 32, 31, 200, 90), (3, 1, 4, 4, 2), (1, 4, 32, 16, 16, 4, 1, 2)),
@@ -142,7 +144,7 @@ _PREFILL = (
 
 
 def _rows(cases: Rows, *rest: Any) -> Rows:
-    """Return lengths, queries, shape and width of small cases, and `rest`."""
+    """Yield lengths, queries, shape and width of small cases, followed by `rest`."""
     for lengths, counts, (kv_heads, group, width, *of_blocks) in cases:
         yield lengths, counts, SparseShape(kv_heads, group, *of_blocks), width, *rest
 
@@ -152,7 +154,7 @@ _PREFILL_SMALL = tuple(_rows(_PREFILL))
 _SELECT_SMALL = (*_rows((*_DECODE, *_PREFILL)), *_rows(_PREFILL[-1:], FP8), *_DECODE_SMALL[-2:])
 
 # MiniMax-M3's shard on one of four ranks: contexts of 1k to 1M tokens, padding, rows that verify
-# three draft tokens, whole prompts and chunks on a prefix.
+# three draft tokens, whole prompts, and chunks after a prefix.
 _LONG = [1000, 32_000, 0, 128_001]
 _DECODE_FULL = (
     ([1064], None), ([32_000] * 4, None), (_LONG, None), (_LONG, FP8), ([2100] * 100, FP8)
@@ -233,7 +235,10 @@ def _select_case(
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
-    """Index queries of the last `counts` tokens of each sequence; `max_run`: as `run_metadata`."""
+    """Make index queries of the last `counts` tokens of each sequence.
+
+    `run_metadata` explains `max_run`.
+    """
     one_head = SparseShape(1, shape.kv_heads, shape.block_size, shape.block_size, 1)
     caches = paged_caches(cache_dtype or dtype, generator, lengths, shape=one_head, head_dim=width)
     size = (max_run * len(lengths) or sum(counts), shape.kv_heads, width)
@@ -256,7 +261,7 @@ def _attention_case(
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
-    """Queries of the last `counts` tokens of each sequence, and random blocks."""
+    """Make queries of the last `counts` tokens of each sequence, and select random blocks."""
     heads, num_queries = shape.kv_heads * shape.group, max_run * len(lengths) or sum(counts)
     tensors = {
         "q": randn(num_queries, heads, width, dtype=dtype, generator=generator),
@@ -329,7 +334,7 @@ def apply_select(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def apply_select_shard(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """Return the blocks in ascending order, after -1 for missing blocks."""
+    """Return the blocks in ascending order; -1 stands for missing blocks and comes first."""
     t, shape = case.tensors, case.numbers["shape"]
     keys = kernel.run(
         t["index_q"], t["index_cache"], plan_of(kernel, case, dtype=t["index_q"].dtype)
@@ -354,7 +359,9 @@ def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def select_cost(case: Case) -> Cost:
-    """Index keys of sequences with more than top-k blocks are read once; GEMMs of visible pairs."""
+    """Count index keys of sequences with more than top-k blocks once, and GEMMs of visible
+    pairs.
+    """
     t, n = case.tensors, case.numbers
     shape, (num_tokens, heads, width) = n["shape"], t["index_q"].shape
     long = [
@@ -378,7 +385,7 @@ def merge_cost(case: Case) -> Cost:
 
 
 def attention_cost(case: Case) -> Cost:
-    """Attended keys and values read once, queries read, results written; GEMMs of these pairs."""
+    """Count attended keys and values, queries and results once, and GEMMs of attended pairs."""
     t, n = case.tensors, case.numbers
     q, ids, shape = t["q"], t["ids"], n["shape"]
     pairs = int(attended_tokens(_positions(n["lengths"], n["counts"]), shape).sum())

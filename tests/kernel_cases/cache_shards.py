@@ -26,7 +26,7 @@ from tests.kernel_cases import block_sparse as sparse
 from tests.kernel_cases.attention import cache_of
 from tests.kernel_cases.case import Apply, Case, Cost, OpCases, num_bytes, randn, tabled
 
-# --- where tokens lie ----------------------------------------------------------------------------
+# --- positions of tokens --------------------------------------------------------------------------
 
 
 def own_rows_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
@@ -74,7 +74,7 @@ def _of_rank(cases: Iterable[Case], *, rank: int, ranks: int) -> list[Case]:
 
 
 def _parts(whole: OpCases, apply: Apply, others: slice, ranks: int) -> OpCases:
-    """Return the cases of a rank of two; small ones also of `others` on a rank of `ranks`."""
+    """Return cases on one of two ranks. Cases in `others` also run on one of `ranks` ranks."""
 
     def small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
         cases = whole.small(dtype, generator)
@@ -107,7 +107,7 @@ def apply_sparse_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 # --- merge ---------------------------------------------------------------------------------------
 
 
-# tokens, ranks, heads, first and number of this rank's, width
+# tokens, ranks, heads, first head and number of heads of this rank, width
 _MERGE_SMALL = ((1, 2, 2, 1, 1, 8), (5, 2, 6, 0, 3, 20), (9, 4, 8, 6, 2, 128))
 _MERGE_WIDE = tuple((num_tokens, 2, 16, 8, 8, 128) for num_tokens in (1, 64, 8192))
 

@@ -14,7 +14,7 @@ from negamax.kernels.op import AnyKernel
 
 @dataclass(frozen=True)
 class Cost:
-    """Minimum bytes that one call reads and writes, and its arithmetic."""
+    """Hold the minimum bytes that one call reads and writes, and its arithmetic."""
 
     num_bytes: int
     flops: int
@@ -22,10 +22,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one call.
+    """Hold the inputs of one call.
 
-    `numbers` holds arguments that are not tensors. `stored` is the format of the weights; their
-    tensors are called "weight.<tensor>" unless it is `PLAIN`.
+    `numbers` holds arguments that are not tensors. `stored` is the format of the weights, whose
+    tensors are called "weight.<tensor>" unless the format is `PLAIN`.
     """
 
     label: str
@@ -34,7 +34,7 @@ class Case:
     stored: TensorFormat = PLAIN
 
     def upcast(self) -> Case:
-        """Return the same values in float32, but for the tensors of stored weights."""
+        """Return the same values in float32, except the tensors of stored weights."""
         tensors = {
             name: tensor.float() if tensor.is_floating_point() and "." not in name else tensor
             for name, tensor in self.tensors.items()
@@ -49,10 +49,10 @@ Rows = Iterable[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class OpCases:
-    """The cases of an op.
+    """Hold the cases of an op.
 
-    `apply` calls any kernel of the op on a case and returns all its outputs, tensors written in
-    place included. `wide` makes cases at the sizes of the real models, on the generator's device.
+    `apply` calls any kernel of the op on a case and returns all its outputs, including tensors
+    written in place. `wide` makes cases at the sizes of the real models, on the generator's device.
     """
 
     small: Make
@@ -62,7 +62,7 @@ class OpCases:
 
 
 def table(make: Callable[..., Case], rows: Rows, **fixed: Any) -> Make:
-    """Return a maker of the cases `make(dtype, generator, *row, **fixed)`."""
+    """Return a function that makes the cases `make(dtype, generator, *row, **fixed)`."""
     return lambda dtype, generator: [make(dtype, generator, *row, **fixed) for row in rows]
 
 
@@ -77,7 +77,7 @@ def tabled(
 
 
 def both(*makers: Make) -> Make:
-    """Return a maker of the cases of all `makers`."""
+    """Return a function that makes the cases of all `makers`."""
     return lambda dtype, generator: [case for make in makers for case in make(dtype, generator)]
 
 
@@ -88,5 +88,5 @@ def num_bytes(*tensors: Tensor) -> int:
 def randn(
     *shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
 ) -> Tensor:
-    """Draw normal values in float32, so that every dtype has the same ones."""
+    """Draw normal values in float32, so that every dtype gets equal values."""
     return (torch.randn(*shape, generator=generator, device=generator.device) * scale).to(dtype)

@@ -1,6 +1,6 @@
 """Cases of the fused all-reduce: the inputs of `norm.add_rms` on one rank.
 
-tests/gpu and tests/dist run several ranks.
+Tests in tests/gpu and tests/dist run several ranks.
 """
 
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Cases of dispatch and combine, on a group of one rank that holds some of the experts.
 
-tests/gpu and tests/dist run several ranks.
+Tests in tests/gpu and tests/dist run several ranks.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from negamax.kernels.op import AnyKernel
 from negamax.kernels.peers import PeerMemory, PeerRegion
 from tests.kernel_cases.case import Case, Cost, num_bytes, randn, tabled
 
-HELD = range(3, 7)  # the experts of the one rank
+HELD = range(3, 7)  # experts of the one rank
 
 
 class OneRank:
@@ -23,7 +23,7 @@ class OneRank:
     def __init__(self, device: torch.device, *, rows: int, words: int) -> None:
         memory = torch.zeros(2, 2, rows, words, dtype=torch.int64, device=device)
         control = torch.zeros(3, dtype=torch.int64, device=device)
-        control[1] = 1 << 60  # never times out
+        control[1] = 1 << 60  # The wait never times out.
         tokens, sums = (
             PeerRegion(
                 torch.tensor([copy.data_ptr(), control.data_ptr()], device=device),
@@ -51,7 +51,10 @@ def _case(
     width: int,
     top_k: int,
 ) -> Case:
-    """The rank holds `HELD` of ten experts; some tokens selected none of these, one no expert."""
+    """Make a case in which the rank holds `HELD` of ten experts.
+
+    Some tokens select none of these experts, and one token selects no expert.
+    """
     device = generator.device
     ids = torch.rand(num_tokens, 10, generator=generator, device=device).argsort(1)
     ids = ids[:, :top_k].to(torch.int32)

@@ -12,20 +12,20 @@ from negamax.kernels.quantize import op as quantize
 from tests.kernel_cases import weight_only
 from tests.kernel_cases.case import Case, Cost, OpCases, num_bytes, randn
 
-_M2_SHAPES = {  # in, out of one rank
+_M2_SHAPES = {  # inputs and outputs of one rank
     "qkv TP4": (3072, 2048), "o_proj TP4": (1536, 3072), "qkv TP2": (3072, 4096),
     "o_proj TP2": (3072, 3072), "qkv TP1": (3072, 8192), "o_proj TP1": (6144, 3072),
 }  # fmt: skip
 _M3_SHAPES = {
-    "M3 qkv TP4": (6144, 2560),  # with the index projections
+    "M3 qkv TP4": (6144, 2560),  # includes the index projections
     "M3 o_proj TP4": (2048, 6144),
-    "M3 gate_up TP4": (6144, 6144),  # of a dense layer
+    "M3 gate_up TP4": (6144, 6144),  # gate and up of a dense layer
     "M3 down TP4": (3072, 6144),
 }
 _M3_PACKED_SHAPES = {"M3 qkv TP2": (6144, 4992), "M3 o_proj TP2": (4096, 6144)}
 _M2_TOKENS = (1, 3, 16, 63, 128, 301, 1024, 8192)
 _PACKED_TOKENS = (1, 16, 64, 1024)
-_LONG = (8192,)  # of formats whose activations may be rounded
+_LONG = (8192,)  # numbers of tokens at which activations may be rounded
 _HEAD_ROWS = {"lm_head TP4": 50016, "lm_head TP1": 200064}
 
 
@@ -101,7 +101,7 @@ def fp8_case(
     outputs: int,
     label: str = "",
 ) -> Case:
-    """Activations are exact: e4m3 times a power of two, maximum 7 in each group of 128."""
+    """Make exact activations: e4m3 times a power of two, with maximum 7 in each group of 128."""
     x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator).clamp(-6.5, 6.5)
     x = (x * 64).to(torch.float8_e4m3fn).float() / 64
     x[:, ::E4M3_GROUP] = 7.0
@@ -120,7 +120,9 @@ def weight_only_case(
     outputs: int,
     label: str = "",
 ) -> Case:
-    """Activations that may be rounded are exact: integers or e4m3 times a power of two."""
+    """Make a case. Activations that may be rounded are exact: integers, or e4m3 by a power
+    of two.
+    """
     x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator)
     if stored.activation is not None:
         element = getattr(torch, stored.activation.element)
@@ -139,7 +141,7 @@ def fp8_weight(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]
     """Make e4m3 matrices [..., N, K] of standard deviation K^-1/2, and their scales."""
     *count, rows, columns = shape
     values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=generator.device)
-    for matrix in values.view(-1, rows, columns):  # in turn: in fp32 all would be large
+    for matrix in values.view(-1, rows, columns):  # In fp32, all matrices at once would be large.
         drawn = randn(rows, columns, dtype=torch.float32, generator=generator, scale=80)
         matrix.copy_(drawn.clamp_(-E4M3_MAX, E4M3_MAX))
     grid = E4M3_BLOCKS.tensors[1].shape((rows, columns))

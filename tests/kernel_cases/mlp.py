@@ -25,7 +25,7 @@ def _case(
 
 
 def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
-    """Return plain values, and the correct FP8 values if the case and the kernel have them."""
+    """Return plain values, and the FP8 values within tolerance if the kernel writes them."""
     n = case.numbers
     quantize = n["quantize"] and Feature.TRITON in kernel.requires
     out = kernel.run(case.tensors["gate_up"], activation=n["activation"], quantize=quantize)

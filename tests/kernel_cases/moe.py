@@ -18,11 +18,11 @@ from tests.kernel_cases.case import Case, Cost, OpCases, both, num_bytes, randn,
 from tests.kernel_cases.gemm import fp8_weight, stored_weight
 
 _TOKENS = (1, 4, 16, 64, 100, 1000)
-_LONG = 8192  # for other tiles, or with rounded activations
+_LONG = 8192  # tokens for other tiles, or for rounded activations
 _PACKED_WIDTHS = (1536, 384)
-_WIDTHS = (1536, 768, 384)  # MiniMax-M2's experts under TP1, TP2 and TP4
-_M3_WIDTHS = (768, 384)  # MiniMax-M3's under TP4 and TP8
-_M3_PACKED_WIDTHS = (1536,)  # and under TP2, in 4 bits
+_WIDTHS = (1536, 768, 384)  # widths of MiniMax-M2's experts under TP1, TP2 and TP4
+_M3_WIDTHS = (768, 384)  # widths of MiniMax-M3's experts under TP4 and TP8
+_M3_PACKED_WIDTHS = (1536,)  # the width under TP2, in 4 bits
 _M3_NORM_ROUTE: dict[str, Any] = {"scaling": 2.0, "shared": True, "gemma": True}
 M3 = {"activation": SwiGlu(alpha=1.702, limit=7.0, beta=1.0), "shared": True}
 
@@ -70,7 +70,7 @@ def route_full_size(dtype: torch.dtype, generator: torch.Generator) -> list[Case
 
 
 def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """The bias is so large that rounding selects no other expert."""
+    """Make cases with such a large bias that rounding selects no other expert."""
     return [
         _norm_route_case(dtype, generator, 30.0, *sizes, **numbers)
         for sizes, numbers in (
@@ -83,7 +83,7 @@ def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
             (((9, 64), 7, 8, 2), {}),
             (((1, 4, 264), 1, 3, 2), {}),
             (((2, 3, 64), 2, 8, 2), {}),
-            (((2, 5, 64), 1, 4, 2), {}),  # more parts than in one launch
+            (((2, 5, 64), 1, 4, 2), {}),  # more parts than one launch takes
             (((0, 128), 0, 4, 2), {"quantize": True}),
             (((2, 1152), 2, 8, 2), {"quantize": True}),
             (((2, 384), 1, 8, 2), {"quantize": True, **_M3_NORM_ROUTE}),
@@ -116,7 +116,7 @@ def _norm_route_case(
     top_k: int,
     **numbers: Any,
 ) -> Case:
-    """x of `shape`; rows from `active` on are padding."""
+    """Make a case with x of `shape`. Rows from `active` on are padding."""
     of_norm = norm.made(
         dtype, generator, shape, numbers.pop("quantize", False), numbers.pop("gemma", False)
     )
@@ -132,7 +132,7 @@ def _norm_route_case(
     return Case(label, tensors, {**of_norm.numbers, "top_k": top_k, **numbers})
 
 
-# tokens, experts, top-k, copies of an expert at most
+# tokens, experts, top-k, largest number of copies of an expert
 _PLACE_SMALL = ((0, 4, 2, 1), (1, 8, 8, 1), (3, 6, 3, 2), (70, 40, 6, 4), (300, 5, 1, 3))
 _PLACE_WIDE = [(n, *sizes) for sizes in ((256, 8, 4), (128, 4, 8)) for n in _TOKENS]
 
@@ -191,7 +191,7 @@ def experts_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 
 
 def _as_in_m3(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
-    """With plain weights the limit is low enough to clamp values."""
+    """Make cases of MiniMax-M3. With plain weights the limit is low enough to clamp values."""
     m3 = {"first": 0, "count": 6, **M3, "activation": SwiGlu(alpha=1.702, limit=0.8, beta=1.0)}
     make = partial(randn, dtype=dtype, generator=generator)
     found = []
@@ -221,7 +221,7 @@ def _m3_case(
     top_k: int,
     weights: dict[str, Tensor] | None = None,
 ) -> Case:
-    """Cover `num_experts` and a shared one; a quarter of several tokens are padding."""
+    """Make a case with `num_experts` and a shared expert. A quarter of the tokens are padding."""
     sizes = (num_tokens, hidden, width, num_experts, top_k, 0, num_experts + 1, weights)
     case = _stored_case(dtype, generator, stored, *sizes)
     choices = _shared_choices(num_tokens, num_experts, top_k, generator)
@@ -233,7 +233,7 @@ def _m3_case(
 def _shared_choices(
     num_tokens: int, num_experts: int, top_k: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """`_choices` with doubled weights, and expert `num_experts` as every token's last one."""
+    """Double the weights of `_choices`, and add expert `num_experts` as the last of every token."""
     chosen = _choices(num_tokens, num_experts, top_k, generator)
     return {
         "ids": F.pad(chosen["ids"], (0, 1), value=num_experts),
@@ -249,7 +249,7 @@ def _fp8_case(
     first: int,
     count: int,
 ) -> Case:
-    """The last quarter of the tokens are padding; the same two experts get more than a tile."""
+    """Make a case. The last quarter of the tokens are padding; two experts get more than a tile."""
     sizes = (num_tokens, 256, 256, num_experts, 2, first, count)
     case = _stored_case(dtype, generator, E4M3_BLOCKS, *sizes)
     if num_tokens > 16:

@@ -28,7 +28,7 @@ def made(
     }
     if quantize:
         for name in ("x", "residual"):
-            tensors[name][num_tokens // 2 :, ..., :GROUP] = 0  # groups of zeros
+            tensors[name][num_tokens // 2 :, ..., :GROUP] = 0  # some groups of zeros
     parts = f" P={shape[1]}" if len(shape) == 3 else ""
     label = f"T={num_tokens} width={width}{parts}{' gemma' * gemma}{' fp8' * quantize}"
     return Case(label, tensors, {"eps": 1e-6, "quantize": quantize, "gemma": gemma})
@@ -53,7 +53,7 @@ full_size = table(
 
 
 def quantizes(kernel: AnyKernel, case: Case) -> bool:
-    """Return whether the norm writes FP8: the case requests it and the kernel is for GPUs."""
+    """Return whether the norm writes FP8: the case requests FP8 and the kernel is for GPUs."""
     return case.numbers["quantize"] and Feature.TRITON in kernel.requires
 
 
@@ -69,7 +69,9 @@ def apply_add_rms(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def case_outputs(out: Tensor | QuantizedActivations, case: Case) -> tuple[Tensor, ...]:
-    """Return the norm's output as tensors to compare, twice for FP8 (`quantize.outputs`)."""
+    """Return the norm's output as tensors to compare. FP8 gives two tensors
+    (`quantize.outputs`).
+    """
     if isinstance(out, QuantizedActivations):
         return quantized_outputs(out)
     return (out, out) if case.numbers["quantize"] else (out,)

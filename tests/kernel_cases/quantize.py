@@ -28,13 +28,13 @@ def apply(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def outputs(out: QuantizedActivations) -> tuple[Tensor, Tensor]:
-    """Return the plain values, and again with NaN where the FP8 form exceeds its rounding error."""
+    """Return the plain values, and a copy with NaN where the FP8 values round too far."""
     wide = out.hidden.float()
     largest = wide.unflatten(-1, (-1, GROUP)).abs().amax(dim=-1)
     scale = torch.where(largest > 0, largest / torch.finfo(out.q.dtype).max, 1.0)
     scales_fit = (out.scale - scale).abs() <= 1e-5 * out.scale
     spread = out.scale.repeat_interleave(GROUP, dim=-1)
-    # half a step
+    # half of the distance between two FP8 numbers
     values_fit = (out.q.float() * spread - wide).abs() <= wide.abs() / 15.9 + spread / 1023
     fits = values_fit & scales_fit.repeat_interleave(GROUP, dim=-1)
     return out.hidden, out.hidden.where(fits, torch.nan)

@@ -48,7 +48,9 @@ def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 def _leading_case(
     _dtype: torch.dtype, generator: torch.Generator, rows: int, vocab: int, label: str = ""
 ) -> Case:
-    """Every third slot is not sampled here: greedy, without top_k, or with one too large."""
+    """Make rows of which every third does not sample: greedy, without top_k, or with a
+    large one.
+    """
     device, slots = generator.device, rows + 2
     uniform = partial(torch.rand, slots, generator=generator, device=device)
     top_k = torch.randint(1, CANDIDATES + 1, (slots,), generator=generator, device=device).float()
@@ -75,7 +77,7 @@ def _rows(rows: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor
 
 
 def _inside_longer_rows(logits: Tensor) -> Tensor:
-    """The same logits in longer rows, which end in the largest values."""
+    """Return the same logits inside longer rows that end in the largest values."""
     behind = logits.new_full((logits.shape[0], 100), 90.0)
     return torch.cat((logits, behind), dim=1)[:, : logits.shape[1]]
 

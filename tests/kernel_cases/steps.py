@@ -65,7 +65,7 @@ def _embed_case(
         first - 9, first + rows + 9, (num_tokens,), generator=generator, device=generator.device
     )
     tensors = {"token_ids": ids, "table": embeddings}
-    if num_tokens % 5 == 0:  # some tokens are of images
+    if num_tokens % 5 == 0:  # Some tokens belong to images.
         tensors["at"] = torch.randint(
             -6, 6, (num_tokens,), generator=generator, device=generator.device, dtype=torch.int32
         ).clamp_min(-1)

@@ -1,6 +1,6 @@
-"""Formats of 4 and 8 bits, and random weights in them, for weight-only kernels.
+"""Formats of 4 and 8 bits for weight-only kernels, and random weights in them.
 
-Checkpoints store integers in other orders; `Codes` are common to all.
+Checkpoints store integers in several orders, but all formats share `Codes`.
 """
 
 import torch
@@ -23,7 +23,10 @@ from negamax.kernels.weight_only.draw import draw
 def _integers(
     name: str, element: str, scale: str, group: int = 0, *, zeros: bool = False
 ) -> TensorFormat:
-    """A scale of dtype `scale` per `group` columns (0: all); two 4-bit codes in a byte."""
+    """Make a format with a scale of dtype `scale` per `group` columns (0: all).
+
+    A byte holds two 4-bit codes.
+    """
     per_byte = 2 if element == "uint4" else 1
     dtype = "uint8" if element == "uint4" else element
     groups = Dim(Axis.COLUMNS, group) if group else ONE
@@ -53,7 +56,7 @@ SMALL_FORMATS = (
 def tensors_of(
     stored: TensorFormat, name: str, *shape: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Make matrices [..., N, K] of standard deviation K^-1/2, with tensors "name.<tensor>"."""
+    """Make matrices [..., N, K] of standard deviation K^-1/2 as tensors "name.<tensor>"."""
     *lead, rows, columns = shape
     made, options = {}, {"std": columns**-0.5, "generator": generator}
     for tensor in stored.tensors:

@@ -1,4 +1,4 @@
-"""A subscriber of KV events: vLLM's schema as it documents it, and the content that events tell."""
+"""Subscribe to KV events with vLLM's documented schema, and rebuild the cache from the events."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ def shorten(block_hash: bytes) -> int:
 
 
 class CacheView:
-    """Cached blocks by medium, rebuilt from payloads. Each stored block must have the hash of the
-    tokens up to its end.
+    """Keep the cached blocks of each medium, as the payloads of events describe them.
+
+    The hash of a stored block must be the hash of all tokens up to the block's end.
     """
 
     def __init__(self) -> None:
         self.cached: dict[str, set[int]] = defaultdict(set)
         self.num_cleared = 0
-        self._prefixes: dict[int, tuple[str, list[int]]] = {}  # salt and tokens up to the end
+        self._prefixes: dict[int, tuple[str, list[int]]] = {}  # salt, tokens up to the block
 
     def apply(self, payload: bytes) -> KVEventBatch:
         batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
@@ -106,11 +107,11 @@ class CacheView:
 
 
 class Subscriber:
-    """A SUB socket with its view of the cache."""
+    """Receive events on a SUB socket and apply them to a `CacheView`."""
 
     def __init__(self, endpoint: str, topic: str = "") -> None:
         self.view, self.next_sequence = CacheView(), 0
-        self.num_sent = 0  # batches, with those that it missed
+        self.num_sent = 0  # batches sent, including batches that were lost
         self.batches: list[KVEventBatch] = []
         self._topic = topic.encode()
         self._context = zmq.Context()
@@ -125,7 +126,7 @@ class Subscriber:
         self._context.destroy(linger=0)
 
     def receive(self, *, wait_ms: int = 0) -> bool:
-        """Apply what has arrived, after `wait_ms` at most. Return whether something has."""
+        """Apply the events that arrive within `wait_ms`. Return whether any event arrived."""
         has_some = bool(self._socket.poll(wait_ms))
         while self._socket.poll(0):
             topic, sequence, payload = self._socket.recv_multipart()
@@ -150,7 +151,7 @@ def view_of_replay(endpoint: str) -> CacheView:
 
 
 def replay(endpoint: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Return the batches from a sequence number on, as vLLM's replay sends them."""
+    """Yield the batches from sequence number `first` on, as vLLM's replay socket sends them."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(endpoint)

@@ -1,4 +1,4 @@
-"""Output-parser tests: recorded cases, generated outputs, and checks of every way to read them."""
+"""Check the output parser on recorded cases and generated outputs, split in every way."""
 
 import json
 import random
@@ -30,8 +30,8 @@ CASE_FILES = tuple(
     Path(__file__).parents[1] / "golden" / name
     for name in ("parser_cases.jsonl", "minimax_m2_outputs.jsonl", "minimax_m3_outputs.jsonl")
 )
-# Policy cases with another choice of ours, and why; see docs/parsing.md.
-OTHER_CHOICE = {"m3-045": "truncated arguments stay truncated, so that nobody runs half a call"}
+# In these policy cases we decide otherwise than the case file; docs/parsing.md says why.
+OTHER_CHOICE = {"m3-045": "truncated arguments stay truncated, so that no client runs half a call"}
 _M2_TAGS = ("<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>")
 TAG_IDS = dict(zip((*_M2_TAGS, MARKER, "<mm:think>", "</mm:think>"), range(50, 57), strict=True))
 
@@ -113,9 +113,9 @@ _TOKEN = re.compile("|".join([*map(re.escape, TAG_IDS), r" ?\w{1,6}", r"\s", "."
 
 
 def pieces(text: str, rng: random.Random | None = None) -> list[TextPiece]:
-    """Split `text` into tokens: tags whole with ids, the rest in words.
+    """Split `text` into tokens. Tags are whole and have ids; the rest is split into words.
 
-    With `rng`, a marker may be several tokens.
+    With `rng`, M3's marker may be split into several tokens.
     """
     found: list[TextPiece] = []
     for match in _TOKEN.finditer(text):
@@ -323,7 +323,7 @@ def _generate_value(schema: dict[str, Any], format: OutputFormat, rng: random.Ra
         case "object":
             a, b, c, d = (f"x{_words(rng)}" for _ in range(4))
             return {"a": a, "b": [b, c], "c": {"d": d}}
-        case _:  # without a type, or also null
+        case _:  # a schema without a type, or with several types that include null
             return rng.choice([f"x{_words(rng)}", *(null if "type" in schema else [])])
 
 
@@ -387,8 +387,8 @@ def is_json(text: str) -> bool:
 def check_well_formed(events: Sequence[ParserEvent]) -> None:
     """Check that events are well-formed.
 
-    Calls follow each other and begin with a name; no delta is empty. Arguments are one JSON object
-    at their end, unless they are truncated.
+    Calls follow each other and begin with a name, and no delta is empty. The arguments of a
+    complete call are one JSON object. Truncated arguments need not be one.
     """
     open_call: int | None = None
     num_calls = 0
@@ -416,7 +416,10 @@ def check_well_formed(events: Sequence[ParserEvent]) -> None:
 def check_readings(
     source: Case | GeneratedOutput, rng: random.Random, *, tools: Any, places: Iterable[int]
 ) -> None:
-    """Read a text in every kind of pieces, and its packets; `places` are the splits in two."""
+    """Check that every split of a text into pieces is parsed alike, and so are its packets.
+
+    `places` are the positions at which the text is split in two.
+    """
     text, format = source.text, source.format
     options: dict[str, Any] = {"tools": tools, "in_reasoning": source.in_reasoning}
     whole = parse(format, text, **options)
@@ -450,10 +453,10 @@ _MARKED_THINK_TAG = re.compile(rf"{re.escape(MARKER)}\s*</?mm:think>")
 
 
 def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutput) -> bool:
-    """Return whether tokens change the reading beyond the text.
+    """Return whether token ids may change how the parser reads `text`.
 
-    Cases: the text ends in the beginning of a tag with a token; a think closer in the content or a
-    think tag after M3's marker is text only if it is no token.
+    The text may end with the beginning of a tag, and that beginning may be a token. A think closer
+    in the content, or a think tag after M3's marker, is text only if no single token encodes it.
     """
     ends_in_tag = any(
         text.endswith(tag[:length]) for tag in format.literals for length in range(1, len(tag))
@@ -463,7 +466,7 @@ def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutpu
 
 
 def check_generated(format: OutputFormat, rng: random.Random, *, all_places: bool) -> None:
-    """Generate an output, check its known answer if it has one, and read it in pieces."""
+    """Generate an output, compare it with its known answer if there is one, and split it."""
     output = generate(format, rng)
     length = len(output.text)
     places = range(1, length) if all_places else rng.sample(range(length), min(5, length))
@@ -476,7 +479,7 @@ def check_generated(format: OutputFormat, rng: random.Random, *, all_places: boo
 
 
 def check_ended_early(output: GeneratedOutput, whole: ParsedOutput, places: Iterable[int]) -> None:
-    """Read a truncated valid output: its calls are those of the whole one, the last truncated."""
+    """Check that an output that ends early has the calls of the whole one, the last truncated."""
     options: dict[str, Any] = {"tools": TOOLS, "in_reasoning": output.in_reasoning}
     for place in places:
         text = output.text[:place]

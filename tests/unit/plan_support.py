@@ -1,4 +1,4 @@
-"""A scheduler of one rank, and its plans as a worker reads them: the tokens that each row runs."""
+"""Run a scheduler of one rank, and read its plans as a worker does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from negamax.scheduler.step import SequenceUpdate, StepPlan, StepResult
 
 
 def make_limits(**changes: Any) -> SchedulerLimits:
-    """Limits of a small scheduler with prefix caching and blocks of 4 tokens."""
+    """Make the limits of a small scheduler with prefix caching and blocks of 4 tokens."""
     sizes: dict[str, Any] = {
         "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 4,
         "num_blocks": 64, "enable_prefix_caching": True, "max_queued_requests": 100,
@@ -22,8 +22,9 @@ def make_limits(**changes: Any) -> SchedulerLimits:
 
 
 def make_request(name: str, prompt: list[int] | int = 4, **fields: Any) -> GenerateRequest:
-    """`prompt`: its tokens, or its length. Fields that `GenerateRequest` lacks are sampling
-    parameters; at most 8 tokens by default.
+    """Make a request; `prompt` is its tokens or their number.
+
+    `fields` that `GenerateRequest` lacks are sampling parameters. The default `max_tokens` is 8.
     """
     if isinstance(prompt, int):
         prompt = [1000 * ord(name[0]) + position for position in range(prompt)]
@@ -42,7 +43,7 @@ def list_admitted(plan: StepPlan) -> str:
 def make_result(
     plan: StepPlan, tokens: list[int] | None = None, errors: dict[int, str] | None = None
 ) -> StepResult:
-    """`tokens`: one per sampled row, 7 by default."""
+    """Make the result of `plan`. `tokens` has one token per sampled row; the default is 7."""
     sampled = tokens or [7] * sum(plan.needs_sampling)
     return StepResult(plan.step_id, sampled, {}, {}, errors or {})
 
@@ -52,13 +53,13 @@ def make_scheduler(**changes: Any) -> RankScheduler:
 
 
 class RankScheduler:
-    """A group scheduler of one rank: plans alone instead of lists of one."""
+    """Wrap a group scheduler of one rank, so that tests see plans instead of lists of one plan."""
 
     def __init__(self, limits: SchedulerLimits, draft_length: DraftLength | None = None) -> None:
         self.group = GroupScheduler(limits, [draft_length])
         (self.rank,) = self.group.ranks
-        self.starts: dict[int, list[int]] = {}  # by step id: position of each row's first token
-        self._lengths: dict[int, int] = {}  # by slot, without draft tokens
+        self.starts: dict[int, list[int]] = {}  # step id -> position of each row's first token
+        self._lengths: dict[int, int] = {}  # slot -> length of the sequence without draft tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group if hasattr(GroupScheduler, name) else self.rank, name)

@@ -1,4 +1,7 @@
-"""Chat templates, and recorded renderings of the models' own (tools/record_golden.py)."""
+"""Load chat templates, and the recorded renderings of MiniMax's own templates.
+
+`tools/record_golden.py` records the renderings.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +25,7 @@ def m3_template() -> ChatTemplate:
 
 
 def recorded_renders(family: str) -> list[dict[str, Any]]:
-    """Return conversations, and their renderings by the template of `family` ("m2", "m3")."""
+    """Return conversations of `family` ("m2" or "m3") with their recorded renderings."""
     file = TESTS / "golden" / f"minimax_{family}_renders.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 

@@ -68,8 +68,8 @@ def test_default_token_limit_follows_the_cache() -> None:
 
 def test_retry_after_is_the_time_the_queue_takes() -> None:
     queue = admission(running=2, waiting=1000, tokens=10**6)
-    assert queue.retry_after(0.0) == 1.0  # no measurement yet
-    for second in range(100):  # two end per second
+    assert queue.retry_after(0.0) == 1.0  # The queue has measured no rate yet.
+    for second in range(100):  # Two requests end per second.
         for part in "ab":
             queue.enter(f"{second}{part}", 1)
             queue.start(f"{second}{part}")
@@ -77,7 +77,7 @@ def test_retry_after_is_the_time_the_queue_takes() -> None:
     for index in range(60):
         queue.enter(f"w{index}", 1)
     assert 25 < queue.retry_after(99.0) < 35
-    # nothing has ended for an hour: at most two minutes
+    # No request has ended for an hour, so the answer is the largest delay, two minutes.
     assert queue.retry_after(99.0 + 3600) == 120.0
 
 
@@ -119,7 +119,7 @@ def test_server_processes_share_one_queue() -> None:
     fill(mine, 2, tokens=10)
     for index in range(3):
         theirs.check(1, 20, now=0.0)
-        theirs.enter(f"s{index}", 20)  # ids of another process
+        theirs.enter(f"s{index}", 20)  # These ids belong to another process.
     assert (mine.num_open, theirs.num_open) == (5, 5)
     assert mine.waiting_tokens == 80
     with pytest.raises(OverloadedError, match="5 sequences"):
@@ -129,7 +129,7 @@ def test_server_processes_share_one_queue() -> None:
     mine.check(1, 10, now=1.0)
     with pytest.raises(OverloadedError, match="60 prompt tokens"):
         mine.check(1, 41, now=1.0)
-    numbers.clear(1)  # the other process is gone
+    numbers.clear(1)  # The other process has ended.
     assert (mine.num_open, mine.waiting_tokens) == (2, 20)
     mine.check(1, 41, now=1.0)
 
@@ -160,7 +160,7 @@ def test_each_tenant_leaves_as_much_of_the_queue_free_as_it_holds() -> None:
     with pytest.raises(OverloadedError) as refused:
         queue.check(1, 1, now=0.0, sharer="anna")
     assert refused.value.code == "queue_share_full"
-    queue.check(1, 1, now=0.0)  # a tenant alone may use the rest
+    queue.check(1, 1, now=0.0)  # A tenant that is alone may use the rest of the queue.
     assert fill_as(queue, "dora", 20) == 1
 
 
@@ -198,6 +198,6 @@ def test_tenants_have_one_share_over_all_processes() -> None:
     sizes = {"running": 1, "waiting": 8, "tokens": 100}
     one, other = (admission(**sizes, numbers=numbers, index=index) for index in range(2))
     assert fill_as(one, "anna", 3) == 3
-    assert fill_as(other, "anna", 20) == 2  # one of five is about to run
+    assert fill_as(other, "anna", 20) == 2  # One of anna's five requests is about to run.
     numbers.clear(0)
     assert fill_as(other, "anna", 20) == 3

@@ -34,7 +34,7 @@ class Writer(AnswerWriter[Choice, Texts]):
     def __init__(self, *outputs: tuple[int, RequestOutput], choices: list[Choice]) -> None:
         super().__init__("answer-1", Outputs(*outputs), choices)  # type: ignore[arg-type]
         self.texts = ["" for _ in choices]
-        self.threads: list[str] = []  # that took outputs
+        self.threads: list[str] = []  # names of the threads that took outputs
 
     def take(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
         self.threads.append(threading.current_thread().name)
@@ -70,7 +70,7 @@ def test_a_failed_request_is_an_error(is_prompt_only: bool) -> None:
 
 
 def test_outputs_find_their_choice_among_those_of_all_prompts() -> None:
-    """Two choices of the first prompt and one of the second, as in /generate."""
+    """Send two choices of the first prompt and one of the second, as /generate does."""
     outputs = [(1, output(finish="stop")), (0, output(1, finish="length")), (0, output(0))]
     choices = [choice(0), choice(1), choice(2, prompt=1)]
     written: list[bytes] = []
@@ -101,4 +101,4 @@ def test_events_with_many_logprobs_are_built_in_a_thread_and_stay_in_order() -> 
     failed = Writer((0, many), (0, output(1, error="x", finish="error")), choices=writer.choices)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="x"):
         asyncio.run(failed.whole())
-    assert not failed.threads  # the loop converts nothing for a client that is gone
+    assert not failed.threads  # The loop converts no output for a disconnected client.

@@ -31,7 +31,7 @@ from tests.tables import read_table
 
 
 def refusal(model: type[RequestModel], body: object) -> InvalidRequestError:
-    """Return the refusal of `body`, which must be short and quick."""
+    """Return the error that refuses `body`. The error must be short, and come quickly."""
     errors = []
 
     def parse() -> None:
@@ -208,7 +208,7 @@ def test_huge_input_is_refused_quickly_in_one_short_sentence(name: str) -> None:
         sampling = request_made.sampling_params(max_tokens=limit, logprobs=None)
     except InvalidRequestError:
         refusal(ChatRequest, request)
-    else:  # numbers are checked with the other ranges
+    else:  # Ranges of numbers are checked with the sampling parameters.
         with pytest.raises(InvalidRequestError):
             sampling.check(max_logprobs=20, vocab_size=100)
 
@@ -305,7 +305,7 @@ def test_every_ignored_and_refused_field_is_documented() -> None:
     ],
 )
 def test_many_wrong_elements_are_refused(model: type[RequestModel], fields: dict[str, Any]) -> None:
-    """The last field gets a list of wrong elements, or an object of wrong values."""
+    """Fill the last field with many invalid elements, or with an object of many invalid values."""
     name, wrong = list(fields.items())[-1]
     many: Any = [wrong] * 300_000
     if isinstance(wrong, dict):
@@ -313,9 +313,9 @@ def test_many_wrong_elements_are_refused(model: type[RequestModel], fields: dict
     try:
         model.model_validate(fields | {name: many})
     except ValidationError as error:
-        assert error.error_count() <= 3  # one per type that the field may have
+        assert error.error_count() <= 3  # at most one error per type that the field accepts
     except InvalidRequestError:
-        pass  # the field is limited
+        pass  # The field has a length limit.
     assert refusal(model, fields | {name: many}).param.startswith(name)
 
 
@@ -350,7 +350,7 @@ def test_every_name_of_a_form(fields: dict[str, Any], kind: str, text: object) -
     completion = CompletionRequest.parse({"prompt": "x", **fields})
     for grammar in (chat(**fields).grammar, completion.grammar):
         assert grammar is not None and grammar.kind == kind
-        # in the key order of the client
+        # The schema keeps the key order of the client.
         assert grammar.text == (text if isinstance(text, str) else json.dumps(text))
 
 

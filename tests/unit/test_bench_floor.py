@@ -31,7 +31,7 @@ def test_distinct_experts_under_uniform_routing(tokens: int, experts: float) -> 
     ("batch", "milliseconds"), [(1, 0.71), (4, 1.92), (16, 5.83), (64, 13.0), (100, 15.0)]
 )
 def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> None:
-    """Computed by hand for 1500 tokens of context and 4.3 TB/s."""
+    """The limits are computed by hand for 1500 tokens of context and 4.3 TB/s."""
     num_bytes = step_bytes(M2, batch=batch, context=1500, **BF16, ranks=4)
     assert 1e3 * num_bytes / 4.3e12 == pytest.approx(milliseconds, rel=0.006)
 
@@ -41,10 +41,7 @@ def test_limit_of_minimax_m2_on_four_gpus(batch: int, milliseconds: float) -> No
     [(1000, 1, 1.62), (1000, 64, 22.85), (32_000, 16, 11.25), (128_000, 4, 4.165)],
 )
 def test_limit_of_minimax_m3_on_four_gpus(context: int, batch: int, milliseconds: float) -> None:
-    """Computed by hand for FP8 caches and 4.25 TB/s.
-
-    Sparse layers read at most 2,048 keys and values per token, and index keys only beyond that.
-    """
+    """The limits are computed by hand for FP8 caches and 4.25 TB/s."""
     spec, dtypes = bundled_spec("minimax-m3-mxfp8"), BF16 | dict.fromkeys(CACHES, "fp8")
     num_bytes = step_bytes(spec, batch=batch, context=context, **dtypes, ranks=4)
     assert 1e3 * num_bytes / 4.25e12 == pytest.approx(milliseconds, rel=0.006)
@@ -82,17 +79,17 @@ def test_number_lists_are_read_and_others_refused_with_the_flag() -> None:
             parse_counts(text, flag="--batch")
 
 
-# two stages of two data-parallel ranks of two ranks each: rank = stage * 4 + group * 2 + tp
+# Two stages have two data-parallel groups of two ranks: rank = stage * 4 + group * 2 + tp.
 LAYOUT = ParallelLayout(pp=2, dp=2, tp=2)
 
 
 def test_experts_are_those_of_all_tokens_of_a_step() -> None:
-    first = [[[1, 2], [3]], [[2, 5], [3, 4]]]  # of the two groups, in each of two layers
+    first = [[[1, 2], [3]], [[2, 5], [3, 4]]]  # experts of the two groups, in each of two layers
     second = [[[7, 8]], [[7, 9]]]  # in the third layer
     answers = [DebugResult(experts=group) for group in (*first, *second) for _ in range(2)]
     assert Group(LAYOUT).distinct_experts(answers) == (3 + 2 + 3) / 3
     assert Group(LAYOUT).distinct_experts([*answers[:-1], DebugResult()]) is None
-    for nothing in ([], [[], []]):  # a model without experts, a turn without a plan
+    for nothing in ([], [[], []]):  # no experts in the model, or no plan in the turn
         answer = DebugResult(experts=nothing)
         assert Group(ParallelLayout()).distinct_experts([answer]) is None
 
@@ -111,7 +108,7 @@ def test_rows_take_turns_and_are_split() -> None:
 
 
 def test_results_say_how_the_model_was_split() -> None:
-    """Results without stages and groups keep the format of older files."""
+    """Check that results without stages and groups keep the format of older files."""
     options = EngineOptions("nano", tensor_parallel_size=2)
     assert sizes(options) == {"tensor_parallel_size": 2} and label(sizes(options)) == "TP2"
     options = EngineOptions("nano", pipeline_parallel_size=2, data_parallel_size=4)

@@ -58,7 +58,7 @@ def chunked(parts: Sequence[str]) -> bytes:
 async def exchanging(
     reader: ResponseReader,
 ) -> AsyncIterator[tuple[ClientConnection, asyncio.Future[None], socket.socket]]:
-    """Send a request over a socket pair; yields the connection, the exchange and the other end."""
+    """Send a request over a socket pair. Yield connection, exchange and the other socket."""
     mine, other = socket.socketpair()
     loop = asyncio.get_running_loop()
     with other:

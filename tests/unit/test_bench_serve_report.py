@@ -33,7 +33,7 @@ OPTIONS = BenchOptions()
 def record(
     *arrivals: float, started: float = 10.0, output: Any = None, running: tuple[int, ...] = ()
 ) -> ResponseRecord:
-    """Make a successful request; `arrivals` count from its start, and the last one ends it."""
+    """Make a successful request. `arrivals` count from its start; the last one is its end."""
     return ResponseRecord(
         0, started=started, ended=started + arrivals[-1],
         arrivals=array("d", [started + at for at in arrivals]),
@@ -64,11 +64,11 @@ def test_distributions_have_the_wanted_percentiles() -> None:
 def test_metrics_of_one_request() -> None:
     request = record(0.5, 0.6, 0.9, 1.3, output=9)
     assert ttft(request) == pytest.approx(0.5)
-    # by the server's nine tokens, not the four chunks
+    # The time per token is divided by the server's count of nine tokens, not by four chunks.
     assert tpot(request) == pytest.approx(0.8 / 8)
     assert inter_token(request, rule="gap") == pytest.approx([0.1, 0.3, 0.4])
 
-    # the token rule shares a gap among the tokens of its chunk
+    # The token rule divides a gap among the tokens of the chunk that ends the gap.
     request = record(0.5, 0.6, 0.9, 1.3, output=9, running=(2, 3, 6, 9))
     assert inter_token(request, rule="token") == pytest.approx([0.1] * 4 + [0.4 / 3] * 3)
     # one token has no time per output token
@@ -160,7 +160,7 @@ def test_document_is_json_and_keeps_requests_on_demand_only() -> None:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    """The used fields of `vllm bench serve --save-result`."""
+    """Make the fields of `vllm bench serve --save-result` that the report reads."""
     load = {"request_rate": "inf", "max_concurrency": 4, "completed": 10}
     times = {"median_ttft_ms": 20.0, "p99_ttft_ms": 30.0, "median_tpot_ms": 5.0}
     names = {"backend": "vllm", "label": None, "model_id": "m"}
@@ -206,7 +206,7 @@ def test_different_serving_shapes_are_not_compared() -> None:
     other = hash_shape(one | {"parallel": {"tensor": 4}})
     assert len(one["hash"]) == 12 and one["hash"] != other["hash"]
     assert hash_shape(dict(reversed(one.items())))["hash"] == one["hash"]
-    check_shapes([{"serving_shape": one}, {"serving_shape": dict(one)}, {}])  # vLLM has none
+    check_shapes([{"serving_shape": one}, {"serving_shape": dict(one)}, {}])
     with pytest.raises(ConfigError, match=r"shapes: parallel \(.*2.*4.*--allow-different-shapes"):
         check_shapes([{"serving_shape": one}, {"serving_shape": other}])
 

@@ -64,7 +64,7 @@ def ids(turn: SessionTurn) -> list[int]:
 
 
 def made(options: BenchOptions, count: int, *prompts: Any) -> list[SessionTurn]:
-    """Return random turns, of token ids unless `prompts` has a scale."""
+    """Return random turns. Prompts are token ids if `prompts` is empty."""
     return list(islice(random_turns(Prompts(options, *(prompts or (None,)))), count))
 
 
@@ -98,7 +98,7 @@ def test_text_is_sized_by_the_servers_own_tokens_per_character() -> None:
     (turn,) = made(BenchOptions(random_input_len=100, endpoint=CHAT), 1, SCALE)
     (message,) = turn.body["messages"]
     assert len(message["content"]) == (100 - 20) * 4
-    assert turn.prompt_tokens is None  # as the server reports
+    assert turn.prompt_tokens is None  # The server reports the number of prompt tokens.
 
 
 def test_each_prefix_is_used_equally_often_and_suffixes_differ() -> None:
@@ -131,7 +131,7 @@ def test_sharegpt_file_gives_questions_and_the_lengths_of_recorded_answers(tmp_p
     options, words = BenchOptions(**names, num_prompts=5), lambda text: len(text.split())
     workload = sharegpt_workload(pairs, options, count=words, context_length=100)
     bodies = [turn.body for session in workload.sessions for turn in turns(session)]
-    assert len(bodies) == 5  # two that fit, repeated
+    assert len(bodies) == 5  # Two prompts fit and are repeated.
     found = {(body["messages"][0]["content"], body["max_tokens"]) for body in bodies}
     assert found == {(asked, 30), ("x " * 8, 9)}
     assert any("2 conversations left out" in note for note in workload.notes)
@@ -254,7 +254,7 @@ def test_arrivals_have_the_rate_and_burstiness(burstiness: float, variation: flo
     assert times[0] == 0.0
     assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.05)
     assert statistics.pstdev(gaps) / statistics.mean(gaps) == pytest.approx(variation, rel=0.05)
-    # without a rate, everything starts at once
+    # Without a rate, all requests start at once.
     assert list(islice(arrivals(BenchOptions()), 3)) == [0.0, 0.0, 0.0]
 
 

@@ -1,5 +1,3 @@
-"""Readers of DSpark's and DFlash's config.json, and where drafts are found."""
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +48,7 @@ def test_the_published_draft_is_read() -> None:
     assert PUBLISHED is not None
     spec = FAMILIES[DSPARK].read_spec(M31)
     assert spec == PUBLISHED and spec.notes == ()
-    around = ("architectures", "quantization_config")  # of the text model's fields, in the files
+    around = ("architectures", "quantization_config")  # not fields of the text model
     text = {name: value for name, value in M31.items() if name not in around}
     text |= {"dense_intermediate_size": 12288, "moe_layer_freq": [0] * 5, "dspark_config": {}}
     nested = {name: M31[name] for name in around} | {"text_config": text}
@@ -63,7 +61,8 @@ def test_the_published_draft_is_read() -> None:
     assert weight_bytes(PUBLISHED, dtype="bfloat16") == pytest.approx(2.302e9, rel=1e-3)
     per_token = sum(one.heads * one.width * 2 for caches in spec.kv_caches() for one in caches)
     assert per_token == 10_240
-    # a quarter, but for norms and one Markov matrix; the embedding stays split
+    # A rank holds a quarter of all weights, except norms and one Markov matrix, which are whole.
+    # The embedding is split.
     four = draft_bytes(PUBLISHED, dtype="bfloat16", ranks=4)
     assert four == pytest.approx((2.302e9 + 3 * 102.4e6) / 4, rel=1e-2)
 
@@ -163,7 +162,7 @@ def test_a_draft_beside_its_model_is_found(tmp_path: Path) -> None:
     save_target(tmp_path)
     with pytest.raises(ConfigError, match="has no folder dspark/"):
         draft()
-    # among the target's own tensors
+    # The draft's tensors are among the target's own tensors.
     layers = {"dspark_num_hidden_layers": 5, "dspark_layer_types": SLIDING}
     save_target(tmp_path, **OWN, **layers, dspark_sliding_window=4096)
     assert replace(draft(), quantization=PUBLISHED and PUBLISHED.quantization) == PUBLISHED

@@ -18,7 +18,7 @@ def test_the_password_counts_for_the_files_of_the_page() -> None:
 
 
 def test_elsewhere_it_counts_only_for_requests_that_the_page_made() -> None:
-    # another site may have made the browser send it
+    # Another site may have made the browser send this header.
     assert read_browser_key("/v1/models", [basic(":key")]) == b""
     assert read_browser_key("/v1/models", [basic(":key"), OWN]) == b"key"
 

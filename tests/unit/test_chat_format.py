@@ -61,7 +61,7 @@ def test_an_answer_without_thinking_begins_after_closed_reasoning(key: str) -> N
     assert (parsed.reasoning, parsed.content) == ("Why.", "Yes.")
 
 
-# as in vLLM and SGLang
+# vLLM and SGLang use these parser names.
 NAMES = {M2: ("minimax_m2", "minimax-m2", "minimax", "auto"), M3: ("minimax_m3", "minimax-m3")}
 
 

@@ -38,7 +38,7 @@ def timed(model: str, stages: int) -> EvenTimes:
 @pytest.mark.parametrize("model", ["minimax-m2", "minimax-m3"])
 @pytest.mark.parametrize("behind", [0, 40_000])
 def test_chunks_take_equally_long(model: str, behind: int) -> None:
-    """Except the last chunk and chunks at the bound. A prefix cache hit changes no later chunk."""
+    """The last chunk and chunks at the bound differ. A prefix cache hit changes no later chunk."""
     cost, length = costs(model, pp=4), timed(model, 4)
     limit = cost.chunk_seconds(STEP, after=0)
     found, done = [], behind
@@ -60,7 +60,7 @@ def test_chunks_take_equally_long(model: str, behind: int) -> None:
 
 @pytest.mark.parametrize(("stages", "gain"), [(2, 1.06), (4, 1.2), (8, 1.4)])
 def test_a_pipeline_gives_the_first_token_of_a_long_prompt_sooner(stages: int, gain: float) -> None:
-    """Compare with equal chunks; M2 at 128K tokens."""
+    """Compare M2 at 128K tokens with a pipeline that runs equal chunks."""
     cost = costs("minimax-m2", pp=stages)
     lengths = (EvenChunks(), timed("minimax-m2", stages))
     splits = [chunks(length, LONGEST, budget=STEP) for length in lengths]
@@ -162,7 +162,7 @@ def test_short_prompts_are_planned_unchanged() -> None:
 
 
 def test_a_long_prompt_runs_in_shorter_and_shorter_chunks() -> None:
-    """Every step takes as long as the first; other prompts use the rest of its budget."""
+    """Check that every step takes as long as the first; other prompts use the rest of a step."""
     scheduler = RankScheduler(limits(DOUBLING))
     scheduler.group.add(request("long", [3] * 244))
     scheduler.group.add(request("short", [4] * 40))
@@ -179,4 +179,4 @@ def test_a_prefix_hit_begins_with_a_chunk_of_its_depth() -> None:
     scheduler.group.add(request("second", [*range(264), *range(300, 360)]))
     plan = step(scheduler)
     assert plan.new_rows[0].num_computed == 264
-    assert plan.num_scheduled == [16]  # of 64: a token costs four times the first
+    assert plan.num_scheduled == [16]  # Each token costs four times as much as the first.

@@ -63,7 +63,7 @@ def test_input_that_is_no_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ("text", "complete"),
     [
         ("One\n\nTwo", "One\n\n"),
-        ("One\n\n", ""),  # the next characters may belong to it
+        ("One\n\n", ""),  # The next characters may belong to this block.
         ("One\nmore", ""),
         ("```\na\n\nb", ""),
         ("```\na\n\nb\n```\n\nText", "```\na\n\nb\n```\n\n"),

@@ -220,12 +220,11 @@ def test_refused_folders(refused: Any, tmp_path: Path, file: str, content: str, 
 
 @pytest.mark.parametrize(("table", "line"), [(SERVER, "serve nano"), (BENCH, "bench serve")])
 def test_every_foreign_option_is_translated_or_refused(table: str, line: str) -> None:
-    """Each gives a note, options of ours, or a refusal with a remedy, never a crash."""
     options = options_of(find_command(GROUP, line.split())[0])  # type: ignore[arg-type]
     own = {name for each in options for name in (*each.names, *each.opposites)}
     samples = {Kind.SWITCH: [], Kind.VALUE: ["7"], Kind.LIST: ["7", "8"]}
     samples[Kind.JSON] = ['{"seven": 7}']
-    assert not own & set(foreign_options(table))  # the table has none of our own names
+    assert not own & set(foreign_options(table))  # The table names no option of ours.
     for name, entry in foreign_options(table).items():
         try:
             resolved = resolve(GROUP, [*line.split(), name, *samples[entry.kind]])
@@ -242,7 +241,7 @@ def test_every_foreign_option_is_translated_or_refused(table: str, line: str) ->
 @pytest.mark.parametrize(
     ("line", "resolved"),
     [
-        ("chat nano --system {a --system {b", "chat --system={b nano"),  # texts like JSON
+        ("chat nano --system {a --system {b", "chat --system={b nano"),  # texts that look like JSON
         (
             "bench serve --num-prompt 1 --output-details",
             "bench serve --save-detailed --num-prompts=1",
@@ -264,7 +263,7 @@ def test_examples_of_the_help_are_understood(line: str) -> None:
     assert resolved.notes == []
     command = GROUP.commands[words[0]]
     command = command.commands[words[1]] if words[0] == "bench" else command
-    # typer accepts them
+    # typer accepts the translated words.
     command.make_context("negamax", resolved.words[1 + (words[0] == "bench") :])
 
 
@@ -344,7 +343,7 @@ def chosen(
         (LWS | {"LWS_GROUP_SIZE": "1"}, []),
         (LWS | {"NEGAMAX_NNODES": "1"}, ["1"]),
         (LWS | {"NEGAMAX_MASTER_ADDR": "other"}, ["2", "1", "other"]),
-        # the shell of an allocation, and jobs that start their own processes
+        # The first line is the shell of an allocation; the others are jobs that start processes.
         ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, []),
         ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "RANK": "3"}, []),
     ],

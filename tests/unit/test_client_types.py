@@ -1,6 +1,6 @@
-"""Requests built from OpenAI's and Anthropic's types, one field, item, block or tool each.
+"""Send requests built from OpenAI's and Anthropic's types, one field, item, block or tool each.
 
-The tables list refusals, with the reason.
+The tables list the refused ones with the reason.
 """
 
 import types
@@ -22,7 +22,7 @@ from negamax.text.messages import normalize_messages
 
 THOUGHTS = HiddenThoughts(ThoughtSigner("nano"), context_length=100, shows_earlier=False)
 HELLO = {"role": "user", "content": "Hello"}
-# the calls and results that items refer to
+# calls and results that other items refer to
 CALL_OF = {
     "function_call_output": {"type": "function_call", "name": "look", "arguments": "{}"},
     "custom_tool_call_output": {"type": "custom_tool_call", "name": "look", "input": "x"},
@@ -33,10 +33,10 @@ CALL_OF = {
 }
 
 
-# --- plausible values of the packages' types ------------------------------------------------------
+# --- plausible values for the types of the packages ---------------------------------------------
 
 _WRAPPERS = (extensions.Required, extensions.NotRequired, typing.Annotated)
-# for fields that do not accept any text
+# values of fields that do not accept every text
 _NAMED: dict[str, Any] = {
     "id": "item_1", "call_id": "call_1", "tool_use_id": "call_1", "name": "look", "arguments": "{}",
     "parameters": {"type": "object"}, "schema": {"type": "object"},
@@ -87,7 +87,7 @@ def smallest(kind: Any, *, depth: int = 0) -> dict[str, Any]:
 
 
 def variants(kind: Any) -> Iterator[dict[str, Any]]:
-    """Yield the smallest object, then it with each other field, once per alternative."""
+    """Yield the smallest object, and one object per further field and alternative of its type."""
     least = smallest(kind)
     yield least
     for name, hint in hints_of(kind).items():
@@ -132,7 +132,7 @@ def refused(answer: Callable[..., None], requests: list[tuple[str, dict[str, Any
 
 
 def fields_of(request: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Yield requests with one field each, including the fields of inner objects."""
+    """Return requests with one field each, including the fields of inner objects."""
     required = ("model", "messages", "input", "max_tokens")
     given = [(name, fields) for fields in variants(request) for name in fields]
     alone = [(name, {name: fields[name]}) for name, fields in given if name not in required]
@@ -149,7 +149,7 @@ def fields_of(request: Any) -> list[tuple[str, dict[str, Any]]]:
 def test_fields_of_openai() -> None:
     from openai.types.responses import response_create_params as openai_request
 
-    # no conversations and prompt templates; no forced call without tools
+    # Conversations, prompt templates and a forced call without tools are refused.
     assert refused(answer_openai, fields_of(openai_request.ResponseCreateParamsBase)) == {
         "conversation", "prompt", "tool_choice",
     }  # fmt: skip
@@ -158,7 +158,7 @@ def test_fields_of_openai() -> None:
 def test_fields_of_anthropic() -> None:
     from anthropic.types.beta import message_create_params as anthropic_request
 
-    # no summaries, other servers and conversations; no forced call without tools
+    # Summaries, other servers, conversations and a forced call without tools are refused.
     assert refused(answer_anthropic, fields_of(anthropic_request.MessageCreateParamsBase)) == {
         "compaction", "mcp_servers", "thread", "tool_choice",
     }  # fmt: skip
@@ -182,7 +182,7 @@ def test_input_items_of_openai() -> None:
             name = name if "role" in item or "type" in item else "reference"
             requests.append((name, {"input": items}))
     assert len(requests) > 150
-    # references are resolved before; a result must name its call; no summaries
+    # References need stored items, results must name their call, and summaries are refused.
     refusals = {"reference", "no call_id", "compaction_trigger"}
     assert refused(answer_openai, requests) == refusals
 
@@ -239,5 +239,5 @@ def test_blocks_of_anthropic(role: str) -> None:
                 messages.append({"role": "user", "content": [result]})
             requests.append((name, {"messages": messages}))
     not_here = refused(answer_anthropic, requests)
-    # a user's call is only a note, so that its result answers nothing
+    # A user's call becomes a note, so the result of that call has no call to answer.
     assert not_here == ({"tool_use"} if role == "user" else set())

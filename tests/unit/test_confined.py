@@ -14,7 +14,7 @@ from negamax.text.chat_template import ChatTemplate
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
 GROW = "{%% set n = namespace(x=%s) %%}{%% for _ in range(99) %%}{%% set n.x = %s %%}{%% endfor %%}"
-# what a template does for messages "go"
+# template source by the value of `case`
 TEMPLATES = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "calls": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{m(40)}}",
@@ -38,7 +38,7 @@ def in_process(source: str, folder: Path) -> ChatTemplate:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
-    """A template that does what the variable `case` says for messages "go"."""
+    """Make a template that runs the source of the variable `case` for messages "go"."""
     cases = "".join(
         f"{{% if messages[0].content == 'go' and case == '{name}' %}}{source}{{% endif %}}"
         for name, source in TEMPLATES.items()

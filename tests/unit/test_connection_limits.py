@@ -26,11 +26,11 @@ FREE = ConnectionLimits(in_all=100, per_address=100)
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 OK = b"HTTP/1.1 200"
-BIG = b"x" * 10_000_000  # more than the buffers of both kernels' sockets hold
+BIG = b"x" * 10_000_000  # more than the socket buffers of both kernels hold
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers /big with a large body, /headers with late headers, /half in part, others with ok."""
+    """Answer /big with a large body, /headers with late headers, /half in part, others with ok."""
     body = BIG if scope["path"] == "/big" else b"ok"
     if scope["path"] == "/headers":
         while (await receive()).get("more_body"):
@@ -46,7 +46,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Client:
-    """A raw connection; `buffer`: size of the kernel's buffer in bytes."""
+    """Open a raw connection. `buffer` is the size of the kernel's buffer in bytes."""
 
     def __init__(self, port: int, *, buffer: int | None = None) -> None:
         self._socket = socket.socket()
@@ -57,7 +57,9 @@ class Client:
         self.send, self.close = self._socket.sendall, self._socket.close
 
     def read(self) -> bytes:
-        """Return the next bytes; empty if the server closed the connection or on an error."""
+        """Return the next bytes. They are empty after an error or if the server closed the
+        connection.
+        """
         try:
             return self._socket.recv(65536)
         except ConnectionError:
@@ -67,7 +69,7 @@ class Client:
         return b"".join(iter(self.read, b""))
 
     def ask(self, data: bytes) -> bytes:
-        """Send `data` and return the answer to it."""
+        """Send `data` and return the server's answer."""
         self.send(data)
         head, _, body = self.read().partition(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split()[0])
@@ -77,7 +79,7 @@ class Client:
 
 
 class Clients:
-    """Connections to a server, which are closed at the end of a test."""
+    """Connect to a server, and close all connections at the end of a test."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -93,7 +95,7 @@ class Clients:
         self._clients.clear()
 
     def answered(self) -> bytes:
-        """Return the answer of a server that may first have to notice that others disconnected."""
+        """Return the server's answer, even if the server must first notice other disconnects."""
         for _ in range(600):
             client = self.connect()
             with contextlib.suppress(ConnectionError):
@@ -110,7 +112,7 @@ def served(
     *, keep_alive: int = 5, slow_client_timeout: float = 60.0, limits: ConnectionLimits = FREE,
     tls: TlsFiles | None = None,
 ) -> Iterator[Clients]:  # fmt: skip
-    """Serve `app` in a thread, to which the clients connect."""
+    """Serve `app` in a thread, and yield its clients."""
     kind = protocol.make_protocol_class(slow_client_timeout=slow_client_timeout)
     options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None}
     config = uvicorn.Config(app, http=kind, timeout_keep_alive=keep_alive, **options)
@@ -165,7 +167,7 @@ def test_late_head_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
         late = half.read()
         assert late.startswith(b"HTTP/1.1 408") and b"x-request-id" in late and b'"error"' in late
         assert silent.read() == b""
-        # the second head of a connection has a time limit too
+        # The time limit also applies to the second head of a connection.
         good.send(b"GET / HTTP/1.1\r\n")
         assert (good.read()).startswith(b"HTTP/1.1 408")
 
@@ -219,7 +221,7 @@ def test_handshake_limits(tls_files: tuple[str, str], monkeypatch: pytest.Monkey
             return b""
 
     def is_served(port: int) -> bool:
-        """Wait until the server has noticed that others disconnected."""
+        """Wait until the server has noticed that other clients disconnected."""
         for _ in range(100):
             if answer := asked(port):
                 return answer.startswith(OK)
@@ -228,7 +230,7 @@ def test_handshake_limits(tls_files: tuple[str, str], monkeypatch: pytest.Monkey
 
     def is_refused(clients: Clients) -> bool:
         silent = [clients.connect() for _ in range(3)]
-        silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # half of a handshake
+        silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # This is half of a TLS handshake.
         time.sleep(0.1)
         refused = asked(clients.port) == b""
         for client in silent:
@@ -238,7 +240,7 @@ def test_handshake_limits(tls_files: tuple[str, str], monkeypatch: pytest.Monkey
 
     with served(limits=ConnectionLimits(3, 3), tls=TlsFiles(*tls_files)) as clients:
         assert is_served(clients.port)
-        for _ in range(10):  # on a stalled machine their timeout passes at once
+        for _ in range(10):  # On a stalled machine the timeout passes at once, so try again.
             if refused := is_refused(clients):
                 break
         assert refused
@@ -277,13 +279,13 @@ def test_unread_answer_is_dropped_after_the_limit() -> None:
     with served(slow_client_timeout=0.4) as clients:
         lazy = clients.connect(buffer=4096)
         lazy.send(GET.replace(b"/ ", b"/big "))
-        for _ in range(10):  # a stalled machine reads nothing
+        for _ in range(10):  # A stalled machine reads nothing, so try again.
             client = clients.connect()
             client.send(GET.replace(b"/ ", b"/big "))
             if is_whole := size_read(client) > len(BIG):
                 break
         assert is_whole
-        time.sleep(0.5)  # the slow one has not read for longer than the limit
+        time.sleep(0.5)  # The slow client has not read for longer than the limit.
         assert size_read(lazy) < len(BIG)
 
 
@@ -323,7 +325,7 @@ def test_one_key_leaves_room_for_the_bodies_of_another() -> None:
     second.take(25)
     with pytest.raises(OverloadedError):
         second.take(1)
-    first.keep(10)  # the rest were fields without effect
+    first.keep(10)  # The other fields had no effect.
     second.take(20)
     for share in (first, second):
         share.keep(0)
@@ -348,7 +350,7 @@ def test_url_that_cannot_be_parsed_is_refused_without_a_traceback(
 
 
 def until_closed(client: Client, *, sending: bytes, most: int) -> tuple[bytes, int]:
-    """Send `sending` repeatedly; return the server's answer, and the bytes sent before."""
+    """Send `sending` until the server closes; return its answer and the number of bytes sent."""
     size = 0
     with contextlib.suppress(ConnectionError, TimeoutError):
         while size < most:
@@ -384,8 +386,8 @@ def test_framing_of_a_chunked_body_is_bounded(begin: bytes, more: bytes) -> None
         client = clients.connect()
         client.send(CHUNKED % b"/headers" + begin)
         answer, size = until_closed(client, sending=more, most=20_000_000)
-        assert size < 8_000_000  # the capacity of both kernels' buffers
-        assert answer.startswith(b"HTTP/1.1 431") or not answer  # lost if we were still sending
+        assert size < 8_000_000  # the capacity of both kernels' socket buffers
+        assert answer.startswith(b"HTTP/1.1 431") or not answer  # The client may lose it.
 
 
 def test_body_in_chunks_of_a_byte_is_taken() -> None:
@@ -395,7 +397,7 @@ def test_body_in_chunks_of_a_byte_is_taken() -> None:
 
 
 def test_bodies_that_follow_each_other_have_no_framing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a body and the next request may arrive together after an early answer."""
+    """Check that a body's end and the next request may arrive together after an early answer."""
     monkeypatch.setattr(protocol, "MAX_FRAMING_BYTES", 1000)
     num_bytes = 20_000
     head = f"POST /headers HTTP/1.1\r\nhost: x\r\ncontent-length: {num_bytes}\r\n\r\n".encode()

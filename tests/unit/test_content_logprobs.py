@@ -24,7 +24,7 @@ CALLS = [("f", {"x": "Done. It is"})]
 M2_CALL, M3_CALL = (write_block(chat_format.output, CALLS) for chat_format in (M2, M3))
 
 HM, LOOK, SUM = "Hm\n</think>\n\n", "Look\n</think>\n\n", "The sum.</mm:think>"
-# parts in turn: other text, and content
+# Each answer alternates between other text and content.
 ANSWERS = {
     "plain": (M2, ["The sum.\n</think>\n\n", "47 + 38 = 85, so 85 apples."]),
     "content that the reasoning has too": (M2, ["Say: Hello there!\n</think>\n\n", "Hello there!"]),
@@ -89,7 +89,7 @@ def read(
 
 
 def expected(parts: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """Return an answer's tokens, and the positions of those with a byte of each content."""
+    """Return the tokens of an answer, and for each content part the positions of its tokens."""
     token_ids = TOKENIZER.encode("".join(parts))
     ends = list(itertools.accumulate(map(len, map(TOKENIZER.token_bytes, token_ids))))
     assert ends[-1] == len("".join(parts).encode())
@@ -126,7 +126,7 @@ def test_a_closer_that_is_not_in_the_content_is_none_of_its_tokens(size: int) ->
 def test_an_answer_that_ends_within_a_character_keeps_its_tokens() -> None:
     token_ids = TOKENIZER.encode("Hm\n</think>\n\nGood 🙂")
     raw = [TOKENIZER.token_bytes(token_id) for token_id in token_ids]
-    assert len(raw[-1]) < 4  # otherwise there is nothing to split
+    assert len(raw[-1]) < 4  # A shorter part cannot be split.
     (found,) = read(token_ids[:-1], M2, size=1, fragments=200)
     assert b"".join(bytes(entry.bytes) for entry in found).startswith(b"Good \xf0")
     assert found[-1].logprob == (2 - len(token_ids)) / 1024

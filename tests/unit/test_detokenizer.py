@@ -1,5 +1,3 @@
-"""Streamed text equals decoded text, with stop strings at any token boundaries, without delay."""
-
 from collections.abc import Sequence
 
 import pytest
@@ -44,7 +42,7 @@ def emitted_lengths(ids: Sequence[int]) -> list[int]:
 def expected_stop(
     text: str, stops: Sequence[str], *, ids: Sequence[int], min_tokens: int
 ) -> tuple[str | None, int]:
-    """Find by trial the stop string that is complete first, and its end."""
+    """Find by trial the stop string that is complete first, and its end in `text`."""
     lengths = emitted_lengths(ids)
     for end in range(1, len(text) + 1):
         num_tokens = next((n + 1 for n, length in enumerate(lengths) if length >= end), len(ids))
@@ -61,7 +59,7 @@ def test_pieces_join_to_the_text(ids: list[int], skip: bool, step: int, stops: l
     assert joined(pieces) == TOKENIZER.decode(ids, skip_special_tokens=skip)
     assert all(piece.text for piece in pieces)
     for piece in run(ids, Detokenizer(TOKENIZER, skip_special_tokens=False, stop=stops)):
-        if piece.token_id is not None:  # the piece is that whole token
+        if piece.token_id is not None:  # The piece is exactly this token.
             assert piece.text == TOKENIZER.token_text(piece.token_id)
 
 
@@ -113,9 +111,9 @@ def test_a_tag_that_ends_like_a_stop_string_keeps_its_id() -> None:
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
-        ("quick brown fox jumps", "fox jum", "quick brown "),  # across token borders
-        ("a</think>xyz", "nk>x", "a</thi"),  # inside a tag
-        ("done[e~[more", "[e~[", "done"),  # a control token that is shown
+        ("quick brown fox jumps", "fox jum", "quick brown "),  # several tokens
+        ("a</think>xyz", "nk>x", "a</thi"),  # a stop string inside a tag
+        ("done[e~[more", "[e~[", "done"),  # a control token that is part of the visible text
     ],
 )
 def test_a_stop_string_may_be_anywhere(text: str, stop: str, expected: str) -> None:

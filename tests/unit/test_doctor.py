@@ -35,7 +35,7 @@ def verdict(here: Machine, model: str = M2) -> ModelVerdict:
     [
         (machine(4, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 4"),
         (machine(8, gib=79.1), f"negamax serve {M2} --tensor-parallel-size 8"),
-        # padded experts do not fit beside a cache, whole experts do
+        # Padded experts leave no memory for a cache; whole experts do.
         (machine(8, gib=48), f"negamax serve {M2} --tensor-parallel-size 8 --enable-expert-pa"),
         (machine(1, gib=287), f"negamax serve {M2}"),
         (machine(2, gib=139.8), f"negamax serve {M2} --tensor-parallel-size 2 --max-model-len"),
@@ -46,7 +46,8 @@ def test_model_that_fits_has_a_command(here: Machine, command: str) -> None:
     found = verdict(here)
     assert found.runs and found.command.startswith(command)
     if "--max-model-len" in command:
-        # the engine accepts it: on these GPUs its cache was measured to hold 122,496 tokens
+        # The engine accepts this limit; on these GPUs its cache was measured to hold 122,496
+        # tokens.
         assert 110_000 < int(found.command.split()[-1]) < 122_496
 
 
@@ -88,7 +89,7 @@ def test_model_that_does_not_fit_has_a_reason(here: Machine, words: str) -> None
         (machine(8, gib=79.1), "35.7 GiB of weights per GPU"),
         (machine(4, gib=139.8), "; measured on H200 only"),
         (machine(8, gib=79.1), "33% more bytes and arithmetic in the experts (none with --expert-"),
-        # GPUs that cannot multiply FP8 keep it packed
+        # GPUs without FP8 matrix multiplication keep the weights packed in FP8.
         (machine(16, gib=79.1, capability=(8, 0)), "FP8 as stored, 35.7 GiB of weights"),
         (machine(4, gib=139.8, disk_bytes=60 * GIB), "a download needs 214."),
     ],

@@ -1,4 +1,4 @@
-"""The adaptive draft length in a simulated engine is as fast as the best fixed one."""
+"""In a simulated engine, the adaptive draft length is as fast as the best fixed one."""
 
 import math
 import random
@@ -14,11 +14,12 @@ from negamax.scheduler.step import StepPlan, StepResult
 from tests.layouts import full
 
 LENGTHS, MOST = (1, 2, 3), 3
-# MiniMax-M2 on four H200 (docs/performance.md): ms of a step by tokens; from 256 on assumed
+# Milliseconds of a step of MiniMax-M2 on four H200, by number of tokens.
+# Source: docs/performance.md; times from 256 tokens on are assumed.
 STEPS = ((1, 2.61), (4, 4.08), (16, 8.74), (64, 16.79), (100, 18.75), (256, 25.0), (512, 34.0))
 DRAFT = 0.12  # ms
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 100, 128)
-# acceptance rate by position, given that all earlier drafts are accepted
+# acceptance rate by position, if all earlier draft tokens are accepted
 CURVES = {
     "M2.5": (0.6, 0.58, 0.71),  # 2.2 tokens per step
     "M3": (0.78, 0.77, 0.75),  # 2.83
@@ -28,7 +29,7 @@ CURVES = {
     "none": (0.02, 0.02, 0.02),
 }
 Curve = tuple[float, ...]
-Head = Callable[[float, random.Random], float]  # acceptance rate of a draft -> its confidence
+Head = Callable[[float, random.Random], float]  # acceptance rate of a draft -> confidence
 HEADS: dict[str, Head] = {
     "exact": lambda rate, rng: rate,
     "too high": lambda rate, rng: rate**0.5,
@@ -40,7 +41,7 @@ HEADS: dict[str, Head] = {
 
 
 def accept(drafts: int, curve: Curve, rng: random.Random) -> int:
-    """Draw the number of accepted drafts of a row."""
+    """Draw how many draft tokens of a row are accepted."""
     accepted = 0
     while accepted < drafts and rng.random() < curve[accepted]:
         accepted += 1
@@ -73,7 +74,7 @@ def informed(error: float) -> AdaptiveDraftLength:
 
 
 class Engine:
-    """Runs steps of `rows` rows with noisy times, and counts."""
+    """Run steps of `rows` rows with noisy times, and count tokens and seconds."""
 
     def __init__(self, policy: AdaptiveDraftLength, rows: int, *, noise: float) -> None:
         self.policy, self.rows, self.noise = policy, rows, noise
@@ -81,10 +82,10 @@ class Engine:
         self.chosen: list[int] = []
         self.tokens, self.seconds = 0, 0.0
         self.head: Head | None = None
-        self.rates: list[Curve] = []  # with a head, of each row's new drafts
+        self.rates: list[Curve] = []  # with a head: acceptance rates of each row's new draft tokens
 
     def propose(self, drafts: int, curve: Curve) -> None:
-        """Draw acceptance rates around `curve`, and report the head's estimates of them."""
+        """Draw acceptance rates around `curve`, and report the head's estimates of these rates."""
         assert self.head is not None
         draw, places = self.rng.betavariate, range(min(drafts + 1, MOST) if drafts else 0)
         self.rates = [tuple(draw(3 * p, 3 - 3 * p) for p in curve) for _ in range(self.rows)]
@@ -112,8 +113,8 @@ class Engine:
             self.policy.end_step(self.rows, drafts if is_timed else None, took)
 
     def share_of_best(self, phases: Iterable[tuple[int, int, Curve]], *, is_timed: bool) -> float:
-        """Run phases of rows, steps and a curve; return the speed relative to the best fixed
-        number.
+        """Run phases of (rows, steps, curve). Return the speed divided by that of the best fixed
+        length.
         """
         fixed = [0.0] * (MOST + 1)
         for self.rows, steps, curve in phases:
@@ -124,7 +125,10 @@ class Engine:
         return min(fixed) / self.seconds
 
     def share_by_choices(self, curve: Curve) -> float:
-        """Return the share by mean speeds: which tokens were accepted does not matter."""
+        """Return the speed divided by the best one, computed from mean speeds.
+
+        The random acceptance of single tokens has no effect on the result.
+        """
         fixed, took = speeds(self.rows, curve), [seconds(self.rows, k) for k in self.chosen]
         made = sum(fixed[k] * one for k, one in zip(self.chosen, took, strict=True))
         return made / sum(took) / max(fixed)
@@ -150,7 +154,7 @@ def test_is_as_fast_as_the_best_fixed_number(rows: int, start: str) -> None:
 @pytest.mark.parametrize("rows", [full(1), 4, full(16), full(64)])
 @pytest.mark.parametrize("head", HEADS)
 def test_confidences_keep_the_speed(rows: int, head: str) -> None:
-    """Measured acceptance corrects them."""
+    """Check that measured acceptance corrects the confidences of a bad head."""
     for name, curve in CURVES.items():
         engine = Engine(informed(0.04), rows, noise=0.03)
         engine.head = HEADS[head]
@@ -196,7 +200,7 @@ def test_is_stable_despite_biased_measurements_and_noise(rows: int) -> None:
     for seed in range(4):
         engine = Engine(AdaptiveDraftLength(LENGTHS, times), rows, noise=0.05)
         engine.rng.seed(seed)
-        # contexts grow, and with them all times
+        # As contexts grow, all steps take longer.
         engine.run(2000, CURVES["M3"], slower=lambda step: 1 + step / 2000)
         changes.append(engine.changes())
         late = [speeds(rows, CURVES["M3"])[k] for k in engine.chosen[1000:]]
@@ -205,7 +209,7 @@ def test_is_stable_despite_biased_measurements_and_noise(rows: int) -> None:
 
 
 def test_notices_a_host_that_takes_longer_than_the_gpu() -> None:
-    """The GPU's times of 200 rows mislead: 3.3 tokens per step are not worth their host time."""
+    """The GPU's times suggest 3.3 tokens per step, which cost more time on the host."""
     gpu, host = (1.5, 1.7, 1.9, 2.1), (1.6, 4.0, 7.0, 9.8)  # ms
     times = [(rows, k, gpu[k] / 1e3) for rows in (1, 64, 256) for k in range(MOST + 1)]
     policy, rng = AdaptiveDraftLength(LENGTHS, times), random.Random(1)
@@ -220,7 +224,7 @@ def test_notices_a_host_that_takes_longer_than_the_gpu() -> None:
 
 @pytest.mark.parametrize("rows", [1, full(4), 16])
 def test_forgets_the_times_of_delayed_steps(rows: int) -> None:
-    """For a while the host delays all steps equally, so that most drafts look best."""
+    """Delay all steps on the host equally for a while, so that the longest drafts look best."""
     curve = CURVES["falling"]
     for seed in range(6):
         policy = AdaptiveDraftLength(LENGTHS, measured(0.05, random.Random(seed)))
@@ -238,7 +242,7 @@ def test_forgets_the_times_of_delayed_steps(rows: int) -> None:
 
 @pytest.mark.parametrize("most", [16, 64, full(200)])
 def test_short_answers_of_a_small_model_need_few_trials(most: int) -> None:
-    """Batches end after some thirty steps limited by the host, and three drafts are best."""
+    """Check batches that end after about thirty host-bound steps, where three drafts are best."""
     sizes, curve = product((1, 4, 16, 64, 256), range(MOST + 1)), CURVES["code"]
     tokens = [sum(0.95**place for place in range(k + 1)) for k in range(MOST + 1)]
     times = [(rows, k, (0.45 + 0.0012 * rows * (1 + k) + 0.09 * k) / 1e3) for rows, k in sizes]
@@ -267,7 +271,7 @@ def test_short_answers_of_a_small_model_need_few_trials(most: int) -> None:
 @pytest.mark.parametrize("start", ["measured", "not measured"])
 @pytest.mark.parametrize("name", ["code", "M3"])
 def test_estimates_of_a_batch_size_serve_similar_sizes(name: str, start: str) -> None:
-    """Of 64 sequences that end in turn, three times, each size is not explored again."""
+    """As 64 sequences end in turn, three times, the policy must not explore each size anew."""
     policy = informed(0.04) if start == "measured" else AdaptiveDraftLength(LENGTHS)
     rng, shares = random.Random(1), []
     for _ in range(3):
@@ -298,7 +302,7 @@ def test_drafting_resumes_soon_after_a_few_rejected_drafts(rows: int, good: int,
 
 
 def test_explores_both_of_two_alternating_sizes() -> None:
-    """9 sequences in a pipeline of two stages; 4 and 5 rows are of two sizes."""
+    """Alternate between 4 and 5 rows, as 9 sequences in a pipeline of two stages do."""
     engine = Engine(AdaptiveDraftLength(LENGTHS), 4, noise=0.03)
     phases = [(4, 1, CURVES["low"]), (5, 1, CURVES["low"])] * 600
     assert engine.share_of_best(phases, is_timed=True) > 0.97
@@ -306,7 +310,7 @@ def test_explores_both_of_two_alternating_sizes() -> None:
 
 @pytest.mark.parametrize("name", ["code", "low"])
 def test_untimed_steps_make_no_trials(name: str) -> None:
-    """Each has a chunk of a prompt beside its generated tokens."""
+    """Check steps that have a chunk of a prompt beside their generated tokens."""
     for rows in (1, 16):
         engine = Engine(informed(0.04), rows, noise=0.03)
         assert engine.share_of_best([(rows, 600, CURVES[name])], is_timed=False) > 0.97
@@ -326,9 +330,9 @@ def plan(scheduled: list[int], drafts: list[int], *, proposed: int) -> StepPlan:
 @pytest.mark.parametrize(
     ("scheduled", "drafts", "proposed"),
     [
-        ([4, 4, 4, 40], [3, 3, 3, 0], 3),  # a chunk of a prompt beside them
-        ([4, 4, 1, 1], [3, 3, 0, 0], 3),  # few have drafts
-        ([4, 4, 4, 4], [3, 3, 3, 3], 1),  # other work follows
+        ([4, 4, 4, 40], [3, 3, 3, 0], 3),  # The step also has a chunk of a prompt.
+        ([4, 4, 1, 1], [3, 3, 0, 0], 3),  # Few rows have drafts.
+        ([4, 4, 4, 4], [3, 3, 3, 3], 1),  # The step also verifies more than it proposes.
     ],
 )
 def test_ignores_other_steps(scheduled: list[int], drafts: list[int], proposed: int) -> None:
@@ -345,7 +349,7 @@ def test_ignores_other_steps(scheduled: list[int], drafts: list[int], proposed: 
 def test_acceptance_is_that_of_the_rows() -> None:
     policy = AdaptiveDraftLength(LENGTHS)
     for _ in range(300):
-        accepted = {0: 3, 1: 1, 2: 0}  # two rows without any accepted draft
+        accepted = {0: 3, 1: 1, 2: 0}  # Two of the four rows have no accepted draft.
         policy.record(
             plan([4] * 4, [3] * 4, proposed=3), StepResult(0, [], {}, {}, {}, accepted), 0
         )
@@ -354,7 +358,7 @@ def test_acceptance_is_that_of_the_rows() -> None:
 
 def test_estimates_of_ranks_count_by_rows_and_end_with_the_drafts() -> None:
     policy = AdaptiveDraftLength(LENGTHS)
-    for _ in range(100):  # one row has two drafts accepted, three have none
+    for _ in range(100):  # One row has two accepted drafts; three rows have none.
         ranks = [
             (
                 plan([4], [3], proposed=3),
@@ -373,7 +377,7 @@ def test_estimates_of_ranks_count_by_rows_and_end_with_the_drafts() -> None:
 
 @pytest.mark.parametrize("name", ["code", "none"])
 def test_data_parallel_ranks_do_not_slow_each_other_down(name: str) -> None:
-    """Steps take the time of all ranks' tokens, so a rank's own drafts alone look cheap."""
+    """A step takes the time of all ranks' tokens, so a rank's own drafts alone look cheap."""
     ranks, rng = make_rank_lengths(informed(0.04), 9), random.Random(1)
     times, tokens = [seconds(8, k) for k in range(MOST + 1)], [8, 0, 0, 0]
     for place in range(MOST):

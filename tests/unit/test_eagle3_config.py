@@ -18,7 +18,7 @@ from negamax.options.speculation import SpeculationConfig
 from tests.tables import read_table
 from tests.tiny_draft import as_speculators
 
-# thoughtworks/MiniMax-M2.5-Eagle3, as SpecForge writes it
+# config.json of thoughtworks/MiniMax-M2.5-Eagle3, written by SpecForge
 M2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": 200064,
     "draft_vocab_size": 32000, "hidden_size": 3072, "num_hidden_layers": 1, "head_dim": 128,
@@ -31,7 +31,7 @@ M2: dict[str, Any] = {
         "eagle_aux_hidden_state_layer_ids": [1, 30, 58], "use_aux_hidden_state": True,
     },
 }  # fmt: skip
-# Inferact/MiniMax-M3-EAGLE3, by TorchSpec
+# config.json of Inferact/MiniMax-M3-EAGLE3, written by TorchSpec
 M3 = M2 | {
     "architectures": ["Eagle3LlamaForCausalLM"], "hidden_size": 6144, "intermediate_size": 18432,
     "num_attention_heads": 64, "num_key_value_heads": 64, "fc_norm": True, "norm_output": True,
@@ -43,11 +43,11 @@ def test_published_drafts_are_read() -> None:
     spec = read_spec(M2).adapt_to(bundled_spec("minimax-m2.5"), None)
     assert spec.aux_layers == (2, 31, 59) and spec.notes == ()
     assert replace(spec, aux_layers=()) == FAMILY.bundled["minimax-m2.5-eagle3"]
-    # as its model card states
+    # The model card states this size.
     assert weight_bytes(spec, dtype="bfloat16") == pytest.approx(486e6, rel=2e-3)
-    # on four ranks: a quarter, and a copy of the model's embedding
+    # A rank of four holds a quarter of the draft, and a copy of the model's embedding.
     assert draft_bytes(spec, dtype="bfloat16", ranks=4) == pytest.approx(121.5e6 + 1229e6, rel=3e-3)
-    # the same on the last of several pipeline stages
+    # The last of several pipeline stages holds as much.
     alone = draft_bytes(spec, dtype="bfloat16", embeds=False)
     assert alone == pytest.approx(486e6 + 1229e6, rel=3e-3)
     spec = read_spec(M3).adapt_to(bundled_spec("minimax-m3"), None)
@@ -252,7 +252,7 @@ def test_options_replace_the_draft_length_of_files(found: Callable[..., ModelSou
 
     assert length(CONFIG) == 5
     assert length(CONFIG, num_speculative_tokens=2) == 2
-    assert length(CONFIG, num_draft_tokens=3) == 2  # SGLang's, which counts the token before
+    assert length(CONFIG, num_draft_tokens=3) == 2  # SGLang also counts the token before.
     assert length(M2) == 3
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
     assert length(CONFIG, **synthetic) == 3
@@ -294,7 +294,7 @@ def test_a_draft_alone_stands_for_its_verifier(tmp_path: Path) -> None:
     assert source.name == "nano" and source.spec.num_layers == 5
     assert source.speculation is not None and source.speculation.num_speculative_tokens == 4
     assert source.draft is not None and source.draft.spec.aux_layers == (2, 3, 5)
-    # explicit options replace the files' settings
+    # Explicit options override the settings of the files.
     with pytest.raises(ConfigError, match="is a draft model: it proposes") as caught:
         of(config, speculative_config={"method": "ngram"})
     assert "serve nano, and name this one in --speculative-config" in str(caught.value)

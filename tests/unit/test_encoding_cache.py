@@ -1,5 +1,3 @@
-"""The encoding cache returns the tokenizer's ids for any history, in bounded memory."""
-
 import json
 import re
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ TRUNCATION = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst",
 
 
 def token(text: str, **flags: bool) -> dict[str, Any]:
-    """Return an added token whose text begins like another one, or contains one."""
+    """Return an added token whose text begins like another added token, or contains one."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     return {"id": 990 + len(text), "content": text, **plain, **flags}
 
@@ -80,7 +78,7 @@ TEXTS = st.lists(st.one_of(SHORT, LONG), max_size=6).map("".join)
 
 
 def reference(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode the whole text by the library's other method."""
+    """Encode the whole text by the other method of the tokenizers library."""
     return tokenizer._backend.encode(text, add_special_tokens=False).ids
 
 
@@ -89,7 +87,7 @@ def reference(tokenizer: Tokenizer, text: str) -> list[int]:
 @given(text=TEXTS, ends=st.lists(st.floats(0, 1), max_size=3))
 def test_beginnings_have_the_librarys_tokens(name: str, text: str, ends: list[float]) -> None:
     cache = EncodingCache(SPLIT[name])
-    for end in (*sorted(ends), 1, *ends):  # a growing conversation, then earlier states of it
+    for end in (*sorted(ends), 1, *ends):  # The conversation grows, then returns to earlier states.
         beginning = text[: round(end * len(text))]
         assert cache.encode(beginning) == reference(SPLIT[name], beginning)
 
@@ -138,7 +136,7 @@ def turns(count: int, *, chars: int) -> Iterator[str]:
         yield text
 
 
-# each part is a long stretch; parts are runs of short ones
+# With 2000 characters each part is one long stretch; with 40, parts are runs of short ones.
 @pytest.mark.parametrize("chars", [2000, 40])
 def test_a_turn_costs_only_its_addition(chars: int) -> None:
     tokenizer = counting()
@@ -147,7 +145,7 @@ def test_a_turn_costs_only_its_addition(chars: int) -> None:
     for text in turns(40, chars=chars):
         tokenizer.num_chars = 0
         cache.encode(text)
-        # the end of the previous turn, which the new one continues
+        # At most 2048 characters at the end of the previous turn are encoded again.
         assert tokenizer.num_chars <= len(text) - before + 2048
         before = len(text)
     assert before > 30 * 3 * chars
@@ -157,7 +155,7 @@ def test_cached_parts_are_shared_only_within_a_salt() -> None:
     tokenizer = counting()
     cache = EncodingCache(tokenizer)
     text = "]~b]user\n" + "Keep this. " * 50
-    cache.encode(text, salt="two").clear()  # the caller owns the list
+    cache.encode(text, salt="two").clear()  # The caller may change the list that it got.
     costs = []
     for salt in ("", "one", "two", "one", "", "\ud800"):
         tokenizer.num_chars = 0
@@ -185,7 +183,7 @@ def test_part_too_large_for_the_cache_drops_no_other() -> None:
     cache = EncodingCache(make_tokenizer(), max_bytes=10_000)
     cache.encode("]~b]" + "Keep this. " * 50)
     kept = cache.num_bytes
-    for text in ("]~b]" + "z" * 5000, "]~b]user\nHi[e~[\n]~b]ai\n"):  # nor is a small one cached
+    for text in ("]~b]" + "z" * 5000, "]~b]user\nHi[e~[\n]~b]ai\n"):
         assert cache.encode(text) == reference(make_tokenizer(), text)
     assert cache.num_bytes == kept > 0
 
@@ -213,7 +211,7 @@ def test_lone_surrogate_counts_as_a_replacement_character() -> None:
 
 
 def test_library_reads_the_definitions_of_this_test() -> None:
-    """Each variant must differ from the plain tokenizer; else the tests above prove nothing."""
+    """Each variant must differ from the plain tokenizer, or the tests above prove nothing."""
     text = "]~b]user e\u0301 k><m\u00e9 <think>word"
     plain = reference(SPLIT["as trained"], text)
     variants = [name for name in SPLIT if name not in ("as trained", "pieces that look ahead")]

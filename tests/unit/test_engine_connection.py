@@ -72,7 +72,7 @@ def test_counters_do_not_decrease_when_a_heartbeat_is_late(tmp_path: Path) -> No
 
 
 def send(folder: str, message: wire.EngineReady | wire.EngineFailed, *, is_first: bool) -> None:
-    """Send as an engine does. `is_first`: after its first message arrived."""
+    """Send a message as an engine does. If `is_first`, wait for the client's first message."""
     address = wire.EngineAddress(folder)
     with zmq.Context() as context, context.socket(zmq.PULL) as requests:
         requests.connect(address.requests(0))

@@ -36,7 +36,7 @@ def test_each_server_gets_its_own_updates_and_steps_are_counted_once(tmp_path: P
             admitted = [(names[4], 1.5), (names[2], 2.5)]
             outbox.send(outbox.frames(wire.StepOutputs(updates, STATS, admitted, [7, 8])))
             outbox.send(outbox.frames(wire.StepOutputs([update(names[1], 9)], STATS, [], [1])))
-            servers[2].bind(address.outputs(2))  # it arrives late and misses nothing
+            servers[2].bind(address.outputs(2))  # Binding late loses no message.
             messages = []
             for socket in servers:
                 socket.rcvtimeo = 5000

@@ -103,7 +103,7 @@ def test_template_variables_cannot_forge_turns() -> None:
 
 
 def test_text_of_the_model_keeps_its_tags() -> None:
-    """Cover inline reasoning that the template splits, and tags that the model writes."""
+    """Check inline reasoning that the template splits, and tags that the model itself writes."""
     answers = [ai("why</think>b <think>]~b]"), user("c"), ai("d", reasoning="<think>")]
     found = added(prompt([user("a"), *answers]))
     thinking = ["]~b]", "<think>", "<think>", "</think>", "[e~["]

@@ -15,7 +15,7 @@ PING = b"event: ping\n\n"
 
 
 class Client:
-    """Records its input: status, pieces of the body, and None at the end."""
+    """Record the status, the pieces of the body, and None at the end."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -62,7 +62,9 @@ async def send_to(client: Client, stream: EventStream) -> None:
 def sent_by(
     produce: Callable[[Write, list[Any]], Awaitable[None]], *, seconds: float, full: bool = False
 ) -> list[Any]:
-    """Return the bytes that a client receives of `produce`'s stream, which sees them, too."""
+    """Return the bytes that a client receives from `produce`, which can read them during the
+    stream.
+    """
 
     async def run() -> list[Any]:
         client, source = Client(), Source()
@@ -90,7 +92,7 @@ def test_pauses_are_filled_and_nothing_else() -> None:
         pauses.append(time.monotonic() - started)
 
     async def produce(write: Write, sent: list[Any]) -> None:
-        await pause(sent)  # before the first event
+        await pause(sent)  # The pause comes before the first event.
         for number in range(3):
             write(b"%d" % number)
         await pause(sent)
@@ -105,7 +107,7 @@ def test_pauses_are_filled_and_nothing_else() -> None:
 
 
 def test_busy_stream_has_no_pings() -> None:
-    times: list[float] = []  # just before each event
+    times: list[float] = []  # time just before each event
 
     async def produce(write: Write, _: list[Any]) -> None:
         for _ in range(60):
@@ -113,7 +115,7 @@ def test_busy_stream_has_no_pings() -> None:
             write(b"x")
             await asyncio.sleep(0.005)
 
-    # a busy machine may add pauses
+    # A busy machine may add pauses, and each pause adds a ping.
     has_ping = PING in sent_by(produce, seconds=0.2)
     assert not has_ping or max(after - before for before, after in pairwise(times)) > 0.2
 
@@ -171,7 +173,7 @@ def test_list_has_all_appended_entries() -> None:
 
 
 def test_bytes_of_a_stream_grow_with_its_time() -> None:
-    """100,000 tokens of 400 bytes each in 100 s: without pacing 2 TB."""
+    """Repeat an answer that grows by 400 bytes 100,000 times in 100 s: without pacing, 2 TB."""
     pacing, num_sent, largest = RepeatPacing(num_choices=2), 0, 0
     for number in range(100_000):
         if pacing.is_due(400 * number, now=100 + number / 1000):

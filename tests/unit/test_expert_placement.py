@@ -63,7 +63,7 @@ def test_moves_lead_to_the_placement(size: tuple[int, int, int], data: st.DataOb
     for _ in range(3):
         loads = data.draw(loads_of(experts))
         target = best_placement(loads, slots, ranks)
-        assert best_placement(loads, slots, ranks) == target  # independent of the computing process
+        assert best_placement(loads, slots, ranks) == target  # in every process
         assert set(target) == set(range(experts)) and len(target) == num_slots
         busiest = max(rank_loads(loads, target, ranks))
         assert busiest <= max(rank_loads(loads, slots, ranks))
@@ -88,7 +88,7 @@ def test_what_stays_on_a_rank_keeps_its_slot() -> None:
     slots = [0, 1, 2, 3, 4, 5, 6, 7]
     target = best_placement([9, 8, 1, 1, 1, 1, 1, 1], slots, 2)
     assert sorted(target[:4]) != [0, 1, 2, 3] and target.index(0) == 0
-    assert len(next_moves(slots, target, 2)) == 2  # two experts exchange places
+    assert len(next_moves(slots, target, 2)) == 2  # Two experts exchange their slots.
 
 
 def balancer(**config: int | float | bool) -> ExpertBalancer:
@@ -99,12 +99,12 @@ def balancer(**config: int | float | bool) -> ExpertBalancer:
 def run(
     balancer: ExpertBalancer, num_steps: int, per_step: list[int], late: int = 2
 ) -> list[tuple[int, int]]:
-    """Run steps whose results come `late`; return (step, moves) of those that move experts."""
+    """Run steps whose results arrive `late` steps later. Return (step, moves) of moving steps."""
     total, waiting = np.zeros((3, 6), dtype=np.int64), []
     moved = []
     for number in range(num_steps):
         step = balancer.direct()
-        total[1:] += per_step  # (the first layer has no experts)
+        total[1:] += per_step  # The first layer has no experts.
         waiting.append(total.tobytes() if step and step.wants_counts else b"")
         if step and step.moves:
             moved.append((number, len(step.moves)))
@@ -125,7 +125,7 @@ def test_a_rebalance_moves_experts_once() -> None:
     moved = run(own, 300, SKEWED)
     assert own.stats.num_rebalances == 1 and own.stats.balancedness > 0.95 > before
     assert own.stats.num_moved == sum(number for _, number in moved) > 0
-    assert {step // 20 for step, _ in moved} == {2}  # nothing is left to gain
+    assert {step // 20 for step, _ in moved} == {2}  # More moves would gain nothing.
 
 
 def test_a_threshold_leaves_balanced_ranks_alone() -> None:
@@ -188,7 +188,7 @@ def test_redundant_experts_are_dealt_out_evenly(redundant: int, nearest: int) ->
 
 
 def test_memory_of_redundant_experts_is_counted() -> None:
-    """One more expert of MiniMax-M2 on each of four ranks: 14.2 MB in 62 layers."""
+    """Count one more expert of MiniMax-M2 on each of four ranks: 14.2 MB in 62 layers."""
     spec = bundled_spec("minimax-m2")
     layouts = [ParallelLayout(tp=4, ep=4, redundant_experts=count) for count in (0, 4)]
     sizes = [weight_bytes(spec, dtype="bfloat16", layout=layout) for layout in layouts]
@@ -235,7 +235,7 @@ def test_experts_lie_in_order_by_default() -> None:
 
 def test_counts_determine_the_placement(tmp_path: Path) -> None:
     path = tmp_path / "dump.json"
-    # a server's answer, with fields that do not matter here
+    # The file is a server's answer, with fields that have no effect.
     path.write_text(json.dumps({"logical_count": COUNTS, "engines": [{"balancedness": 0.5}]}))
     for layout, most in ((RANKS, (91, 0, 405)), (COPIES, (88, 0, 210))):
         placed = place(layout, str(path))
@@ -249,7 +249,7 @@ def test_counts_determine_the_placement(tmp_path: Path) -> None:
         dump = balancer.record("dump", bytes(8 * 3 * EXPERTS))
         assert dump is not None
         assert tuple(map(tuple, dump.physical_to_logical_map)) == placed.expert_placement
-        # that server's dump is left in place
+        # The dump of that server gives the same placement.
         again = place(layout, {"physical_to_logical_map": dump.physical_to_logical_map})
         assert again == placed
 

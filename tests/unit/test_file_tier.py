@@ -1,5 +1,3 @@
-"""KV blocks in files: what the scheduler writes, reads, deletes and admits."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -19,14 +17,15 @@ from tests.unit.plan_support import RankScheduler, make_limits, make_result, mak
 from tests.unit.test_host_tier import UNKNOWN, HostTrace, HostWorker
 from tests.unit.test_scheduler_traces import EOS_IDS, any_limits
 
-Content = list[int]  # identities of a block's cells
+Content = list[int]  # identities of the cells of a block
 
 
 @dataclass
 class FileWorker(HostWorker):
-    """Runs file copies late, and those of lost plans perhaps. A host block must not change while it
-    is written, and must not be used while it is read. Other engines delete files, and some are
-    damaged.
+    """Copy blocks to and from files with a delay, and check each copy.
+
+    The worker may also run the copies of lost plans. A host block must not change during a write,
+    and no step may use it during a read. Other engines delete files, and some files are damaged.
     """
 
     files: dict[bytes, Content] = field(default_factory=dict)
@@ -121,7 +120,7 @@ class FileTrace(HostTrace):
 def run_files(
     limits: SchedulerLimits, num_ranks: int = 1, *, num_requests: int = 20, **rules: Any
 ) -> list[FileTrace]:
-    """Run an engine and, on its files, a second one."""
+    """Run an engine, then a second one on the files of the first."""
     first = FileTrace(limits, num_ranks, **rules)
     first.run(num_requests).check_outputs()
     second = first.restart()
@@ -151,7 +150,7 @@ def test_random_traces_with_files(
     num_ranks: int,
     **rules: Any,
 ) -> None:
-    """Reads and writes between any steps: aborts, lost steps, lost files, a restart."""
+    """Read and write files between any steps, with aborts, lost steps, lost files and a restart."""
     limits = replace(
         limits,
         num_blocks=min(limits.num_blocks, limits.max_model_len // limits.block_size + 2),
@@ -164,7 +163,7 @@ def test_random_traces_with_files(
 
 
 def test_random_traces_read_write_and_miss() -> None:
-    """The traces above are worth nothing without these events."""
+    """Check that random traces read files, write files and miss blocks; else they prove nothing."""
     limits = make_limits(
         max_model_len=50,
         block_size=2,
@@ -175,7 +174,7 @@ def test_random_traces_read_write_and_miss() -> None:
     )
     rules = {"num_requests": 100, "depth": 1, "trouble": True}
     pairs = [run_files(limits, seed=seed, **rules) for seed in range(8)]
-    for traces in zip(*pairs, strict=True):  # those before the restart, and those after it
+    for traces in zip(*pairs, strict=True):  # traces before the restart, then after it
         workers = [worker for trace in traces for worker in trace.workers]
         files = [rank.host.files for trace in traces for rank in trace.scheduler.ranks]
         assert sum(each.num_hits for each in files) > 100
@@ -210,7 +209,7 @@ def test_a_group_has_a_block_only_if_all_its_ranks_have_it() -> None:
     assert log.complete(result) is result  # without files
     own = FileProgress(2, 5, 6, [b"a"], bytes_read=10)
     first = log.complete(msgspec.structs.replace(result, files=own)).files
-    assert first == FileProgress(2, -1, -1, [b"a"], bytes_read=10)  # the other has not reported
+    assert first == FileProgress(2, -1, -1, [b"a"], bytes_read=10)  # One rank has not reported.
     log.add(FileProgress(3, 4, 7, [b"b"], bytes_read=20, num_errors=1))
     log.add(FileProgress(3, 8, 7, [b"c"], is_off=True, bytes_read=30, num_errors=1))
     own = FileProgress(2, 6, 6, bytes_read=10)
@@ -225,7 +224,7 @@ def make_tier(**changes: int) -> RankScheduler:
 
 
 def finish(scheduler: RankScheduler) -> list[FileCopies]:
-    """Run all requests and writes to their end; every copy is complete with its plan."""
+    """Run all requests and writes to their end. Every copy completes in the step of its plan."""
     made = []
     while scheduler.has_unfinished or scheduler.has_writes:
         plan = scheduler.next_plan()
@@ -307,7 +306,7 @@ def test_a_sequence_reads_files_once_per_admission() -> None:
     plan = scheduler.next_plan()
     done = FileProgress(0, plan.step_id, plan.step_id)
     scheduler.commit(plan, msgspec.structs.replace(make_result(plan), files=done))
-    scheduler.rank.host._host.evict()  # others took the host blocks
+    scheduler.rank.host._host.evict()  # Other requests took the host blocks.
     (row,) = scheduler.next_plan().new_rows
     assert row.num_computed == 0
 

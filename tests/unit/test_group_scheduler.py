@@ -72,8 +72,8 @@ def test_a_request_goes_where_its_prefix_is_until_that_costs_more() -> None:
     for number in range(8):
         scheduler.add(request(f"{number}", [*common, 10 + number]))
         found.append([len(plan.new_rows) for plan in step(scheduler)])
-    assert found[0] == [0, 1]  # 200 tokens less outweigh one more row
-    assert [1, 0] in found  # but not any number of rows
+    assert found[0] == [0, 1]  # 200 cached tokens outweigh one more row.
+    assert [1, 0] in found  # Many more rows outweigh the cached tokens.
 
 
 def test_a_rank_without_room_leaves_requests_to_the_others_and_to_the_queue() -> None:
@@ -101,12 +101,12 @@ def test_tenants_share_the_rows_of_all_ranks(size: int) -> None:
 
 def test_all_data_parallel_ranks_shard_a_step_or_none_does() -> None:
     scheduler = group(3, max_num_batched_tokens=32, num_shards=4)
-    scheduler.add(request("short", [3] * 7))  # of 8 pieces one would be empty
+    scheduler.add(request("short", [3] * 7))  # One of 8 pieces would be empty.
     assert [plan.of_all.largest_shard for plan in step(scheduler) if plan.of_all] == [0] * 3
     scheduler.add(request("long", [4] * 48))
     plans = step(scheduler)
     assert sorted(plan.num_tokens for plan in plans) == [0, 1, 32]
-    # two pieces of each rank, plus the tokens by which pieces may exceed others
+    # Each rank runs two pieces, plus the tokens by which a piece may be longer than others.
     assert [plan.of_all.largest_shard for plan in plans if plan.of_all] == [8 + 2] * 3
     assert [plan.of_all.largest_shard for plan in step(scheduler) if plan.of_all] == [4 + 2] * 3
     plans = step(scheduler)

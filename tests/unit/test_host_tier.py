@@ -1,5 +1,3 @@
-"""Blocks in host memory: what the scheduler stores, loads, evicts and admits."""
-
 from __future__ import annotations
 
 import random
@@ -16,13 +14,14 @@ from negamax.scheduler.step import HostCopies, StepPlan, StepResult
 from tests.unit.plan_support import RankScheduler, make_limits, make_result, make_scheduler
 from tests.unit.test_scheduler_traces import EOS_IDS, GARBAGE, ModelWorker, Trace, any_limits
 
-UNKNOWN = -2  # a cell whose load is not reported as complete
+UNKNOWN = -2  # marks a cell whose load is not yet reported as complete
 
 
 @dataclass
 class HostWorker(ModelWorker):
-    """Runs copies at once, in plan order, and reports complete loads late. No step may read a cell
-    before that.
+    """Run copies in plan order at once, and report complete loads with a delay.
+
+    No step may read a cell whose load is not reported.
     """
 
     host: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -63,8 +62,8 @@ class HostTrace(Trace):
             self.launch(plans)
             self.commit()
         for rank in self.scheduler.ranks:
-            unplanned = len(rank.host._new_stores)  # the next plan would carry them
-            unplanned += len(rank.host.files._writes)  # only if the files are off
+            unplanned = len(rank.host._new_stores)  # The next plan would store these blocks.
+            unplanned += len(rank.host.files._writes)  # These exist only if files are off.
             assert rank.host._host.num_free + unplanned == rank.host.num_blocks
             assert not rank.host.has_loads and rank.num_waiting == 0
         return self
@@ -92,7 +91,7 @@ def run_trace(
 def test_random_traces_with_host_memory(
     limits: SchedulerLimits, num_host_blocks: int, stores_new: bool, num_ranks: int, **rules: Any
 ) -> None:
-    """Loads and stores between any steps: aborts, preemptions, lost steps, small host pools."""
+    """Load and store between any steps, with aborts, preemptions, lost steps, small pools."""
     limits = replace(
         limits,
         num_blocks=min(limits.num_blocks, limits.max_model_len // limits.block_size + 2),
@@ -104,7 +103,7 @@ def test_random_traces_with_host_memory(
 
 
 def test_random_traces_load_and_evict() -> None:
-    """The traces above are worth nothing without these events."""
+    """Check that random traces load and evict blocks; else the traces above prove nothing."""
     for host_blocks, stores_new in ((12, True), (80, True), (80, False)):
         limits = make_limits(
             max_model_len=50,
@@ -127,7 +126,7 @@ def make_tier(**changes: int) -> RankScheduler:
 
 
 def finish(scheduler: RankScheduler) -> None:
-    """Run all requests to their end; every load is complete with its plan."""
+    """Run all requests to their end. Every load completes in the step of its plan."""
     while scheduler.has_unfinished:
         plan = scheduler.next_plan()
         result = make_result(plan)
@@ -141,7 +140,7 @@ def run_alone(scheduler: RankScheduler, name: str, prompt: list[int] | int, **fi
 
 def test_a_prompt_that_left_the_gpu_is_loaded_before_its_admission() -> None:
     scheduler = make_tier()
-    for name in "ab":  # 5 and 7 blocks: b evicts blocks of a
+    for name in "ab":  # The prompts need 5 and 7 blocks, so b evicts blocks of a.
         run_alone(scheduler, name, 20 if name == "a" else 28)
     scheduler.add("again", [1000 * ord("a") + at for at in range(20)], max_tokens=1)
     first = scheduler.next_plan()
@@ -149,13 +148,13 @@ def test_a_prompt_that_left_the_gpu_is_loaded_before_its_admission() -> None:
     assert len(first.copies.loaded_blocks) == len(set(first.copies.loaded_places)) > 0
     assert scheduler.num_waiting == 1 and scheduler.plan() is None
     scheduler.commit(first)
-    waiting = scheduler.next_plan()  # still not complete
+    waiting = scheduler.next_plan()  # The load is still not complete.
     assert not waiting.slots and waiting.copies == HostCopies([], [], [], [], True)
     scheduler.commit(
         waiting, msgspec.structs.replace(make_result(waiting), loaded_step=first.step_id)
     )
     (row,) = scheduler.next_plan().new_rows
-    assert row.num_computed == 16  # all full blocks but the last, whose logits are needed
+    assert row.num_computed == 16  # The last block is needed for its logits.
     assert set(first.copies.loaded_blocks) <= set(row.block_ids[:4])
 
 
@@ -183,7 +182,7 @@ def test_each_load_under_way_keeps_a_slot_for_its_sequence() -> None:
     scheduler = make_tier(num_blocks=40, num_host_blocks=60, max_num_seqs=3)
     for name in "abcd":
         run_alone(scheduler, name, 20)
-    for name in "efghi":  # evict all others
+    for name in "efghi":  # These prompts evict the blocks of all others.
         run_alone(scheduler, name, 32)
     for name in "abcd":
         scheduler.add(f"{name} again", [1000 * ord(name) + at for at in range(20)])
@@ -223,9 +222,9 @@ def test_another_salt_or_token_finds_nothing_in_host_memory() -> None:
 
 def test_a_full_host_pool_evicts_the_least_recently_used_chain_from_its_end() -> None:
     scheduler = make_tier(num_blocks=16, num_host_blocks=8)
-    for name in "abc":  # 4 full blocks each
+    for name in "abc":  # Each prompt has 4 full blocks.
         run_alone(scheduler, name, 17)
-    run_alone(scheduler, "d", 4)  # carries the stores of c
+    run_alone(scheduler, "d", 4)  # The plan of d stores the blocks of c.
     host = scheduler.rank.host
     assert host.num_used == 8 and host.num_evictions >= 4
     assert host.num_stored == 12

@@ -1,5 +1,3 @@
-"""Images of a prompt are refused unless the engine has loaded a vision tower."""
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,5 +1,3 @@
-"""Images of requests: sizes, decoding, hostile files, and prompts with images."""
-
 import asyncio
 import base64
 import random
@@ -146,7 +144,7 @@ def test_base64_may_have_line_breaks_and_no_padding() -> None:
 
 
 def make_png(width: int, height: int) -> bytes:
-    """A PNG of zeros that takes few bytes."""
+    """Make a PNG of zeros; its file is small for any size."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
@@ -288,7 +286,7 @@ def test_a_killed_decoder_is_started_again(builder: PromptBuilder) -> None:
 
 
 def test_a_hostile_image_leaves_neighbours_alone(builder: PromptBuilder) -> None:
-    """A file whose header promises little, beside others that are served."""
+    """Send an image whose header hides a much larger size, beside images that must be served."""
     bomb = image_part(pack(make_png(3000, 3000)))
     part = image_part(encode(draw(112, 112)))
 
@@ -337,7 +335,7 @@ def test_only_named_hosts_are_asked(url: str) -> None:
 
 @pytest.fixture
 def site() -> Iterator[Callable[[list[bytes], float], str]]:
-    """A server that sends an answer in pieces with pauses."""
+    """Run a server that sends an answer in pieces, with pauses between the pieces."""
     listeners: list[socket.socket] = []
 
     def start(pieces: list[bytes], pause: float) -> str:

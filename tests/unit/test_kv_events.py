@@ -1,5 +1,3 @@
-"""Events of the prefix cache: options, encoding, their agreement with the cache, and sockets."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -94,14 +92,14 @@ def test_events_without_a_prefix_cache_are_refused() -> None:
 
 
 def make_changes(tokens: list[int], *, salt: str = "", stop: int | None = None) -> CacheChanges:
-    """A chain of blocks of 4 tokens that are stored in the KV cache."""
+    """Make the change that stores a chain of blocks of 4 tokens in the KV cache."""
     chain = BlockHashes(tokens, block_size=4, salt=salt)
     hashes = [chain[index] for index in range(len(tokens) // 4)]
     return CacheChanges([(chain, 0, len(hashes))], [(each, True) for each in hashes[:stop]], [])
 
 
 def test_events_on_the_wire_are_maps_in_a_list() -> None:
-    """As vLLM sends them since June 2026 (vllm#42892)."""
+    """Check the format that vLLM has sent since June 2026 (vllm#42892)."""
     tokens = [5, 300, 70_000, 2, 1, 1, 1, 1]
     changes = make_changes(tokens, salt="team/a")
     first, second = (shorten(block_hash) for block_hash, _ in changes.kv)
@@ -133,7 +131,7 @@ def test_events_on_the_wire_are_maps_in_a_list() -> None:
 
 
 class EventTrace(FileTrace):
-    """Compares the view of a subscriber with the blocks of the cache between all steps."""
+    """Compare a subscriber's view with the blocks of the cache after every step."""
 
     def __init__(self, *limits: Any, **rules: Any) -> None:
         super().__init__(*limits, **rules)
@@ -171,7 +169,7 @@ class EventTrace(FileTrace):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     limits=any_limits(),
-    sizes=st.sampled_from(((0, 0), (10, 0), (10, 200), (60, 20))),  # of host memory and files
+    sizes=st.sampled_from(((0, 0), (10, 0), (10, 200), (60, 20))),  # blocks in memory, and files
     seed=st.integers(0, 2**32),
     num_ranks=st.sampled_from((1, 2)),
     depth=st.integers(0, 2),
@@ -179,7 +177,7 @@ class EventTrace(FileTrace):
 def test_events_tell_the_content_of_the_cache(
     limits: SchedulerLimits, sizes: tuple[int, int], num_ranks: int, **rules: Any
 ) -> None:
-    """The second engine finds files of the first."""
+    """Run two engines; the second one finds the files of the first."""
     limits = replace(
         limits,
         num_blocks=min(limits.num_blocks, limits.max_model_len // limits.block_size + 6),
@@ -199,11 +197,11 @@ def test_events_tell_the_content_of_the_cache(
             mirror.apply(CacheChanges([], [], []))
         known = {*rank._pool._block_of, *rank.host._host._block_of, *rank.host.files._index}
         known.difference_update(*mirror._unknown.values())
-        assert mirror._runs.keys() == known, "descriptions of blocks that are gone"
+        assert mirror._runs.keys() == known, "descriptions of evicted blocks remain"
 
 
 def test_random_traces_have_all_events() -> None:
-    """The traces above are worth nothing without these events."""
+    """Check that random traces have events of all kinds; else the traces above prove nothing."""
     sizes = {"block_size": 2, "num_blocks": 26, "num_host_blocks": 30, "num_file_blocks": 80}
     limits = make_limits(**sizes, max_model_len=50, logs_cache_changes=True)
     traces = [EventTrace(limits, seed=seed, depth=1, trouble=True) for seed in range(5)]
@@ -238,7 +236,7 @@ def test_blocks_from_elsewhere_are_told_when_their_tokens_are_known() -> None:
     assert mirror.apply(CacheChanges([], changes.kv, host)) == []
     assert mirror.apply(CacheChanges([], [(changes.kv[2][0], False)], [])) == []
     (chain, _, _) = changes.chains[0]
-    for stop in (0, 2, 3):  # of the blocks that admitted sequences share
+    for stop in (0, 2, 3):  # number of blocks that admitted sequences share
         events = mirror.apply(CacheChanges([(chain, 0, stop)], [], []))
         assert bool(events) == bool(stop)
         view.apply(msgspec.msgpack.encode(EventBatch(0.0, events, 0))) if events else None
@@ -265,7 +263,7 @@ def test_first_blocks_follow_a_clear_and_late_subscribers_catch_up() -> None:
         publisher.start()
         changes = [make_changes([at] * 8) for at in range(6)]
         with Subscriber(publisher._config.endpoint, "kv-events") as early:
-            early.receive(wait_ms=500)  # it is connected then
+            early.receive(wait_ms=500)  # The subscriber has connected when this call returns.
             for each in changes:
                 publisher.publish(each)
             assert eventually(lambda: early.receive(wait_ms=20) and early.next_sequence == 7)
@@ -287,11 +285,11 @@ def test_a_full_queue_drops_changes_and_clears_the_view() -> None:
     publisher = make_publisher(max_queue_size=2)
     try:
         for at in range(5):
-            publisher.publish(make_changes([at] * 8))  # the thread does not run yet
+            publisher.publish(make_changes([at] * 8))  # The publisher's thread does not run yet.
         assert publisher.num_dropped == 3
         publisher.start()
         assert eventually(lambda: publisher.num_batches == 3)
-        # of the blocks of this step, some were stored in a lost one
+        # The step reports a block that an earlier, dropped batch had stored.
         known, unknown = make_changes([1] * 8), make_changes([4] * 8)
         publisher.publish(CacheChanges([], [(known.kv[0][0], False)], [unknown.kv[0]]))
         assert eventually(lambda: publisher.num_batches == 4 and publisher._queue.empty())
@@ -312,7 +310,7 @@ def test_a_subscriber_that_does_not_read_blocks_nothing() -> None:
         with Subscriber(publisher._config.endpoint) as slow:
             slow.receive(wait_ms=500)
             changes = make_changes(list(range(20_000)))
-            for _ in range(300):  # 20 MB, more than the sockets' buffers
+            for _ in range(300):  # 20 MB are more than the buffers of the sockets hold.
                 publisher.publish(changes)
             assert eventually(lambda: publisher.num_batches == 301)
             assert publisher.num_dropped == 0

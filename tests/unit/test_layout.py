@@ -95,7 +95,7 @@ def test_ranks_in_one_place_of_their_stages_are_a_pipeline(grid: list[ParallelLa
 
 
 def test_real_m2_shards() -> None:
-    """TP16, 8 KV heads: rank r holds KV head r // 2 and 3 of 48 query heads."""
+    """Check TP16 with 8 KV heads: rank r holds KV head r // 2 and 3 of 48 query heads."""
     ranks = [ParallelLayout(rank=rank, tp=16) for rank in range(16)]
     assert [list(r.attention.kv_heads(8)) for r in ranks] == [[rank // 2] for rank in range(16)]
     assert {len(r.attention.heads(48)) for r in ranks} == {3}
@@ -136,7 +136,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def test_neighbours_share_out_the_cache_of_a_kv_head() -> None:
-    """Four of 16 ranks have copies of each of four KV heads, and shard their blocks in pairs."""
+    """Four of 16 ranks hold each of four KV heads, and pairs of ranks shard its blocks."""
     for rank in range(16):
         view = ParallelLayout(rank=rank, tp=16, dcp=2).attention
         assert view.cache_ranks == (rank - rank % 2, rank - rank % 2 + 1)
@@ -222,12 +222,12 @@ def test_dcp_ranks_hold_whole_blocks() -> None:
 
 
 M2 = bundled_spec("minimax-m2")
-# few ranks divide its width and its number of experts
+# Few rank counts divide this model's expert width and its number of experts.
 ODD = replace(M2, expert_width=1400, num_experts=6, experts_per_token=2)
 
 
 def offered(error: ConfigError) -> list[ParallelOptions]:
-    """Return the options that the hint of a refusal names."""
+    """Return the parallel options that the hint of a refusal names."""
     found = []
     for part in (error.hint or "").split(", or ", 1):
         is_whole = "--enable-expert-parallel" in part
@@ -318,7 +318,7 @@ def test_shards_of_replicated_heads(model: str, tp: int, holders: int, words: st
     layout, spec = ParallelLayout(tp=tp, dcp=holders), bundled_spec(model)
     if words is None:
         check_split(layout, spec)
-        # each has the query heads of all of them
+        # Each rank also has the query heads of all ranks that share its KV head.
         q = next(each for each in import_names(spec).weights(spec) if each.is_query)
         plain, shared = (
             weight_bytes(spec, dtype="bfloat16", kept=dequantized, layout=each)

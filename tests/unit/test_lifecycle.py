@@ -33,7 +33,7 @@ def test_draining_waits_for_work_in_the_background(
     async def scene() -> tuple[bool, int]:
         lifecycle = Lifecycle(drain_timeout=drain_timeout)
         task = lifecycle.run_in_background(work())
-        assert lifecycle.num_open == 1  # before its first step: nothing else counts it then
+        assert lifecycle.num_open == 1  # The task counts before its first step.
         lifecycle.begin_drain()
         if is_cancelled:
             task.cancel()
@@ -88,7 +88,7 @@ def test_loop_that_stands_still_at_once_has_shown_a_pulse() -> None:
     async def stand_still() -> float:
         pulses = SharedNumbers(1)
         pulse = Lifecycle(drain_timeout=1, pulses=pulses).start_pulse()
-        shown = pulses.row(0)[0]  # no turn of the loop until here
+        shown = pulses.row(0)[0]  # The event loop has not run a turn since the pulse started.
         pulse.cancel()
         return shown
 

@@ -15,7 +15,7 @@ def packet(number: int, *, port: int = 80, flags: int = 0x10) -> bytes:
 
 
 class Ends:
-    """The two ends of an emulated link."""
+    """Hold the two ends of an emulated link."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK)
@@ -61,7 +61,7 @@ def test_the_share_that_is_lost_and_a_cut(ends: Ends) -> None:
 
 
 def test_a_limited_rate_delays_and_drops_what_waits_too_long(ends: Ends) -> None:
-    ends.link.settings = Settings(rate=8 * PACKET_BYTES * 100, queue=0.1)  # 100 packets a second
+    ends.link.settings = Settings(rate=8 * PACKET_BYTES * 100, queue=0.1)  # 100 packets per second
     for number in range(50):
         ends.link.take(packet(number), now=0.0)
     assert ends.link.num_dropped == 40

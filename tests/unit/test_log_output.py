@@ -59,9 +59,9 @@ def test_an_unread_pipe_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stderr", stream)
         handler = StderrHandler()
         handler.setFormatter(FORMATTER)
-        for number in range(5000):  # far more than the 64 KiB that a pipe holds
+        for number in range(5000):  # The lines are far longer than the 64 KiB that a pipe holds.
             handler.emit(record("line %d %s", number, "x" * 200))
-        assert os.get_blocking(write)  # other processes that write there may rely on it
+        assert os.get_blocking(write)  # Other users of the pipe may need it to block.
         text = b""
         while b"line 4999 " not in text:
             text += os.read(read, 65536)

@@ -33,7 +33,7 @@ def test_load_covers_the_time_between_two_reports() -> None:
         "running": 3, "waiting": 1, "kv_cache_usage": 0.25, "prefill_tokens_per_s": 60.0,
         "decode_tokens_per_s": 20.0, "prefix_cache_hit_rate": 0.4,
     }  # fmt: skip
-    stuck = report.next(busy, now=30.0)  # sequences without progress are a load, too
+    stuck = report.next(busy, now=30.0)  # A sequence without progress still counts as load.
     assert stuck is not None and stuck["decode_tokens_per_s"] == 0.0
     later = report.next(stats(step_count=42, generated_tokens=210), now=40.0)
     assert later is not None and later["decode_tokens_per_s"] == 1.0

@@ -60,7 +60,7 @@ def test_later_instructions_stay_in_their_place() -> None:
     assert system_note("later") == note
     placed = normalize_messages(messages)
     assert placed == [system("A"), user("x"), ai("y"), user(note), user("z")]
-    assert placed[:3] == normalize_messages(messages[:3]), "a note must not change the prefix"
+    assert placed[:3] == normalize_messages(messages[:3]), "the note changed the prompt's prefix"
 
 
 @pytest.mark.parametrize("content", [None, "", "\n", [], [text("")]], ids=repr)
@@ -217,7 +217,7 @@ def test_tool_results_are_put_in_call_order() -> None:
     calls = ai("", *(call(id=id) for id in "abc"))
     messages = [user("x"), calls, *(result(id, id=id) for id in "cab"), user("y")]
     assert [content for _, content in contents(messages)] == ["x", "", "a", "b", "c", "y"]
-    again = [ai("", call()), result("1"), ai("", call()), result("2")]  # ids may be used again
+    again = [ai("", call()), result("1"), ai("", call()), result("2")]  # Ids may repeat.
     assert [content for _, content in contents(again)] == ["", "1", "", "2"]
 
 
@@ -232,7 +232,7 @@ def test_refuses_bad_conversations_by_position(messages: Any, problem: str) -> N
 
 
 def test_truncated_calls_without_a_result_are_left_out() -> None:
-    assert normalize_messages([user("x"), ai("", call())])[1]["tool_calls"]  # at the end
+    assert normalize_messages([user("x"), ai("", call())])[1]["tool_calls"]
     whole, cut = call(id="1"), raw_call('{"a": "b', id="2")
     read = normalize_messages([user("x"), ai("text", whole, cut), result("r", id="1"), user("y")])
     assert [one["id"] for one in read[1]["tool_calls"]] == ["1"]

@@ -1,5 +1,3 @@
-"""Anthropic's conversations as messages, and tools whose schema their requests omit."""
-
 import tracemalloc
 import typing
 from typing import Any
@@ -75,7 +73,7 @@ def test_thinking_text_and_calls_become_one_assistant_message_before_its_results
     made = history(
         user(text("Read both")),
         assistant(signed, text("I read them."), call(1, path="a")),
-        assistant(call(2, path="b")),  # adjacent messages of one role are one turn
+        assistant(call(2, path="b")),  # Adjacent messages of one role are one turn.
         user(result(2, "B")),
         user(result(1, [text("A"), text("more")])),
     )
@@ -92,7 +90,7 @@ def test_text_is_never_thinking_where_a_message_has_blocks_for_that() -> None:
     words = "A line with\n</think>\nalone ends it."
     made = history(user(text("Which line?")), assistant(text(words)), user(text("Thanks")))
     message = normalize_messages(made.messages)[1]
-    # otherwise the template would split it
+    # Without a reasoning field the template would split the content.
     assert (message["content"], message["reasoning_content"]) == (words, "")
 
 
@@ -278,7 +276,7 @@ RUN_BY_CLIENTS = ("bash_2", "text_editor_2", "memory_2")
 
 
 def declared() -> list[dict[str, str]]:
-    """Return type and name of the package's tools that this server supports."""
+    """Return type and name of each tool of the anthropic package that this server supports."""
     from anthropic.types import tool_union_param
     from anthropic.types.beta import beta_tool_union_param
 
@@ -392,7 +390,7 @@ def test_messages_change_tools(changes: list[dict[str, Any]], names: list[str]) 
 
 
 def test_deferred_tools_are_shown_where_they_are_found() -> None:
-    """The tools at the start of the prompt, and with them the cached prefix, stay as they are."""
+    """The tools at the start of the prompt, and so the cached prefix, must not change."""
     deferred = message_tool("b", defer_loading=True)
     reference = {"type": "tool_reference", "tool_name": "b"}
     found = (assistant(call(1)), user(result(1, [reference, reference])))

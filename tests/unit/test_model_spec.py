@@ -46,7 +46,7 @@ M2: Config = {
     "sliding_window": None, "torch_dtype": "bfloat16", "quantization_config": FP8,
     "bos_token_id": None, "eos_token_id": None, "layernorm_full_attention_beta": 1.0,
     "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
-    # without influence on inference
+    # These fields have no influence on inference.
     "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2"},
     "initializer_range": 0.02, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1,
     "num_mtp_modules": 3, "output_router_logits": False, "router_aux_loss_coef": 0.001,
@@ -99,7 +99,7 @@ M31: Config = {
 
 
 def change(config: Config, **fields: Any) -> Config:
-    """Return `config` with other fields; those that are `...` are left out."""
+    """Return `config` with changed fields. A field whose value is `...` is left out."""
     return {name: value for name, value in {**config, **fields}.items() if value is not ...}
 
 
@@ -119,16 +119,16 @@ def change_sparse(**fields: Any) -> Config:
     [
         (change(M2, bos_token_id=200034, eos_token_id=200020), "minimax-m2", 228_689_764_864),
         (M3, "minimax-m3", 427_040_140_160),
-        # with an index in the first three layers, too
+        # The first three layers have an index, too.
         (M31, "minimax-m3.1-flash", 427_040_140_160 + 3 * (640 * 6144 + 256)),
     ],
 )
 def test_published_configs_give_the_bundled_specs(config: Config, name: str, elements: int) -> None:
     spec = read_spec(config)
-    # (bundled specs are of the text model alone)
+    # Bundled specs describe the text model only.
     assert replace(spec, vision=None) == bundled_spec(name) and spec.notes == ()
     assert sum(weight.num_elements for weight in import_names(spec).weights(spec)) == elements
-    frame = msgspec.msgpack.encode(spec)  # as between processes
+    frame = msgspec.msgpack.encode(spec)  # Processes exchange specs in this encoding.
     assert msgspec.msgpack.decode(frame, type=type(spec)) == spec
     assert msgspec.msgpack.decode(frame, type=ModelSpec).architecture == spec.architecture
     assert (detect(spec.quantization) is None) is (name == "minimax-m3")
@@ -256,7 +256,7 @@ def test_quantization_may_be_in_another_file(tmp_path: Path, name: str, message:
     file.write_text("{}")
     described = read_spec(plain, tmp_path).quantization
     assert described is not None and described.source == name
-    file.write_text('{"model.norm.weight": "FLOAT"}')  # beside what the source had
+    file.write_text('{"model.norm.weight": "FLOAT"}')  # Conversions add this file.
     described = read_spec(M2, tmp_path).quantization
     assert described is not None and described.source == file.name
 
@@ -296,7 +296,7 @@ def test_rotary_dim_in_every_spelling() -> None:
     new_style = {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_type": "default"}
     spec = read_spec({**bare, "rope_parameters": new_style})
     assert (spec.rope_theta, spec.rotary_dim) == (1e4, 32)
-    # transformers 5 re-saves MiniMax's config without the factor
+    # transformers 5 saves MiniMax's config without the partial rotary factor.
     resaved = {"rotary_dim": 64, "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}
     for fields in (
         {"partial_rotary_factor": 0.5},
@@ -326,7 +326,7 @@ def test_dtype_in_both_spellings() -> None:
 
 
 def transformers_config() -> Config:
-    """Return the config.json of the text model as transformers saves it."""
+    """Return the config.json of the text model in the form that transformers saves."""
     gone = (
         "attention_output_gate", "moe_layer_freq", "n_shared_experts", "num_mtp_modules",
         "partial_rotary_factor", "qk_norm_type", "rope_theta", "scoring_func",
@@ -377,7 +377,7 @@ def read_m3(config: Config) -> MiniMaxM3Spec:
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 1), (1, 2), (128, 2), (129, 3)])
 def test_forced_blocks_may_be_given_in_tokens(tokens: int, blocks: int) -> None:
-    """A token's own block counts as local; tokens before it may begin in another."""
+    """A token's own block counts as local; tokens before it may begin in another block."""
     unnamed = {"sparse_init_block": ..., "sparse_local_block": ...}
     given = {"sparse_init_tokens": tokens, "sparse_local_tokens": tokens}
     sparse = read_m3(change_sparse(**unnamed, **given)).sparse
@@ -406,7 +406,7 @@ def test_quantization_is_described_around_the_text_model_or_in_it(tmp_path: Path
     outer, inner = read_spec({**M3, **given}), read_spec(inside)
     assert outer == inner and outer.quantization is not None
     assert outer.quantization.method == "mxfp8"
-    (tmp_path / "hf_quant_config.json").write_text("{}")  # which has lower precedence than both
+    (tmp_path / "hf_quant_config.json").write_text("{}")  # with the lowest precedence
     for config in (inside, {**inside, **given}):
         found = read_spec(config, tmp_path).quantization
         assert found is not None and found.source == "config.json"
@@ -429,13 +429,13 @@ def test_sparse_layers_of_m3_also_cache_index_keys() -> None:
         (spec, "bfloat16", 1, 122_880 + 14_592),
         (spec, "fp8", 1, 68_736),
         (spec, "bfloat16", 4, 122_880 // 4 + 14_592),
-        (spec, "bfloat16", 8, 122_880 // 4 + 14_592),  # KV heads are copied
+        (spec, "bfloat16", 8, 122_880 // 4 + 14_592),  # KV heads are copied to several ranks.
         (sharded, "fp8", 1, 68_736),
         (sharded, "fp8", 4, 17_184),
         (sharded, "fp8", 8, 16_272),
     ):
         assert block_bytes(of.kv_caches(), 128, dtype=dtype, ranks=ranks) == 128 * per_token
-    # on eight ranks, two split the blocks of a KV head, with whole and with sharded index keys
+    # On eight ranks, two ranks split the blocks of a KV head, with whole or sharded index keys.
     for of, per_token in ((spec, 7_680 + 7_296), (sharded, 7_680 + 912)):
         held = split_over_holders(of.kv_caches(), 2)
         assert block_bytes(held, 128, dtype="fp8", ranks=8) == 128 * per_token
@@ -490,7 +490,7 @@ def test_generation_defaults_of_minimax(tmp_path: Path) -> None:
     assert defaults(tmp_path, {**ids, "do_sample": True, **sampling}) == minimax
 
 
-NAMED = {"eos_token": {"content": "[e~["}}  # as transformers 5 writes it, beside tokenizer.json
+NAMED = {"eos_token": {"content": "[e~["}}  # transformers 5 writes this form beside tokenizer.json.
 LISTED = {"eos_token": "[e~[", "added_tokens_decoder": {"200020": {"content": "[e~["}}}
 UNKNOWN = {**LISTED, "eos_token": "</s>"}
 
@@ -499,7 +499,7 @@ UNKNOWN = {**LISTED, "eos_token": "</s>"}
     ("tokenizer", "generation", "config", "ends", "warns"),
     [
         (None, None, 2, (2,), False),
-        (LISTED, None, 2, (200_020,), True),  # 2: of NVIDIA's NVFP4
+        (LISTED, None, 2, (200_020,), True),  # NVIDIA's NVFP4 checkpoint has the id 2.
         (NAMED, {}, 2, (200_020,), True),
         (NAMED, {"eos_token_id": 2}, 2, (200_020,), True),
         (NAMED, {"eos_token_id": [200_020, 2]}, 200_020, (200_020,), True),

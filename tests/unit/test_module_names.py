@@ -34,7 +34,7 @@ def test_a_module_lies_in_a_name(module: str, name: str, within: bool) -> None:
         (EXPERT, r"re:.*mlp.*\.(gate_up|gate|up|down)_proj$", True),
         (EXPERT, r"re:.*(down|up)_proj$", False),
         (EXPERT, "re:.*(q|k|v|o)_proj$", False),
-        (EXPERT, "re:.*_proj$", False),  # beside experts with w1, it means attention
+        (EXPERT, "re:.*_proj$", False),  # Beside experts with w1, this name means attention.
         (SHARED, r"re:.*mlp\.shared_experts\.gate_up_proj$", True),
         (QUERY, "model.layers.10.self_attn.qkv_proj", True),
     ],

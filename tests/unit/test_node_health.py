@@ -16,7 +16,7 @@ HOST = "127.0.0.1"
 
 def test_a_node_is_live_while_its_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     health = NodeHealth(HOST, 0)
-    monkeypatch.setattr(module, "STILL_SECONDS", 0.0)  # reads without a time limit
+    monkeypatch.setattr(module, "STILL_SECONDS", 0.0)
     assert probe(HOST, health.port, "/livez") == (200, "ok")
     assert probe(HOST, health.port, "/readyz") == (503, "it starts")
     monkeypatch.setattr(module, "STILL_SECONDS", 30.0)
@@ -50,8 +50,8 @@ def test_other_requests_do_not_disturb_probes(monkeypatch: pytest.MonkeyPatch) -
                 client.shutdown(socket.SHUT_WR)
                 assert not client.recv(1000).startswith(b"HTTP/1.1 200")
             except ConnectionError:
-                pass  # more was sent than is read
-    for client in slow:  # each connection had its time
+                pass  # The server closes before it has read everything.
+    for client in slow:  # The server has closed each slow connection at its time limit.
         client.settimeout(5.0)
         assert client.recv(100) == b""
         client.close()
@@ -83,7 +83,7 @@ def test_a_neighbour_that_stops_its_heartbeats_is_lost(monkeypatch: pytest.Monke
             lost = neighbours.lost()
         return lost
 
-    assert pass_seconds(10.0) is None  # UDP between them may be blocked
+    assert pass_seconds(10.0) is None  # UDP between the nodes may be blocked.
     neighbours.receive(wire.PeerHeartbeat(2, "s", 5))
     assert pass_seconds(wire.NEIGHBOUR_SECONDS) is None
     for stale in ((2, "s", 5), (2, "s", 4), (2, "another", 9), (9, "s", 9)):

@@ -72,7 +72,7 @@ class Watcher:
 
 
 class Scene:
-    """A request of `n` choices that an engine runs; `taken` holds the outputs passed on."""
+    """Run a request of `n` choices on a fake engine. `taken` holds the outputs passed on."""
 
     def __init__(
         self, *, n: int = 1, stop: tuple[str, ...] = (), seconds: float | None = None,
@@ -103,7 +103,7 @@ class Scene:
         await asyncio.sleep(0)
 
     async def end(self) -> None:
-        """Wait for the end of the request. Errors: that of the request."""
+        """Wait for the end of the request. Raises the error of the request, if it has one."""
         try:
             await asyncio.wait_for(self._running, 120)
         finally:
@@ -117,7 +117,7 @@ class Scene:
         self.request.push(update(name, list(token_ids), **fields))
 
     def give_each(self, names: Sequence[str], act: Callable[[], None] = lambda: None) -> None:
-        """Give all tokens one by one to the sequences `names`, with `act` after each."""
+        """Give the sequences `names` all tokens one by one, and call `act` after each token."""
         for position, token_id in enumerate(IDS):
             end = "length" if position == len(IDS) - 1 else None
             for name in names:
@@ -149,7 +149,7 @@ async def test_outputs_are_passed_on_at_once_in_order_and_once() -> None:
     assert scene.engine.submitted == ["r/0"]
     numbers: list[int] = []
     scene.give_each(["r/0"], lambda: numbers.append(len(scene.taken)))
-    assert numbers == [*range(1, len(IDS) + 1)]  # no task was woken
+    assert numbers == [*range(1, len(IDS) + 1)]  # No task was woken for a token.
     await scene.end()
     assert scene.text() == TEXT and not scene.engine.aborted
     assert scene.watcher.ends == [None] and scene.watcher.num_outputs == len(IDS)
@@ -171,7 +171,7 @@ async def test_outputs_have_the_requested_number_of_tokens(interval: int) -> Non
         counts = [output.num_output_tokens for output in parts]
         assert counts == [sum(sizes[: i + 1]) for i in range(len(sizes))]
         assert parts[-1].finish_reason == "length"
-    # times are those of the tokens, not of the outputs
+    # The watcher counts tokens, not outputs.
     assert scene.watcher.num_outputs == 2 * len(IDS)
 
 
@@ -235,7 +235,7 @@ async def test_later_choices_of_an_aborted_request_are_never_sent() -> None:
     scene = Scene(n=3)
     await scene.run()
     scene.request.abort()
-    scene.give([IDS[0]])  # crossed with the abort
+    scene.give([IDS[0]])  # The engine sent this token before it received the abort.
     scene.give(end="abort")
     await scene.end()
     assert scene.engine.submitted == ["r/0"]
@@ -247,7 +247,7 @@ async def test_stop_string_ends_the_choice_in_the_engine_too() -> None:
     scene = Scene(stop=("ships that pass",))
     await scene.run()
     scene.give(IDS)
-    scene.give(IDS)  # crossed with our abort
+    scene.give(IDS)  # The engine sent these tokens before it received our abort.
     await scene.end()
     assert scene.text() == TEXT[: TEXT.index("ships that pass")]
     assert scene.engine.aborted == ["r/0"] and scene.taken[-1].finish_reason == "stop"
@@ -284,7 +284,7 @@ async def test_error_of_the_user_ends_its_own_request() -> None:
 
     scene = Scene(take=broken)
     await scene.run()
-    # must not raise here: others have outputs in the same step
+    # This call must not raise, since other requests have outputs in the same step.
     scene.give([IDS[0]])
     scene.give([IDS[1]])
     with pytest.raises(EngineError, match="cannot be sent"):

@@ -62,7 +62,7 @@ class TestCases:
     def test_every_reading_is_as_expected(self, case: parsing.Case) -> None:
         parsed = parse(case.format, case.text, tools=case.tools, in_reasoning=case.in_reasoning)
         if case.id in parsing.OTHER_CHOICE:
-            assert case.tier == "policy", "core cases are not ours to choose"
+            assert case.tier == "policy", "a core case must not be in OTHER_CHOICE"
             with pytest.raises(AssertionError, match=case.id):
                 parsing.check_expected(case, parsed)
         else:
@@ -88,7 +88,7 @@ class TestCases:
         parsing.check_well_formed(events)
         whole = parse(case.format, case.text, **options)
         content = whole.content or ""
-        if case.format.think_close in content:  # a token here, so not a quotation
+        if case.format.think_close in content:  # The stream has it as a token, so it is no text.
             whole = dataclasses.replace(whole, content=content.replace(case.format.think_close, ""))
         assert collect(events) == whole
 
@@ -149,11 +149,11 @@ def delta(text: str) -> ToolArgumentsDelta:
     return ToolArgumentsDelta(0, text)
 
 
-# by format and case: texts, and the events after each
+# format and case -> pairs of a text and the events after it
 STREAMS: dict[str, list[tuple[str, list[ParserEvent]]]] = {
     "m2 string arguments": [
         ("x</think>\n\n<minimax:tool_call>\n", [ReasoningDelta("x")]),
-        ('<invoke name="write_file">', []),  # perhaps without arguments that can be read
+        ('<invoke name="write_file">', []),  # The arguments may be unreadable.
         ('\n<parameter name="content">', [ToolCallStart(0, "write_file")]),
         ("def", [delta('{"content": "def')]),
         (' f():\n  "', [delta(' f():\\n  \\"')]),
@@ -231,7 +231,7 @@ M3_PING = ["]<", "]mini", "max[>[", "<tool_call>\n", M, '<invoke name="ping">', 
         (MINIMAX_M2, TAG_IDS, ["a <", "</think>", "b"], ("a <", "b")),
         (TOKENS_ONLY, TAG_IDS, ["a </think> <", "</think>", '<invoke name="f">'],
          ("a </think> <", '<invoke name="f">')),
-        # markers of calls also count as text
+        # The markers of calls are also accepted as text.
         (MINIMAX_M3, M3_IDS, M3_THINKING + M3_PING, ("a </mm:think> b", "ok", "ping")),
     ],
 )  # fmt: skip
@@ -261,7 +261,7 @@ def test_a_closer_that_is_a_token_is_never_content(thinking: Thinking, step: int
 def test_reasoning_and_content_are_split() -> None:
     for format, text, in_reasoning, expected in (
         (MINIMAX_M2, "\n  why\n</think>\n\n    co\n  de\n", True, ("  why", "    co\n  de\n")),
-        (MINIMAX_M2, f"a</think>\n\nb\n{M2_CALL}\n", True, ("a", "b")),  # space around calls
+        (MINIMAX_M2, f"a</think>\n\nb\n{M2_CALL}\n", True, ("a", "b")),  # without outer space
         (MINIMAX_M2, "a</think>\n\nb\n", True, ("a", "b\n")),
         (MINIMAX_M2, "\nHello.", False, (None, "Hello.")),
         (MINIMAX_M2, "<think>a</think>b", False, ("a", "b")),
@@ -333,7 +333,7 @@ def test_the_place_of_an_item_decides_its_type(key: str) -> None:
 
 
 def test_a_quoted_call_is_not_made() -> None:
-    """An agent that writes a file about its own format must not run its content."""
+    """Check that an agent which writes a file about its own format does not run that file."""
     quoted = f"See {M3_WRITE}{M}<path>/etc/passwd{M}</path>{M3_END}."
     found = m3_arguments(f"{M3_WRITE}{M}<content>{quoted}{M}</content>{M3_END}")
     assert found == {"content": quoted}
@@ -341,7 +341,7 @@ def test_a_quoted_call_is_not_made() -> None:
 
 @pytest.mark.parametrize("tail", ['<parameter name="until>\nabc', '<parameter name="any" x="">y'])
 def test_an_unreadable_call_is_shown_whole_and_once(tail: str) -> None:
-    """Also in pieces within a tag whose beginning is that of a declared name, `until>`."""
+    """Split the text within a tag in all ways. One tag begins with the declared name `until>`."""
     head = '<minimax:tool_call>\n<invoke name="write_file">\n{x'
     for begin, end in itertools.combinations(range(len(tail) + 1), 2):
         chunks = parsing.text_chunks([head + tail[:begin], tail[begin:end], tail[end:]])

@@ -1,4 +1,4 @@
-"""Fragment sizes within the limits of MiniMax's acceptance suite; holding loses no text."""
+"""Fragment sizes meet the limits of MiniMax's acceptance suite, and holding loses no text."""
 
 import json
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ TOOLS = [
 
 
 class Limits(NamedTuple):
-    """Shares of the non-empty fragments and of their characters, in percent."""
+    """Limit the shares of non-empty fragments and of their characters, in percent."""
 
     tiny: float
     good: float
@@ -52,7 +52,7 @@ FIVE = [("weather", {"city": city}) for city in CITIES]
 STRING = [("write", {"content": (CODE * 10)[:500]})]
 LONG_STRING = [("write", {"content": (CODE * 160)[:10_000]})]
 TWO = [("write", {"filename": "a", "content": CODE * 3})]
-# reasoning, content, calls, limits
+# reasoning, content, calls and limits of each scenario
 SCENARIOS: dict[str, tuple[str | None, str | None, list[tuple[str, Any]], Limits]] = {
     "essay": (None, ESSAY, [], Limits(5, 95, 2, 90, 10)),
     "JSON as content": (None, json.dumps(nested(3000)), [], Limits(5, 95, 2, 90, 10)),
@@ -152,7 +152,7 @@ def texts(events: list[ParserEvent]) -> list[str]:
 def send(
     fragments: list[str], *, step: float, kind: type[ContentDelta | ReasoningDelta] = ContentDelta
 ) -> list[list[str]]:
-    """Return the fragments sent with each given one; one comes every `step` seconds."""
+    """Push one fragment every `step` seconds. Return the fragments sent after each push."""
     packets, last = PacedPackets(), len(fragments) - 1
     times = [(kind(text), 100 + i * step, i == last) for i, text in enumerate(fragments)]
     return [texts(packets.push([event], now=now, is_last=ends)) for event, now, ends in times]
@@ -161,7 +161,7 @@ def send(
 def test_first_text_is_sent_at_once_and_the_next_is_sized() -> None:
     sent = send(["I", " a", "m ", "he", "re", "!"], step=FAST)
     assert sent == [["I"], [], [], [" am he"], [], ["re!"]]
-    packets = PacedPackets()  # an output without text is not the first
+    packets = PacedPackets()  # An output without text does not count as the first one.
     assert packets.push([], now=100, is_last=False) == []
     assert texts(packets.push([ContentDelta("I")], now=100 + FAST, is_last=False)) == ["I"]
 

@@ -16,7 +16,7 @@ M2_CALL = '<invoke name="write_file"><parameter name="mode">5</parameter></invok
 M3_CALL = f'{MARKER}<invoke name="ping">{MARKER}</invoke>\n'
 M3_TAGS = f"{MARKER}<tags>{MARKER}<item>a{MARKER}</tags>"
 M3_CONTENT = f"{M3}{MARKER}<content>"
-# head, repeated part (with its number), tail
+# head, repeated part (with its number), and tail of each text
 TEXTS: dict[str, tuple[OutputFormat, str, str, str]] = {
     "m2 reasoning": (MINIMAX_M2, "", "a < b, ] and </thin or <minimax: ", ""),
     "m2 content": (MINIMAX_M2, "x</think>", "words < and <b> or [x] ", ""),

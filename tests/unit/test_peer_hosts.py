@@ -1,5 +1,3 @@
-"""Hosts that requests may let a decoding server connect to."""
-
 import asyncio
 import socket
 import threading
@@ -28,7 +26,7 @@ def naming(host: object) -> EngineRequest:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Addresses by name, instead of DNS."""
+    """Replace DNS by a dictionary of addresses by name."""
     known: dict[str, str] = {}
 
     def resolve(host: str, *_: Any, **__: Any) -> Any:
@@ -50,7 +48,7 @@ LOCAL = "127.0.0.1"
         (about(), "::1", "::1"),
         (about(), "::ffff:10.0.0.9", "10.0.0.9"),
         (about(), "8.8.8.8", None),
-        (about(), "169.254.169.254", None),  # where clouds keep secrets
+        (about(), "169.254.169.254", None),  # Clouds serve credentials at this address.
         (about(), "::ffff:169.254.169.254", None),
         (about(), "0.0.0.0", None),
         (about(), "fe80::1%eth0", None),

@@ -32,7 +32,7 @@ def request(*, hang_up: asyncio.Event) -> Request:
 async def relayed(
     folder: Path, peer: Peer, *, hang_up: asyncio.Event | None = None, sent: Any = None
 ) -> list[dict[str, Any]]:
-    """Return process 1's answer as process 0 relays it, also piecewise in `sent`."""
+    """Return process 1's answer as process 0 relays it. `sent` also gets the single messages."""
     rank = ServerRank.of(0, 2, folder)
     sent = [] if sent is None else sent
 
@@ -57,7 +57,7 @@ def test_head_body_and_answer_are_passed_on(tmp_path: Path) -> None:
         writer.write(b"transfer-encoding: chunked\r\n\r\n")
         for part in (b"one", b"two"):
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-            while not sent or sent[-1].get("body") != part:  # each is relayed before the next comes
+            while not sent or sent[-1].get("body") != part:  # until this part is relayed
                 await asyncio.sleep(0.001)
         writer.write(b"0\r\n\r\n")
         writer.close()
@@ -109,7 +109,7 @@ def test_hang_up_ends_the_request_at_the_other_process(tmp_path: Path, has_begun
                 writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
             hang_up.set()
             ended = await reader.read() == b""
-            writer.close()  # from Python 3.12 on, a server waits for its connections
+            writer.close()  # From Python 3.12 on, a server waits for its connections to close.
             arrived.set()
 
         try:

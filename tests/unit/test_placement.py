@@ -87,7 +87,7 @@ def test_load_counts_open_sequences_of_all_server_processes() -> None:
     for name in ("a", "a", "nobody's"):
         mine.leave(name)
     assert mine.cost(0, num_ranks=1)[0] == 40 + ROW_COST + 10
-    theirs.leave("b")  # before its first token
+    theirs.leave("b")  # This request leaves before its first token.
     assert mine.cost(0, num_ranks=1) == (0, 440)
 
 
@@ -123,7 +123,7 @@ def test_prefixes_are_shared_by_processes_and_discarded(tmp_path: Path) -> None:
     assert table.matches(tags(long), 0) == 0
     table.discard(1)
     assert theirs.matches(tags(long), 1) == 0
-    # the memory is limited to a cache's size
+    # The table keeps at most as many blocks as the cache of a replica has.
     table.resize(0, num_blocks=8)
     table.add(tags(prompt(1, 100)), 0)
     for number in range(2, 30):
@@ -142,7 +142,7 @@ async def test_requests_are_spread_and_follow_their_prefixes_until_load_outweigh
     second, again = ask(engine, [*prompt(0, 400), 5, 6], "second")
     assert again == place
     second.close()
-    # others gradually fill that replica; then the prompt is computed elsewhere
+    # Other requests fill this replica until another one is cheaper, despite its empty cache.
     for number in range(12):
         assert ask(engine, prompt(50 + number), f"o{number}", rank=place)[1] == place
         _, chosen = ask(engine, [*prompt(0, 400), 9, number], f"p{number}")
@@ -183,7 +183,7 @@ async def test_dead_and_silent_replicas_get_nothing_while_others_run() -> None:
     kept, _ = ask(engine, prompt(2), "kept", rank=0)
     channels[1].last_beat = 0.0
     assert engine.replicas[1].state == "silent"
-    assert ask(engine, prompt(3), "r3")[1] == 0  # despite equal load
+    assert ask(engine, prompt(3), "r3")[1] == 0  # The silent replica is not chosen.
     channels[1].is_open = False
     engine.on_engine_lost(1, "killed", ready_in=7.0)
     assert isinstance(lost._failure, EngineDeadError) and kept._failure is None
@@ -281,7 +281,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert list_gpus(monkeypatch, "GPU-b, GPU-a,7", num_replicas=2) == ["GPU-b", "GPU-a"]
     assert list_gpus(monkeypatch, "3,1", num_replicas=1) == ["-"]
     assert list_gpus(monkeypatch, "3,1", num_replicas=3, device="cpu") == ["-"] * 3
-    assert list_gpus(monkeypatch, "", num_replicas=3) == ["-"] * 3  # the CPU, then
+    assert list_gpus(monkeypatch, "", num_replicas=3) == ["-"] * 3  # They run on the CPU.
     with pytest.raises(ConfigError) as refused:
         list_gpus(monkeypatch, "0,1,2,3,4,5,6", num_replicas=2, tensor_parallel_size=4)
     assert "is 2, of 4 GPUs each; 7 are available" in refused.value.message

@@ -84,14 +84,14 @@ def test_a_performance_mode_chooses_missing_sizes() -> None:
     own = EngineOptions(**model, performance_mode="latency", num_replicas=2)
     assert choose_parallel_sizes(own, one_engine=False) is own
     large = {"model": "minimax-m3", "load_format": "synthetic", "performance_mode": "latency"}
-    # fits only with a shard of the index keys on each rank, which the options must request
+    # The model fits only if the index keys are sharded, which the options must request.
     fp8 = {"model": "minimax-m3-mxfp8", "kv_cache_dtype": "fp8", "index_cache_dtype": "fp8"}
     for more in ({}, fp8, {"index_cache_sharding": "on"}):
         large |= more
         words = "no split over 4 x H200 holds one request of 1048576"
         with pytest.raises(ConfigError, match=words):
             choose_parallel_sizes(EngineOptions(**large))
-    # and only with more of the memory, without the slots of 256 requests
+    # It also needs more of the memory, and fewer than 256 request slots.
     large |= {"gpu_memory_utilization": 0.95}
     options = choose_parallel_sizes(EngineOptions(**large, max_num_seqs=64))
     assert options.tensor_parallel_size == 4

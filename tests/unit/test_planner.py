@@ -40,7 +40,7 @@ SPECS = {
     "m2": M2,
     "m2 in int4": replace(M2, quantization=online.spec("int4")),
     "m3": M3,
-    # Few sizes divide the width, even fewer the number of experts.
+    # Few rank counts divide this expert width, and fewer divide the number of experts.
     "odd": replace(M2, expert_width=1400, num_experts=6, experts_per_token=2, num_layers=5),
 }
 LOADS = (Workload(1), Workload(100))
@@ -52,12 +52,12 @@ def planned(spec: ModelSpec, gpus: int, *, gpu: str = "H200", **options: Any) ->
     return make_plan(spec, Hardware(model, gpus, nodes), LOADS, **options)
 
 
-# plain, and with index keys sharded
+# each spec with whole and with sharded index keys
 WEIGHTS = [(ModelWeights(spec), ModelWeights(spec.shard_index())) for spec in SPECS.values()]
 
 
 def bytes_on_rank(spec: ModelSpec, layout: ParallelLayout, *, is_sharded: bool = False) -> int:
-    """Count as `weight_bytes`, which would list all weights for each layout."""
+    """Count bytes like `weight_bytes`, but list the weights of each spec only once."""
     plain, sharded = next(pair for pair in WEIGHTS if pair[0].spec is spec)
     held = (sharded if is_sharded else plain).on_rank(dtype="bfloat16", layout=layout)
     return round(sum(num_bytes for _, _, num_bytes in held))
@@ -67,10 +67,10 @@ def counted(
     spec: ModelSpec, layout: ParallelLayout, budget: int, *, kv_dtype: str,
     shards_index: bool = False, longest: int | None = None,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Return tokens, weight bytes and cache bytes per token of the tightest stage.
+    """Return tokens, weight bytes and cache bytes per token of the stage with the fewest tokens.
 
-    257 request slots share the memory; each has the tokens of the `longest` request, or fewer if
-    none fits.
+    257 request slots share the memory. A slot holds the tokens of the `longest` request, or fewer
+    if such a request does not fit.
     """
     found = []
     longest = longest or spec.max_position_embeddings
@@ -204,7 +204,7 @@ def predicted(found: dict[str, Any], run: dict[str, Any]) -> tuple[Candidate, fl
 
 
 def test_page_compares_predictions_with_measurements() -> None:
-    """docs/parallelism.md: time per token within 5 %, prompts within 15 %."""
+    """Compare with docs/parallelism.md: time per token within 5 %, prompts within 15 %."""
     expected = []
     for name, label in RUNS.items():
         found = recorded(f"h200_{name}")
@@ -226,10 +226,10 @@ def test_best_candidates_are_best() -> None:
     assert plan.fastest is not None and plan.busiest is not None
     most = max(each.predictions[-1].tokens_per_second for each in plan.candidates)
     assert plan.busiest.predictions[-1].tokens_per_second >= most / 1.05
-    # A split along one more axis is as fast within the prediction error.
+    # The plan prefers TP8, since a split along one more axis is faster by less than the error.
     assert plan.fastest.topology == Topology(8) != plan.candidates[0].topology
-    assert plan.busiest.topology.ep > 1  # its expert shards need no padding
-    # A second machine doubles the answers: twice the servers, each under half the load.
+    assert plan.busiest.topology.ep > 1  # Expert shards need no padding with expert parallelism.
+    # Two machines answer twice as much: each of two servers has half the load.
     found = []
     for count, label in ((1, "TP4"), (2, "2 x TP4")):
         plan = make_plan(M2, Hardware(MEASURED, 4 * count, count), [Workload(32 * count)])
@@ -267,7 +267,7 @@ def test_index_keys_are_sharded_if_a_request_needs_it() -> None:
 
 @pytest.mark.full
 def test_sharding_the_cache_is_best_for_the_longest_requests() -> None:
-    """In MXFP8 the split is faster; in bfloat16 no other holds such a request."""
+    """Check DCP 2: fastest in MXFP8, and in bfloat16 the only split that holds such a request."""
     hardware, long = Hardware(MEASURED, 8), Workload(1, 900_000, 8000)
     plain = bundled_spec("minimax-m3")
     cases = ((M3, long, None), (plain, Workload(1), 1_000_000), (plain, long, None))
@@ -364,7 +364,7 @@ def test_table_names_the_two_best_and_reasons(capsys: pytest.CaptureFixture[str]
     assert said.index("Best for latency") < said.index("topology") and said.count("\n") < 40
     assert main(["plan", "minimax-m2", "--gpus", "2", "--gpu", "MI300X"]) == 1
     assert "AMD GPUs (ROCm) are not supported yet" in capsys.readouterr().out
-    # a hub id needs no hub; formats that fit are named
+    # The plan of a hub id does not contact the hub. The refusal names formats that fit.
     for line, words in (
         ("minimax-m3 --gpus 4 --gpu H200", "it fits: minimax-m3-mxfp8, fp8 (TP4), int8 (TP4)"),
         ("MiniMaxAI/MiniMax-M2 --gpus 1 --gpu H200", "it fits: int4 (TP1), mxfp4 (TP1)."),
@@ -426,7 +426,7 @@ MACHINES = re.findall(
     re.M,
 )
 CACHES = ("kv", "index")
-# 4-bit checkpoints as they are published
+# 4-bit checkpoints that others have published
 PACKED = {
     "Intel/MiniMax-M2.5-int4-AutoRound": described.auto_round(),
     "QuantTrio/MiniMax-M2.5-AWQ": described.awq(

@@ -38,7 +38,7 @@ def test_forgotten_blocks_are_blank_and_held_ones_stay_known() -> None:
     assert pool.num_free == 2
     again = [pool.allocate(), pool.allocate()]
     assert sorted(again) == sorted({0, 1, 2} - {held})
-    pool.index(again[0], b"free")  # the block_hash may be used again
+    pool.index(again[0], b"free")  # The same block hash may be indexed again.
     pool.release(again)
     assert pool.find(b"free") == again[0] and pool.num_free == 2
 
@@ -47,7 +47,7 @@ def test_least_recently_released_prefix_is_evicted_first() -> None:
     pool, (old, new) = filled_pool(2, [b"old", b"new"])
     pool.release([old])
     pool.release([new])
-    pool.share([old])  # used again: it is the younger of the two
+    pool.share([old])  # The old block is used again, so that it is now the more recent one.
     pool.release([old])
     assert [pool.allocate(), pool.allocate()] == [new, old]
 
@@ -76,13 +76,13 @@ def test_match_stops_at_the_first_gap() -> None:
     assert match_prefix(pool, names, max_blocks=0) == []
 
 
-# Tests through the scheduler, with block size 4
+# The tests below run the scheduler with block size 4.
 
-PROMPT = list(range(10, 20))  # two full blocks and two tokens
+PROMPT = list(range(10, 20))  # The prompt has two full blocks and two more tokens.
 
 
 def admit_start(scheduler: RankScheduler, name: str, prompt: list[int], **fields: Any) -> int:
-    """Run a request of one token; return the number of tokens from the cache."""
+    """Run a request of one token. Return how many of its prompt tokens were cached."""
     scheduler.add(name, prompt, **{"max_tokens": 1, **fields})
     plan = scheduler.next_plan()
     (start,) = scheduler.starts[plan.step_id]
@@ -105,10 +105,10 @@ def test_same_prompt_takes_its_full_blocks_from_the_cache() -> None:
 @pytest.mark.parametrize(
     ("num_blocks", "requests"),
     [
-        # full blocks are cached, and the last token runs
+        # Full blocks are cached, but the last token always runs.
         (64, [(PROMPT[:8], {}, 0), (PROMPT[:8], {}, 4), (PROMPT[:9], {}, 8)]),
         (64, [(PROMPT[:4], {}, 0), (PROMPT[:5], {}, 4)]),
-        # 10 + 8 tokens; the last never runs: 17
+        # Of 10 + 8 tokens the last one never runs, so 17 have KV cells.
         (64, [(PROMPT, {"max_tokens": 8}, 0), ([*PROMPT, *[7] * 8, 30], {}, 16)]),
         (
             64,
@@ -117,10 +117,10 @@ def test_same_prompt_takes_its_full_blocks_from_the_cache() -> None:
                 (PROMPT, {"cache_salt": "bob"}, 0),
                 (PROMPT, {}, 0),
                 (PROMPT, {"cache_salt": "alice"}, 8),
-                (PROMPT, {"prompt_logprobs": 0}, 0),  # the whole prompt runs
+                (PROMPT, {"prompt_logprobs": 0}, 0),  # The whole prompt runs.
             ],
         ),
-        # four cached blocks, of which the second request evicts the tail
+        # The second request evicts the last of four cached blocks.
         (4, [(list(range(10, 26)), {}, 0), (list(range(50, 58)), {}, 0),
              (list(range(10, 25)), {}, 8)]),
     ],
@@ -175,7 +175,7 @@ def test_blocks_shared_with_a_running_request_cost_nothing() -> None:
     scheduler.add("a", PROMPT[:9], max_tokens=3)  # three blocks
     first = scheduler.next_plan()
     scheduler.commit(first)
-    scheduler.add("b", PROMPT[:9], max_tokens=3)  # one of the two free ones, one is left
+    scheduler.add("b", PROMPT[:9], max_tokens=3)  # The request takes one of the two free blocks.
     assert scheduler.starts[scheduler.next_plan().step_id] == [9, 8]
 
 
@@ -184,15 +184,15 @@ def test_blocked_request_is_admitted_once_its_prefix_is_in_the_cache() -> None:
     for name in "ab":
         scheduler.add(name, PROMPT[:9], max_tokens=3)
     first = scheduler.next_plan()
-    assert len(first.new_rows) == 1  # needs three blocks and a spare one, which are not free
+    assert len(first.new_rows) == 1  # Three blocks and a spare one are not free.
     scheduler.commit(first)
     assert scheduler.starts[scheduler.next_plan().step_id] == [9, 8]
 
 
 def test_taken_prefix_is_not_evicted_for_the_rest_of_the_same_request() -> None:
     scheduler = make_scheduler(num_blocks=4)
-    admit_start(scheduler, "a", list(range(10, 18)))  # two cached blocks, the older ones
-    admit_start(scheduler, "b", list(range(50, 58)))  # two more: no block is blank
+    admit_start(scheduler, "a", list(range(10, 18)))  # The cache holds the two older blocks.
+    admit_start(scheduler, "b", list(range(50, 58)))  # Two more are cached; no block is blank.
     scheduler.add("c", list(range(10, 19)))
     plan = scheduler.next_plan()
     assert scheduler.starts[plan.step_id] == [8] and len(set(plan.new_rows[0].block_ids)) == 3
@@ -200,10 +200,10 @@ def test_taken_prefix_is_not_evicted_for_the_rest_of_the_same_request() -> None:
 
 def test_needed_cached_blocks_count_as_taken_from_the_free_ones() -> None:
     scheduler = make_scheduler(num_blocks=6)
-    admit_start(scheduler, "a", list(range(10, 22)))  # three cached blocks, all free
+    admit_start(scheduler, "a", list(range(10, 22)))  # Three blocks are cached and free.
     scheduler.add("b", list(range(60, 69)), max_tokens=4)  # three blocks
     first = scheduler.next_plan()
-    # three cached, one new; three are free
+    # The request needs three cached blocks and one new block, but three blocks are free.
     scheduler.add("c", list(range(10, 23)), max_tokens=4)
     second = scheduler.next_plan()
     assert second.new_rows == []
@@ -217,7 +217,7 @@ def test_needed_cached_blocks_count_as_taken_from_the_free_ones() -> None:
 
 
 def make_tight(num_blocks: int, *, prefix_cache: bool = False) -> RankScheduler:
-    """A pool of few blocks, and requests "a" and "b" of two blocks each that soon need more."""
+    """Make a pool of few blocks, and requests "a" and "b" of two blocks that soon need more."""
     scheduler = make_scheduler(
         max_model_len=64, num_blocks=num_blocks, enable_prefix_caching=prefix_cache
     )
@@ -240,7 +240,7 @@ def run_until_preemption(scheduler: RankScheduler) -> StepPlan:
 def test_preempts_by_priority_then_arrival(priorities: tuple[int, ...], left: str) -> None:
     scheduler = make_scheduler(max_model_len=64, num_blocks=9, enable_prefix_caching=False)
     for name, priority in zip("abc", priorities, strict=True):
-        # 2 blocks, the third in step 2, the fourth in step 6
+        # Each request takes 2 blocks, a third in step 2 and a fourth in step 6.
         scheduler.add(name, 8, priority=priority)
     plan = scheduler.next_plan()
     slots = dict(zip(list_admitted(plan), (row.slot for row in plan.new_rows), strict=True))
@@ -259,8 +259,8 @@ def test_better_priority_that_was_admitted_later_is_not_preempted() -> None:
 
 def test_last_running_request_skips_a_step_instead_of_preempting_better_ones() -> None:
     scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
-    scheduler.add("a", 4, max_tokens=5)  # takes the last block in step 2
-    scheduler.add("b", 5, max_tokens=8)  # needs one in step 5
+    scheduler.add("a", 4, max_tokens=5)  # Request a takes the last block in step 2.
+    scheduler.add("b", 5, max_tokens=8)  # Request b needs one more block in step 5.
     plans = []
     for _ in range(6):
         plans.append(scheduler.next_plan())
@@ -278,14 +278,14 @@ def test_preempted_request_waits_for_its_tokens_in_flight(prefix_cache: bool) ->
     for plan in plans[:4]:
         scheduler.commit(plan)
     assert scheduler.plan() is None
-    scheduler.commit(plans[4])  # its last step
+    scheduler.commit(plans[4])  # This step is the last one of the preempted request.
     (row,) = scheduler.next_plan().new_rows
     assert len(row.token_ids) == 13
 
 
 def test_preempted_request_precedes_later_ones() -> None:
     scheduler = make_tight(6)
-    scheduler.add("c", 8)  # too small from the start
+    scheduler.add("c", 8)  # The pool is too small for this request from the start.
     scheduler.commit(run_until_preemption(scheduler))
     order = ""
     while scheduler.has_unfinished:
@@ -305,6 +305,6 @@ def test_resumed_request_uses_its_blocks_in_the_cache() -> None:
         starts += scheduler.starts[plan.step_id] if plan.new_rows else []
         updates += scheduler.commit(plan)
     assert starts == [8]
-    # as at its first admission
+    # The number of cached tokens is that of the first admission.
     assert updates[-1].request_id == "b" and updates[-1].num_cached_tokens == 0
     assert (scheduler.prompt_tokens, scheduler.cached_prompt_tokens) == (16, 0)

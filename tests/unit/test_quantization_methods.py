@@ -44,7 +44,8 @@ NVFP4 = nvfp4(input_scale="input_scale")
 TENSOR = use_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX))
 STATIC = use_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"))
 CHANNEL = use_rounded_activations(fp8("fp8_e4m3_channel", (ROWS,)))
-# As nvidia/MiniMax-M2.7-NVFP4 (both files), nvidia/MiniMax-M3-NVFP4, MiniMaxAI/MiniMax-M3-MXFP8.
+# nvidia/MiniMax-M2.7-NVFP4 (two files), nvidia/MiniMax-M3-NVFP4 and MiniMaxAI/MiniMax-M3-MXFP8
+# use these names.
 EXCLUDED = ["lm_head", GATE, "model.layers.3.self_attn*"]
 M2_CONFIG = described.modelopt(
     "NVFP4", EXCLUDED, kv_cache_scheme=KV,
@@ -99,7 +100,7 @@ def blocks(rows: int, columns: int, *, fnuz: bool = False) -> TensorFormat:
 
 
 def scheme_of(spec: dict[str, Any] | QuantizationSpec | None) -> Scheme:
-    """Detect the scheme; fields without a method are those of hf_quant_config.json."""
+    """Detect the scheme. A description without a method has the fields of hf_quant_config.json."""
     if isinstance(spec, dict):
         source = "config.json" if "quant_method" in spec else "hf_quant_config.json"
         spec = QuantizationSpec(spec.get("quant_method", "modelopt"), spec, source)
@@ -238,7 +239,7 @@ ONE_LAYER = {
 def test_modules_have_the_described_integer_formats(
     fields: dict[str, Any], attention: str, expert: str, others: str
 ) -> None:
-    """`others`: a projection of the first layer, and the head."""
+    """Check all modules; `others` is the format of the head and of layer 0's attention."""
     scheme = scheme_of(fields)
     modules = (ATTENTION, INT_EXPERT, "model.layers.0.self_attn.q_proj", "lm_head")
     names = [scheme.format_of(module).name for module in modules]
@@ -388,7 +389,7 @@ def test_quark_outputs_for_the_cache_may_be_fp8() -> None:
 
 # --- names ----------------------------------------------------------------------------------------
 
-# description -> the names that vLLM and SGLang accept for it
+# pairs of a description and the names that vLLM and SGLang accept for it
 ACCEPTED: list[tuple[dict[str, Any], str]] = read_table("quantization_methods.accepted_names")
 
 
@@ -400,7 +401,7 @@ def test_only_names_of_detected_method_are_valid(description: dict[str, Any], na
         assert quantized(name, spec) == (spec, said)
     others = {name for _, each in ACCEPTED for name in each.split()} | {"int4"}
     plain = {name.lower().replace("_", "-") for name in (*names.split(), spec.method)}
-    plain |= {"fp8"} if "mxfp8" in plain else set()  # fp8 converts MXFP8 to blocks
+    plain |= {"fp8"} if "mxfp8" in plain else set()  # `fp8` converts MXFP8 weights to FP8 blocks.
     for name in sorted(others):
         if name.lower().replace("_", "-") not in plain:
             with pytest.raises(ConfigError, match=f"'{name}'; .* by '{spec.method}' \\(con"):

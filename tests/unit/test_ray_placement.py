@@ -32,18 +32,18 @@ def placement(*nodes: tuple[float, float], **options: Any) -> RayPlacement:
         ([(8, 64), (8, 64)], {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, 1),
         ([(4, 64), (8, 64)], {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, 2),
         ([(8, 64), (8, 64)], {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}, 2),
-        # as many as requested
+        # --nnodes sets the number of machines.
         ([(8, 64)] * 4, {"data_parallel_size": 4, "nnodes": 4}, 4),
-        # includes the machine that serves
+        # The machines include the one that serves.
         ([(0, 64), (8, 64)], {"tensor_parallel_size": 8}, None),
         ([(0, 64), (8, 64), (8, 64)], {"data_parallel_size": 4}, None),
-        # a CPU for each rank
+        # Each rank needs a CPU.
         ([(8, 3), (8, 64)], {"data_parallel_size": 4}, 2),
         ([(8, 1), (8, 64)], {"data_parallel_size": 4}, None),
-        # tensor-parallel ranks stay together
+        # Tensor-parallel ranks stay on one machine.
         ([(8, 64), (8, 64)], {"tensor_parallel_size": 16}, None),
         ([(8, 64), (8, 64)], {"tensor_parallel_size": 16, "allow_cross_node_tp": True}, 2),
-        # on CPUs a rank takes its threads
+        # On CPUs a rank needs one CPU per thread.
         ([(0, 4), (0, 4)], {"data_parallel_size": 2, "device": "cpu", "num_threads": 4}, 2),
         ([(0, 4), (0, 4)], {"data_parallel_size": 2, "device": "cpu"}, 1),
     ],
@@ -173,7 +173,7 @@ def test_order_of_cluster_addresses(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.setenv("RAY_ADDRESS", "local")
         assert find_cluster() is None
     monkeypatch.delenv("RAY_ADDRESS")
-    assert find_cluster() is None  # it is gone
+    assert find_cluster() is None  # The cluster has ended.
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from negamax.config.grammar import Marker, Reasoning
 from negamax.text.grammar.reasoning_gate import ReasoningGate, needs_text
 
-OPEN, CLOSE, CALL = 900, 901, 902  # tokens of their own
+OPEN, CLOSE, CALL = 900, 901, 902  # These tokens have no text.
 CLOSING = (10, CLOSE, 11)
 TOKENS = {
     **{i: chr(i).encode() for i in range(256)}, OPEN: b"<mm:think>", CLOSE: b"</mm:think>",
@@ -42,7 +42,7 @@ def content(gate: ReasoningGate, tokens: list[int]) -> list[int | bytes]:
     ("by_id", "calls_end_it", "tokens", "expected"),
     [
         (True, True, [1, 2, CLOSE, 3, 4], [3, 4]),
-        (True, True, [*spell("</mm:think>"), 7], []),  # text where the closer is a token
+        (True, True, [*spell("</mm:think>"), 7], []),  # The closer must be a token here.
         (True, True, [1, CALL, 3], [CALL, 3]),
         (True, False, [1, CALL, 3], []),
         (False, True, [*spell("so </mm:thi"), *spell("nk>"), 65], [65]),
@@ -50,7 +50,7 @@ def content(gate: ReasoningGate, tokens: list[int]) -> list[int | bytes]:
         (False, True, [*spell("so "), CLOSE, 66], [66]),
         (False, True, [*spell("a]<"), *spell("]b")], [b"]<]", ord("b")]),
         (False, False, spell("a]<]b"), []),
-        (False, True, [*spell("a</mm:thin"), 502], []),  # white space in the closer's token
+        (False, True, [*spell("a</mm:thin"), 502], []),  # The last token ends with white space.
     ],
 )
 def test_content_begins_after_the_closer_or_with_a_call(
@@ -67,7 +67,7 @@ def test_content_begins_after_the_closer_or_with_a_call(
     sizes=st.lists(st.integers(1, 5), min_size=60, max_size=60),
 )
 def test_any_split_of_the_text_gives_the_same_content(before: str, sizes: list[int]) -> None:
-    """Tokens of any length over the same bytes; after the first closer everything is content."""
+    """Split the same bytes into tokens of any length. Bytes after the first closer are content."""
     text = (before + "</mm:think>" + "tail").encode()
     found = text.index(b"</mm:think>") + len(b"</mm:think>")
     pieces, place = [], 0
@@ -91,7 +91,7 @@ def test_a_spent_budget_makes_the_closing_tokens_due_exactly_then(budget: int) -
         assert gate.due == token
         last = gate.push(token)
     assert gate.due is None and gate.is_over
-    assert last == CLOSING[-1]  # after the closer: content
+    assert last == CLOSING[-1]  # After the closer, the gate returns tokens as content.
 
 
 def test_a_reasoning_that_ends_within_its_budget_is_unchanged() -> None:

@@ -43,7 +43,7 @@ def test_ids_are_the_items_own_or_stay_the_same_and_never_repeat() -> None:
     ids = [item["id"] for item in items_of(*items, items[-1])]
     assert ids[2] == "msg_mine" and len(set(ids)) == 4
     assert ids == [item["id"] for item in items_of(*items, items[-1])]
-    # the end of the id leads to the server process that owns the response
+    # The last two characters of an id name the server process that owns the response.
     assert all(item_id.endswith(RESPONSE[-2:]) for item_id in (*ids[:2], ids[3]))
 
 

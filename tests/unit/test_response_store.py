@@ -31,7 +31,7 @@ def test_least_used_responses_make_room() -> None:
     assert store.get("r0")  # used again
     store.put("r3", kept(None, 3))
     assert [name for name in ("r0", "r1", "r2", "r3") if store.get(name)] == ["r0", "r2", "r3"]
-    # invented ids are not searched
+    # Ids that the store did not issue are not found.
     assert store.items({"out0", "out1", "out3", "in0", "x"}) == {
         f"out{number}": {"id": f"out{number}", "text": "t" * 10} for number in (0, 3)
     }
@@ -86,7 +86,7 @@ def test_large_fields_that_are_not_shown_are_not_stored(item: Item, shown: Item 
 def test_turns_below_are_shared_and_outlive_their_responses() -> None:
     store = ResponseStore()
     parent: StoredTurn | None = None
-    for number in range(3000):  # deeper than Python's stack
+    for number in range(3000):  # The chain is deeper than Python's stack.
         response = kept(parent, number)
         store.put(f"r{number}", response)
         parent = response.turn

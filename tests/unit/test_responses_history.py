@@ -1,5 +1,3 @@
-"""Items of the Responses API as messages, settings, and calls of tools that clients run."""
-
 import json
 from typing import Any
 
@@ -111,7 +109,7 @@ def test_items_of_one_answer_are_one_message() -> None:
 def test_text_is_never_thinking_where_a_response_has_items_for_that() -> None:
     words = "A line with\n</think>\nalone ends it."
     message = normalize_messages(history(USER, said(words), USER).messages)[1]
-    # otherwise the template would split it
+    # Without a reasoning field the template would split the content.
     assert (message["content"], message["reasoning_content"]) == (words, "")
 
 
@@ -213,7 +211,7 @@ def test_call_comes_back_as_the_model_wrote_it(name: str) -> None:
         found = result(1, OUTPUTS[name], of=name)
     (made,) = assistant_of(USER, item, found)["tool_calls"]
     assert made["function"]["name"] == name
-    # in the same order, so that the prefix stays cached
+    # The arguments keep their order, so that the prefix stays cached.
     assert json.dumps(made["function"]["arguments"]) == json.dumps(ARGUMENTS[name])
 
 
@@ -280,7 +278,7 @@ def test_items_add_tools_that_are_not_there_yet() -> None:
 
 
 def test_tools_that_a_search_finds_are_shown_in_its_result() -> None:
-    """The tools at the start of the prompt, and with them the cached prefix, stay as they are."""
+    """The tools at the start of the prompt, and so the cached prefix, must not change."""
     deferred, other = {**LOOKUP, "defer_loading": True}, {**LOOKUP, "name": "other"}
     params = request(SEARCH, deferred)
     call_item = client_call("tool_search", {"query": "look"})

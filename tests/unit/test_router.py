@@ -1,5 +1,3 @@
-"""The router in front of servers whose bytes the test writes."""
-
 import asyncio
 import gzip
 import json
@@ -32,7 +30,7 @@ PARAMS = {"do_remote_prefill": True, "remote_block_ids": [0, 1]}
 
 
 class FakeServer:
-    """Answers each request with the same bytes, then closes the connection."""
+    """Answer each request with the same bytes, then close the connection."""
 
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
@@ -90,7 +88,7 @@ async def ask(
     raw: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, dict[str, str], bytes, bool]:
-    """Return status, headers, body, and whether the answer has an end."""
+    """Send a request. Return status, headers, body, and whether the answer was complete."""
     sent: list[Any] = []
     content = json.dumps(body).encode() if raw is None else raw
     received = [{"type": "http.request", "body": content, "more_body": False}]
@@ -161,11 +159,11 @@ def test_a_prefix_is_left_when_its_server_has_more_to_do_than_it_saves() -> None
     calls = [place(pool, shared)]
     while len(calls) < 100 and calls[-1].server is calls[0].server:
         calls.append(place(pool, shared))
-    # a row costs as much as ROW_COST prompt tokens, and a quarter of its own tokens
+    # A row costs as much as ROW_COST prompt tokens and a quarter of its own tokens.
     saved = 64 * len(shared.tags)
     per_row = ROW_COST + shared.num_tokens // 4
     assert len(calls) - 1 == -(-saved // per_row)
-    # both have the prefix
+    # Both servers now hold the prefix.
     assert pool.open(shared).num_pending == pool.open(shared).num_pending < 64
 
 
@@ -229,7 +227,7 @@ async def test_a_connection_carries_several_requests_until_either_side_ends_it()
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
                 await reader.readexactly(length)
                 fault = faults.pop() if faults and accepted[-1] else ""
-                if fault == "end":  # a request and the end of its connection cross
+                if fault == "end":  # The server closes the connection just as the request arrives.
                     break
                 accepted[-1] += 1
                 writer.write(answers[0])
@@ -250,9 +248,9 @@ async def test_a_connection_carries_several_requests_until_either_side_ends_it()
             assert (await ask(wrapped))[2] == b"ok"
         assert accepted == [3]
         faults.append("end")
-        assert (await ask(wrapped))[2] == b"ok"  # by the next connection, once
+        assert (await ask(wrapped))[2] == b"ok"  # The router retries once.
         assert accepted == [3, 1] and pool.servers[0].num_failures == 0
-        faults.append("garbage")  # bytes that no request asked for answer none
+        faults.append("garbage")  # Bytes without a request must not answer the next one.
         assert (await ask(wrapped))[2] == b"ok"
         await asyncio.sleep(0.1)
         assert (await ask(wrapped))[2] == b"ok"
@@ -261,7 +259,7 @@ async def test_a_connection_carries_several_requests_until_either_side_ends_it()
             answers[0], before = answer, len(accepted)
             replies = [(await ask(wrapped))[2] for _ in range(3)]
             assert replies == [answer.partition(b"\r\n\r\n")[2].partition(b"HTTP")[0]] * 3
-            assert len(accepted) >= before + 2  # none of these connections is used again
+            assert len(accepted) >= before + 2  # The router uses none of these connections again.
         answers[0] = OK
         await ask(wrapped)
         pool.servers[0].connections._idle[-1][0].idle_since -= 10
@@ -348,7 +346,7 @@ async def test_a_silent_server_fails_its_probe(monkeypatch: pytest.MonkeyPatch) 
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
-        await reader.read()  # until the router closes the connection
+        await reader.read()  # The call returns when the router closes the connection.
         writer.close()
         ended.set()
 
@@ -409,7 +407,7 @@ async def test_a_prefilling_server_gets_the_prompt_and_the_other_one_its_params(
         assert asked == chat("x" * 600, max_tokens=1, stream=False, temperature=0.5)
         assert json.loads(decoding.bodies[0]) == {**body, "kv_transfer_params": PARAMS}
         assert pools[0].servers[0].num_requests == pools[1].servers[0].num_requests == 1
-        # answers of this route have no params
+        # Answers of this route have no params.
         await ask(app, MESSAGES, chat("x"))
         await ask(app, body=chat("x", kv_transfer_params=PARAMS))
         assert len(prefilling.bodies) == 1 and len(decoding.bodies) == 3

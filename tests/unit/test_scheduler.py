@@ -43,7 +43,7 @@ def test_refuses_a_request_that_could_outgrow_the_pool_with_a_remedy() -> None:
         scheduler.add("c", 13, max_tokens=1)
     assert len(scheduler.run_all()) == 8
     scheduler = make_scheduler(num_blocks=3, max_model_len=13)
-    scheduler.add("a", 5, max_tokens=1000)  # the context length bounds its blocks
+    scheduler.add("a", 5, max_tokens=1000)  # The context length limits the blocks of the request.
     assert len(scheduler.run_all()) == 8
 
 
@@ -74,18 +74,18 @@ def test_tenants_share_the_tokens_for_prompts() -> None:
 
     assert plan(a1=100, a2=100) == [16]
     assert plan(b1=12, c1=5) == [5, 11]
-    assert plan() == [1, 5, 10]  # b1 samples; a1 gets what c1 leaves
+    assert plan() == [1, 5, 10]  # b1 samples, and a1 gets the tokens that c1 leaves.
     assert plan(b2=100) == [1, 1, 7, 7] == plan()
 
 
 @pytest.mark.parametrize(
     ("many", "sizes", "priority", "admitted"),
     [
-        (4, {}, 0, "xy"),  # slots: two each
+        (4, {}, 0, "xy"),  # Each tenant may hold two slots.
         (3, {"num_blocks": 8, "max_num_seqs": 8}, 0, "x"),  # KV blocks
         (3, {"num_blocks": 8, "max_num_batched_tokens": 16}, 0, "x"),
-        (4, {}, 1, ""),  # rows of better priority do not yield
-        (1, {"max_num_seqs": 1}, 0, ""),  # nor does the last row
+        (4, {}, 1, ""),  # Rows of better priority do not yield.
+        (1, {"max_num_seqs": 1}, 0, ""),  # A tenant's last row does not yield.
     ],
 )
 def test_rows_of_the_tenant_with_the_most_yield_to_others(
@@ -137,7 +137,7 @@ def test_decodes_come_first_then_unfinished_prompts_then_new_ones() -> None:
     scheduler.add_all(a=4, b=14)
     assert scheduler.next_plan().num_scheduled == [4, 8]
     scheduler.add_all(c=4, d=4)
-    # rows of one token precede longer ones, also as the rest of the budget
+    # Rows of one token precede longer rows, even if these run the rest of the budget.
     plan = scheduler.next_plan()
     assert (plan.slots, scheduler.starts[plan.step_id]) == ([0, 3, 1, 2], [4, 0, 8, 0])
     assert (plan.num_scheduled, plan.num_tokens) == ([1, 1, 6, 4], 12)
@@ -155,7 +155,7 @@ def test_admission_leaves_one_block_free_while_others_run() -> None:
     scheduler = make_scheduler(num_blocks=6)
     scheduler.add("a", 8, max_tokens=2)
     scheduler.add("b", 16, max_tokens=2)
-    scheduler.add("c", 1, max_tokens=1)  # never overtakes the first waiting request
+    scheduler.add("c", 1, max_tokens=1)  # c never overtakes the first waiting request.
     assert [list_admitted(plan) for plan in scheduler.next_plans(2)] == ["a", ""]
     assert scheduler.num_free_blocks == 3
 
@@ -171,7 +171,7 @@ def test_blocked_request_is_admitted_as_soon_as_blocks_are_free() -> None:
     scheduler = make_scheduler(num_blocks=7)
     scheduler.add_all(a=4, b=7, c=16)
     assert list_admitted(scheduler.next_plan()) == "ab"
-    scheduler.end("a", "abort")  # only its one block was missing
+    scheduler.end("a", "abort")  # c lacked only the one block of a.
     assert list_admitted(scheduler.next_plan()) == "c"
 
 
@@ -205,7 +205,7 @@ def test_blocked_request_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch)
         ({"min_tokens": 2, "max_tokens": 2}, [EOS, EOS], "length", None),
         ({"max_tokens": 2}, [5, EOS], "stop", None),
         ({"max_tokens": 2}, [5, 6], "length", None),
-        ({"max_tokens": 100}, [5, 6, 7, 8], "length", None),  # the context length of 8
+        ({"max_tokens": 100}, [5, 6, 7, 8], "length", None),  # The context length is 8.
     ],
 )
 def test_stop_rules(
@@ -275,7 +275,7 @@ def test_logprobs_and_errors_belong_to_one_row() -> None:
     scheduler.add_all(a=4, b=14)
     scheduler.step([1])
     scheduler.add_all(c=4, d=4)
-    plan = scheduler.next_plan()  # rows a d b c; d does not sample yet
+    plan = scheduler.next_plan()  # The rows are a, d, b, c; d does not sample yet.
     result = StepResult(plan.step_id, [21, 22, 23], {2: logprob(23)}, {}, {2: "not a number"})
     updates = scheduler.commit(plan, result)
     assert [
@@ -290,7 +290,7 @@ def test_logprobs_and_errors_belong_to_one_row() -> None:
 
 
 def commit_prompt_logprobs(scheduler: RankScheduler, name: str) -> dict[str, SequenceUpdate]:
-    """Step with log-probabilities for the rows of `name`, one per next prompt token."""
+    """Run a step and gather log-probabilities of the rows of `name`, one per next prompt token."""
     plan = scheduler.next_plan()
     (sequence,) = (each for each in scheduler.sequences() if each.request_id == name)
     gathered: dict[int, list[TokenLogprobs]] = {}
@@ -316,7 +316,7 @@ def test_prompt_logprobs_start_over_after_a_preempted_prefill() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=3, num_blocks=5)
     scheduler.add("a", 4, max_tokens=6)
     scheduler.add("b", 12, max_tokens=1, prompt_logprobs=0)
-    # finally "a" needs the block; 10 of the 12 prompt tokens have run
+    # In the end a needs the block, after 10 of the 12 prompt tokens of b have run.
     for _ in range(7):
         commit_prompt_logprobs(scheduler, "b")
     assert scheduler.preemption_count == 1 and scheduler.num_waiting == 1

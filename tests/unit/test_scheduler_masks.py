@@ -26,7 +26,7 @@ def test_a_plan_lists_sampled_rows_with_grammars() -> None:
     add(scheduler, "long", 9)
     first = scheduler.next_plan()
     assert (first.needs_sampling, first.grammar_rows) == ([True, False], [])
-    assert all(row.sampling.grammar is None for row in first.new_rows)  # the engine alone reads it
+    assert all(row.sampling.grammar is None for row in first.new_rows)  # Only the engine needs it.
     scheduler.commit(first)
     second = scheduler.next_plan()
     (row,) = scheduler.grammar_rows(second)
@@ -47,7 +47,7 @@ def test_without_constrained_requests_no_row_waits_for_a_bitmask() -> None:
 
 def test_the_block_of_a_postponed_row_is_cached_only_after_its_last_token_ran_again() -> None:
     scheduler = make_scheduler()
-    add(scheduler, "late", 8)  # two whole blocks
+    add(scheduler, "late", 8)  # The prompt has two whole blocks.
     first = scheduler.next_plan()
     scheduler.postpone(first, [0])
     scheduler.commit(first)
@@ -67,7 +67,7 @@ def test_requests_can_be_ended_and_freed_of_their_grammars_from_outside() -> Non
     assert ended is not None and ended.finish_reason == "stop" and not ended.token_ids
     assert failed is not None and failed.error == "no way"
     scheduler.clear_grammar("is free")
-    # of an earlier plan
+    # The plan was made before two of its rows ended.
     assert [row.request_id for row in scheduler.grammar_rows(plan)] == ["is free"]
     assert [update.request_id for update in scheduler.commit(plan)] == ["is free"]
     assert scheduler.next_plan().grammar_rows == []
@@ -75,7 +75,7 @@ def test_requests_can_be_ended_and_freed_of_their_grammars_from_outside() -> Non
 
 
 def test_postponed_sequences_keep_their_place_in_the_budget() -> None:
-    """Four rows of one token fill the step: no row may replace one that waits."""
+    """Check that no row replaces a row that waits for its mask, if four rows fill the step."""
     scheduler = make_scheduler(max_num_batched_tokens=4, max_num_seqs=5)
     for name in "abcd":
         add(scheduler, name, 1, max_tokens=20)
@@ -100,10 +100,10 @@ def test_grammar_rows_count_their_drafts_and_postponed_ones_have_none() -> None:
     assert (row.num_outputs, row.num_drafts, second.num_scheduled) == (1, 2, [3])
     scheduler.postpone(second, [0])
     scheduler.unblock("a")
-    third = scheduler.next_plan()  # before the masks void all of them
+    third = scheduler.next_plan()  # The plan is made before the masks reject both drafts.
     assert scheduler.commit(second) == []
     (row,) = scheduler.grammar_rows(third)
-    assert (row.num_outputs, third.num_draft_tokens) == (1, [0])  # no drafts for it here
+    assert (row.num_outputs, third.num_draft_tokens) == (1, [0])  # without draft tokens
     fourth = scheduler.next_plan()
     (update,) = scheduler.commit(third)
     assert update.token_ids == [7] and fourth.num_draft_tokens == [2]
@@ -120,7 +120,7 @@ def test_constrained_rows_verify_no_drafts_with_synthetic_acceptance() -> None:
 
 
 class ForgettingWorker(ModelWorker):
-    late: frozenset[int | None] = frozenset()  # seeds of requests whose drafts are void
+    late: frozenset[int | None] = frozenset()  # seeds of requests whose draft tokens are void
 
     def _drafts(self, row: Row, count: int) -> list[int]:
         return [GARBAGE] * count if row.sampling.seed in self.late else super()._drafts(row, count)
@@ -135,7 +135,7 @@ class ForgettingWorker(ModelWorker):
 
 
 class LateTrace(Trace):
-    """A random run in which the masks of some requests are late for a time."""
+    """Run random steps in which the masks of some requests are late for a time."""
 
     worker_type = ForgettingWorker
     workers: list[ForgettingWorker]  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""Plans of a pipeline: several in flight, each with its share of every rank's rows.
+"""Check plans of a pipeline: several are in flight, each with some of the rows of every rank.
 
-No plan needs a token that one after the oldest will sample.
+No plan needs a token that is sampled by a plan other than the oldest in flight.
 """
 
 import random
@@ -16,12 +16,12 @@ from tests.unit.plan_support import make_limits, make_request
 
 
 class Pipeline:
-    """The engine's loop over stages that run a plan of each rank in turn."""
+    """Run the engine's loop over stages that execute a plan of each rank in turn."""
 
     def __init__(
         self, stages: int, *, ranks: int = 1, budget: int = 64, blocks: int = 200, drafts: int = 0
     ) -> None:
-        """Rows verify up to `drafts` draft tokens, of which any number is accepted."""
+        """Rows verify up to `drafts` draft tokens, of which a random number is accepted."""
         self.stages = stages
         self.rng = random.Random(0)
         self.num_accepted = 0

@@ -1,11 +1,11 @@
-"""Random traces against a worker that records the content of every KV cell.
+"""Run random traces against a worker that records the content of every KV cell.
 
 The worker executes plans in order, while commits lag by up to two steps. A KV cell holds the
 identity of the whole token prefix up to its position, so any wrong read is detected. The token at a
-position is a function of the request alone, so each request's output is known in advance.
+position depends only on the request, so the output of each request is known in advance.
 
-Rows may verify accepted, rejected or missing draft tokens. KV cells of rejected ones, after a
-sequence's end, must never be read.
+Rows may verify accepted, rejected or missing draft tokens. No step may read the KV cell of a
+rejected draft token, which is after the end of its sequence.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ from tests.unit.plan_support import make_limits
 
 EOS_IDS = frozenset({0, 1})
 STOP_ID = 2
-GARBAGE = -1  # a token or a cell of a failed row
+GARBAGE = -1  # marks a token or a cell of a failed row
 
 
 def sampled_token(seed: int, position: int) -> int:
-    """Return request `seed`'s token: 0 and 1 end it, 2 may be a stop token; repeats abound."""
+    """Return the token of request `seed` at `position`.
+
+    Tokens 0 and 1 end the request, 2 may be a stop token, and most tokens repeat.
+    """
     return random.Random(seed * 100_003 + position).choice([0, 1, 2] + [3, 4, 5] * 8)
 
 
@@ -49,20 +52,20 @@ class Row:
     blocks: list[int]
     sampling: SamplingParams
     num_computed: int
-    lost: bool = False  # a step of it failed: its cells and tokens are void
+    lost: bool = False  # A step of the request failed, so that its cells and tokens are void.
 
 
 @dataclass
 class ModelWorker:
-    """Executes plans on a memory of prefix identities and checks each read and write."""
+    """Execute plans on a memory of prefix identities, and check each read and write."""
 
     block_size: int
     rows: dict[int, Row] = field(default_factory=dict)
-    # (block, offset) -> identity of the prefix up to it
+    # (block, offset) -> identity of the prefix that ends there
     cells: dict[tuple[int, int], int] = field(default_factory=dict)
-    # (identity of the parent, token) -> identity
+    # (identity of the parent, token) -> identity of the longer prefix
     identities: dict[tuple[int, int], int] = field(default_factory=dict)
-    # (request seed, position) -> times sampled
+    # (request seed, position) -> number of times that it was sampled
     sampled: dict[tuple[int, int], int] = field(default_factory=dict)
     draft_quality: float = 0.5  # probability that a draft token is accepted
 
@@ -83,7 +86,7 @@ class ModelWorker:
             start, end = row.num_computed, row.num_computed + plan.num_scheduled[index]
             known = len(row.tokens) + num_drafts
             assert end == known if plan.needs_sampling[index] else end < known
-            assert end <= len(row.blocks) * self.block_size, "a token without a block"
+            assert end <= len(row.blocks) * self.block_size, "the row has a token without a block"
             self._run(row, [*row.tokens, *drafts], start, end, written)
             if plan.needs_sampling[index]:
                 sampled = self._sample(row, drafts)
@@ -117,7 +120,7 @@ class ModelWorker:
             if position < start:
                 assert row.lost or self.cells[cell] == identity, f"wrong KV at position {position}"
             else:
-                assert cell not in written, "written twice in a step"
+                assert cell not in written, "the cell is written twice in a step"
                 written.add(cell)
                 self.cells[cell] = GARBAGE if row.lost else identity
 
@@ -130,7 +133,7 @@ class ModelWorker:
             token = GARBAGE if row.lost else sampled_token(seed, position)
             if not row.lost:
                 self.sampled[seed, position] = self.sampled.get((seed, position), 0) + 1
-                assert self.sampled[seed, position] == 1, "a position sampled twice"
+                assert self.sampled[seed, position] == 1, "the position is sampled twice"
             row.tokens.append(token)
             sampled.append(token)
             if token != draft or row.lost:
@@ -158,7 +161,7 @@ def request_of(seed: int, limits: SchedulerLimits) -> GenerateRequest:
         ignore_eos=rng.random() < 0.5,
         stop_token_ids=(STOP_ID,) if rng.random() < 0.3 else (),
         prompt_logprobs=0 if rng.random() < 0.2 else None,
-        logit_bias={0: salt},  # passes the salt to the model worker; a real one does not get it
+        logit_bias={0: salt},  # The simulated worker gets the salt in the bias.
     )
     return GenerateRequest(
         request_id=f"request {seed}", prompt_token_ids=prompt_of(seed), sampling=sampling,
@@ -185,7 +188,7 @@ def expected_output(
 
 
 class AnyDraftLength(FixedDraftLength):
-    """Varies the number, often the maximum; receives every plan that was not lost."""
+    """Return a random length, often the maximum. It receives every plan that was not lost."""
 
     def __init__(self, most: int, seed: int) -> None:
         self._most, self._rng = most, random.Random(seed)
@@ -198,8 +201,9 @@ class AnyDraftLength(FixedDraftLength):
 
 
 class Trace:
-    """A random run of some ranks: requests arrive, some abort or name a rank, steps and rows fail,
-    commits lag by `depth`.
+    """Run some ranks at random, with commits that lag by `depth` steps.
+
+    Requests arrive, some are aborted or name a rank, and steps and rows fail.
     """
 
     worker_type = ModelWorker
@@ -215,15 +219,15 @@ class Trace:
             limits, make_rank_lengths(joint, num_ranks) if joint else lengths
         )
         self.workers = [self.worker_type(limits.block_size) for _ in range(num_ranks)]
-        # None: the step was lost
+        # The results are None if the step was lost.
         self.in_flight: deque[tuple[list[StepPlan], list[StepResult] | None]] = deque()
         self.steps: list[list[StepPlan]] = []
-        # by rank and slot, after the last sampled token
+        # for each rank: slot -> number of drafts proposed after the last sampled token
         self.proposed: list[dict[int, int]] = [{} for _ in range(num_ranks)]
         self.requests: dict[str, GenerateRequest] = {}
         self.updates: dict[str, list[SequenceUpdate]] = {}
-        self.ranks: dict[str, int] = {}  # where each began to run
-        self.lost = 0  # steps
+        self.ranks: dict[str, int] = {}  # request id -> rank on which it began to run
+        self.lost = 0  # number of lost steps
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -284,7 +288,7 @@ class Trace:
     def receive(self, updates: list[SequenceUpdate]) -> None:
         assert len({update.request_id for update in updates}) == len(updates)
         for update in updates:
-            assert not self.ended(update.request_id), "an update after the end"
+            assert not self.ended(update.request_id), "an update follows the end of the request"
             assert update.token_ids or update.finish_reason in ("abort", "error")
             assert (update.error is not None) == (update.finish_reason == "error")
             self.updates[update.request_id].append(update)
@@ -308,7 +312,7 @@ class Trace:
                 start = starts[sequence.slot]
                 generates = count == 1 + drafts and start >= sequence.prompt_len
                 is_decode &= generates and samples
-        if size is not None:  # the sizes of other ranks that every rank gets
+        if size is not None:  # Every rank gets the sizes of the other ranks.
             assert size.num_tokens == max(plan.num_tokens for plan in plans)
             assert size.num_rows == max(len(plan.slots) for plan in plans)
             drafts = max(max(*plan.num_draft_tokens, plan.num_proposed, 0) for plan in plans)
@@ -337,12 +341,12 @@ class Trace:
         assert len(by_slot) == len(rank._running)
         for slot, count, num_drafts in zip(plan.slots, *columns, strict=True):
             sequence, start = by_slot[slot], starts[slot]
-            assert not num_drafts or start >= sequence.prompt_len, "drafts after a prompt's token"
+            assert not num_drafts or start >= sequence.prompt_len, "drafts follow a prompt token"
             first, last = start // limits.block_size, (start + count - 1) // limits.block_size
             for block in sequence.block_ids[first : last + 1]:
-                assert pool.ref_count(block) == 1, "writes a shared block"
-                assert not pool.is_indexed(block), "writes a cached block"
-            assert sequence.num_total <= sequence.limit, "planned past a length limit"
+                assert pool.ref_count(block) == 1, "the row writes a shared block"
+                assert not pool.is_indexed(block), "the row writes a cached block"
+            assert sequence.num_total <= sequence.limit, "the plan exceeds a length limit"
 
     def check_counters(self) -> None:
         for rank in self.scheduler.ranks:
@@ -414,7 +418,7 @@ def test_random_traces(
 ) -> None:
     first = Trace(limits, num_ranks, seed=seed, depth=depth, trouble=trouble).run(14)
     first.check_outputs()
-    if seed % 8 == 0:  # the same numbers again, so a sample of runs suffices
+    if seed % 8 == 0:  # A second run must give the same plans; one of eight seeds checks this.
         again = Trace(limits, num_ranks, seed=seed, depth=depth, trouble=trouble).run(14)
         assert first.steps == again.steps and first.updates == again.updates
 

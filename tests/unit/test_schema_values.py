@@ -1,5 +1,3 @@
-"""Argument text to JSON by schema."""
-
 import json
 from typing import Any
 
@@ -69,8 +67,8 @@ DEFINITIONS: dict[str, Any] = {
         (["#/$defs/a~1b", "#/definitions/e%20f"], {"integer", "null"}),
         (["#/$defs/missing"], set()),
         (["https://example.com/schema"], set()),
-        (["#/$defs/back"], {"string"}),  # a loop ends
-        (["#/$defs/d0"], {"boolean"}),  # doubled references are walked once
+        (["#/$defs/back"], {"string"}),  # A cyclic reference is followed once.
+        (["#/$defs/d0"], {"boolean"}),  # Doubled references are resolved once.
     ],
 )
 def test_references_are_resolved(references: list[str], expected: set[str]) -> None:
@@ -79,7 +77,7 @@ def test_references_are_resolved(references: list[str], expected: set[str]) -> N
 
 
 LONG, DEEP = "9" * 4300, "[" * 200_000 + "]" * 200_000
-# types, and texts with their values; a text without one stays text
+# types -> texts with their expected values; `...` means that the text stays text
 CONVERSIONS: dict[tuple[str, ...], dict[str, Any]] = {
     (): {"521": ...},
     ("string",): {"007": ..., "true": ..., "null": ..., " padded\n": ...},
@@ -87,7 +85,7 @@ CONVERSIONS: dict[tuple[str, ...], dict[str, Any]] = {
         " 5 ": 5, "007": 7, "5.0": 5, "-12": -12, "2e3": 2000, "5.": 5, "5.5": ..., ".5": ...,
         "not_a_number": ..., "": ..., "1e999": ..., "12345678901234567890": 12345678901234567890,
         "-" + "9" * 30 + ".000": -int("9" * 30), LONG: int(LONG),
-        f"9{LONG}": ...,  # beyond the limits of JSON readers
+        f"9{LONG}": ...,  # The number is too long for JSON readers.
     },
     ("number",): {
         "3.14": 3.14, "3.0": 3, "1e3": 1000, "NaN": ..., "-Infinity": ..., "1e999": ...,

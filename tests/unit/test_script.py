@@ -106,7 +106,7 @@ def test_broken_scripts_are_refused(tmp_path: Path, text: str, message: str) -> 
     with pytest.raises(ConfigError, match=message):
         read_script(str(file))
 
-    # an unknown name names the bundled ones
+    # The refusal of an unknown name lists the bundled scripts.
     with pytest.raises(ConfigError, match="bundled script: agents"):
         read_script("agent")
     assert read_script("agents").context_length > 100_000

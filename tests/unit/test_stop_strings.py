@@ -30,7 +30,10 @@ CALL = f'<minimax:tool_call>\n<invoke name="write_file">\n{ARGUMENT}</invoke>\n<
 
 
 def truncate(content: str, stop: Sequence[str], *, includes_stop: bool) -> tuple[str, str | None]:
-    """Return content up to the first complete stop string, and the string; try every end."""
+    """Return the content up to the first complete stop string, and that string.
+
+    The function tries every end of the content.
+    """
     start = len(content) - len(content.lstrip())
     for end in range(start, len(content) + 1):
         for word in sorted(stop, key=len, reverse=True):
@@ -116,7 +119,7 @@ Answer = dict[str, Any]
 
 
 def push(text: str, sizes: list[int], reader: ChoiceReader | None, **params: Any) -> Answer:
-    """Push the tokens of `text` in groups of these sizes, then one by one; return the answer."""
+    """Push the tokens of `text` in groups of `sizes`, then one by one. Return the answer."""
     options: dict[str, Any] = {"request_id": "r", "index": 0, "num_prompt_tokens": 1}
     stream = ChoiceStream(TOKENIZER, SamplingParams(**params), info=INFO, reader=reader, **options)
     ids, position = [*TOKENIZER.encode(text), EOS], 0
@@ -167,7 +170,7 @@ def check_groupings(text: str, answer: Callable[[list[int]], Answer]) -> Answer:
 def test_any_grouping_of_tokens_gives_the_same_text(stop: tuple[str, ...], min_tokens: int) -> None:
     params = {"stop": stop, "min_tokens": min_tokens}
     answer = check_groupings(TEXT, lambda sizes: push(TEXT, sizes, None, **params))
-    if stop == ("END",):  # tokens after it are not counted
+    if stop == ("END",):  # Tokens after the stop string are not counted.
         assert answer["said"] == TEXT.partition("END")[0]
         assert answer["reasons"] == ("stop", "END")
         assert answer["counts"][0] == answer["counts"][2] < len(TOKENIZER.encode(TEXT))

@@ -10,7 +10,7 @@ from negamax.base import env
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.base.supervision import RestartPolicy, SupervisionLimits
 
-HANG_SECONDS = 2.2  # twice the maximum that one check counts
+HANG_SECONDS = 2.2  # twice the longest gap that one check counts
 CHILD = """
 import sys, time
 from negamax.base.supervision import ParentPulse, watch_parent
@@ -41,18 +41,18 @@ def test_a_parent_in_an_endless_loop_is_killed_after_the_report(tmp_path: Path) 
         parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert parent.stdout is not None
         words, last_pulse = parent.stdout.readline().rsplit(" ", 1)
-        if words == "went on":  # with heartbeats it keeps running
+        if words == "went on":  # The child lets a parent run that sends heartbeats.
             break
-        with parent:  # on a stalled machine the heartbeats have not ended
+        with parent:  # On a stalled machine the child reports too early, so try again.
             parent.kill()
     assert words == "went on"
     with parent.stdout as output:
         told = output.readline()
         assert told == f"the first server process sends no heartbeat for {HANG_SECONDS:g} s\n"
         assert parent.wait(120) == -9
-        # the children have a second to inform their clients
+        # The children have one more second to inform their clients.
         assert time.monotonic() - float(last_pulse) > HANG_SECONDS + 0.9
-        assert output.read() == ""  # the child has ended, too
+        assert output.read() == ""  # The child has ended, too.
 
 
 def test_a_process_that_is_not_the_parent_is_not_killed(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_process_that_is_not_the_parent_is_not_killed(tmp_path: Path) -> None:
 
 
 def test_a_child_ends_with_a_parent_that_leaves_bytes_unread() -> None:
-    ours, childs = socket.socketpair()  # Linux then resets the connection
+    ours, childs = socket.socketpair()  # If bytes are unread, Linux resets the connection.
     code = "import time; from negamax.base import supervision as s; s.exit_with_parent(); "
     command = [sys.executable, "-c", code + "time.sleep(120)"]
     with ours, childs:
@@ -94,7 +94,7 @@ def test_processes_share_numbers(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", write, str(path)], check=True)
     assert mine.total(2) == 2**53 - 5
-    mine.row(0, start=1, count=1)[0] = 7.0  # part of a row is the row
+    mine.row(0, start=1, count=1)[0] = 7.0  # Writing to a slice changes the row itself.
     assert list(mine.row(0)) == [0.0, 7.0, 5.0]
 
 

@@ -1,5 +1,3 @@
-"""Messages between engines over real sockets, with addresses that clients made up."""
-
 from __future__ import annotations
 
 import socket
@@ -23,7 +21,7 @@ from tests.ports import free_port
 
 
 class Recorder:
-    """In place of `Transfers`: keeps what arrives."""
+    """Record messages in place of `Transfers`."""
 
     has_timers = True
 
@@ -78,7 +76,7 @@ def test_messages_answers_and_the_loss_of_an_engine() -> None:
             assert asked.messages[2][1] == CloseLease("x")
         assert eventually(lambda: (decoder.poll(), bool(arrived.lost))[1])
         assert arrived.lost == [peer]
-        decoder.send(peer, CloseLease("b"))  # nothing listens there
+        decoder.send(peer, CloseLease("b"))  # No engine listens at this address.
         assert eventually(lambda: (decoder.poll(), len(arrived.lost) == 2)[1])
 
 
@@ -119,7 +117,7 @@ def test_many_engines_that_never_answer_and_many_messages_for_one(
         assert eventually(lambda: (prefiller.poll(), len(asked.messages) == 2)[1])
         monkeypatch.setattr(transfer_sockets, "MOST_UNSENT", 100)
         stuck = ("127.2.0.1", silent.getsockname()[1])
-        for _ in range(300):  # does not wait
+        for _ in range(300):  # Sending does not wait for the peer.
             decoder.send(stuck, CloseLease("d"))
         decoder.poll()
         assert arrived.lost.count(stuck) == 1 and peer not in arrived.lost

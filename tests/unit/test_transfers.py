@@ -1,5 +1,6 @@
-"""Two engines that prefill and decode for each other: leases, pulls and everything that may happen
-to them, against workers that record the content of every cell.
+"""Let two engines prefill and decode for each other while random faults happen.
+
+Their workers record the content of every cell, so that a wrong copy is detected.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LIMITS = {"max_model_len": 50, "block_size": 2, "num_blocks": 40, "eos_token_ids
 
 @dataclass
 class Copy:
-    """An import under way: its blocks are read one by one."""
+    """Describe an import that reads its blocks one by one."""
 
     source: str
     command: ImportBlocks
@@ -46,7 +47,7 @@ class Copy:
 
 
 class Engine:
-    """One engine without sockets and ranks. Its messages go to `World.network`."""
+    """Run one engine without sockets and ranks. `World.network` carries its messages."""
 
     def __init__(self, world: World, name: str, number: int) -> None:
         self.world, self.name = world, name
@@ -82,7 +83,7 @@ class Engine:
         self.transfers.begin(request, now=self.world.now)
 
     def step(self) -> list[SequenceUpdate]:
-        """One round of the loop, as of `EngineLoop.step`."""
+        """Run one round of the engine's loop, like `EngineLoop.step`."""
         transfers, rng, updates = self.transfers, self.world.rng, []
         transfers.advance(now=self.world.now)
         for request in transfers.ready:
@@ -129,7 +130,7 @@ class Engine:
 
 @dataclass
 class Task:
-    """A request as its router sees it: first to one engine, then to the other one."""
+    """Describe a request as its router sees it: one engine prefills, then the other one decodes."""
 
     request: GenerateRequest
     source: str
@@ -138,11 +139,11 @@ class Task:
     lease_id: str
     tokens: list[int] = field(default_factory=list)
     reason: str = ""
-    prefilled: str = ""  # id of the engine
+    prefilled: str = ""  # id of the engine that prefilled
 
 
 class World:
-    """Both engines, their network and their router."""
+    """Hold both engines, their network and their router."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, random.Random(seed)
@@ -179,7 +180,7 @@ class World:
                 self.counts[name] += count
         for task in self.tasks.values():
             expected, *reasons = expected_output(task.request, make_limits(**LIMITS))
-            assert task.reason, f"{task} has no end"
+            assert task.reason, f"{task} did not end"
             if task.reason in ("abort", "error"):
                 assert task.tokens == expected[: len(task.tokens)]
             else:
@@ -205,7 +206,7 @@ class World:
             return
         sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
         request = msgspec.structs.replace(request, request_id=name, sampling=sampling)
-        # the model worker samples each position of a seed once, so the engines have two seeds
+        # A worker samples each position of a seed once, so the two engines get two seeds.
         task = Task(request, source, target, uses_room, f"lease {len(self.tasks)}")
         self.tasks[name] = task
         once = msgspec.structs.replace(
@@ -247,7 +248,10 @@ class World:
             task.reason = update.finish_reason
 
     def deliver(self) -> None:
-        """Deliver the oldest message between two engines; later ones of others may come first."""
+        """Deliver the oldest message between a random pair of engines.
+
+        A later message of another pair may arrive first.
+        """
         if not self.network:
             return
         first = self.network[self.rng.randrange(len(self.network))]
@@ -255,12 +259,12 @@ class World:
         self.network.remove(same)
         sender, name, is_request, message = same
         if sender is not self.engines[sender.name]:
-            return  # it is dead
+            return  # The sender is dead.
         target, peer = self.engines[name].transfers, (sender.name, 1)
         target.handle(sender.name.encode() if is_request else peer, message, now=self.now)
 
     def read(self) -> None:
-        """Read one block of a copy, as it is at this moment."""
+        """Copy the current content of one block of a random import."""
         engine = self.engines[self.rng.choice(NAMES)]
         if not engine.copies:
             return
@@ -292,13 +296,13 @@ class World:
             engine.abort(name)
         elif kind < 0.6:
             engine.scheduler.reset_prefix_cache()
-        elif kind < 0.7:  # others' leases may expire meanwhile
+        elif kind < 0.7:  # The leases of other engines may expire while this engine is frozen.
             engine.is_frozen_until = self.now + self.rng.uniform(0, 12)
         elif kind < 0.76:
             self.replace(engine)
 
     def replace(self, engine: Engine) -> None:
-        """The engine dies, and another one starts at its address."""
+        """Let the engine die, and start another one at its address."""
         self.counts["deaths"] += 1
         self.network = [one for one in self.network if one[0] is not engine]
         live = {sequence.request_id for sequence in engine.scheduler.sequences()}
@@ -315,7 +319,7 @@ class World:
 
 
 def test_random_interleavings_of_two_engines() -> None:
-    """100,000 actions: nothing leaks, and no token is computed from another prompt's blocks."""
+    """Run 100,000 actions. Nothing leaks, and no request reads the blocks of another prompt."""
     counts: Counter[str] = Counter()
     for seed in range(20):
         world = World(seed)
@@ -328,7 +332,7 @@ def test_random_interleavings_of_two_engines() -> None:
 
 
 class Alone:
-    """The transfers of one engine whose peers are the test."""
+    """Hold the transfers of one engine, whose peers the test plays."""
 
     def __init__(self, policy: str = FAIL, **sizes: int) -> None:
         self.scheduler = RankScheduler(make_limits(**{"num_host_blocks": 16, **sizes}))
@@ -351,7 +355,7 @@ class Alone:
         return [message for _, message in sent]
 
     def prefill(self, name: str = "a", length: int = 10) -> bytes:
-        """Compute a prompt for lease `name`; return its hash."""
+        """Compute a prompt for lease `name`. Return the prompt's hash."""
         request = make_request(name, length, max_tokens=1, lease_id=name)
         self.transfers.begin(request, now=0.0)
         (ready,) = self.transfers.ready
@@ -380,7 +384,7 @@ class Alone:
 def test_a_lease_is_opened_once_its_blocks_are_stored_and_ends_with_its_return() -> None:
     engine = Alone()
     opened = OpenLease("a", "me", "model", engine.prefill(), 2)
-    assert engine.shared.leases["a"].step_id == engine.shared.last_step == 1  # a plan of stores
+    assert engine.shared.leases["a"].step_id == engine.shared.last_step == 1  # stores it
     engine.transfers.handle(b"d", opened, now=1.0)
     (answer,) = engine.take_sent()
     assert isinstance(answer, LeaseOpened) and len(answer.places) == engine.num_held == 2
@@ -458,7 +462,7 @@ def test_blocks_are_used_only_after_the_return_of_the_lease() -> None:
     (update,) = engine.scheduler.commit(plan)
     engine.transfers.take_updates([update])
     assert update.num_cached_tokens == 3 and engine.num_held == 0
-    # a further choice of the same request comes late, and nothing is read twice
+    # A later choice of the same request finds the blocks and reads nothing.
     remote = RemotePrompt("peer", 1, "lease", "it")
     engine.transfers.ready.clear()
     engine.transfers.begin(make_request("a", 10, remote=remote), now=0.0)
@@ -486,7 +490,7 @@ def test_a_pull_that_fails_leaves_nothing(policy: str, event: str) -> None:
         engine.answer(LeaseOpened("lease", ["p"], [5, 6], 7, 0))
         engine.transfers.take_copied(ImportDone(0, "x" * (event == "copy")), now=0.0)
         engine.transfers.lose(("peer", 1)) if event == "copy" else None
-        assert engine.num_held == 2  # the other rank may still write
+        assert engine.num_held == 2  # The other rank may still write to these blocks.
         engine.transfers.take_copied(ImportDone(0), now=0.0)
         engine.answer(LeaseClosed("lease", False))
     names = [request.request_id for request in engine.transfers.ready]
@@ -543,7 +547,7 @@ def test_leases_that_no_engine_reads_make_room_for_others() -> None:
     engine.transfers.handle(b"d", OpenLease("c", "me", "model", prompt_hash, 2), now=1.0)
     engine.transfers.advance(now=1.9)
     assert list(engine.shared.leases) == ["a", "b", "c"] and not engine.take_sent()
-    for _ in range(3):  # one makes enough room
+    for _ in range(3):  # The end of one lease makes enough room.
         engine.transfers.advance(now=2.1)
     assert list(engine.shared.leases) == ["b", "c"]
     engine.scheduler.commit(engine.scheduler.next_plan())
@@ -558,7 +562,7 @@ def test_leases_that_no_engine_reads_make_room_for_others() -> None:
 def test_kv_blocks_of_a_lease_are_held_until_host_memory_has_room() -> None:
     engine = Alone(num_host_blocks=3)
     engine.prefill("a", 10)
-    engine.prefill("b", 9)  # two blocks, and there is room for one
+    engine.prefill("b", 9)  # The prompt has two blocks, and host memory has room for one.
     shared, rank = engine.shared, engine.scheduler.rank
     assert not shared.leases["b"].is_readable and shared.holds_kv_blocks
     assert rank.num_free_blocks == rank.limits.num_blocks - 2
@@ -568,5 +572,5 @@ def test_kv_blocks_of_a_lease_are_held_until_host_memory_has_room() -> None:
     engine.scheduler.commit(plan)
     assert shared.leases["b"].is_readable and not shared.holds_kv_blocks
     assert rank.num_free_blocks == rank.limits.num_blocks
-    engine.prefill("c", 17)  # more than host memory holds
+    engine.prefill("c", 17)  # The prompt is larger than host memory.
     assert "c" not in shared.leases and not shared.holds_kv_blocks

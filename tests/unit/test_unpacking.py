@@ -13,7 +13,7 @@ from negamax.base.unicode import valid_escapes, valid_unicode
 from tests.speed import cpu_seconds, is_linear
 
 SAYS = b'{"prompt": "%s"}' % random.Random(1).randbytes(50_000).hex().encode()
-SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0more"  # a frame without content
+SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0more"  # This frame has no content.
 RAW = zlib.compressobj(wbits=-15)
 FORMS = {
     "gzip": (b"gzip", gzip.compress(SAYS)),
@@ -119,7 +119,7 @@ def test_lone_surrogates_of_a_text_are_replaced(text: str, valid: str) -> None:
     ],
 )  # fmt: skip
 def test_escaped_lone_surrogates_are_replaced_unless_the_backslash_is_escaped(body: bytes) -> None:
-    """Python's JSON reader keeps lone surrogates, so it is the reference."""
+    """Compare with Python's JSON reader, which keeps lone surrogates."""
     assert msgspec.json.decode(valid_escapes(body)) == valid_unicode(json.loads(body))
 
 
@@ -129,4 +129,4 @@ def test_large_bodies_take_linear_time(unit: bytes) -> None:
         body = b'"' + unit * num + rb'\ude00"'
         return cpu_seconds(lambda: valid_escapes(body))
 
-    assert is_linear(seconds, 320_000)  # most have several pieces
+    assert is_linear(seconds, 320_000)  # Most of these bodies have several pieces.

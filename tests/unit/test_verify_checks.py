@@ -1,5 +1,3 @@
-"""Calls against declared tools, as `negamax verify` judges them."""
-
 import copy
 import json
 from collections.abc import Iterator
@@ -105,7 +103,7 @@ ODD = (None, -1, 10**30, 1.5, True, "x", "\ud800", [], {}, [None], [[]], [{}], {
 
 
 def vary(value: Any, change: Any = None) -> Iterator[Any]:
-    """Yield `value` with each of its parts replaced by each odd value."""
+    """Yield copies of `value` in which one part is replaced by an odd value."""
     change = change or (lambda odd: odd)
     yield from map(change, ODD)
     if isinstance(value, dict | list):

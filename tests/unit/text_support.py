@@ -1,4 +1,4 @@
-"""A small byte-level BPE with MiniMax's special tokens, trained here."""
+"""Train a small byte-level BPE with MiniMax's special tokens."""
 
 import functools
 import json

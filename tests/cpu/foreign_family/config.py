@@ -12,7 +12,7 @@ INDEX_BLOCK = 4  # tokens
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSpec(ModelSpec):
-    """The first layer is dense, the second sparse."""
+    """Describe a model whose first layer is dense and whose second layer is sparse."""
 
     mlp_width: int
     expert_width: int

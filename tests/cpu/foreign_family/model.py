@@ -65,7 +65,7 @@ class SelectedAttention:
 
 @dataclass(frozen=True)
 class SelectedStep:
-    """Positions of the step's tokens in the index cache, and its sequences' tables and lengths."""
+    """Hold the index-cache positions of a step's tokens, and the block tables of its sequences."""
 
     slot_mapping: Tensor  # [T]
     sequences: list[tuple[Tensor, int, int]]
@@ -102,7 +102,9 @@ def selected(index_q: Tensor, index_k: Tensor, top_k: int) -> Tensor:
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """q [queries, heads, dim], k, v [kv_heads, keys, dim] -> [queries, heads * dim]."""
+    """Attend with q [queries, heads, dim] to k, v [kv_heads, keys, dim] -> [queries, heads
+    * dim].
+    """
     group = q.shape[1] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = q.transpose(0, 1) @ k.transpose(1, 2) * q.shape[-1] ** -0.5
