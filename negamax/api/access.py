@@ -1,4 +1,4 @@
-"""API keys, their tenants, administrators, and requests from pages of other sites."""
+"""Identify senders by API key, and refuse requests that pages of other sites cause."""
 
 import hashlib
 import hmac
@@ -21,7 +21,7 @@ class Access:
     """Identifies the sender of a request by its headers. All holders of one key are one tenant."""
 
     def __init__(self, options: ServerOptions) -> None:
-        """Errors: `ConfigError` for an unusable key file."""
+        """Raises `ConfigError` if the key file cannot be used."""
         self._options = options
         self.reload()
         self._admin_key = None if options.admin_api_key is None else options.admin_api_key.encode()
@@ -29,7 +29,7 @@ class Access:
         self.has_keys = bool(self._keys)
 
     def reload(self) -> None:
-        """Read the key file again. Errors: `ConfigError`; the earlier keys stay."""
+        """Read the key file again, or raise `ConfigError` and keep the earlier keys."""
         keys = (*self._options.api_keys, *keys_of_file(self._options.api_key_file))
         if self._options.admin_api_key in keys:
             raise ConfigError(
@@ -39,9 +39,9 @@ class Access:
         self._keys = [key.encode() for key in keys]
 
     def identify(self, scope: Scope) -> None:
-        """Store the tenant, its role and whether there are others in the request's state.
+        """Store `is_admin`, `tenant` and `shares_queue` of the sender in the request's state.
 
-        Errors: `AuthenticationError` for a missing or wrong key.
+        Raises `AuthenticationError` for a missing or wrong key.
         """
         state = scope.setdefault("state", {})
         given = _read_key(scope["headers"]) or read_browser_key(scope["path"], scope["headers"])
@@ -57,16 +57,16 @@ class Access:
                 hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="missing_api_key",
             )
-        # compare with every key, so that the time does not depend on the key
+        # compare with every key, so that the time does not show which key matches
         is_known = sum(hmac.compare_digest(given, key) for key in self._keys)
         if not (is_known or is_admin):
             raise AuthenticationError("the API key is wrong", code="invalid_api_key")
         state["tenant"] = hashlib.blake2b(given, digest_size=16).hexdigest()
 
     def check_site(self, scope: Scope) -> None:
-        """Refuse a request that a page of another site made a browser send: `ForbiddenError`.
+        """Raise `ForbiddenError` if a page of another site made a browser send the request.
 
-        Such a page cannot set the header of a key, so requests with a key in a header pass.
+        A page of another site cannot set key headers, so a key in a header allows the request.
         """
         fields = dict(scope["headers"])
         origin = fields.get(b"origin", b"").decode("latin-1")
@@ -79,43 +79,43 @@ class Access:
         if not site and origin.partition("://")[2].lower() == host.lower():
             return
         raise ForbiddenError(
-            f"a page of {(origin or 'another site')[:100]!r} sent this request to another site",
+            f"a page of {(origin or 'another site')[:100]!r} sent this request across sites",
             hint="start the server with --allowed-origins to allow it",
             code="cross_site",
         )
 
 
 def get_tenant(request: Request) -> str:
-    """Return the tenant of a request; empty if the server has no keys."""
+    """Return the tenant of a request, or an empty string if the server has no keys."""
     tenant: str = request.scope["state"]["tenant"]
     return tenant
 
 
 def get_owner(request: Request, names: Iterable[str] = ()) -> Owner:
-    """Return the owner of a request in the engine; `names` are the client's ids for it."""
+    """Return the owner of a request in the engine; `names` are the client's ids of the request."""
     return Owner(
         get_tenant(request), frozenset(names), shares_queue=request.scope["state"]["shares_queue"]
     )
 
 
 def get_salt(request: Request, cache_salt: str) -> str:
-    """Return the salt of a request's cached prefixes. No other tenant can use the same salt."""
+    """Return the salt of a request's block hashes. No other tenant can use the same salt."""
     tenant = get_tenant(request)
     return f"{tenant}/{cache_salt}" if tenant else cache_salt
 
 
 def list_ids(answer_id: str) -> list[str]:
-    """List the ids by which a client may abort a request: the answer's id and its own."""
+    """List the ids that abort a request: the id of the answer, with and without its prefix."""
     return [answer_id, answer_id.partition("-")[2]]
 
 
 def is_admin(request: Request) -> bool:
-    """Return whether the sender has the admin key, or there are no keys at all."""
+    """Return whether the sender has the admin key, or the server has no keys at all."""
     return bool(request.scope["state"]["is_admin"])
 
 
 def check_admin(request: Request) -> None:
-    """Refuse an operation on all tenants, except to administrators. Errors: `ForbiddenError`."""
+    """Raise `ForbiddenError` unless the sender is an administrator."""
     if not is_admin(request):
         raise ForbiddenError(
             f"{request.url.path} is for administrators, because it affects all clients",

@@ -1,6 +1,6 @@
-"""The layer in front of all routes: size of the head, key, host, readiness and queue.
+"""Check the head, host, key, readiness and queue of each request before its route.
 
-It decides before the body is read, so that a refusal costs next to nothing.
+The middleware decides before the body is read, so that a refusal is cheap.
 """
 
 import ipaddress
@@ -42,13 +42,13 @@ class AuthMiddleware:
         self._hosts = None if is_open else hosts
         max_bytes = context.body_limits.num_bytes
         self._body_budget = BodyBudget(BODIES_IN_FLIGHT * max_bytes)
-        self._max_packed_bytes = max_bytes  # of one body, compressed
+        self._max_packed_bytes = max_bytes  # limit of one compressed body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        encoding: bytes | None = None  # of the body
+        encoding: bytes | None = None  # content encoding of the body
         try:
             self._check(scope)
             if scope["method"] not in _SAFE_METHODS:
@@ -57,7 +57,7 @@ class AuthMiddleware:
             await handle_error(Request(scope), error)(scope, receive, send)
             return
         if scope["method"] in _SAFE_METHODS:
-            if scope["method"] == "HEAD":  # routes answer as for GET; the connection drops the body
+            if scope["method"] == "HEAD":  # HEAD uses the GET route; uvicorn drops the body
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)
             return
@@ -114,7 +114,7 @@ def _check_size(headers: _Headers, *, url_bytes: int) -> None:
 
 
 def _check_host(headers: _Headers, allowed: set[str]) -> None:
-    """Refuse names of other machines: a foreign page may resolve its own name to this address."""
+    """Refuse Host headers that name other machines, because foreign pages may rebind DNS."""
     for name, value in headers:
         if name == b"host":
             host = _parse_host(value.decode("latin-1"))
@@ -133,7 +133,7 @@ def _parse_host(value: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host`, a name or an address, is this machine only."""
+    """Return whether the name or address `host` is the loopback interface."""
     if host.lower() == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""The outermost layer of the server: request ids, the access log, and one shape for all errors."""
+"""Add request ids, write the access log, and answer all errors in one shape."""
 
 import math
 import re
@@ -25,14 +25,14 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_MESSAGE_CHARS = 1000  # of an error, including what it quotes from the request
-MESSAGES_PATH = "/v1/messages"  # clients expect Anthropic's shapes there
+MAX_MESSAGE_CHARS = 1000  # longest error, including quotes from the request
+MESSAGES_PATH = "/v1/messages"  # clients expect Anthropic's error format on this path
 _ALIAS = "/anthropic"  # MiniMax's own API has Anthropic's routes below this path
 _ALIASED = (f"{_ALIAS}{MESSAGES_PATH}", f"{_ALIAS}/v1/models")
-CLIENT_CLOSED_REQUEST = 499  # in logs only; proxies use the same number
+CLIENT_CLOSED_REQUEST = 499  # only in logs; nginx uses the same number
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_INTERNAL = "the server failed on this request; its log has the details under the request id"
+_INTERNAL = "the server failed on this request; see the request id in the server's log"
 
 
 def build_json_response(
@@ -47,7 +47,7 @@ def build_json_response(
 
 
 def describe_error(error: Exception) -> tuple[int, ErrorAnswer]:
-    """Return status and body for `error`. An internal error has no details."""
+    """Return status and body for `error`. The body of an internal error has no details."""
     if isinstance(error, NegamaxError) and error.http_status != 500:
         message = str(error)[:MAX_MESSAGE_CHARS]
         return error.http_status, build_error(
@@ -102,7 +102,7 @@ class ErrorMiddleware:
             request_id = secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = request_id
         arrival = time.monotonic()
-        status = 0  # nothing was sent
+        status = 0  # 0 until the response starts
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -119,11 +119,11 @@ class ErrorMiddleware:
         except Exception as error:
             logger.exception("request %s: %s %r failed", request_id, scope["method"], scope["path"])
             if status:
-                raise  # part of the response was sent: close the connection
+                raise  # part of the response was sent, so close the connection
             code, answer = describe_error(error)
             await build_error_response(scope, code, answer)(scope, receive, send_with_id)
         finally:
-            if self._logs_access and scope["client"] is not None:  # None: another server process
+            if self._logs_access and scope["client"] is not None:  # None for other processes
                 log_access(
                     client="{}:{}".format(*scope["client"]),
                     method=scope["method"],
@@ -144,13 +144,13 @@ def handle_error(request: Request, error: Exception) -> Response:
     challenge = CHALLENGE if request.url.path in PAGE_PATHS else "Bearer"
     headers = {"www-authenticate": challenge} if status == 401 else {}
     if isinstance(error, NegamaxError) and error.retry_after is not None:
-        if request.method == "POST":  # a probe that finds the server not ready is no rejection
+        if request.method == "POST":  # failed readiness probes do not count as rejections
             request.app.state.metrics.measured.rejections.add(error.code or "")
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     return build_error_response(request.scope, status, answer, headers=headers)
 
 
-# parts of routes for models of other kinds
+# path segments of APIs for other kinds of models
 _OTHER_MODELS = frozenset({
     "audio", "classify", "embed", "embeddings", "images", "moderations", "pooling", "rerank",
     "score",

@@ -1,4 +1,4 @@
-"""Probes, which need no key, and metrics: /livez, /readyz, /health, /ping, /version, /metrics."""
+"""Serve probes and metrics: /livez, /readyz, /health, /ping, /version, /metrics."""
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
@@ -14,7 +14,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/livez")
     async def livez() -> Response:
-        """Return 200 while the event loop runs, whatever the engine does."""
+        """Return 200 while the event loop runs, in any state of the engine."""
         return build_json_response(HealthAnswer("ok"))
 
     @router.get("/readyz")
@@ -26,7 +26,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
         return build_json_response(HealthAnswer("ok"))
 
     async def health() -> Response:
-        """Return 200 while an engine runs, else 503; with replicas, also the status of each."""
+        """Return 200 while an engine runs and 503 otherwise, and the status of each replica."""
         context.engine.check_alive()
         replicas = [
             ReplicaHealth(replica.index, replica.state) for replica in context.engine.replicas
@@ -37,7 +37,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
         return build_json_response(HealthAnswer("ok" if is_whole else "degraded", replicas))
 
     router.add_api_route("/health", health, methods=["GET"])
-    for method in ("GET", "POST"):  # two routes: OpenAPI's operations have one method
+    for method in ("GET", "POST"):  # two routes, because an OpenAPI operation has one method
         router.add_api_route("/ping", health, methods=[method])
 
     @router.get("/version")

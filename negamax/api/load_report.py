@@ -1,4 +1,4 @@
-"""The log line about the load of a busy server."""
+"""Log the load of a busy server at intervals."""
 
 import asyncio
 import time
@@ -23,12 +23,12 @@ class LoadReport:
         """`now` is in monotonic seconds."""
         self._stats = stats
         self._time = now
-        self.hit_rate = 0.0  # of the prefix cache, for the latest prompts
+        self.hit_rate = 0.0  # prefix cache hit rate of the latest prompts
 
     def next(self, stats: EngineStats, *, now: float) -> dict[str, float] | None:
-        """Return the load since the last call, or None if there was none.
+        """Return the load since the last call, or None for an idle engine.
 
-        Sequences, shares of 1, and tokens per second; prefill tokens without cached ones.
+        The values are sequences, shares of 1, and tokens per second without cached prompt tokens.
         """
         before, seconds = self._stats, now - self._time
         self._stats, self._time = stats, now
@@ -49,7 +49,7 @@ class LoadReport:
 
 
 async def log_load(engine: AsyncEngine, *, interval: float) -> None:
-    """Log the load every `interval` seconds while there is some, until cancelled."""
+    """Log the load every `interval` seconds unless the engine is idle, until cancelled."""
     report = LoadReport(engine.stats, now=time.monotonic())
     while True:
         await asyncio.sleep(interval)

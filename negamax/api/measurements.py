@@ -1,4 +1,4 @@
-"""Counts and histograms of requests. Each server process counts in a row of shared numbers."""
+"""Count requests and fill histograms. Each server process writes a row of shared numbers."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _STEP_TOKENS = tuple(float(2**power) for power in range(15))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _OTHER = "other"
-_REJECTIONS = (  # codes of refusals with a time to retry
+_REJECTIONS = (  # codes of refusals that tell the client when to retry
     "queue_full", "queue_tokens_full", "queue_share_full", "memory", "draining",
     "engine_restarting", "engine_dead", "engine_silent", "server_process", _OTHER,
 )  # fmt: skip
@@ -35,14 +35,14 @@ _EVENTS = ("requests", "tool_calls")
 
 
 class Histogram:
-    """Counts of values by bucket, and their sum. Single writer of a row: its event loop."""
+    """Counts of values by bucket, and their sum. Single writer of a row: one event loop."""
 
     __slots__ = ("_bounds", "_numbers", "_row", "_start")
 
     def __init__(
         self, bounds: Sequence[float], *, numbers: SharedNumbers, index: int, start: int
     ) -> None:
-        """`bounds` are rising upper bounds; one more bucket takes larger values.
+        """`bounds` are increasing upper bounds. One more bucket counts larger values.
 
         The counts and then the sum are in row `index` of `numbers`, from column `start`.
         """
@@ -69,8 +69,8 @@ class Histogram:
         return family
 
 
-# By key: the bounds of the buckets, the help, and the names. Older dashboards and those of SGLang
-# read the later names.
+# By key: bucket bounds, help text, and metric names. The later names are for older dashboards and
+# for SGLang's dashboards.
 HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     "ttft": (
         _TTFT_SECONDS,
@@ -133,7 +133,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     "step_tokens": (_STEP_TOKENS, "Tokens per step of the engine.", "vllm:iteration_tokens_total"),
 }
 
-# columns of the shared numbers: first those of `Lifecycle`, then counts, then histograms
+# columns of the shared numbers: `Lifecycle`'s columns first, then counts, then histograms
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS
@@ -143,7 +143,7 @@ NUM_COLUMNS = (
 
 
 class Counts:
-    """Counts by name, of all server processes. Single writer of a row: its event loop."""
+    """Counts by name in all server processes. Single writer of a row: one event loop."""
 
     def __init__(
         self, names: Sequence[str], *, numbers: SharedNumbers, index: int, start: int
@@ -153,7 +153,7 @@ class Counts:
         self._row = numbers.row(index)
 
     def add(self, name: str, count: int = 1) -> None:
-        """Count `name`; an unknown name counts as "other", if there is that."""
+        """Add `count` to `name`, or to "other" for an unknown name."""
         column = self._columns.get(name)
         self._row[self._columns[_OTHER] if column is None else column] += count
 
@@ -171,7 +171,7 @@ class Measurements:
         for names in _COUNTS:
             counts.append(Counts(names, numbers=numbers, index=index, start=start))
             start += len(names)
-        # choices by reason, refusals by code, requests and tool calls
+        # finished choices by reason, refusals by code, and numbers of requests and tool calls
         self.finished, self.rejections, self.events = counts
         self.histograms: dict[str, Histogram] = {}
         for key, (bounds, _, _) in HISTOGRAMS.items():

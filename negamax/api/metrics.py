@@ -1,7 +1,7 @@
 """Prometheus metrics under the names that vLLM's and SGLang's dashboards read.
 
-Counters and gauges are read from the engine's statistics at each scrape, the rest from the
-`Measurements` of all server processes. The first process answers for all.
+Each scrape reads counters and gauges from the engine's statistics, and other metrics from the
+`Measurements` of all server processes. The first process answers for all processes.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from negamax.api.measurements import HISTOGRAMS, Measurements
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import AsyncEngine
 
-_SAMPLE_SECONDS = 1.0  # over which rates are measured
-# Counters of a data-parallel rank: field of its statistics, help, names.
+_SAMPLE_SECONDS = 1.0  # interval over which rates are measured
+# Counters of a data-parallel rank, each as: field of the statistics, help text, metric names.
 _COUNTERS = (
     (
         "prompt_tokens",
@@ -60,7 +60,7 @@ _COUNTERS = (
     ),
     (
         "num_host_evictions",
-        "KV blocks in main memory that made room for others.",
+        "KV blocks that were evicted from main memory.",
         "negamax:kv_offload_evictions",
     ),
     (
@@ -68,11 +68,7 @@ _COUNTERS = (
         "Files of KV blocks deleted to keep --kv-offloading-path-size.",
         "negamax:kv_file_evictions",
     ),
-    (
-        "num_file_errors",
-        "Damaged files of KV blocks, and errors of the system.",
-        "negamax:kv_file_errors",
-    ),
+    ("num_file_errors", "Damaged files of KV blocks, and system errors.", "negamax:kv_file_errors"),
     (
         "num_kv_event_batches",
         "Batches of events of the prefix cache that were sent.",
@@ -95,19 +91,19 @@ _COUNTERS = (
     ),
     (
         "num_local_prefills",
-        "Requests that named no other server, on one that exchanges prompts.",
+        "Requests that named no other server although this server exchanges prompts.",
         "negamax:local_prefills",
     ),
     ("num_pulled_blocks", "KV blocks read from other servers.", "negamax:pulled_kv_blocks"),
     (
         "num_expired_leases",
-        "Prompts kept for other servers that none has read in time.",
+        "Prompts kept for other servers that no server has read in time.",
         "negamax:expired_kv_leases",
     ),
 )
-# Copies of KV blocks: field of the statistics, vLLM's name of the direction.
+# Copies of KV blocks, each as: field of the statistics, vLLM's name of the direction.
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
-# The same of files: field of the statistics, SGLang's name, help.
+# KV blocks in files, each as: field of the statistics, SGLang's metric name, help text.
 _FILES = (
     ("num_file_reads", "sglang:prefetched_tokens", "Tokens of KV cache read from files."),
     ("num_file_writes", "sglang:backuped_tokens", "Tokens of KV cache written into files."),
@@ -117,22 +113,22 @@ _RUNNING, _WAITING = "Sequences in the running batch.", "Sequences waiting to ru
 _ACCEPTED = "Tokens per draft: the accepted ones and the bonus token."
 _OPEN = "Requests that are being answered, also in the background."
 _LAG = "How late the event loop was."
-_HITS = "Share of prompt tokens found in the prefix cache, lately."
+_HITS = "Recent share of prompt tokens found in the prefix cache."
 _CACHE = "Share of KV blocks in use, 0 to 1."
 _HOST = "Share of the KV blocks in main memory with content, 0 to 1."
 _IN_FILES = "Share of the KV blocks in files with content, 0 to 1."
 _LEASES = "Prompts that are kept for other servers."
-_BALANCE = "Mean of the ranks' tokens for experts over the busiest rank's, lately; 1: balanced."
-_SYNTHETIC = "Tokens per verified sequence that a benchmark asked for; no draft is compared."
+_BALANCE = "Recent mean expert load of the ranks divided by the busiest rank's load."
+_SYNTHETIC = "Tokens per step that a benchmark prescribes without verifying drafts."
 
 SYNTHETIC_ACCEPTANCE = "negamax:synthetic_acceptance_length"
 
 MetricFamily = type[GaugeMetricFamily] | type[CounterMetricFamily]
-Samples = Iterable[tuple[tuple[str, ...], float]]  # values of the labels, value of the metric
+Samples = Iterable[tuple[tuple[str, ...], float]]  # label values and metric value
 
 
 class ServerMetrics(Collector):
-    """All metrics of one server, in a registry of its own. Single writer: the event loop."""
+    """All metrics of one server, in a separate registry. Single writer: the event loop."""
 
     def __init__(
         self,
@@ -151,7 +147,7 @@ class ServerMetrics(Collector):
         self._lifecycle = lifecycle
         self._model_name = model_name
         self._throughput = 0.0  # generated tokens per second
-        self._hit_rate = 0.0  # of the prefix cache
+        self._hit_rate = 0.0  # hit rate of the prefix cache
         for replica in engine.replicas:
             replica.on_steps = self._count_steps
 
@@ -181,7 +177,7 @@ class ServerMetrics(Collector):
             info = InfoMetricFamily(name, "The KV cache as configured.", labels=["model_name"])
             info.add_metric([self._model_name], labels)
             yield info
-        # routers read these two; there are no adapters, and nothing is swapped
+        # routers read this metric, although no adapters are loaded
         adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         name, text = "vllm:lora_requests_info", "Adapters: none are loaded."
         yield self._metric(GaugeMetricFamily, name, text, [(("0", "", ""), time.time())], *adapters)
@@ -214,7 +210,7 @@ class ServerMetrics(Collector):
             ("sglang:gen_throughput", "Generated tokens per second.", self._throughput),
             ("sglang:cache_hit_rate", _HITS, self._hit_rate),
             ("sglang:num_retracted_reqs", "Preempted sequences.", stats.preemption_count),
-            ("sglang:utilization", "Share of the running batch's places in use.", utilization),
+            ("sglang:utilization", "Share of the running batch in use.", utilization),
             ("sglang:spec_accept_length", _ACCEPTED, accept_length),
             ("sglang:spec_accept_rate", "Share of draft tokens that were accepted.", accept_rate),
             ("negamax:waiting_tokens", "Prompt tokens of waiting sequences.", waiting_tokens),
@@ -229,8 +225,8 @@ class ServerMetrics(Collector):
             used, total = stats.num_used_host_blocks, stats.num_host_blocks
             gauges += [
                 ("vllm:cpu_cache_usage_perc", _HOST, used / total),
-                ("sglang:hicache_host_used_tokens", "Tokens in them.", used * info.block_size),
-                ("sglang:hicache_host_total_tokens", "Room for tokens.", total * info.block_size),
+                ("sglang:hicache_host_used_tokens", "KV tokens in use.", used * info.block_size),
+                ("sglang:hicache_host_total_tokens", "KV tokens at most.", total * info.block_size),
             ]
         if stats.num_file_blocks:
             used, total = stats.num_used_file_blocks, stats.num_file_blocks
@@ -244,7 +240,7 @@ class ServerMetrics(Collector):
     def _rank_metrics(self) -> Iterator[Metric]:
         """Yield the metrics of each data-parallel rank.
 
-        The label `engine` has the number that the header X-data-parallel-rank names, as in vLLM.
+        The label `engine` is the number to send in the header X-data-parallel-rank, as in vLLM.
         """
         size = self._engine.info.data_parallel_size
         ranks = [
@@ -255,7 +251,7 @@ class ServerMetrics(Collector):
         gauges = (
             ("vllm:num_requests_running", _RUNNING, attrgetter("num_running")),
             ("vllm:num_requests_waiting", _WAITING, attrgetter("num_waiting")),
-            ("vllm:num_requests_swapped", "Swapped sequences: none.", lambda _: 0),
+            ("vllm:num_requests_swapped", "Swapped sequences, always 0.", lambda _: 0),
             ("vllm:kv_cache_usage_perc", _CACHE, compute_cache_usage),
             ("vllm:gpu_cache_usage_perc", _CACHE, compute_cache_usage),
         )

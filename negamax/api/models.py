@@ -1,4 +1,4 @@
-"""/v1 and /v1/models: the server, and the model names that it serves."""
+"""Serve /v1, which describes the server, and /v1/models, which lists its model names."""
 
 import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from negamax.api.errors import build_json_response
 from negamax.api.schemas import answers
 from negamax.api.schemas.answers import ModelCard, ModelList, ServerAnswer
 
-_CODEX_MODEL = Path(answers.__file__).with_name("codex_model.json")  # all that Codex requires
+_CODEX_MODEL = Path(answers.__file__).with_name("codex_model.json")  # fields that Codex requires
 
 
 def make_models_router(context: ApiContext) -> APIRouter:
@@ -56,7 +56,7 @@ def make_models_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
-        """List all model names. With `client_version`, which Codex sends, in its form too."""
+        """List all model names. Codex sends `client_version` and also gets its own format."""
         is_codex = "client_version" in request.query_params
         return build_json_response(
             ModelList(
@@ -69,7 +69,7 @@ def make_models_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """Return one model; 404 for an unknown name."""
+        """Return one model, or 404 for an unknown name."""
         return build_json_response(cards[context.model_names.index(context.model_name(name))])
 
     return router

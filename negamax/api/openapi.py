@@ -1,4 +1,4 @@
-"""The OpenAPI document, with the bodies that routes read themselves."""
+"""Build the OpenAPI document, including the bodies that routes parse themselves."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def describe_body(model: type[RequestModel]) -> dict[str, Any]:
 
 
 def build_document(app: FastAPI) -> dict[str, Any]:
-    """Build the document of `app` once, with the definitions of bodies among its components."""
+    """Build the document of `app` once, and move the definitions of bodies to its components."""
     if app.openapi_schema is None:
         made = FastAPI.openapi(app)
         schemas = made.setdefault("components", {}).setdefault("schemas", {})

@@ -1,4 +1,4 @@
-"""The record of one request to the engine, from which metrics, request log and traces are made."""
+"""Record one request to the engine for the metrics, the request log and the traces."""
 
 import asyncio
 import time
@@ -21,23 +21,23 @@ class ChoiceRecord:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestRecord:
-    """Observes one request, measures it as it passes and goes to `takers` at its end.
+    """Observes one request, updates the metrics, and calls `takers` at the request's end.
 
     Times are monotonic seconds. Single writer: the request's stream.
     """
 
-    request_id: str  # in the engine
-    http_request_id: str  # of the x-request-id header
+    request_id: str  # id in the engine
+    http_request_id: str  # value of the x-request-id header
     route: str
     model: str
     headers: Mapping[str, str]
     num_prompt_tokens: int
     is_stream: bool
     arrival: float
-    sampling: SamplingParams  # as requested; once the engine has the request, as it runs
+    sampling: SamplingParams  # requested parameters, later the engine's
     measured: Measurements
     takers: Sequence[Callable[["RequestRecord"], None]] = ()
-    start: float | None = None  # of its first step
+    start: float | None = None  # time of the first step
     first_token: float | None = None
     end: float = 0.0
     num_cached_tokens: int = 0
@@ -52,7 +52,7 @@ class RequestRecord:
     def finish_reason(self) -> str:
         """The reasons of all choices, such as `stop` or `length,stop`.
 
-        A request that ended before has `abort`, or the code of its error.
+        A request that ended early has `abort` or the code of its error.
         """
         reasons = [choice.finish_reason for _, choice in sorted(self.choices.items())]
         if len(reasons) == self.sampling.n and None not in reasons:
@@ -66,7 +66,7 @@ class RequestRecord:
         return self.error is None or isinstance(self.error, GeneratorExit | asyncio.CancelledError)
 
     def started(self, at: float) -> None:
-        if self.start is None:  # later choices do not count
+        if self.start is None:  # only the first choice counts
             self.start = at
             self.measured.histograms["queue"].observe(max(0.0, at - self.arrival))
 

@@ -1,6 +1,6 @@
-"""The logs of requests (`--enable-log-requests`) and of HTTP requests (`--enable-access-log`).
+"""Log requests (`--enable-log-requests`) and HTTP requests (`--enable-access-log`).
 
-They have no headers and no queries of URLs, because either may contain a key.
+The logs contain no headers and no URL queries, because a header or a query may contain a key.
 """
 
 import logging
@@ -18,7 +18,7 @@ from negamax.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-_SPARE_TOKENS = 4  # decoded in addition: the last characters may need several tokens
+_SPARE_TOKENS = 4  # extra tokens to decode, because a character may need several
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
@@ -26,7 +26,7 @@ class RequestLog:
     """Logs two lines per request to the engine: at its start and at its end."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_chars: int) -> None:
-        """`max_prompt_chars` of a prompt's text are logged; 0: none."""
+        """`max_prompt_chars` is the number of logged characters of a prompt's text."""
         self._tokenizer = tokenizer
         self._max_prompt_chars = max_prompt_chars
 
@@ -86,7 +86,7 @@ class RequestLog:
 
 
 def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: bool) -> None:
-    """Log a refused request; at debug level unless requests are logged."""
+    """Log a refused request, at debug level unless requests are logged."""
     fields = {
         "x_request_id": request.state.request_id,
         "route": request.url.path,
@@ -107,7 +107,7 @@ def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: boo
 def log_access(
     *, client: str, method: str, path: str, status: int, seconds: float, request_id: str
 ) -> None:
-    """Log an HTTP request at the end of its response; status 0: there was none."""
+    """Log an HTTP request at the end of its response. Status 0 means no response."""
     fields = {
         "client": client,
         "method": method,
@@ -121,7 +121,7 @@ def log_access(
 
 
 def _describe_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from the defaults, long values by kind or number."""
+    """Return the parameters that differ from the defaults. Long values are abbreviated."""
     fields = msgspec.structs.asdict(sampling)
     shown = {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
     for name, value in shown.items():

@@ -1,4 +1,4 @@
-"""The server: its app, its listening socket, and its life from start to stop."""
+"""Build the server's app, bind its socket, and run the server from start to stop."""
 
 import asyncio
 import errno
@@ -47,7 +47,7 @@ from negamax.options.server import ServerOptions
 logger = get_logger(__name__)
 
 _GC_THRESHOLD = 10_000  # new containers between two collections of the youngest generation
-# FastAPI's telemetry, which variables of OpenTelemetry could enable; older versions ignore this
+# turns off FastAPI's telemetry, which environment variables could enable; old versions ignore it
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 ROUTERS = (
     make_health_router, make_models_router, make_chat_router, make_completions_router,
@@ -67,7 +67,7 @@ def create_app(context: ApiContext) -> FastAPI:
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
     )
-    app.add_middleware(AuthMiddleware, context=context)  # the innermost layer first
+    app.add_middleware(AuthMiddleware, context=context)  # the innermost layer is added first
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -95,19 +95,19 @@ def create_app(context: ApiContext) -> FastAPI:
 
 
 def open_listener(options: ServerOptions) -> socket.socket:
-    """Bind a socket to the host and port of `options` (0: any free port).
+    """Bind a socket to the host and port of `options`. Port 0 is any free port.
 
-    It is bound before the model is loaded, so that errors appear at once. Errors: `ResourceError`
-    for a port in use; `ConfigError` for a host that is not this machine's, for one that others
-    reach without a key, and for TLS files that do not match.
+    The socket is bound before the model loads, so that errors appear at once. Raises
+    `ResourceError` for a port in use. Raises `ConfigError` for a host of another machine, for a
+    host that others reach without a key, and for TLS files that do not match.
     """
     family, address = resolve_address(options)
     _make_tls_files(options)
     try:
         listener = bind(family, address)
         if options.api_server_count > 1:
-            # one beside which others can be bound; such a socket alone could not show whether
-            # the port was free
+            # replace it by a shared socket, so that other processes can bind theirs; a shared
+            # socket alone could not show whether the port was free
             address = listener.getsockname()
             listener.close()
             return bind(family, address, is_shared=True)
@@ -117,9 +117,9 @@ def open_listener(options: ServerOptions) -> socket.socket:
 
 
 def resolve_address(options: ServerOptions) -> tuple[int, Any]:
-    """Return family and address to listen on.
+    """Return the family and the address to listen on.
 
-    Errors: `ConfigError` for an unknown host, and for one that other machines reach without a key.
+    Raises `ConfigError` for an unknown host, and for a host that others reach without a key.
     """
     host, has_key = options.host, bool(options.api_keys or options.api_key_file)
     family, address = resolve_host(host, options.port)
@@ -155,12 +155,12 @@ def make_event_loop() -> asyncio.Runner:
         from uvloop import Loop as loop_factory
     except ImportError:
         loop_factory = None
-    env.set_default("TOKENIZERS_PARALLELISM", "false")  # for many texts
+    env.set_default("TOKENIZERS_PARALLELISM", "false")  # do not tokenize batches in threads
     return asyncio.Runner(loop_factory=loop_factory)
 
 
 def run(engine_options: EngineOptions, server_options: ServerOptions, **how: Any) -> None:
-    """Run `serve` in an event loop of its own."""
+    """Run `serve` in a new event loop."""
     with make_event_loop() as runner:
         runner.run(serve(engine_options, server_options, **how))
 
@@ -175,9 +175,9 @@ async def serve(
 ) -> None:
     """Start the engine, serve on `listener` until SIGINT or SIGTERM, and stop everything.
 
-    `announce` is called with the URL and the engine once requests are answered. `engine_module` is
-    what the engine process runs. SIGHUP reloads files. Errors: those of `EngineSupervisor.run`, and
-    `EngineDeadError` when the engine or a server process has died too often.
+    `announce` is called with the URL and the engine once the server answers requests. The engine
+    process runs `engine_module`. SIGHUP reloads files. Raises the errors of `EngineSupervisor.run`,
+    and `EngineDeadError` when the engine or a server process has died too often.
     """
     signals = Signals()
     template = None if server_options.chat_template is None else Path(server_options.chat_template)
@@ -239,7 +239,7 @@ async def serve(
 
 
 def settle_garbage_collection() -> None:
-    """Exempt what the start allocated from garbage collection, and collect rarely."""
+    """Exempt the objects of the start from garbage collection, and collect rarely."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 20)
@@ -326,7 +326,7 @@ class HttpServer(LimitedServer):
             logger.info("the files were reloaded")
 
     async def abort(self) -> None:
-        """End now: stopping the engine ends open streams with an error event."""
+        """End now. Stopping the engine ends open streams with an error event."""
         self._context.lifecycle.begin_drain()
         ends = [self._stop_engine()]
         if self._servers is not None:

@@ -1,7 +1,8 @@
-"""A server process beside the first, which starts it: `python -m negamax.api.server_worker`.
+"""Run an additional server process: `python -m negamax.api.server_worker`.
 
-It reads the state of the engines, and when to end, from its standard input; the end of the input
-means that the first process is gone. A thread watches the heartbeat of the first process.
+The first process starts this process, and sends the state of the engines and commands to its
+standard input. The end of the input means that the first process has ended. A thread watches the
+heartbeat of the first process.
 """
 
 import asyncio
@@ -28,12 +29,12 @@ logger = get_logger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
-_END_SECONDS = 2.0  # to end open requests with an error after the first process is gone
-_CONNECT_SECONDS = 5.0  # for an engine to reach this process; it keeps trying unless it died again
+_END_SECONDS = 2.0  # time to end open requests after the first process has ended
+_CONNECT_SECONDS = 5.0  # time for an engine to connect to this process
 
 
 def main() -> None:
-    """Serve until the first process orders the end; that process alone handles signals."""
+    """Serve until the first process sends the end. Only the first process handles signals."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.setup_as_parent()
@@ -87,14 +88,14 @@ async def _serve() -> None:
 def can_serve(messages: Mapping[int, wire.EngineMessage], *, num_replicas: int) -> bool:
     """Return whether an engine runs and the state of every other engine is known.
 
-    Otherwise a request pinned to an unknown engine would be refused.
+    Otherwise the server would refuse a request that is pinned to an unknown engine.
     """
     runs = any(isinstance(message, wire.UseEngine) for message in messages.values())
     return runs and len(messages) == num_replicas
 
 
 class ServerWorker:
-    """Follows the messages of the first process. Single writer: the event loop."""
+    """Obeys the messages of the first process. Single writer: the event loop."""
 
     def __init__(self, engine: AsyncEngine, rank: ServerRank) -> None:
         self._engine = engine
@@ -104,7 +105,7 @@ class ServerWorker:
         self._end_reason = "the engine was stopped"
 
     async def follow(self, reader: asyncio.StreamReader, server: HttpServer) -> None:
-        """Run until cancelled or until the first process is gone."""
+        """Read messages until cancelled or until the first process has ended."""
         while (message := await _next(reader)) is not None:
             if isinstance(message, wire.Drain):
                 server.drain()
@@ -117,7 +118,7 @@ class ServerWorker:
         self.leave(server, "the first server process is gone")
 
     def leave(self, server: HttpServer, reason: str) -> None:
-        """End open requests with `reason`, and this process within 2 s."""
+        """End open requests with `reason`, and end this process within 2 s."""
         end = threading.Timer(_END_SECONDS, exit_now, (1,))
         end.daemon = True
         end.start()
@@ -160,13 +161,13 @@ class ServerWorker:
 
 
 async def _next(reader: asyncio.StreamReader) -> wire.ServerMessage | None:
-    """Return the first process's next message; None: it is gone."""
+    """Return the first process's next message, or None if that process has ended."""
     line = await reader.readline()
     return wire.decoder.decode(line) if line else None
 
 
 def _failed(reason: str) -> None:
-    """Exit after an unreadable frame of the engine: a new process may understand the next ones."""
+    """Exit after an unreadable frame of the engine, because a new process may read later frames."""
     logger.error("%s", reason)
     exit_now(1)
 

@@ -1,7 +1,7 @@
-"""Traces of requests for an OpenTelemetry collector (`--otlp-traces-endpoint`), named as in vLLM.
+"""Send traces of requests to an OpenTelemetry collector (`--otlp-traces-endpoint`).
 
-Each request to the engine is one span. A thread of the SDK sends spans in batches and drops what it
-cannot send. OpenTelemetry is imported only here, if the option is set.
+Each request to the engine is one span, named as in vLLM. A thread of the SDK sends spans in batches
+and drops spans that it cannot send. Only this module imports OpenTelemetry, if the option is set.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ logger = get_logger(__name__)
 FLAG = "--otlp-traces-endpoint"
 SPAN_NAME = "llm_request"
 _DEFAULT_PATH = "/v1/traces"
-_EXPORT_SECONDS = 5.0  # for sending a batch, retries included
-_MAX_ANSWER_BYTES = 64 * 1024  # of a collector's answer; the SDK would read all of it
-_CLOSE_SECONDS = 3.0  # a stopping server waits for its last spans
+_EXPORT_SECONDS = 5.0  # limit for sending a batch, including retries
+_MAX_ANSWER_BYTES = 64 * 1024  # limit of a collector's answer, which the SDK would read whole
+_CLOSE_SECONDS = 3.0  # time that a stopping server waits for its last spans
 _PARENT_HEADERS = ("traceparent", "tracestate")
 
 
 def check_endpoint(endpoint: str) -> str:
     """Return the address of the collector, with the path `/v1/traces` if it has none.
 
-    Errors: `ConfigError`, also if OpenTelemetry is not installed.
+    Raises `ConfigError`, also if OpenTelemetry is not installed.
     """
     try:
         parts = urlsplit(endpoint)
         is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an end, or a port that is no number
+    except ValueError:  # an unclosed bracket, or a port that is not a number
         is_http = False
     if not is_http:
         hint = "give a collector's address for OTLP over HTTP, such as http://localhost:4318"
@@ -58,10 +58,10 @@ def check_endpoint(endpoint: str) -> str:
 
 
 class RequestTracer:
-    """Makes a span of every request that has ended. Single user: the event loop."""
+    """Makes a span for every request that has ended. Single user: the event loop."""
 
     def __init__(self, endpoint: str) -> None:
-        """Errors: those of `check_endpoint`."""
+        """Raises the errors of `check_endpoint`."""
         address = check_endpoint(endpoint)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -81,7 +81,7 @@ class RequestTracer:
         self._failed = Status(StatusCode.ERROR)
 
     def ended(self, record: RequestRecord) -> None:
-        offset = time.time_ns() - int(time.monotonic() * 1e9)  # of monotonic times
+        offset = time.time_ns() - int(time.monotonic() * 1e9)  # from monotonic to Unix time, in ns
         headers = record.headers
         carrier = {name: headers[name] for name in _PARENT_HEADERS if name in headers}
         span = self._tracer.start_span(
@@ -141,7 +141,7 @@ def _subtract(start: float | None, end: float | None) -> float | None:
 
 
 class _LastMessage(logging.Handler):
-    """Keeps the SDK's latest failure message: there is one per batch and per dropped span."""
+    """Keeps the latest failure message of the SDK, which logs every failed batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _LastMessage(logging.Handler):
 
 
 def _make_session() -> Any:
-    """Make an HTTP session that reads no more than the beginning of an answer."""
+    """Make an HTTP session that reads only the beginning of an answer."""
     import requests
     from requests.adapters import HTTPAdapter
 

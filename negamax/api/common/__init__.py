@@ -1,1 +1,1 @@
-"""Code that the dialects share: from a parsed request to the events of its answer."""
+"""Code that all API dialects share, from the parsed request to the events of the answer."""

@@ -1,4 +1,4 @@
-"""From the engine's outputs to a response, whole or as a stream."""
+"""Turn the engine's outputs into a response, either whole or as a stream."""
 
 import asyncio
 import time
@@ -32,21 +32,21 @@ from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 from negamax.text.parser.packets import PacedPackets
 
-_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # about, as JSON
-Ping = tuple[bytes, float]  # an event, and the seconds of silence after which it is sent
-_KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
+_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # approximate sizes in JSON
+Ping = tuple[bytes, float]  # an event, and the seconds of silence before the event is sent
+_KEEP_ALIVE = b": keep-alive\n\n"  # an SSE comment, which clients ignore
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One choice while it is generated. Single writer: its `AnswerWriter`."""
+    """A choice during generation. Single writer: the request's `AnswerWriter`."""
 
-    index: int  # among the choices of all prompts
+    index: int  # number among the choices of all prompts
     reader: ChoiceReader | PlainReader
     prompt_index: int = 0
-    is_prompt_only: bool = False  # the prompt is cached or scored; nothing is generated
+    is_prompt_only: bool = False  # the request only caches or scores its prompt
     packets: PacedPackets = field(default_factory=PacedPackets)
-    latest: RequestOutput | None = None  # has the counts of the choice
+    latest: RequestOutput | None = None  # latest output, with the choice's token counts
 
 
 AnswerSource = OpenRequest | OpenRequests
@@ -58,8 +58,8 @@ Send = Callable[[ChoiceT, RequestOutput, list[ParserEvent]], object]
 class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     """Answers one request; each dialect has a subclass. Single writer: the request's handler."""
 
-    is_paced = False  # whether a stream joins small fragments
-    keeps_parts = False  # whether a whole answer that fails has the output before
+    is_paced = False  # whether a stream joins small text fragments
+    keeps_parts = False  # whether a failed answer keeps the output before the error
 
     def __init__(self, request_id: str, source: AnswerSource, choices: Sequence[ChoiceT]) -> None:
         """`choices` are in the order of their prompts."""
@@ -67,25 +67,25 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.num_bytes = 0  # about, of a whole answer; a large one is built in a thread
+        self.num_bytes = 0  # approximate size of a whole answer; threads build large ones
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
 
     @abstractmethod
     def take(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
-        """Add an output and the `events` that the reader made of it to its choice."""
+        """Add `output`, and the `events` parsed from the output, to `choice`."""
 
     @abstractmethod
     def chunk(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> bytes:
-        """Add an output like `take` and return what a stream sends for it; b"": nothing."""
+        """Add `output` like `take`, and return the bytes that a stream sends, possibly none."""
 
     @abstractmethod
     def response(self) -> ResponseT:
-        """Build the whole response from all that was taken."""
+        """Build the whole response from all added outputs."""
 
     def count_bytes(self, choice: ChoiceT, output: RequestOutput) -> int:
-        """Return about the size of what an output adds to the answer."""
+        """Estimate the number of bytes that `output` adds to the answer."""
         logprobs = (output.logprobs or (), output.prompt_logprobs or ())
         return _BYTES_PER_TOKEN * len(output.token_ids) + sum(
             _BYTES_PER_LOGPROB * len(each) * (1 + len(each[0].top_ids)) for each in logprobs if each
@@ -102,8 +102,8 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """The token counts so far; a prompt's cached tokens are the fewest that a choice found."""
-        prompts: dict[int, tuple[int, int]] = {}  # tokens, cached tokens
+        """The token counts so far. A prompt's cached tokens are the minimum over its choices."""
+        prompts: dict[int, tuple[int, int]] = {}  # by prompt: tokens and cached tokens
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
             if (output := choice.latest) is None:
@@ -124,7 +124,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         )
 
     async def whole(self) -> ResponseT:
-        """Return the whole response. Errors: those of `OpenRequest.run`."""
+        """Return the whole response. Raises the errors of `OpenRequest.run`."""
         taken: list[tuple[ChoiceT, RequestOutput, list[ParserEvent]]] = []
 
         def take_all() -> None:
@@ -145,7 +145,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         return await run_off_loop(build, num_bytes=self.num_bytes)
 
     async def stream(self, write: Write) -> None:
-        """Write the response as events. An error after the start is an event too."""
+        """Write the response as events. An error after the start becomes an event."""
         chunks = _Chunks(write)
 
         def send(choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
@@ -185,7 +185,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 class _Chunks:
     """Writes the chunks of a stream in order. Single writer: the stream's handler.
 
-    A large chunk is built in a thread, and the chunks after it wait.
+    A thread builds each large chunk, and the later chunks wait.
     """
 
     def __init__(self, write: Write) -> None:
@@ -194,16 +194,16 @@ class _Chunks:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, build: Callable[[], bytes], *, num_bytes: int) -> None:
-        """Write what `build` returns, about `num_bytes`, unless that is nothing."""
+        """Write the result of `build`, whose size is about `num_bytes`."""
         if self._waiting or num_bytes > INLINE_BYTES:
             self._waiting.append((build, num_bytes))
             if len(self._waiting) == 1:
                 self._task = asyncio.create_task(self._write_waiting())
         elif chunk := build():
-            self._write(chunk)  # one write for all outputs of one step
+            self._write(chunk)
 
     async def finish(self) -> None:
-        """Wait until all is written. Errors: those of the functions that build chunks."""
+        """Wait until all chunks are written. Raises the errors of the `build` functions."""
         if self._task is not None:
             await self._task
 
@@ -218,9 +218,9 @@ class _Chunks:
 async def start_source(
     request: ApiRequest[EngineRequest], source: AnswerSource, *, has_grammar: bool
 ) -> None:
-    """Wait for the first output of a stream: what fails before it still gets its own status line.
+    """Wait for the first output of a stream, so that an earlier error still sets the status.
 
-    Compiling a grammar may take long and may fail, so its request waits without a limit.
+    A request with a grammar waits without a limit, because compiling may be slow and may fail.
     """
     if request.params.stream:
         seconds = None if has_grammar else FIRST_OUTPUT_SECONDS
@@ -235,7 +235,7 @@ async def respond(
     headers: dict[str, str] | None = None,
     ping: Ping | None = None,
 ) -> Response:
-    """Answer a started request, whole or as a stream. `ping` defaults to comments."""
+    """Answer a started request, whole or as a stream. `ping` defaults to SSE comments."""
     if not request.params.stream:
         answer = await run_while_connected(request.http.receive, writer.whole())
         return await run_off_loop(
@@ -249,7 +249,7 @@ async def respond(
 
 
 def drop_tokens(output: RequestOutput) -> RequestOutput:
-    """Remove from an output the token that a request without an answer had to run."""
+    """Remove the generated token from an output of a prompt-only request."""
     return msgspec.structs.replace(
         output,
         token_ids=[],

@@ -1,4 +1,4 @@
-"""A client's request on its way to the engine: read, checked and handed over."""
+"""Read a client's request, check its parameters, and hand its prompts over to the engine."""
 
 import re
 import time
@@ -22,9 +22,9 @@ from negamax.engine.client.open_request import OpenRequest
 from negamax.engine.client.output import TextReader
 from negamax.scheduler.request import ImageInput, SamplingParams
 
-DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # as vLLM and SGLang name it
-MAX_PROMPT_LOGPROBS = 2**22  # of one answer
-_WHOLE_INTERVAL = 32  # tokens between two reads of an answer that is not streamed
+DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # header name of vLLM and SGLang
+MAX_PROMPT_LOGPROBS = 2**22  # limit of one answer
+_WHOLE_INTERVAL = 32  # tokens between two outputs of an answer that is not streamed
 _NUMBER = re.compile("[0-9]{1,9}")
 
 ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
@@ -34,17 +34,15 @@ ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
 class ApiRequest(Generic[ParamsT_co]):
     http: Request
     params: ParamsT_co
-    num_bytes: int  # of the fields read; decides whether work on it leaves the event loop
+    num_bytes: int  # size of the fields read; threads process large requests
     arrival: float  # monotonic seconds
-    addresses: Mapping[str, str]  # of the hosts that it names
+    addresses: Mapping[str, str]  # addresses of the hosts that the request names
 
 
 async def read_api_request(
     context: ApiContext, http: Request, model: type[RequestT]
 ) -> ApiRequest[RequestT]:
-    """Read a JSON body as a request of type `model`. Errors: those of `read_request`
-    and `find_addresses`.
-    """
+    """Read a JSON body as a `model`. Raises the errors of `read_request` and `find_addresses`."""
     arrival = time.monotonic()
     params, num_bytes = await read_request(http, model, context.body_limits)
     addresses: Mapping[str, str] = {}
@@ -58,13 +56,13 @@ def get_cache_salt(request: ApiRequest[EngineRequest]) -> str:
 
 
 def check_sampling(context: ApiContext, sampling: SamplingParams) -> None:
-    """Refuse parameters out of range before any work is done for them."""
+    """Refuse sampling parameters out of range before other work on the request."""
     info = context.engine.info
     sampling.check(max_logprobs=info.max_logprobs, vocab_size=info.vocab_size)
 
 
 def check_prompt_logprobs(prompts: Iterable[tuple[SamplingParams, int]]) -> None:
-    """Refuse more logprobs of prompts than an answer may have; `prompts`: with their tokens."""
+    """Refuse too many prompt logprobs. `prompts` are pairs of parameters and token counts."""
     count = sum(
         sampling.n * num_tokens * (1 + sampling.prompt_logprobs)
         for sampling, num_tokens in prompts
@@ -92,11 +90,11 @@ def generate(
     num_prompts: int = 1,
     images: Sequence[ImageInput] = (),
 ) -> OpenRequest:
-    """Hand a prompt over to the engine, the one at `index` of those in the request.
+    """Hand prompt number `index` of the request over to the engine.
 
     `names` are the ids by which the client may abort the request. The server's time limit and
-    stream interval apply where the request sets none. Errors: those of `AsyncEngine.generate`, and
-    `InvalidRequestError` for a priority or a rank that the server does not have.
+    stream interval apply if the request sets none. Raises the errors of `AsyncEngine.generate`,
+    and `InvalidRequestError` for a priority or a rank that the server does not have.
     """
     http, params, options = request.http, request.params, context.options
     record = RequestRecord(
@@ -115,8 +113,8 @@ def generate(
     context.metrics.measured.count_request(sampling)
     if params.priority and options.scheduling_policy != "priority":
         raise InvalidRequestError(
-            f"priority is {params.priority}; this server schedules requests in order of arrival, "
-            f"so allowed: 0",
+            f"priority is {params.priority}; allowed: 0, because this server schedules requests in "
+            f"order of arrival",
             hint="leave it out, or start the server with --scheduling-policy priority",
             param="priority",
             code="invalid_value",
@@ -151,7 +149,7 @@ def generate(
 
 
 def _requested_rank(request: ApiRequest[EngineRequest], *, num_ranks: int) -> int | None:
-    """Return the data-parallel rank that the header names, or else the body; None: any rank."""
+    """Return the data-parallel rank in the header or the body, or None if neither has one."""
     params = request.params
     in_body = params.data_parallel_rank if params.routed_dp_rank is None else params.routed_dp_rank
     where, given = "routed_dp_rank", None if in_body is None else str(in_body)
@@ -163,7 +161,7 @@ def _requested_rank(request: ApiRequest[EngineRequest], *, num_ranks: int) -> in
         allowed = "0, the only rank" if num_ranks == 1 else f"0 to {num_ranks - 1}"
         raise InvalidRequestError(
             f"{where} is {describe(given)}; allowed: {allowed}",
-            hint="leave it out: the server chooses",
+            hint="leave it out to let the server choose",
             param=where,
             code="no_such_data_parallel_rank",
         )

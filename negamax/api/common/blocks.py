@@ -1,4 +1,4 @@
-"""Answers of Messages and Responses as blocks: reasoning, content and calls as generated."""
+"""Split answers of Messages and Responses into blocks of reasoning, content and tool calls."""
 
 import enum
 from collections.abc import Iterable, Iterator
@@ -16,16 +16,16 @@ class BlockKind(enum.Enum):
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer. Single writer: `BlockWriter`.
+    """A part of an answer. Single writer: the answer's `BlockWriter`.
 
     The text of a call is the JSON of its arguments, truncated if the call is not whole.
     """
 
     kind: BlockKind
-    index: int  # among the blocks of the answer
+    index: int  # number of the block in the answer
     call: StartedCall | None = None
     parts: list[str] = field(default_factory=list)
-    is_whole: bool = False  # False at the end: the block is truncated
+    is_whole: bool = False  # stays False if the block is truncated
 
     @property
     def text(self) -> str:
@@ -57,7 +57,7 @@ class BlockWriter:
     __slots__ = ("_calls", "_open", "blocks")
 
     def __init__(self, calls: list[StartedCall]) -> None:
-        """`calls` is the growing list of the answer's reader."""
+        """`calls` is the list to which the answer's reader adds tool calls."""
         self.blocks: list[Block] = []
         self._calls = calls
         self._open: Block | None = None
@@ -78,7 +78,7 @@ class BlockWriter:
                     yield from self._close(is_whole=True)
 
     def finish(self, *, is_truncated: bool) -> Iterator[BlockEvent]:
-        """End the answer. A call that is still open is truncated in any case."""
+        """End the answer. A call that is still open counts as truncated."""
         yield from self._close(is_whole=False) if is_truncated else self._interrupt()
 
     def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
@@ -90,7 +90,7 @@ class BlockWriter:
         yield BlockGrew(self._open, text)
 
     def _interrupt(self) -> Iterator[BlockEvent]:
-        """Close the open block before another one. A call has its own end, or is truncated."""
+        """Close the open block before the next block. A call that is still open is truncated."""
         is_call = self._open is not None and self._open.kind is BlockKind.CALL
         yield from self._close(is_whole=not is_call)
 

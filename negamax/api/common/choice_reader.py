@@ -1,4 +1,4 @@
-"""From a choice's outputs to reasoning, content and calls, by the `ReadingRules` of a request."""
+"""Parse a choice's outputs into reasoning, content and calls by a request's `ReadingRules`."""
 
 import dataclasses
 import secrets
@@ -19,8 +19,8 @@ from negamax.text.parser.output_parser import Thinking
 class ReasoningCounter:
     """Counts the reasoning tokens of a choice by the token ids of the tags.
 
-    Reasoning ends once, as in the parser: later think tags are content. A call opener within
-    reasoning may be a quotation; the text reader calls `call_began` if it is not.
+    As in the parser, reasoning ends once, and later think tags are content. A call opener within
+    reasoning may be a quotation. The text reader calls `call_began` if the opener starts a call.
     """
 
     def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
@@ -31,7 +31,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # tokens since a call opener; 0: there was none
+        self._num_since_call = 0  # tokens since a call opener; 0 without an opener
         self.has_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -40,11 +40,11 @@ class ReasoningCounter:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a call opener came that may be a quotation."""
+        """Whether the latest call opener may be a quotation."""
         return self._num_since_call > 0
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Count the next tokens. Tags are not reasoning, quoted tags are."""
+        """Count the next tokens. Quoted tags count as reasoning, other tags do not."""
         for token_id in token_ids:
             if token_id == self._closer or (token_id == self._call and not self._in_reasoning):
                 self._end(self.count)
@@ -62,7 +62,7 @@ class ReasoningCounter:
         self._num_certain += count
 
     def call_began(self) -> None:
-        """Treat the latest call opener as a call, so that the reasoning ended before it."""
+        """Treat the latest call opener as a call, before which the reasoning ended."""
         self._end(self._num_certain)
 
     def _end(self, count: int) -> None:
@@ -74,13 +74,13 @@ class ReasoningCounter:
 class ReadingRules:
     # the declared tools; their schemas decide the types of arguments
     tools: Sequence[Mapping[str, Any]] | None = None
-    may_call: bool = True  # False: text that looks like a call is content
-    parallel_calls: bool = True  # False: only the first call is reported
-    is_call_forced_by_name: bool = False  # such a call ends with "stop", as at OpenAI
-    reasoning: ReasoningPlace | None = None  # None: as the server's parser decides
-    stream_reasoning: bool = True  # False: reasoning comes in one piece when it is complete
-    stop: tuple[str, ...] = ()  # strings that end the answer when they occur in its content
-    includes_stop: bool = False  # the stop string stays in the content
+    may_call: bool = True  # if False, text that looks like a call is content
+    parallel_calls: bool = True  # if False, only the first call is reported
+    is_call_forced_by_name: bool = False  # if True, an answer with a call ends with "stop"
+    reasoning: ReasoningPlace | None = None  # if None, the server's parser decides
+    stream_reasoning: bool = True  # if False, reasoning is sent in one piece at its end
+    stop: tuple[str, ...] = ()  # strings in the content that end the answer
+    includes_stop: bool = False  # if True, the stop string stays in the content
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class StartedCall:
 
 
 class _CountingReader:
-    """A reader of one choice, with its counts and its end."""
+    """Counts the reasoning tokens of one choice, and stores why the choice ended."""
 
     def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
         self._counter = ReasoningCounter(chat_format, in_reasoning=in_reasoning)
@@ -105,8 +105,8 @@ class _CountingReader:
 class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Single writer: the request's handler.
 
-    With stop strings, the engine's client calls it as a `TextReader`, because it must know when one
-    has ended the answer. The outputs then contain the events.
+    If a request has stop strings, the engine's client calls this reader as a `TextReader`, because
+    the client must know when a stop string ends the answer. The outputs then contain the events.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class ChoiceReader(_CountingReader):
         super().__init__(chat_format, in_reasoning=in_reasoning)
         self._rules, self._on_call = rules, on_call
         is_silent = rules.reasoning is ReasoningPlace.NOWHERE
-        # the parser alone cannot do this
+        # whether the reader drops or delays events of the parser
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         placed = _place_reasoning(rules.reasoning, chat_format)
-        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # off the content
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # keeps reasoning out of content
         self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
@@ -134,11 +134,11 @@ class ChoiceReader(_CountingReader):
             stop=rules.stop,
             includes_stop=rules.includes_stop,
         )
-        self._held_reasoning: list[str] = []  # held back until it ends
+        self._held_reasoning: list[str] = []  # reasoning held back until its end
         self.calls: list[StartedCall] = []
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """Return the events of `output`. Errors: `EngineError` if the request failed."""
+        """Return the events of `output`. Raises `EngineError` if the request failed."""
         check_failed(output)
         is_end = output.finish_reason is not None
         counter = self._counter
@@ -165,7 +165,7 @@ class ChoiceReader(_CountingReader):
         return self._parser.matched_stop
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Read the next pieces; the parser counts reasoning if tags are not single tokens."""
+        """Read the next pieces, and count their reasoning if tags are not single tokens."""
         if self._counter.has_tags:
             return self._parser.feed(pieces, may_stop=may_stop)
         events = []
@@ -175,7 +175,7 @@ class ChoiceReader(_CountingReader):
         return events
 
     def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
-        """End the text, as in `OutputParser`."""
+        """End the text, and return the last events like `OutputParser.finish`."""
         return self._parser.finish(is_truncated=is_truncated)
 
     def _finish_reason(self, of_engine: str) -> str:
@@ -213,7 +213,7 @@ class PlainReader(_CountingReader):
         super().__init__(chat_format, in_reasoning=chat_format.reasoning_after(prompt) == "open")
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """Count the tokens of `output`. Errors: as in `ChoiceReader`."""
+        """Count the tokens of `output`. Raises `EngineError` if the request failed."""
         check_failed(output)
         self._counter.push(output.token_ids)
         if self._counter.is_undecided:  # without a parser, a call opener counts as a call

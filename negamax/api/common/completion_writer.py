@@ -1,4 +1,4 @@
-"""Answers in the shape of OpenAI's completions, which chat and plain completions share."""
+"""Write the parts of OpenAI's completions that chat and plain completions share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -46,7 +46,7 @@ class CompletionWriter(AnswerWriter[ChoiceT, ResponseT]):
 
     @property
     def _lease(self) -> TransferParams | UnsetType:
-        """Parameters that another server needs to decode after this server's prompt."""
+        """Parameters by which a decoding server reads the prompt from this server."""
         if not isinstance(self.source, OpenRequest):
             return UNSET
         info, request = self._info, self.source.requests[0]
@@ -54,7 +54,7 @@ class CompletionWriter(AnswerWriter[ChoiceT, ResponseT]):
 
     @property
     def _chunk_usage(self) -> Usage | UnsetType | None:
-        """The counts in a chunk that is not the last one."""
+        """The token counts in each chunk before the last chunk."""
         if self._options.continuous_usage_stats:
             return self.usage
         return None if self._options.reports_usage else UNSET

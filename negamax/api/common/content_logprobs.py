@@ -13,24 +13,24 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # characters of matched text to keep
+_COMPACT_CHARS = 65_536  # longer matched text is dropped
 _SPACE = re.compile(r"\s*")
 
 
 class ContentLogprobs:
-    """Matches growing text of blocks with text of tokens. Single writer: the request's handler.
+    """Finds the tokens of each block by matching texts. Single writer: the request's handler.
 
-    Reasoning and content occur in the generated text in order. Tags, calls and white space between
-    them are skipped. A token that two stretches of content share belongs to the first.
+    Reasoning and content occur in the generated text in order. The search skips tags, calls and
+    white space between blocks. A token that two blocks of content share belongs to the first block.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, chat_format: ChatFormat, *, as_ids: bool = False
     ) -> None:
-        """`as_ids`: as in `convert_chat_logprobs`."""
+        """`convert_chat_logprobs` receives `as_ids`."""
         self._as_ids = as_ids
         self._closer_id = None
-        if chat_format.thinking is not Thinking.RAW:  # no block contains the text of this token
+        if chat_format.thinking is not Thinking.RAW:  # no block contains the closing tag
             self._closer_id = chat_format.tag_ids.get(chat_format.output.think_close)
         self._tokenizer = tokenizer
         output = chat_format.output
@@ -38,16 +38,16 @@ class ContentLogprobs:
         self._tag = re.compile("|".join(map(re.escape, tags)))
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_mid_character = False
-        # first character, and the one after the last
+        # start and end of each token in the whole text, and the token
         self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()
-        self._new_texts: list[str] = []  # of tokens, to be appended to `_text`
-        self._text = ""  # position of `_text` in the whole text
-        self._start = 0
-        self._at = 0  # end of the last stretch, in `_text`
-        self._end = 0  # characters so far
-        self._of_block: dict[int, list[ChatLogprob]] = {}  # by the block's index
-        self._num_parts: dict[int, int] = {}  # parts of a block that were matched
-        self._latest = -1  # index of the block matched last
+        self._new_texts: list[str] = []  # texts of new tokens, not yet in `_text`
+        self._text = ""
+        self._start = 0  # position of `_text` in the whole text
+        self._at = 0  # end of the last match in `_text`
+        self._end = 0  # number of characters so far
+        self._of_block: dict[int, list[ChatLogprob]] = {}  # content logprobs by block index
+        self._num_parts: dict[int, int] = {}  # matched parts by block index
+        self._latest = -1  # index of the block that was matched last
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
         for entry in entries:
@@ -61,7 +61,7 @@ class ContentLogprobs:
             self._tokens.append((first, self._end + self._is_mid_character, entry))
 
     def take(self, block: Block, text: str) -> list[ChatLogprob]:
-        """Return the tokens of the block's next part `text`; none unless it is content."""
+        """Match the block's next part `text`, and return its tokens if the block is content."""
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
         if block.kind is BlockKind.CALL:
             return []
@@ -74,7 +74,7 @@ class ContentLogprobs:
         return entries
 
     def list_tokens(self, block: Block) -> list[ChatLogprob]:
-        """Return the tokens of a block so far. Call it for blocks in order."""
+        """Return the tokens of a block so far. Callers pass blocks in order."""
         for part in block.parts[self._num_parts.get(block.index, 0) :]:
             self.take(block, part)
         return self._of_block.get(block.index, [])
@@ -88,8 +88,8 @@ class ContentLogprobs:
         self._is_mid_character = False
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
-        """Return the tokens of the next stretch of text and drop them and all tokens before."""
-        # the answer ended within a character
+        """Return the tokens of the next part `text`, and drop all tokens up to its end."""
+        # a truncated answer may end within a character
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()
         self._text += "".join(self._new_texts)
@@ -109,7 +109,7 @@ class ContentLogprobs:
         return found
 
     def _place(self, text: str, *, is_begun: bool) -> int:
-        """Return where `text` begins: at once, or after white space or a tag; -1: nowhere."""
+        """Return the position of `text` after optional white space or tags, or -1."""
         if is_begun and self._text.startswith(text, self._at):
             return self._at
         start = self._at

@@ -32,7 +32,7 @@ FINGERPRINT = f"negamax-{__version__}"
 
 @dataclass(frozen=True)
 class ApiContext:
-    """The parts of one server, made once and shared by all routes."""
+    """The parts of one server, which all routes share."""
 
     engine: AsyncEngine
     prompts: PromptBuilder
@@ -44,21 +44,21 @@ class ApiContext:
     access: Access
     options: ServerOptions
     body_limits: BodyLimits
-    model_names: tuple[str, ...]  # the first is the default
-    started: int  # seconds since 1970
+    model_names: tuple[str, ...]  # the first name is the default
+    started: int  # Unix time in seconds
     request_log: RequestLog | None
     tracer: RequestTracer | None
     signer: ThoughtSigner
 
     @property
     def record_takers(self) -> list[Callable[[RequestRecord], None]]:
-        """The functions that take the record of a request at its end."""
+        """The functions that receive the record of each finished request."""
         takers = (self.request_log, self.tracer)
         return [taker.ended for taker in takers if taker is not None]
 
     @classmethod
     def create(cls, engine: AsyncEngine, options: ServerOptions, server_rank: ServerRank) -> Self:
-        """Build the context of a started engine in the process with `server_rank`."""
+        """Build the context of a started engine for server process `server_rank`."""
         names = options.served_model_name or (engine.info.served_model_name,)
         chat_format = ChatFormat.of_model(
             engine.info.architecture,
@@ -112,7 +112,7 @@ class ApiContext:
         )
 
     def model_name(self, requested: str | None) -> str:
-        """Return the model name for the answer. Errors: `NotFoundError` for an unknown one."""
+        """Return the model name for the answer. Raises `NotFoundError` for an unknown name."""
         if requested is None:
             return self.model_names[0]
         if requested not in self.model_names:

@@ -1,4 +1,4 @@
-"""From messages to prompt tokens, for all dialects."""
+"""Convert messages into prompt tokens for all API dialects."""
 
 import dataclasses
 import secrets
@@ -26,8 +26,8 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # longer text is probed before it is tokenized
-_LEAST_TOKENS = 2**18  # allowed however short the context is: the client may want only the tokens
+_PROBE_CHARS_PER_TOKEN = 8  # the start of longer text is tokenized first, as a test
+_LEAST_TOKENS = 2**18  # minimum limit, because a client may only want to count tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Conversation:
     """A conversation to answer. Messages have OpenAI's shape and are not checked yet."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: list[dict[str, Any]] | None = None  # shown to the model, in the client's key order
+    tools: list[dict[str, Any]] | None = None  # tools to show, in the client's key order
     thinking: ThinkingChoice = NO_CHOICE
     template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -43,15 +43,15 @@ class Conversation:
 
 
 def compute_max_tokens(max_model_len: int) -> int:
-    """Return the most tokens to make of texts, or texts of, for a context of `max_model_len`."""
+    """Return how many tokens a request may encode or decode with a context of `max_model_len`."""
     return max(_LEAST_TOKENS, 2 * max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation; the answer continues the content `continued`.
+    """A rendered conversation. The answer continues the content `continued`.
 
-    `reasoning`: the answer begins within its reasoning, may begin with it, or has none.
+    `reasoning` tells whether the answer begins in reasoning, may contain reasoning, or has none.
     """
 
     text: str
@@ -62,7 +62,7 @@ class ChatPrompt:
 
 
 class PromptBuilder:
-    """Renders conversations and tokenizes text, off the event loop if it takes long."""
+    """Renders conversations and tokenizes text. Threads do long work."""
 
     def __init__(
         self,
@@ -74,17 +74,17 @@ class PromptBuilder:
         allow_special_tokens_in_text: bool = False,
         images: ImageLoader | None = None,
     ) -> None:
-        """`default_template_kwargs` apply to requests that do not set a variable.
+        """`default_template_kwargs` apply to variables that a request does not set.
 
-        `allow_special_tokens_in_text`: text in a conversation may become control tokens.
-        `images`: None: the server reads no images.
+        With `allow_special_tokens_in_text`, text in a conversation may become control tokens.
+        Without `images` the server reads no images.
         """
         self._images = images
         self._escaper = None if allow_special_tokens_in_text else tokenizer.escaper
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        # a thread waits for the processes of a checkpoint's template and tokenizer
+        # threads wait for the processes that run a checkpoint's template and tokenizer
         self._inline_bytes = -1 if tokenizer.is_confined else INLINE_BYTES
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})
@@ -97,16 +97,15 @@ class PromptBuilder:
         cache_salt: str = "",
         needs_pixels: bool = True,
     ) -> ChatPrompt:
-        """Build the prompt of `conversation`, which has about `num_bytes`. Without `needs_pixels`
-        images are only counted.
+        """Build the prompt of `conversation`, whose size is about `num_bytes`.
 
-        Errors: `InvalidRequestError` if the messages or the template refuse it; those of
-        `ImageLoader.load`.
+        Without `needs_pixels` the images are only counted. Raises the errors of `ImageLoader.load`,
+        and `InvalidRequestError` if the messages or the template refuse the conversation.
         """
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise InvalidRequestError(
-                "continue_final_message continues the last message, add_generation_prompt starts "
-                "a new one",
+                "continue_final_message continues the last message, but add_generation_prompt "
+                "starts a new message",
                 hint="send add_generation_prompt=false",
                 param="continue_final_message",
                 code="invalid_value",
@@ -135,7 +134,7 @@ class PromptBuilder:
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
     ) -> list[list[int]]:
-        """Tokenize plain prompts; text may contain special tokens. Token ids are kept."""
+        """Tokenize plain prompts, whose text may contain special tokens. Token ids are kept."""
 
         def build() -> list[list[int]]:
             return [
@@ -149,8 +148,8 @@ class PromptBuilder:
     def _render(
         self, conversation: Conversation, images: list[ImagePart] | None
     ) -> tuple[str, ReasoningState, str]:
-        """Return the escaped text of the prompt, its reasoning state, and what it continues. The
-        images are appended to `images`.
+        """Return the prompt's escaped text, its reasoning state, and the content to continue. The
+        images of the messages are appended to `images`.
         """
         template = require_template(self._chat_format.template)
         thinking, kwargs = conversation.thinking, conversation.template_kwargs or {}
@@ -195,7 +194,7 @@ class PromptBuilder:
             ) from None
 
     def _check_chars(self, count: int) -> None:
-        """Refuse text that cannot fit before it is copied: each copy holds Python's lock."""
+        """Refuse text that cannot fit the context before copying the text, which holds the GIL."""
         allowed = compute_max_chars(self._max_model_len)
         if count > allowed:
             num_tokens = count // _PROBE_CHARS_PER_TOKEN
@@ -206,7 +205,7 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The end of the last assistant message, marked by a text that cannot occur otherwise."""
+    """A random text that marks the end of the last assistant message."""
 
     text: str
     is_in_reasoning: bool
@@ -214,7 +213,7 @@ class _Mark:
 
     @classmethod
     def put(cls, messages: list[dict[str, Any]]) -> Self:
-        """Append a mark to the last message's text; `cut` removes what follows it."""
+        """Append a mark to the last message's text. `cut` removes all text from the mark on."""
         last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             raise InvalidRequestError(

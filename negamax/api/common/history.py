@@ -1,4 +1,4 @@
-"""A conversation built from a client's request, with the place of each message in it."""
+"""Collect the messages of a conversation, each with its place in the client's request."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +8,7 @@ from negamax.api.common.thought_signature import HiddenThoughts
 
 @dataclass(frozen=True, slots=True)
 class HiddenThought:
-    """A thought within its signature, and the text to use if the signature contains none."""
+    """A thought packed into a signature, and the text to use if the signature has no thought."""
 
     signature: str
     otherwise: str = ""
@@ -16,7 +16,7 @@ class HiddenThought:
 
 @dataclass(slots=True)
 class AssistantParts:
-    """The parts of one assistant message. Single writer: its history."""
+    """The parts of one assistant message. Single writer: the builder of the history."""
 
     reasoning: list[str | HiddenThought] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -29,21 +29,21 @@ class AssistantParts:
             self.reasoning.append(thought)
 
     def add_text(self, text: str, *, is_apart: bool = False) -> None:
-        """Add text. It is a separate paragraph after another part, or with `is_apart`."""
+        """Add text, as a new paragraph with `is_apart` or after a part of another kind."""
         joins = self._is_text_last and not is_apart
         if text:
             self.texts.append(text if joins or not self.texts else f"\n\n{text}")
         self._is_text_last = True
 
     def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:
-        """Add a call; it is checked later with the other messages."""
+        """Add a call, which is checked later together with all messages."""
         self._is_text_last = False
         self.calls.append(
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         )
 
     def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
-        """Build the message at `place`, with the hidden thoughts that `thoughts` can read."""
+        """Build the message at `place` with the hidden thoughts that `thoughts` can unpack."""
         texts: list[str] = []
         for thought in self.reasoning:
             if not isinstance(thought, HiddenThought):
@@ -52,7 +52,7 @@ class AssistantParts:
             hidden = None if thoughts is None else thoughts.unpack(thought.signature, param=place)
             texts.append(hidden or thought.otherwise)
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
-        # an empty text, too: otherwise the content would be searched for reasoning
+        # without this field, even if empty, the content would be searched for reasoning
         message["reasoning_content"] = "\n\n".join(text for text in texts if text)
         if self.calls:
             message["tool_calls"] = self.calls
@@ -61,7 +61,7 @@ class AssistantParts:
 
 @dataclass(slots=True)
 class History:
-    """Messages of chat completions and their places in the request. Single writer: its maker."""
+    """Messages of chat completions and their places in a request. Single writer: its builder."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class History:
 
     @property
     def is_in_loop(self) -> bool:
-        """Whether the last message calls tools or is a result."""
+        """Whether the last message calls tools or is a tool result."""
         last = self.messages[-1] if self.messages else {}
         return last.get("role") == "tool" or "tool_calls" in last
 
@@ -83,7 +83,7 @@ class History:
         self.add(parts.message(), place=place)
 
     def reveal(self, thoughts: HiddenThoughts) -> None:
-        """Unpack the hidden thoughts that the prompt shows. Errors: as `HiddenThoughts.unpack`."""
+        """Unpack the hidden thoughts that the prompt shows. Raises the errors of `unpack`."""
         users = (index for index, message in enumerate(self.messages) if message["role"] == "user")
         last_user = max(users, default=-1)
         for index, parts in self._hidden:
@@ -92,7 +92,7 @@ class History:
 
 
 def collect_texts(parts: object) -> list[str]:
-    """Return the texts in a list of parts; empty for anything else."""
+    """Return the texts in a list of parts, or an empty list for any other value."""
     texts = [
         part.get("text")
         for part in (parts if isinstance(parts, list) else ())

@@ -1,4 +1,4 @@
-"""Token log-probabilities in the shapes of chat completions, plain completions and vLLM."""
+"""Convert token log-probabilities into the JSON shapes of OpenAI's APIs and of vLLM."""
 
 import codecs
 import functools
@@ -14,7 +14,7 @@ from negamax.api.schemas.answers import (
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM sends this for a token that cannot be chosen
+LEAST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot express; as in vLLM
 
 
 def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
@@ -30,7 +30,7 @@ def _describe(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> tuple[str
 def convert_chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> list[ChatLogprob]:
-    """Build one entry per token with its alternatives; `as_ids`: texts read "token_id:123"."""
+    """Build one entry per token. With `as_ids` the text of token 123 is "token_id:123"."""
     describe = functools.partial(_describe, tokenizer, as_ids=as_ids)
     converted = []
     for entry in entries:
@@ -46,7 +46,7 @@ def convert_chat_logprobs(
 def convert_prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]
 ) -> PromptLogprobs:
-    """Build vLLM's shape: null for the first prompt token, then an object per token, by id."""
+    """Build vLLM's list: null for the first prompt token, then per token an object by token id."""
     answer: PromptLogprobs = [None]
     for entry in entries:
         ranked = dict(zip(entry.top_ids, enumerate(entry.top_logprobs, start=1), strict=True))
@@ -63,7 +63,7 @@ def convert_prompt_logprobs(
 
 
 class TextLogprobWriter:
-    """Collects the logprobs and text offsets of a choice's tokens. Single writer: its choice."""
+    """Collects logprobs and text offsets of tokens. Single writer: the request's handler."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -73,7 +73,7 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token with its alternatives. Of equal texts the chosen or likeliest counts."""
+        """Add a token with its alternatives. Of equal texts the sampled or likeliest one counts."""
         chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             texts.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))

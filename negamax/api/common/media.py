@@ -1,7 +1,7 @@
 """Download images from hosts that the operator allows, without reaching private networks.
 
-A name is resolved once, all its addresses must be public, and the connection goes to one of them.
-No redirects, proxies, cookies or compression; nothing of an answer is repeated in errors.
+The server resolves a name once, requires that all its addresses are public, and connects to one of
+these addresses. It uses no redirects, proxies, cookies and compression. Errors quote no answers.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from negamax import __version__
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.image_loader import MAX_IMAGE_BYTES, build_bytes_error
 
-TIMEOUT_SECONDS = 10.0  # from connecting to the last byte
+TIMEOUT_SECONDS = 10.0  # limit from connecting to the last byte
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 Resolve = Callable[[str, int], list[str]]
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Return the addresses of a host. Errors: `OSError`."""
+    """Return the addresses of a host. Raises `OSError` for an unknown name."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
@@ -39,8 +39,8 @@ def fetch_media(
 ) -> bytes:
     """Download `url`, whose host must be one of `domains` (lower case).
 
-    `is_allowed`: whether an address may be reached; default: public ones. Errors, without the
-    image's place: `InvalidRequestError`, `PayloadTooLargeError`.
+    `is_allowed` tells whether an address may be reached; the default allows public addresses.
+    Raises `InvalidRequestError` or `PayloadTooLargeError` without the image's place.
     """
     try:
         parts = urlsplit(url)
@@ -67,7 +67,7 @@ def fetch_media(
 
 
 def is_public(address: str) -> bool:
-    """Whether an address and those that it embeds are of the public internet."""
+    """Return whether an address belongs to the public internet and is not a tunnel address."""
     ip: ipaddress.IPv4Address | ipaddress.IPv6Address
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
@@ -86,7 +86,7 @@ def _download(
 ) -> bytes:
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(socket.create_connection((address, port), timeout))
-        # the timeout counts for each read; this one for all of them
+        # the socket's timeout limits each read; the timer limits all reads together
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
         connection.sock = sock
         timer = threading.Timer(timeout, _shut_down, [connection])
@@ -116,7 +116,7 @@ def _download(
 
 
 def _shut_down(connection: http.client.HTTPConnection) -> None:
-    """End all reads and writes; without TLS's own shutdown, which would race with them."""
+    """End all reads and writes without TLS's own shutdown, which would race with reads."""
     if (sock := connection.sock) is not None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)

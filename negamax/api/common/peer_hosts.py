@@ -1,7 +1,7 @@
-"""The prefilling servers that requests may name: which hosts are allowed, and their addresses.
+"""Check and resolve the hosts of prefilling servers that requests name.
 
-Names are resolved here, in few threads and with a time limit, and the engine gets addresses: it
-never waits for DNS, and a name cannot mean another host later.
+A few threads resolve names within a time limit, and the engine receives addresses. Therefore the
+engine never waits for DNS, and a name cannot mean another host later.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.engine.wire import TransferInfo
 from negamax.options.transfer import PRODUCER, allows_host
 
-RESOLVE_SECONDS = 2.0  # for all names of a request
-_MOST_THREADS = 4  # that wait for DNS
+RESOLVE_SECONDS = 2.0  # limit for all names of a request
+_MOST_THREADS = 4  # threads that may wait for DNS
 _OPTION = "--kv-transfer-config: kv_connector_extra_config.allowed_hosts"
 _threads = threading.BoundedSemaphore(_MOST_THREADS)
 
 
 async def find_addresses(params: EngineRequest, info: TransferInfo | None) -> dict[str, str]:
-    """Return the addresses of the hosts that a request names. Errors: `InvalidRequestError` for a
+    """Return the addresses of the hosts that a request names. Raises `InvalidRequestError` for a
     host that is not allowed or cannot be resolved in time.
     """
     named = _list_hosts(params) if info is not None and info.role != PRODUCER else []
@@ -53,7 +53,7 @@ async def find_addresses(params: EngineRequest, info: TransferInfo | None) -> di
 
 
 def _list_hosts(params: EngineRequest) -> list[tuple[str, str]]:
-    """Return the fields and hosts of servers to read prompts from."""
+    """Return the field and host of each server that a prompt is read from."""
     if params.bootstrap_room is not None:
         field, given = "bootstrap_host", params.bootstrap_host
         listed: Sequence[Any] = given if isinstance(given, list) else [given]
@@ -69,7 +69,7 @@ def _refuse_host(field: str, host: str, problem: str) -> NoReturn:
 
 
 async def _resolve(host: str) -> str:
-    """Return an address of a host; "" if it has none or no thread is free."""
+    """Return an address of a host, or "" if the host has none or no thread is free."""
     if not _threads.acquire(blocking=False):
         return ""
     loop = asyncio.get_running_loop()
@@ -82,10 +82,10 @@ async def _resolve(host: str) -> str:
                 address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         finally:
             _threads.release()
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(_settle(answer, address))
 
-    # a daemon: an answer that never comes delays no exit
+    # a daemon thread, so that a missing DNS answer does not delay the exit
     threading.Thread(target=work, name="resolve", daemon=True).start()
     return await answer
 

@@ -1,9 +1,9 @@
-"""Signatures of thinking blocks, which clients store beside the text or send back instead of it.
+"""Sign thinking blocks. Clients send a signature back with the text or instead of the text.
 
-The signature of a shown thought is a MAC of its text, the same on every server of the model. A
-hidden thought is packed within its signature, so that the model gets it back with the next request.
-This is no secret: anyone with the text can make its signature, and a thought with another signature
-is accepted too.
+The signature of a shown thought is a MAC of its text, which is equal on every server of the model.
+The signature of a hidden thought contains the packed thought, so that the next request returns the
+thought to the model. Signatures protect no secret: anyone with a text can compute its signature,
+and the server also accepts a thought with another signature.
 """
 
 import base64
@@ -16,17 +16,17 @@ from negamax.base.errors import ContextLengthError
 
 _SHOWN, _HIDDEN = "nm1s.", "nm1h."  # prefixes of signatures
 _MAC_BYTES = 24
-_BYTES_PER_TOKEN = 16  # of a request's unpacked hidden thoughts, per token of the context
+_BYTES_PER_TOKEN = 16  # limit of unpacked thoughts in a request, per context token
 
 
 class ThoughtSigner:
-    """Signs the thoughts of one model. Stateless: threads may share it."""
+    """Signs the thoughts of one model. Several threads may share a signer."""
 
     def __init__(self, model: str) -> None:
         self._key = hashlib.sha256(b"negamax thinking signature of " + model.encode()).digest()
 
     def signature(self, thought: str, *, is_hidden: bool = False) -> str:
-        """Sign `thought`; a hidden one is packed into the signature."""
+        """Sign `thought`. With `is_hidden` the signature contains the thought."""
         text = thought.encode("utf-8", "surrogatepass")
         packed = zlib.compress(text) if is_hidden else b""
         return (_HIDDEN if is_hidden else _SHOWN) + base64.b64encode(
@@ -36,7 +36,7 @@ class ThoughtSigner:
     def unpack(self, signature: str, *, max_bytes: int) -> tuple[str | None, int]:
         """Return the thought within `signature` and its size in bytes, at most `max_bytes` + 1.
 
-        None: it contains no thought, or one of another model.
+        The thought is None if the signature has no thought or comes from another model.
         """
         if not signature.startswith(_HIDDEN):
             return None, 0
@@ -54,10 +54,10 @@ class ThoughtSigner:
 
 
 class HiddenThoughts:
-    """Unpacks the thoughts of one request within a limit. Single writer: its history."""
+    """Unpacks the thoughts of one request up to a limit. Single writer: the request's handler."""
 
     def __init__(self, signer: ThoughtSigner, *, context_length: int, shows_earlier: bool) -> None:
-        """`shows_earlier`: the prompt also shows thoughts from before the last user message."""
+        """With `shows_earlier` the prompt shows thoughts from before the last user message."""
         self._signer = signer
         self._context_length = context_length
         self._bytes_left = _BYTES_PER_TOKEN * context_length
@@ -66,7 +66,7 @@ class HiddenThoughts:
     def unpack(self, signature: str, *, param: str) -> str | None:
         """Return the thought within `signature` at `param` of the request, or None.
 
-        Errors: `ContextLengthError` if the thoughts of the request are too long together.
+        Raises `ContextLengthError` if all thoughts of the request together are too long.
         """
         thought, num_bytes = self._signer.unpack(signature, max_bytes=self._bytes_left)
         if num_bytes > self._bytes_left:

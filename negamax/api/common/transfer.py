@@ -1,4 +1,4 @@
-"""The fields of a request and an answer about prompts that another server computes."""
+"""Read and write the API fields about prompts that another server computes."""
 
 import secrets
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _PARAMS, _ROOM = "kv_transfer_params", "bootstrap_room"
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The transfer of a request: keep its prompt for another server, or read it from one."""
+    """Tells whether to keep a request's prompt for another server or to read it from one."""
 
     lease_id: str = ""
     remote: RemotePrompt | None = None
@@ -35,9 +35,9 @@ def read_transfer(
     index: int,
     num_prompts: int,
 ) -> Transfer:
-    """Read the fields of vLLM or of SGLang for prompt `index`. `addresses`: of the hosts that the
-    request names (`find_addresses`). Errors: `InvalidRequestError` for values that this server
-    cannot follow.
+    """Read the fields of vLLM or of SGLang for prompt `index`.
+
+    `addresses` comes from `find_addresses`. Raises `InvalidRequestError` for unusable values.
     """
     if params.bootstrap_room is not None:
         info = _check_server(info, _ROOM)
@@ -53,7 +53,7 @@ def read_transfer(
     if given.do_remote_decode:
         _check_role(_check_server(info, _PARAMS), CONSUMER, _PARAMS)
         if num_prompts > 1:
-            return Transfer()  # the answer has room for one prompt: all are computed twice
+            return Transfer()  # one answer describes one prompt; more prompts are computed twice
         return Transfer(lease_id=secrets.token_hex(16))
     if not given.do_remote_prefill:
         return Transfer()
@@ -72,7 +72,7 @@ def read_transfer(
 def describe_lease(
     request: GenerateRequest, info: TransferInfo | None, *, block_size: int
 ) -> TransferParams | None:
-    """Return what the decoding server needs to read the prompt of a request; None: no lease."""
+    """Return the parameters by which a decoding server reads a prompt, or None without a lease."""
     if not request.lease_id or info is None or request.lease_id.startswith(_ROOM):
         return None
     num_blocks = (len(request.prompt_token_ids) - 1) // block_size
@@ -109,14 +109,14 @@ def _read_room(
 
     room = pick(_ROOM)
     if not isinstance(params.bootstrap_room, list):
-        room += index  # as in SGLang
+        room += index  # SGLang numbers rooms in the same way
     if info.role == BOTH:
         refuse(_ROOM, "this server both prefills and decodes; start it with --disaggregation-mode")
     if info.role == PRODUCER:
         return Transfer(lease_id=f"{_ROOM}-{room}", only_prefills=True)
     host, port = pick("bootstrap_host"), pick("bootstrap_port")
     if not host:
-        refuse("bootstrap_host", "it is missing; a room is on a prefilling server")
+        refuse("bootstrap_host", "is missing; send the host of the room's prefilling server")
     # SGLang's default port
     port = 8998 if port is None else port
     return Transfer(remote=RemotePrompt(addresses[host], port, f"{_ROOM}-{room}"))

@@ -1,4 +1,4 @@
-"""Conversations and plain prompts of all dialects: checked, tokenized and started."""
+"""Check, tokenize and start the conversations and plain prompts of all API dialects."""
 
 import re
 from abc import abstractmethod
@@ -51,20 +51,20 @@ class Turn:
 
     conversation: Conversation
     places: Sequence[str] = ()
-    tools: list[dict[str, Any]] | None  # that may be called; messages may show more of them
+    tools: list[dict[str, Any]] | None  # callable tools; messages may show more tools
     calls: CallChoice
-    form: Grammar | None  # of the content
+    form: Grammar | None  # grammar of the content
     sampling: SamplingParams
     reasoning: ReasoningPlace | None = ReasoningPlace.BLOCK
     stream_reasoning: bool = True
     named_call_stops: bool = False  # an answer whose call is forced by name ends with "stop"
-    is_prompt_only: bool = False  # the prompt is cached and nothing is answered
+    is_prompt_only: bool = False  # the request only caches its prompt
 
 
 @dataclass(frozen=True, slots=True)
 class StartedTurn:
     prompt: ChatPrompt
-    readers: list[ChoiceReader]  # one per choice
+    readers: list[ChoiceReader]  # one reader per choice
     source: OpenRequest
     is_prompt_only: bool
 
@@ -76,8 +76,8 @@ async def build_prompt(
     *,
     needs_pixels: bool = True,
 ) -> ChatPrompt:
-    """Build the prompt of `turn`, or with `needs_pixels` False one to count. Errors name the place
-    in the client's request.
+    """Build the prompt of `turn`. Errors name the place in the client's request. Without
+    `needs_pixels` the prompt can only be counted.
     """
     try:
         return await context.prompts.chat(
@@ -108,7 +108,7 @@ async def start_turn(
     request_id: str,
     names: Sequence[str],
 ) -> StartedTurn:
-    """Check, render and start `turn`. Errors: all refusals, also those of the engine."""
+    """Check, render and start `turn`. Raises all refusals, including those of the engine."""
     check_sampling(context, turn.sampling)
     conversation, calls, chat_format = turn.conversation, turn.calls, context.chat_format
     tools = turn.tools
@@ -161,10 +161,10 @@ async def start_turn(
 class PlainPrompt:
     prompt: str | list[int]
     sampling: SamplingParams
-    form: Callable[[], Grammar | None]  # of the answer; may take long
-    reasoning_budget: int | None  # tokens; applies where the prompt ends within its reasoning
+    form: Callable[[], Grammar | None]  # builds the grammar of the answer; may take long
+    reasoning_budget: int | None  # tokens; applies if the prompt ends within reasoning
     request_id: str
-    names: Sequence[str]  # ids by which the client may abort it
+    names: Sequence[str]  # ids by which the client may abort the prompt
     stream_interval: int | None
 
 
@@ -173,7 +173,7 @@ async def start_prompts(
 ) -> tuple[list[list[int]], AnswerSource]:
     """Check, tokenize and start `prompts`; return their tokens and the source of their outputs.
 
-    Errors: all refusals, also those of the engine.
+    Raises all refusals, including those of the engine.
     """
     engine, chat_format = context.engine, context.chat_format
     for prompt in prompts:
@@ -221,7 +221,7 @@ async def start_prompts(
 
 
 def _complete_form(context: ApiContext, form: Grammar | None) -> Grammar | None:
-    """Fill in what the server chooses."""
+    """Fill in the server's default for compact JSON."""
     if form is None or form.compact is not None:
         return form
     return replace(form, compact=context.options.compact_json)
@@ -234,9 +234,9 @@ def build_answer_grammar(
     choice: CallChoice,
     content: Grammar | None,
 ) -> Grammar | None:
-    """Build the grammar of an answer that may or must call `tools`, with content of form `content`.
+    """Build the grammar of an answer from its tools, its tool choice and the content's grammar.
 
-    Errors: `InvalidRequestError` for a forced call that is impossible.
+    Raises `InvalidRequestError` for a forced call that is impossible.
     """
     if choice.mode == "none":
         return content
@@ -264,7 +264,7 @@ def constrain(
     grammar: Grammar | None,
     budget: int | None,
 ) -> SamplingParams:
-    """Add the grammar, which begins after the reasoning, and the reasoning budget to `sampling`."""
+    """Add the grammar and the reasoning budget. The grammar begins after the reasoning."""
     if grammar is None and budget is None:
         return sampling
     return replace(
@@ -289,7 +289,7 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason as in chat completions; None while the answer goes on."""
+        """The finish reason of chat completions, or None before the answer ends."""
         return self._reader.finish_reason
 
     @property
@@ -304,7 +304,7 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
 
     @abstractmethod
     def block_chunk(self, events: list[BlockEvent]) -> bytes:
-        """Return what a stream sends for the block events."""
+        """Return the bytes that a stream sends for the block events."""
 
     def take(self, choice: Choice, output: RequestOutput, events: list[ParserEvent]) -> None:
         self._grow(output, events)

@@ -1,1 +1,1 @@
-"""One folder per API dialect, with `schema` and `routes`; some have a `history` and more."""
+"""Each API dialect has a folder with `schema`, `routes` and, for some, `history`."""

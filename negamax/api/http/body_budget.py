@@ -1,4 +1,4 @@
-"""Memory for the bodies of open requests, shared by the holders of keys."""
+"""Limit the memory for the bodies of open requests, and share it between API keys."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from starlette.types import Scope
 
 from negamax.base.errors import OverloadedError
 
-_STATE = "body_share"  # of a request
+_STATE = "body_share"  # key in a request's state
 
 
 class BodyBudget:
-    """Bytes that bodies may take. Single writer: the event loop.
+    """The bytes that request bodies may use. Single writer: the event loop.
 
-    With several keys, one takes no more than it leaves free. Therefore there is room for another.
+    If the server has several keys, no key may hold more bytes than it leaves free.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -21,7 +21,7 @@ class BodyBudget:
         self._held: dict[str, int] = {}  # by tenant
 
     def take(self, count: int, *, tenant: str, is_shared: bool) -> None:
-        """Reserve `count` bytes. Errors: `OverloadedError` if there are too few."""
+        """Reserve `count` bytes. Raises `OverloadedError` if too few bytes are free."""
         held = self._held.get(tenant, 0) + count
         if count > 0 and held * is_shared + count > self._num_free:
             whose = "your key's open requests" if is_shared else "open requests"
@@ -37,10 +37,10 @@ class BodyBudget:
 
 
 class BodyShare:
-    """The bytes that one request holds, from its body to its end. Single writer: its handler."""
+    """The bytes that one request holds until its end. Single writer: the request's handler."""
 
     def __init__(self, budget: BodyBudget, scope: Scope) -> None:
-        """`scope` is that of a request whose sender is identified, unless its route is open."""
+        """The sender of the request in `scope` is identified, unless the route needs no key."""
         state = scope.setdefault("state", {})
         state[_STATE] = self
         self._budget = budget
@@ -51,16 +51,16 @@ class BodyShare:
         self.num_bytes = 0
 
     def take(self, count: int) -> None:
-        """Reserve `count` more bytes. Errors: as `BodyBudget.take`."""
+        """Reserve `count` more bytes. Raises `OverloadedError` if too few bytes are free."""
         self._budget.take(count, **self._owner)
         self.num_bytes += count
 
     def keep(self, count: int) -> None:
-        """Give all but `count` bytes back."""
+        """Release all but `count` bytes."""
         self.take(min(0, count - self.num_bytes))
 
 
 def get_share(request: Request) -> BodyShare | None:
-    """Return the share of a request; None without one, as in tests."""
+    """Return the share of a request, or None if the request has no share, as in tests."""
     share: BodyShare | None = request.scope.get("state", {}).get(_STATE)
     return share

@@ -1,4 +1,4 @@
-"""Connections to one server that are kept for later requests."""
+"""Keep connections to one server open for later requests."""
 
 import asyncio
 import ssl
@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 _READ_LIMIT = 1 << 16
-MAX_IDLE = 256  # connections of a server that wait for a request
-IDLE_SECONDS = 4.0  # servers end idle connections, uvicorn after 5 s
+MAX_IDLE = 256  # most idle connections to one server
+IDLE_SECONDS = 4.0  # servers close idle connections, uvicorn after 5 s
 
 
 class KeptReader(asyncio.StreamReader):
-    """Reads a connection. While it is idle, bytes of the server or its end spoil it."""
+    """Reads a connection. Bytes or EOF from the server make an idle connection unusable."""
 
     def __init__(self) -> None:
         super().__init__(limit=_READ_LIMIT)
@@ -39,7 +39,7 @@ class ConnectionPool:
         self._idle: list[Connection] = []
 
     async def open(self) -> Connection:
-        """Open a connection. Errors: `OSError`."""
+        """Open a connection. Raises `OSError` if the server cannot be reached."""
         loop, reader = asyncio.get_running_loop(), KeptReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.create_connection(
@@ -48,7 +48,7 @@ class ConnectionPool:
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
     def take(self) -> Connection | None:
-        """Return the connection that was used last; None: none can be used again."""
+        """Return the most recently used connection, or None if no connection is usable."""
         while self._idle:
             reader, writer = self._idle.pop()
             is_old = time.monotonic() - reader.idle_since > IDLE_SECONDS
@@ -58,11 +58,11 @@ class ConnectionPool:
                 return reader, writer
             writer.close()
             if is_old:
-                self.close()  # the others are older
+                self.close()  # the remaining connections are older
         return None
 
     def keep(self, connection: Connection) -> None:
-        """Keep a connection whose answer is complete, and close those that ended meanwhile."""
+        """Keep a connection whose answer is complete, or close it if it is spoiled or in excess."""
         reader, writer = connection
         reader.is_idle, reader.idle_since = True, time.monotonic()
         if reader.is_spoiled or len(self._idle) >= MAX_IDLE:
@@ -71,7 +71,7 @@ class ConnectionPool:
             self._idle.append(connection)
 
     def prune(self) -> None:
-        """Close the connections that have been idle for long or that the server has ended."""
+        """Close connections that have been idle too long or that the server has closed."""
         oldest = time.monotonic() - IDLE_SECONDS
         kept = []
         for reader, writer in self._idle:

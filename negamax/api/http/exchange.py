@@ -1,4 +1,4 @@
-"""A request to another server or server process, and its answer, passed on as it arrives."""
+"""Send a request to another server or server process, and relay the answer as it arrives."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,8 +12,8 @@ from negamax.api.http.sse import ClientGoneError, run_while_connected
 from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
-_HEAD_BYTES = 1 << 17  # of an answer
-# of one connection, or set again
+_HEAD_BYTES = 1 << 17  # longest head of an answer
+# headers that belong to one connection, or that are set again
 _OWN_REQUEST_HEADERS = frozenset(
     b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding "
     b"upgrade x-request-id".split()
@@ -27,7 +27,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def list_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request to pass on: all but those of its connection."""
+    """Return the headers of a request to relay, without the headers of its connection."""
     headers = scope["headers"]
     own = _OWN_REQUEST_HEADERS | _read_options(headers)
     kept = [header for header in headers if header[0] not in own]
@@ -35,19 +35,19 @@ def list_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 
 def read_target(scope: Scope) -> bytes:
-    """Return path and query as they were sent."""
+    """Return path and query as the client sent them."""
     target: bytes = scope["raw_path"]
     return target + b"?" + scope["query_string"] if scope["query_string"] else target
 
 
 class Exchange:
-    """One request and its answer. Single user: its sender."""
+    """One request and its answer. Single user: the sender of the request."""
 
     def __init__(
         self, connection: Connection, gone: UnavailableError, keep: Callable[[], None] | None = None
     ) -> None:
-        """`gone` is raised where the connection or the answer ends early. `keep` is called at the
-        end if the connection can carry another request; without it the connection is closed.
+        """`gone` is raised if the connection or the answer ends early. `keep` is called at the end
+        if the connection can carry another request. Without `keep` the connection is closed.
         """
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -58,7 +58,7 @@ class Exchange:
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._has_begun = self._is_complete = False
-        self._has_end = True  # other than that of the connection
+        self._has_end = True  # whether the headers mark the end of the body
 
     @classmethod
     async def begin(
@@ -72,7 +72,7 @@ class Exchange:
         gone: UnavailableError,
         keep: Callable[[], None] | None = None,
     ) -> Self:
-        """Send a request and wait for the head of the answer. Errors: `gone`."""
+        """Send a request and wait for the head of the answer, or raise `gone`."""
         exchange = cls(connection, gone, keep)
         try:
             head = [
@@ -94,12 +94,12 @@ class Exchange:
         return exchange
 
     async def wait_for_body(self) -> None:
-        """Wait for the first bytes of the body, or its end. Errors: `gone`."""
+        """Wait for the first bytes or the end of the body, or raise `gone`."""
         while not self._parts and not self._is_complete:
             await self._read()
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives. Errors: `gone` if it ends early."""
+        """Yield the body as it arrives. Raises `gone` if the body ends early."""
         while True:
             parts, self._parts = self._parts, []
             if parts:
@@ -110,7 +110,7 @@ class Exchange:
                 await self._read()
 
     async def read(self, *, max_bytes: int) -> bytes:
-        """Return the whole body. Errors: `gone`, also for a longer one."""
+        """Return the whole body. Raises `gone` if the body ends early or has over `max_bytes`."""
         parts, num_bytes = [], 0
         async for part in self.parts():
             parts.append(part)
@@ -129,7 +129,7 @@ class Exchange:
             self._writer.close()
 
     async def _read(self) -> int:
-        """Read and parse some bytes and return their number. Errors: `gone`."""
+        """Read and parse some bytes and return their number, or raise `gone`."""
         try:
             part = await self._reader.read(_READ_BYTES)
             if part:
@@ -143,9 +143,9 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # bytes after the answer
+        self._is_reusable = False  # bytes follow the answer
         if not self._is_complete:
-            self.headers = []  # of an interim answer
+            self.headers = []  # drop the headers of an interim answer
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._has_begun:  # trailers are ignored
@@ -167,8 +167,8 @@ class Exchange:
         if self._is_complete:
             return
         self._is_complete = self._has_begun
-        # a refusal may come before the server has read the body: it would read the next request
-        # from its middle
+        # a server may refuse a request before it has read the body, and would then parse the rest
+        # of the body as the next request
         self._is_reusable = (
             self._has_begun
             and self.status < 400
@@ -178,7 +178,7 @@ class Exchange:
 
 
 class RelayedAnswer(Response):
-    """Another server's answer, sent on as it arrives."""
+    """Relays another server's answer as it arrives."""
 
     def __init__(
         self,
@@ -187,9 +187,9 @@ class RelayedAnswer(Response):
         encode_end: Callable[[UnavailableError], bytes] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """`encode_end` is called for an answer that ends early, and returns the last event of a
-        stream; without it, and for other bodies, the connection breaks. `on_end` is called after
-        the answer, however it ends.
+        """If an answer ends early, `encode_end` is called and returns the last event of a stream.
+        Without `encode_end`, or for an answer that is no stream, the connection breaks. `on_end` is
+        called after every answer, also after a broken answer.
         """
         super().__init__(status_code=exchange.status)
         own = _OWN_ANSWER_HEADERS | _read_options(exchange.headers)
@@ -226,6 +226,6 @@ class RelayedAnswer(Response):
 
 
 def _read_options(headers: Headers) -> set[bytes]:
-    """Return the headers that Connection names, which belong to the connection."""
+    """Return the names in the Connection header, which belong to the connection."""
     values = [value for name, value in headers if name == b"connection"]
     return {option.strip().lower() for value in values for option in value.split(b",")}

@@ -1,4 +1,4 @@
-"""Readiness of a server process: open requests, draining, signals and the loop's heartbeat."""
+"""Track a server process: open requests, draining, signals and the event loop's heartbeat."""
 
 import asyncio
 import contextlib
@@ -16,13 +16,13 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _PULSE_SECONDS = 0.25
-_SILENT_SECONDS = 0.75  # heartbeat age of the first process at which the others are not ready
+_SILENT_SECONDS = 0.75  # age of the first process's heartbeat that makes others not ready
 
 
 class Lifecycle:
     """The state of a server process. Single writer: the event loop.
 
-    The first numbers of its row hold its load, which the other processes can read.
+    The first columns of the process's row hold its load, which other processes can read.
     """
 
     NUM_COLUMNS = 2
@@ -47,7 +47,7 @@ class Lifecycle:
 
     @property
     def num_open(self) -> int:
-        """Requests that this process is answering, also in the background; probes do not count."""
+        """Requests that this process is answering, also in the background, without probes."""
         return int(self._row[self._OPEN])
 
     @property
@@ -56,7 +56,7 @@ class Lifecycle:
 
     @property
     def worst_lag(self) -> float:
-        """The largest lag of all processes' event loops at their last heartbeat, in seconds."""
+        """The largest event loop lag of all processes at their last heartbeat, in seconds."""
         return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
 
     def opened(self) -> None:
@@ -66,15 +66,15 @@ class Lifecycle:
         self._row[self._OPEN] -= 1
 
     def check_accepting(self) -> None:
-        """Refuse while the server stops. Errors: `UnavailableError`."""
+        """Raise `UnavailableError` while the server is stopping."""
         if self.is_draining:
             wait = max(1.0, self._drain_end - time.monotonic())
             raise UnavailableError(
-                "the server is stopping", hint="ask another one", code="draining", retry_after=wait
+                "the server is stopping", hint="use another one", code="draining", retry_after=wait
             )
 
     def check_leader(self) -> None:
-        """Refuse while the first process has no heartbeat. Errors: `UnavailableError`."""
+        """Raise `UnavailableError` while the first process has no heartbeat."""
         pulse = self._pulses.row(0)[0]
         if self._index and pulse and time.monotonic() - pulse > _SILENT_SECONDS:
             message = "the first server process sends no heartbeat"
@@ -93,7 +93,7 @@ class Lifecycle:
             self._drain_end = time.monotonic() + self._drain_timeout
 
     async def drained(self, *, is_idle: Callable[[], bool]) -> bool:
-        """Wait until nothing is open and `is_idle`; return False after the drain timeout."""
+        """Wait until no request is open and `is_idle`, or return False after the drain timeout."""
         while self.num_open or not is_idle():
             if time.monotonic() >= self._drain_end:
                 return False
@@ -103,7 +103,7 @@ class Lifecycle:
     def start_pulse(self) -> asyncio.Task[None]:
         """Write the heartbeat and the lag of the event loop four times a second until cancelled.
 
-        The first heartbeat is immediate, so that a loop that stops at once is noticed, too.
+        The first heartbeat is immediate, so that watchers notice a loop that stops at once.
         """
         pulse = self._pulses.row(self._index)
         pulse[0] = time.monotonic()
@@ -120,8 +120,8 @@ class Lifecycle:
 class Signals:
     """Handles SIGINT, SIGTERM and SIGHUP. Single writer: the event loop.
 
-    The first SIGINT or SIGTERM stops the start or drains, the second aborts, the third exits at
-    once. SIGHUP reloads files; if the terminal of this process is gone, it acts like SIGTERM.
+    The first SIGINT or SIGTERM cancels the start or drains the server, the second aborts requests,
+    and the third exits at once. SIGHUP reloads files, or acts like SIGTERM without a terminal.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Signals:
         self._reload: Callable[[], None] | None = None
         self._aborting: asyncio.Future[None] | None = None
         self._count = 0
-        # otherwise it was started with nohup
+        # False if the process was started with nohup
         self._needs_terminal = (
             signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
         )
@@ -167,14 +167,14 @@ class Signals:
     def _received(self) -> None:
         self._count += 1
         if self._count > 2:
-            os._exit(1)  # the third signal: something hangs
+            os._exit(1)  # the third signal means that shutdown hangs
         if self._drain is None or self._abort is None:
             assert self._main is not None
             self._main.cancel()
         elif self._count == 1:
             logger.info(
-                "draining: open requests are answered, new ones refused; a second signal ends at "
-                "once"
+                "draining: open requests are answered, and new requests are refused; a second "
+                "signal ends the server at once"
             )
             self._drain()
         else:

@@ -1,4 +1,4 @@
-"""A request body that arrives within limits of time and memory."""
+"""Receive request bodies within limits of time and memory."""
 
 import asyncio
 import sys
@@ -12,8 +12,8 @@ from negamax.api.http.unpacking import Unpacker
 from negamax.base.errors import RequestTimeoutError
 
 BODY_SECONDS = 120.0  # time limit for a body to arrive
-BODIES_IN_FLIGHT = 8  # bodies of the largest size that may be in memory at a time
-PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # of the packed body
+BODIES_IN_FLIGHT = 8  # bodies of the largest size that may be in memory at once
+PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # describe the compressed body
 
 
 class LimitedBody:
@@ -37,10 +37,9 @@ class LimitedBody:
         self._is_complete = False
 
     async def receive(self) -> Message:
-        """Return the next message.
+        """Return the next message. Raises `RequestTimeoutError` or `OverloadedError`.
 
-        Errors: `RequestTimeoutError`, `OverloadedError`; for a compressed body also
-        `PayloadTooLargeError` and `InvalidRequestError`.
+        A compressed body may also raise `PayloadTooLargeError` or `InvalidRequestError`.
         """
         if self._is_complete:
             return await self._receive()
@@ -54,7 +53,7 @@ class LimitedBody:
         return message
 
     async def _unpacked(self, unpacker: Unpacker) -> Message:
-        await asyncio.sleep(0)  # let other requests run between the pieces
+        await asyncio.sleep(0)  # let other requests run between two pieces
         while not (piece := unpacker.take()):
             if self._is_all_packed:
                 unpacker.finish()

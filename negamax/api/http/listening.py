@@ -1,4 +1,4 @@
-"""Accepts connections, TLS handshakes included, within a limit in all and per address."""
+"""Accept connections and TLS handshakes within a total limit and a limit per address."""
 
 import asyncio
 import errno
@@ -18,15 +18,15 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-HANDSHAKE_SECONDS = 15.0  # for a TLS handshake
-_GOODBYE_SECONDS = 5.0  # for the end of a TLS connection
+HANDSHAKE_SECONDS = 15.0  # limit of a TLS handshake
+_GOODBYE_SECONDS = 5.0  # limit of a TLS shutdown
 _BACKLOG = 2048
-_BATCH = 64  # connections accepted before other work gets its turn
-_RETRY_SECONDS = 0.5  # pause of accepting when files or memory have run out
-_WARNING_SECONDS = 10.0  # between two warnings
+_BATCH = 64  # connections accepted in one turn of the event loop
+_RETRY_SECONDS = 0.5  # pause before the next accept after files or memory ran out
+_WARNING_SECONDS = 10.0  # least time between two warnings
 _MAX_CONNECTIONS = 65_536
-_SPARE_FILES = 128  # file descriptors for other things than connections
-_NETWORK_BITS = 64  # of an IPv6 address; one client has the rest
+_SPARE_FILES = 128  # file descriptors for other uses than connections
+_NETWORK_BITS = 64  # IPv6 prefix length that identifies a client
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -37,7 +37,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, *, max_files: int, per_address: int | None) -> Self:
-        """Return the limits of a process with `max_files` files; an address gets half."""
+        """Return the limits for `max_files` open files. One address may have half of the total."""
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)
 
@@ -46,13 +46,13 @@ class TlsFiles:
     """A certificate with its key, as last read. Single writer: the event loop."""
 
     def __init__(self, certfile: str, keyfile: str) -> None:
-        """Errors: `ConfigError` for files that do not exist or do not match."""
+        """Raises `ConfigError` for files that do not exist or do not match."""
         self._certfile = certfile
         self._keyfile = keyfile
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again for new connections. Errors: as above; the earlier ones stay."""
+        """Read the files again for new connections, or raise `ConfigError` and change nothing."""
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
                 raise ConfigError(
@@ -68,9 +68,9 @@ class TlsFiles:
 
 
 class Acceptor:
-    """Accepts connections, as a server of uvicorn. Single writer: the event loop.
+    """Accepts connections for uvicorn. Single writer: the event loop.
 
-    A connection counts from the moment it is accepted, not from the end of its TLS handshake.
+    A connection counts as open from its acceptance, even before the end of its TLS handshake.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Acceptor:
         limits: ConnectionLimits,
         tls: TlsFiles | None = None,
     ) -> None:
-        """Errors: `OSError` if `listener` cannot listen."""
+        """Raises `OSError` if `listener` cannot listen."""
         self._listener = listener
         self._make_protocol = make_protocol
         self._limits = limits
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._addresses: dict[LimitedProtocol, str] = {}  # of open connections
-        self._counts: Counter[str] = Counter()  # of open connections by address
+        self._addresses: dict[LimitedProtocol, str] = {}  # addresses of open connections
+        self._counts: Counter[str] = Counter()  # open connections by address
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._last_warning = -_WARNING_SECONDS
@@ -126,7 +126,7 @@ class Acceptor:
                 connection.close()
             elif self._counts[client] >= self._limits.per_address:
                 self._warn(
-                    "connections are refused: %s has %d, which is the limit of an address",
+                    "connections are refused: %s has %d open, the limit for an address",
                     client,
                     self._limits.per_address,
                 )

@@ -1,7 +1,7 @@
 """An HTTP/1.1 connection with limits of size and time.
 
-They apply to the head of a request, to the framing of its body, to a body after the answer, and to
-clients that read slowly. A `BodyChannel` writes a response's body without awaiting.
+The limits apply to the head of a request, to the framing of its body, to a body after its answer,
+and to clients that read slowly. A `BodyChannel` writes a response's body without awaiting.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # while it arrives; `AuthMiddleware` checks the exact limits
-_MAX_PARSED_URL_BYTES = 65535  # httptools refuses longer ones
-HEAD_SECONDS = 30.0  # from the connection, or from the head's first byte
-MAX_FRAMING_BYTES = 64 * 1024  # chunk extensions and trailers
-# of a body received after the answer: many clients read only when they have sent everything
+MAX_HEAD_BYTES = 64 * 1024  # rough limit; `AuthMiddleware` checks the exact limits
+_MAX_PARSED_URL_BYTES = 65535  # httptools refuses longer URLs
+HEAD_SECONDS = 30.0  # limit from the connection, or from the head's first byte
+MAX_FRAMING_BYTES = 64 * 1024  # limit of chunk extensions and trailers
+# limit of a body after its answer: many clients read only after they have sent everything
 MAX_UNWANTED_BYTES = 64 * 2**20
-LINGER_SECONDS = 30.0  # for such a body to end
-_CHUNK_BYTES = 32  # framing of a chunk that does not count: its size and line ends
+LINGER_SECONDS = 30.0  # limit for a body to end after its answer
+_CHUNK_BYTES = 32  # uncounted framing bytes of a chunk: its size and line ends
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
-# what timers wait for: the head, the rest of a body, a client that reads
+# names of timers, which wait for a head, the rest of a body, or a client that reads
 _HEAD, _BODY, _READER = "head", "body", "reader"
-BODY_CHANNEL = "negamax.body_channel"  # extension of a request's scope with its `BodyChannel`
+BODY_CHANNEL = "negamax.body_channel"  # scope extension that holds the `BodyChannel`
 
 
 class Pausable(Protocol):
@@ -40,18 +40,18 @@ class Pausable(Protocol):
 
 
 class BodyChannel:
-    """Writes a response's body in pieces at once, without waking a task as ASGI's `send` does.
+    """Writes pieces of a response's body at once, without waking a task as ASGI's `send` does.
 
-    `send` starts and ends the response. Single user: the response's handler.
+    ASGI's `send` still starts and ends the response. Single user: the response's handler.
     """
 
     __slots__ = ("_is_chunked", "_protocol", "_response", "_transport")
 
     def __init__(self, protocol: "LimitedProtocol", response: Any) -> None:
         """`response` is uvicorn's cycle of request and response."""
-        self._protocol = weakref.ref(protocol)  # weak: requests are freed at their end
+        self._protocol = weakref.ref(protocol)  # weak, so that ended requests are freed
         self._response = weakref.ref(response)
-        self._transport: asyncio.Transport | None = None  # only while there is a body to write
+        self._transport: asyncio.Transport | None = None  # set only while there is a body to write
         self._is_chunked = False
 
     @property
@@ -60,12 +60,12 @@ class BodyChannel:
         return protocol is not None and protocol.flow.write_paused
 
     def write(self, part: bytes) -> None:
-        """Send `part`, which is not empty. Does nothing on a closed connection."""
+        """Send the nonempty `part`, or do nothing on a closed connection."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Set the source of the next parts, which pauses for a slow client; None: no more."""
+        """Set the source of the next parts, which pauses for a slow client. None ends the body."""
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:
@@ -83,15 +83,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # running timers, by what they wait for
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # running timers by name
         self._in_head = True
-        self._in_body = False  # also during the trailers
+        self._in_body = False  # True until the trailers end
         self._head_bytes = 0
         self._framing_bytes = 0
-        self._has_begun = False  # a body began within the bytes being read
+        self._has_begun = False  # whether a body began in the current bytes
         self._unwanted_bytes = 0
-        self.source: Pausable | None = None  # of the body being sent
-        self.ended: Callable[[LimitedProtocol], None] | None = None  # called at its end
+        self.source: Pausable | None = None  # source of the body being sent
+        self.ended: Callable[[LimitedProtocol], None] | None = None  # called on disconnection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -112,7 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            num_bytes = len(getattr(self, "url", b""))  # none before a message begins
+            num_bytes = len(getattr(self, "url", b""))  # no URL before a message begins
             if num_bytes > _MAX_PARSED_URL_BYTES:
                 self._refuse(414, f"the URL has {num_bytes} bytes or more; send a shorter one")
             else:
@@ -124,7 +124,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._check_head(len(data))
         elif self._in_body:
             self._check_framing(len(data) if was_in_body and not self._has_begun else 0)
-        # the bytes were no request
+        # the bytes did not begin a request
         elif self.cycle.response_complete and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -143,9 +143,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_HEAD, HEAD_SECONDS, self._head_is_late)
 
     def _check_framing(self, num_bytes: int) -> None:
-        """Check the framing of a body of which `num_bytes` more were received.
+        """Check the framing of a body after `num_bytes` more bytes were received.
 
-        `on_body` and `on_chunk_header` have subtracted what is allowed.
+        `on_body` and `on_chunk_header` have already subtracted the allowed bytes.
         """
         self._framing_bytes = max(0, self._framing_bytes + num_bytes)
         if self._framing_bytes > MAX_FRAMING_BYTES:
@@ -164,14 +164,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # `_parse` starts this message again
+            return  # `_parse` parses this message again
         super().on_headers_complete()  # raises for a URL that cannot be parsed
         self._in_head = False
         self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._stop_timer(_HEAD)
         channel: Any = BodyChannel(self, self.cycle)
-        self.scope["extensions"] = {BODY_CHANNEL: channel}  # before the app's task begins
+        self.scope["extensions"] = {BODY_CHANNEL: channel}  # set before the app's task begins
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
 
@@ -199,9 +199,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_BODY, LINGER_SECONDS, self._hang_up)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser; parse a message that offers another protocol again without the offer.
+        """Feed the parser. A message that offers another protocol is parsed without the offer.
 
-        Otherwise the parser would skip its body. Errors: `HttpParserError`, also for CONNECT.
+        Otherwise the parser would skip the body. Raises `HttpParserError`, also for CONNECT.
         """
         rest = memoryview(data)
         while rest:
@@ -214,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 rest = rest[upgrade.args[0] :]
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
-                # as in the replaced parser
+                # the replaced parser has the same setting
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
 
@@ -248,12 +248,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Close once the client has read what was sent, within the time of a slow client."""
+        """Close the connection once the client has read all output, or after the time limit."""
         self.transport.close()
         self._start_timer(_READER, self.SLOW_CLIENT_SECONDS, self._cut_off)
 
     def _start_timer(self, awaited: str, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` after `seconds` unless the timer is stopped; a running timer continues."""
+        """Call `late` after `seconds` unless the timer is stopped. A running timer continues."""
         if awaited not in self._timers:
             self._timers[awaited] = self.loop.call_later(seconds, late)
 
@@ -299,7 +299,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def make_protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
-    """Make the class of connections, which abort clients that read nothing for so many seconds."""
+    """Make a connection class that disconnects clients that read nothing until the timeout."""
 
     class Connection(LimitedProtocol):
         SLOW_CLIENT_SECONDS = slow_client_timeout
@@ -308,9 +308,9 @@ def make_protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
 
 
 def _send_without_chunks(response: Any) -> None:
-    """Send bodies of unknown length without chunks: HTTP/1.0 ends them with the connection.
+    """Send bodies of unknown length without chunks, which HTTP/1.0 does not have.
 
-    `response` is uvicorn's cycle, which closes such a connection.
+    The end of the connection ends the body; uvicorn's cycle `response` closes the connection.
     """
     send = response.send
     has_length = True

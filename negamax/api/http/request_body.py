@@ -1,8 +1,8 @@
-"""Request bodies, received within limits and decoded as far as the request's model reads them.
+"""Receive request bodies within limits, and decode the fields that the request's model reads.
 
-Decoding holds Python's lock in any thread. Therefore the elements of lists and objects, which cost
-more than their bytes, are limited before decoding. A large body is decoded in a thread, piece by
-piece, so that the event loop gets its turns.
+Decoding holds the GIL in any thread. Elements of lists and objects cost more memory than their
+bytes, so their number is limited before decoding. A thread decodes a large body piece by piece, so
+that the event loop can run between two pieces.
 """
 
 import codecs
@@ -21,19 +21,19 @@ from negamax.base.errors import ContextLengthError, InvalidRequestError, Payload
 from negamax.base.unicode import valid_escapes
 
 MAX_JSON_DEPTH = 64
-_LEAST_CHARS = 2**22  # allowed for a text however short the context is
+_LEAST_CHARS = 2**22  # least character limit of a text, for short contexts
 _CHARS_PER_TOKEN = 8
-_LEAST_COMMAS = 2**20  # allowed for a body however short the context is
+_LEAST_COMMAS = 2**20  # least comma limit of a body, for short contexts
 _LEAST_OPENERS = 2**18
 _INLINE_BYTES = 32 * 1024  # larger bodies are decoded in a thread
 _PIECE_BYTES = 256 * 1024  # larger values are decoded piece by piece
-_PIECE_LEVELS = 4  # messages, a message, its parts, a part
-_DENSE = 16  # bytes per comma below which pieces are not worth it
-_MOST_LONG_NUMBERS = 32  # of one body, because reading one takes the square of its length
+_PIECE_LEVELS = 4  # levels that are split: messages, a message, its parts, a part
+_DENSE = 16  # values with fewer bytes per comma are decoded in one piece
+_MOST_LONG_NUMBERS = 32  # limit per body, because parsing takes quadratic time
 _LONG_NUMBER = b"0" * 400
 _SHOW_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(".") for byte in range(256))
-_LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # text, or digits
-_LENIENT = msgspec.json.Decoder(float_hook=float)  # reads 1e400 as infinity, as Python does
+_LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # a string literal, or digits
+_LENIENT = msgspec.json.Decoder(float_hook=float)  # decodes 1e400 as infinity, as Python does
 _NULL = b"null"
 _QUOTE = b'"'
 _LONGEST_CHARACTER = 12  # bytes of a pair of escaped surrogates
@@ -47,13 +47,13 @@ _RawFields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of one body. Commas, colons and brackets within texts count, too: they cost tokens."""
+    """Limits of one body. Commas, colons and brackets within texts also count."""
 
     num_bytes: int
-    context_length: int  # of the model
-    chars: int  # of one text that is not ASCII: Python takes up to four bytes per character
-    commas: int  # elements
-    openers: int  # '[', '{' and ':', because lists, objects and members cost more than numbers
+    context_length: int  # context length of the model
+    chars: int  # limit of one non-ASCII text, whose characters take up to four bytes each
+    commas: int  # limit of elements
+    openers: int  # limit of '[', '{' and ':', because containers cost more than numbers
 
     @classmethod
     def of(cls, *, max_bytes: int, max_model_len: int) -> Self:
@@ -67,16 +67,16 @@ class BodyLimits:
 
 
 def compute_max_chars(max_model_len: int) -> int:
-    """Return the most characters of a conversation for a context of `max_model_len` tokens."""
+    """Return the character limit of a conversation for a context of `max_model_len` tokens."""
     return max(_LEAST_CHARS, _CHARS_PER_TOKEN * max_model_len)
 
 
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Read a JSON body as a `model`, and return the size of the fields read, too.
+    """Read a JSON body as a `model`, and also return the size of the fields read.
 
-    The memory reserved for other fields is given back. Errors: as `decode_request`.
+    The memory reserved for other fields is released. Raises the errors of `decode_request`.
     """
     params, num_bytes = await decode_request(await receive(request, limits), model, limits)
     if share := get_share(request):
@@ -85,7 +85,7 @@ async def read_request(
 
 
 async def receive(request: Request, limits: BodyLimits) -> bytes:
-    """Receive the body. Errors: `InvalidRequestError`, `PayloadTooLargeError`."""
+    """Receive the body, or raise `InvalidRequestError` or `PayloadTooLargeError`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise InvalidRequestError(
@@ -124,10 +124,10 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
 async def decode_request(
     body: bytes, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Decode the request in `body`, and return the size of the fields read, too.
+    """Decode the request in `body`, and also return the size of the fields read.
 
-    Errors: `InvalidRequestError` for malformed JSON, NaN, overflowing numbers, deep nesting or long
-    texts, and those of `RequestModel.parse`.
+    Raises `InvalidRequestError` for malformed JSON, NaN, overflowing numbers, deep nesting or long
+    texts, and the errors of `RequestModel.parse`.
     """
 
     def decode() -> tuple[RequestT, int]:
@@ -146,9 +146,9 @@ def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
 def _decode_fields(
     body: bytes, model: type[RequestModel], limits: BodyLimits
 ) -> tuple[dict[str, object], int]:
-    """Decode the fields in `body`, and return the size of those that the model reads.
+    """Decode the fields in `body`, and return the size of the fields that the model reads.
 
-    Of other fields only the syntax is checked.
+    The values of other fields are only checked for valid syntax.
     """
     try:
         fields, is_mended = _split_fields(body)
@@ -177,7 +177,7 @@ def _decode_fields(
 def _split_fields(body: bytes) -> tuple[_RawFields, bool]:
     """Split an object into its fields, and return whether a lone surrogate became U+FFFD.
 
-    Agents keep sending such text back after a tool has split an emoji.
+    Agents send lone surrogates after a tool has split an emoji.
     """
     try:
         return msgspec.json.decode(body, type=_RawFields), False
@@ -191,14 +191,14 @@ def _split_fields(body: bytes) -> tuple[_RawFields, bool]:
 
 
 class _ValueDecoder:
-    """Decodes the values of one body, large ones in pieces, between which other threads run."""
+    """Decodes the values of one body. Other threads can run between the pieces of large values."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
         self._num_long_numbers = 0
 
     def decode(self, raw: msgspec.Raw, *, levels: int = _PIECE_LEVELS) -> object:
-        """Decode `raw`. Errors: as `decode_request`."""
+        """Decode `raw`. Raises the errors of `decode_request`."""
         text = memoryview(raw)
         if len(text) <= _PIECE_BYTES:
             return self._decode_piece(text)
@@ -263,11 +263,11 @@ class _ValueDecoder:
 def _find_boundary(piece: bytes) -> int:
     """Return the last position within `_PIECE_BYTES` at which a character begins."""
     start = _PIECE_BYTES - _LONGEST_CHARACTER
-    while piece[start] & 0xC0 == 0x80:  # within a character
+    while piece[start] & 0xC0 == 0x80:  # go back to the start of a character
         start -= 1
     before = piece[:start]
     num_backslashes = start - len(before.rstrip(b"\\"))
-    start -= num_backslashes % 2  # the last one begins an escape
+    start -= num_backslashes % 2  # the last backslash of an odd number begins an escape
     for match in _CHARACTER.finditer(piece, start):
         if match.end() > _PIECE_BYTES:
             return match.start()

@@ -1,4 +1,4 @@
-"""Threads for work on requests that takes long, which senders and sizes share by turns."""
+"""Run long work on requests in threads, which senders and work sizes share by turns."""
 
 import asyncio
 import os
@@ -11,13 +11,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-# the tenant whose request the current task handles; "" where there is only one
+# the tenant whose request the current task handles; "" if there is only one tenant
 SENDER = ContextVar("sender", default="")
-# each takes turns with the event loop in holding Python's lock, or waits for a child of `Confined`
+# a thread takes turns with the event loop in holding the GIL, or waits for a child of `Confined`
 _NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
-_NUM_LARGE = _NUM_THREADS // 2  # of these threads, for large work
-_SIZES = (128 * 1024, 2**20)  # larger work is large, and larger still
-INLINE_BYTES = 8192  # larger work is done in a thread
+_NUM_LARGE = _NUM_THREADS // 2  # threads that may run large work
+_SIZES = (128 * 1024, 2**20)  # bytes above which work is large, and very large
+INLINE_BYTES = 8192  # larger work runs in a thread
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 async def run_off_loop(
     work: Callable[[], T], *, num_bytes: int, inline_bytes: int = INLINE_BYTES
 ) -> T:
-    """Run `work` on about `num_bytes` of a request, in a thread above `inline_bytes`."""
+    """Run `work`, in a thread if it processes more than `inline_bytes` of a request."""
     if num_bytes <= inline_bytes:
         return work()
     return await asyncio.wrap_future(_THREADS.submit(work, SENDER.get(), num_bytes=num_bytes))
@@ -42,10 +42,10 @@ class _Flow:
 
 
 class RequestThreads:
-    """Runs work in threads. Next is the sender and size that took the least time.
+    """Runs work in threads. The sender and size that took the least time come next.
 
-    Large work leaves threads for small work, and that of a named sender one for large work of
-    others. Threads may share it.
+    Large work leaves threads free for small work. Large work of a named sender leaves one thread
+    free for large work of others. Any thread may call `submit`.
     """
 
     def __init__(self, *, num_threads: int = _NUM_THREADS, num_large: int = _NUM_LARGE) -> None:
@@ -54,25 +54,25 @@ class RequestThreads:
         self._num_free = num_threads
         self._num_large = num_large
         self._large = Counter[str]()  # large work in progress, by sender
-        self._flows: dict[tuple[str, int], _Flow] = {}  # by sender and size
+        self._flows: dict[tuple[str, int], _Flow] = {}  # flows by sender and size
         self._waiting: list[_Flow] = []  # flows with waiting work
-        self._latest = 0.0  # used by the flow that began last
+        self._latest = 0.0  # seconds of the flow that began last
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
-        """Run `work` when it is the turn of `sender`, unless the future is cancelled before."""
+        """Run `work` when the turn of `sender` comes, unless the future is cancelled before."""
         future: Future[T] = Future()
         key = sender, sum(num_bytes > limit for limit in _SIZES)
         with self._lock:
             flow = self._flows.setdefault(key, _Flow(*key))
             if not flow.waiting:
-                flow.seconds = max(flow.seconds, self._latest)  # idle time earns no turns
+                flow.seconds = max(flow.seconds, self._latest)  # idle time earns no credit
                 self._waiting.append(flow)
             flow.waiting.append((future, work))
             self._begin()
         return future
 
     def _begin(self) -> None:
-        """Begin with what waits and finds a free thread. The caller holds the lock."""
+        """Start waiting work while threads are free. The caller holds the lock."""
         while self._num_free and (ready := [*filter(self._may_begin, self._waiting)]):
             flow = min(ready, key=lambda flow: flow.seconds)
             self._latest = max(self._latest, flow.seconds)
@@ -94,7 +94,7 @@ class RequestThreads:
                 future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        del future, work  # a cycle with the error would keep the request
+        del future, work  # a reference cycle with the error would keep the request alive
         with self._lock:
             flow.seconds += time.monotonic() - start
             self._num_free += 1

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when the client closes its connection."""
+"""Send server-sent events, and cancel work when the client closes its connection."""
 
 import asyncio
 import math
@@ -46,9 +46,9 @@ def encode_named_event(name: str, answer: Struct) -> bytes:
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`, and cancel it if the client closes its connection. Errors: `ClientGoneError`.
+    """Run `work`. If the client closes its connection, cancel `work` and raise `ClientGoneError`.
 
-    `receive` is the ASGI channel after the body was read: only the disconnect can still arrive.
+    `receive` is the ASGI channel after the body was read, when only the disconnect can arrive.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_hang_up(receive))
@@ -71,9 +71,9 @@ async def _hang_up(receive: Receive) -> None:
 async def wait_for_first_output(
     receive: Receive, source: OutputSource, *, seconds: float | None = FIRST_OUTPUT_SECONDS
 ) -> None:
-    """Start `source` and wait for its first output: an earlier error gets its own status line.
+    """Start `source` and wait for its first output, so that an earlier error sets the status.
 
-    After `seconds` without an output (None: no limit) the stream begins, and errors come in it.
+    After `seconds` without an output (never for None) the stream begins, and errors are events.
     """
     try:
         with suppress(TimeoutError):
@@ -90,8 +90,8 @@ async def wait_for_first_output(
 class EventStream(Response):
     """Sends the events that `write_events` writes while it runs.
 
-    `source` pauses while the client does not read and ends when it closes its connection. The
-    stream sends `ping` after `ping_seconds` of silence.
+    `source` pauses while the client does not read, and ends when the client disconnects. The stream
+    sends `ping` after `ping_seconds` of silence.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""Decompresses request bodies in pieces, so that the size limits apply to the decompressed body."""
+"""Decompress request bodies in pieces, so that size limits apply to the decompressed body."""
 
 import sys
 import zlib
@@ -12,15 +12,15 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-PIECE_BYTES = 256 * 1024  # decompressed at a time
+PIECE_BYTES = 256 * 1024  # bytes decompressed at a time
 MAX_PARTS = 1024  # gzip members or zstd frames of one body
 _WINDOW_BITS = 23  # 8 MiB, the largest window of content encodings (RFC 9659)
-_FRAME_BYTES = 2  # that show whether there is a frame
-_RAW_DEFLATE = -15  # without the frame that the standard requires, as some clients send it
+_FRAME_BYTES = 2  # bytes that show whether there is a zlib header
+_RAW_DEFLATE = -15  # window bits of deflate without its zlib header
 
 
 class _Inflater:
-    """zlib's decompressor with the interface of zstd's. Single writer: its `Unpacker`."""
+    """zlib's decompressor with the interface of zstd's. Single writer: the `Unpacker`."""
 
     def __init__(self, window_bits: int) -> None:
         self._zlib = zlib.decompressobj(window_bits)
@@ -51,7 +51,7 @@ _DECODERS: dict[bytes, Callable[[], Any]] = {
 
 
 def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the encoding of a body; None if it has none. Errors: `UnsupportedMediaTypeError`."""
+    """Return the encoding of a body or None, or raise `UnsupportedMediaTypeError`."""
     values = b",".join(value for name, value in headers if name == b"content-encoding")
     given = [name.strip() for name in values.lower().split(b",")]
     encodings = [name for name in given if name not in (b"", b"identity")]
@@ -67,7 +67,7 @@ def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
 
 
 class Unpacker:
-    """Decompresses one body. Single writer: the request that reads it."""
+    """Decompresses one body. Single writer: the request's handler."""
 
     def __init__(self, encoding: bytes) -> None:
         """`encoding` is a result of `find_encoding`."""
@@ -81,7 +81,7 @@ class Unpacker:
         self._packed += packed
 
     def take(self) -> bytes:
-        """Return the next piece; b"" until more is fed. Errors: `InvalidRequestError`."""
+        """Return the next piece, or b"" until more data is fed. Raises `InvalidRequestError`."""
         if not self._has_begun and not self._begin():
             return b""
         while self._packed or not (self._decoder.eof or self._decoder.needs_input):
@@ -94,12 +94,12 @@ class Unpacker:
         return b""
 
     def finish(self) -> None:
-        """Check that the body is complete. Errors: `InvalidRequestError`."""
+        """Raise `InvalidRequestError` unless the body is complete."""
         if self._packed or (self._has_begun and not self._decoder.eof):
-            raise self._error("it is truncated")
+            raise self._error("the data is truncated")
 
     def _begin(self) -> bool:
-        """Return whether the first bytes are there, and choose the format by them."""
+        """Return whether the first bytes have arrived, and choose the format by these bytes."""
         if len(self._packed) < _FRAME_BYTES:
             return False
         self._has_begun = True
@@ -122,10 +122,10 @@ class Unpacker:
         if not self._packed:
             return
         if self._encoding == b"deflate":
-            raise self._error("it is followed by more data")
+            raise self._error("more data follows the end")
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
-            raise self._error(f"it has more than {MAX_PARTS} parts; send it as one")
+            raise self._error(f"more than {MAX_PARTS} parts; send the body as one part")
         self._decoder = _DECODERS[self._encoding]()
 
     def _error(self, problem: str) -> InvalidRequestError:

@@ -1,4 +1,4 @@
-"""The chat page at `/` and the status page: static files that may load nothing else."""
+"""Serve the chat page at `/` and the status page as static files that load no other site."""
 
 import base64
 import binascii
@@ -22,13 +22,13 @@ POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # innerHTML and the like raise an error
+        "require-trusted-types-for 'script'",  # innerHTML and similar APIs raise an error
         "trusted-types 'none'",
     )
 )
-# of a 401 for one of PAGE_PATHS
+# sent with a 401 for one of PAGE_PATHS
 CHALLENGE = 'Basic realm="Negamax: the password is the API key", charset="UTF-8"'
-_OWN_HEADER = b"x-negamax-page"  # header of requests that the page sends
+_OWN_HEADER = b"x-negamax-page"  # header of requests that the chat page sends
 _FOLDER = Path(__file__).parent
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -45,14 +45,14 @@ def _get_address(path: Path) -> str:
 
 
 _FILES = {_get_address(path): path for path in sorted(_FOLDER.rglob("*")) if path.suffix in _TYPES}
-PAGE_PATHS = frozenset(_FILES)  # requested by a browser before it has a key
+PAGE_PATHS = frozenset(_FILES)  # paths that a browser requests before it has a key
 
 
 def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the password of Basic credentials, which a user entered in the browser's own dialog.
 
-    Browsers add such credentials to requests of any site. They count only for the files of the page
-    and beside a header that other sites cannot send.
+    Browsers add Basic credentials to requests of any site. Therefore these credentials count only
+    for the files of the page, or together with a header that other sites cannot send.
     """
     fields = dict(headers)
     scheme, _, credentials = fields.get(b"authorization", b"").partition(b" ")
@@ -103,7 +103,7 @@ class _File:
 
 
 def make_playground_router() -> APIRouter:
-    """Build one route per file, so that no request leads to a path in the file system."""
+    """Build one route per file, so that no request can name a path in the file system."""
     router = APIRouter()
     for address, path in _FILES.items():
         router.add_route(address, _File.read(path).answer, methods=["GET"])

@@ -1,4 +1,4 @@
-"""Requests between server processes, in HTTP on Unix sockets."""
+"""Send requests between server processes as HTTP over Unix sockets."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -14,13 +14,13 @@ from negamax.api.http.sse import run_while_connected
 from negamax.api.processes.server_rank import ServerRank
 from negamax.base.errors import UnavailableError
 
-_INTERNAL = "/internal/"  # paths for other server processes only
+_INTERNAL = "/internal/"  # path prefix for other server processes only
 
 Answer = Callable[[bytes], bytes]
 
 
 class PeerClient:
-    """The other server processes, seen from one of them."""
+    """Sends requests to the other server processes, and answers their requests."""
 
     def __init__(self, rank: ServerRank) -> None:
         self.rank = rank
@@ -29,14 +29,14 @@ class PeerClient:
     async def relay(self, request: Request, *, to: int, body: bytes = b"") -> Response:
         """Return the answer of process `to` to a request whose body was read.
 
-        Errors: `UnavailableError` if the process is not there, `ClientGoneError`.
+        Raises `UnavailableError` if the process is down, and `ClientGoneError`.
         """
         method, target = request.method.encode(), read_target(request.scope)
         begin = self._begin(to, method, target, headers=list_headers(request.scope), body=body)
         return RelayedAnswer(await run_while_connected(request.receive, begin))
 
     async def ask(self, question: str, body: object, *, of: int) -> Any:
-        """Return the answer of process `of` to a question. Errors: `UnavailableError`."""
+        """Return the answer of process `of` to a question, or raise `UnavailableError`."""
         content = msgspec.json.encode(body)
         target = (_INTERNAL + question).encode()
         exchange = await self._begin(of, b"POST", target, headers=(), body=content)
@@ -46,7 +46,7 @@ class PeerClient:
             exchange.close()
 
     async def ask_others(self, question: str, body: object) -> list[Any]:
-        """Return the answers of all other processes that are there."""
+        """Return the answers of all other processes that are running."""
         others = [index for index in range(self.rank.count) if index != self.rank.index]
         answers = await asyncio.gather(
             *(self.ask(question, body, of=index) for index in others), return_exceptions=True
@@ -60,7 +60,7 @@ class PeerClient:
         self._answers[_INTERNAL + question] = encoded
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
-        """Return the app for other server processes: `app`, and the answers to questions."""
+        """Return an app that answers questions of other processes and otherwise calls `app`."""
 
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
             answer = self._answers.get(scope.get("path", ""))
@@ -85,7 +85,7 @@ class PeerClient:
         )
 
     def owner_route(self, parameter: str) -> type[APIRoute]:
-        """Make the class of routes without a body that the owner of the parameter answers."""
+        """Make a route class that relays requests to the process that owns the id `parameter`."""
         peers = self
 
         class OwnerRoute(APIRoute):
@@ -107,7 +107,6 @@ class PeerClient:
 
 def _build_gone_error(index: int) -> UnavailableError:
     message = (
-        f"server process {index}, which owns what this request names, is down; it is being "
-        f"restarted"
+        f"server process {index}, which owns the id in this request, is down and is being restarted"
     )
     return UnavailableError(message, code="server_process", retry_after=1.0)

@@ -1,4 +1,4 @@
-"""The rank of a server process, and what all processes share."""
+"""Define the rank of a server process, and the files that all processes share."""
 
 import re
 import secrets
@@ -12,20 +12,20 @@ from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import SharedQueue
 
-_MARK_DIGITS = 2  # hexadecimal digits at the end of an id: the process that owns it
+_MARK_DIGITS = 2  # hexadecimal digits of the owner at the end of an id
 _MARK = re.compile(rf"[0-9a-f]{{{_MARK_DIGITS}}}")
 
 
 @dataclass(frozen=True)
 class ServerRank:
-    """Process `index` of `count`. The first one supervises the others."""
+    """Process `index` of `count`. Process 0 supervises the other processes."""
 
     index: int
     count: int
-    folder: Path  # of shared files; only this user can enter it
-    queue: SharedQueue  # what waits for the engines
+    folder: Path  # folder of shared files, which only this user can enter
+    queue: SharedQueue  # requests that wait for the engines
     metrics: SharedNumbers
-    pulses: SharedNumbers  # when each event loop last ran, in monotonic seconds; 0: not yet
+    pulses: SharedNumbers  # when each event loop last ran, in monotonic seconds, or 0
 
     @classmethod
     def first_of(cls, count: int, *, num_replicas: int = 1) -> Self:
@@ -51,7 +51,7 @@ class ServerRank:
         return f"{prefix}_{random}{self.index:0{_MARK_DIGITS}x}"
 
     def owner_of(self, name: str | None) -> int:
-        """Return the process that owns an id; this one for a foreign id."""
+        """Return the process that owns an id, or this process for a foreign id."""
         mark = (name or "")[-_MARK_DIGITS:]
         if not _MARK.fullmatch(mark) or int(mark, 16) >= self.count:
             return self.index
@@ -63,7 +63,7 @@ class ServerRank:
         return self.folder / "pulses"
 
     def clear(self, index: int) -> None:
-        """Reset the rows of process `index`, which is gone. Its counters stay."""
+        """Reset the rows of process `index`, which has ended, but keep its counters."""
         self.queue.clear(index)
         self.metrics.clear(index, num_columns=Lifecycle.NUM_COLUMNS)
         self.pulses.clear(index)

@@ -1,4 +1,4 @@
-"""Supervision of the other server processes by the first: start, engine messages, restart."""
+"""Start and restart the other server processes, and send them the states of the engines."""
 
 import asyncio
 import os
@@ -28,12 +28,12 @@ logger = get_logger(__name__)
 
 SERVER_WORKER_MODULE = "negamax.api.server_worker"
 _POLL_SECONDS = 0.05
-_RESTARTS = SupervisionLimits(max_restarts=3)  # of one process
+_RESTARTS = SupervisionLimits(max_restarts=3)  # restart limit of one process
 _END_SECONDS = 7.0  # time for processes to end after `Abort`
 
 
 class ServerSupervisor:
-    """The server processes beside this one. Single writer: the event loop."""
+    """Supervises the other server processes. Single writer: the event loop."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class ServerSupervisor:
         *,
         listener: socket.socket,
     ) -> None:
-        """Start the processes, which wait for the engine and listen where `listener` does."""
+        """Start the processes, which wait for the engine and listen at `listener`'s address."""
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
-        self.on_death: Callable[[int], None] | None = None  # called with a process's index
+        self.on_death: Callable[[int], None] | None = None  # called with a dead process's index
         self._rank = rank
         self._engine_options = engine_options
         self._server_options = server_options
@@ -68,7 +68,7 @@ class ServerSupervisor:
         return sum(child.exit_code is None for child in self._processes.values())
 
     async def ready(self) -> None:
-        """Wait until all processes serve or are to end. Errors: `EngineDeadError`."""
+        """Wait until all processes serve or must end. Raises `EngineDeadError` if one failed."""
         for index in range(1, self._rank.count):
             while not self._is_ending and not await _answers(str(self._rank.socket_of(index))):
                 if self.failed.done():
@@ -96,7 +96,7 @@ class ServerSupervisor:
         self._send_all(wire.Drain())
 
     async def end(self) -> None:
-        """Abort the requests of all processes and end them. Later calls wait for the first."""
+        """Abort all requests and end all processes. Later calls wait for the first call."""
         if self._end is None:
             self._end = asyncio.create_task(self._end_all())
         await asyncio.shield(self._end)

@@ -1,4 +1,4 @@
-"""Messages of the first process to another server process: lines of JSON on its standard input."""
+"""Messages from the first process to another server process, as JSON lines on standard input."""
 
 import msgspec
 
@@ -12,7 +12,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """The first message."""
 
     index: int
-    folder: str  # of the shared files
+    folder: str  # folder of the shared files
     listener: int  # file descriptor of a bound socket
     parent: ParentPulse
     engine: EngineOptions
@@ -28,7 +28,7 @@ class UseEngine(msgspec.Struct, frozen=True, tag="engine-ready"):
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag="engine-lost"):
-    """The engine is gone; the next one is expected in `ready_in` seconds."""
+    """The engine has ended. The next engine is expected in `ready_in` seconds."""
 
     replica: int
     reason: str

@@ -1,4 +1,4 @@
-"""The router's app: it passes each request to one server, and to another one if that fails."""
+"""Relay each request to one server, and to another server if the first one fails."""
 
 import math
 from contextlib import closing
@@ -46,13 +46,13 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_RETRIES = 1  # with more, a request that kills servers kills them all
+MAX_RETRIES = 1  # more retries would let a fatal request kill all servers
 _BUSY = frozenset({429, 502, 503})  # a full queue, a dead engine, a server that stops
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # answers have the params
-_STORED_PATH = "/v1/responses"  # only the server that made a response has it
+_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # answers contain PARAMS
+_STORED_PATH = "/v1/responses"  # only the server that made a response stores it
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-_PARAMS_BYTES = 8 * 2**20  # of a prefilling server's answer
+_PARAMS_BYTES = 8 * 2**20  # size limit of a prefilling server's answer
 _INLINE_BYTES = 32 * 1024  # prompts of larger bodies are hashed in a thread
 
 
@@ -70,7 +70,7 @@ class RoutedRequest:
 
 
 class RouterApp:
-    """The ASGI app. `pool` answers; `prefillers`, if any, compute prompts for it."""
+    """The router's ASGI app. `pool` answers requests. `prefillers` may compute their prompts."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RouterApp:
         try:
             response = await self._respond(scope, receive)
             await response(scope, receive, send)
-        except UnavailableError:  # logged; uvicorn closes a connection whose answer has no end
+        except UnavailableError:  # logged before; uvicorn closes the unfinished connection
             pass
         finally:
             self._lifecycle.closed()
@@ -109,10 +109,10 @@ class RouterApp:
         except NegamaxError as error:
             return _build_refusal(scope, error)
         finally:
-            share.keep(0)  # nothing is sent again after the first bytes of an answer
+            share.keep(0)  # the body is not sent again after the first bytes of an answer
 
     def _answer_itself(self, scope: Scope) -> Response | None:
-        """Answer the routes of the router; None: the servers answer this one."""
+        """Answer a route of the router, or return None for a route that servers answer."""
         path = scope["path"]
         if path == "/livez":
             return build_json_response(HealthAnswer("ok"))
@@ -128,7 +128,7 @@ class RouterApp:
         return None
 
     async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> RoutedRequest:
-        """Receive a request. Errors: those of `LimitedBody`, and `PayloadTooLargeError`."""
+        """Receive a request. Raises the errors of `LimitedBody`, and `PayloadTooLargeError`."""
         headers, body, prompt = list_headers(scope), b"", RoutedPrompt()
         method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn drops the body
         if method not in _SAFE_METHODS:
@@ -157,7 +157,7 @@ class RouterApp:
         )
 
     async def _relay(self, request: RoutedRequest) -> Response:
-        """Return the answer of a server. Errors: `UnavailableError` if none gives one."""
+        """Return the answer of a server. Raises `UnavailableError` if no server answers."""
         tried: list[RoutedServer] = []
         while True:
             body = await self._prefill(request)
@@ -183,15 +183,15 @@ class RouterApp:
             call.close()
 
     async def _prefill(self, request: RoutedRequest) -> bytes | RelayedAnswer | None:
-        """Let a prefilling server compute the prompt, and return the body for the decoding one.
+        """Let a prefilling server compute the prompt, and return the body for the decoding server.
 
-        Return the answer of a server that refuses the request, and None where the decoding server
-        is to compute the prompt.
+        Return the answer of a prefilling server that refuses the request. Return None if the
+        decoding server must compute the prompt.
         """
         fields = request.prompt.fields
         if self._prefillers is None or fields is None or request.path not in _PAIRED_PATHS:
             return None
-        if PARAMS in fields:  # another router is in front
+        if PARAMS in fields:  # another router is in front of this one
             return None
         body, tried = build_prefill_body(fields), list[RoutedServer]()
         while len(tried) <= MAX_RETRIES and self._prefillers.list_ready(tried):
@@ -212,8 +212,8 @@ class RouterApp:
 
 
 async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
-    """Send a request and wait for the first bytes of the answer's body: until then, another server
-    can answer instead. Errors: `UnavailableError`.
+    """Send a request and wait for the first bytes of the answer's body. Before these bytes, another
+    server could answer instead. Raises `UnavailableError` if the server does not answer.
     """
     exchange = None
     try:
@@ -239,7 +239,7 @@ def _encode_end(request: RoutedRequest, server: RoutedServer, error: Unavailable
     if request.path.startswith(MESSAGES_PATH):
         named = build_message_error(status, answer, request_id=request.request_id)
         end = encode_named_event("error", named)
-    return b"\n\n" + end  # after the part of an event that has arrived
+    return b"\n\n" + end  # ends an event that has arrived in part
 
 
 def _build_refusal(scope: Scope, error: NegamaxError) -> Response:

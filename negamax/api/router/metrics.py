@@ -8,18 +8,18 @@ from prometheus_client.registry import Collector
 
 from negamax.api.router.servers import RoutedServer
 
-_METRICS = (  # kind, name, attribute of a server, help
+_METRICS = (  # kind, name, attribute of a server, help text
     (CounterMetricFamily, "requests", "num_requests", "Requests sent to a server."),
-    (CounterMetricFamily, "retries", "num_retries", "Those sent after another server failed."),
-    (CounterMetricFamily, "failures", "num_failures", "Those without a whole answer, or refused."),
-    (CounterMetricFamily, "prefix_hits", "num_prefix_hits", "Those whose beginning it had before."),
+    (CounterMetricFamily, "retries", "num_retries", "Requests sent after another server failed."),
+    (CounterMetricFamily, "failures", "num_failures", "Refused requests, and incomplete answers."),
+    (CounterMetricFamily, "prefix_hits", "num_prefix_hits", "Requests with a known prefix."),
     (GaugeMetricFamily, "up", "is_up", "1 if a server gets requests."),
     (GaugeMetricFamily, "open", "num_open", "Requests that a server is answering."),
 )
 
 
 class RouterMetrics(Collector):
-    """The metrics of the router, in a registry of its own."""
+    """The metrics of the router, in a separate registry."""
 
     def __init__(self, servers: Sequence[RoutedServer]) -> None:
         self.registry = CollectorRegistry(auto_describe=False)

@@ -1,4 +1,4 @@
-"""The prompt of a request as the router sees it, and bodies for prefill/decode pairs."""
+"""Hash the prompts of requests, and build request bodies for prefill/decode pairs."""
 
 import re
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ import msgspec
 
 from negamax.engine.client.placement import MAX_BLOCKS
 
-CHUNK_BYTES = 256  # of a prompt's text; the hash of each covers those before it
-BYTES_PER_TOKEN = 4  # about as in English text and in code
+CHUNK_BYTES = 256  # size of a hashed chunk; its hash also covers the chunks before it
+BYTES_PER_TOKEN = 4  # approximate value for English text and code
 CHUNK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
-# in the order of chat templates, so that messages at the end leave the rest the same
+# in the order of chat templates, so that new messages do not change the text before them
 _PROMPT_FIELDS = [
     "model",
     "cache_salt",
@@ -26,14 +26,14 @@ _PROMPT_FIELDS = [
     "input_ids",
     "messages",
 ]
-# clients move these marks to the latest message, which changes nothing in the prompt
+# clients move this mark to the latest message without changing the prompt
 _CACHE_MARK = re.compile(rb'(?:,\s?)?"cache_control"\s?:\s?(?:\{[^{}]*\}|null)')
-_TAG_BYTES = 6  # as in `hash_blocks`: exact in a float64
+_TAG_BYTES = 6  # as in `hash_blocks`, because a float64 holds 6 bytes exactly
 _ASK_PREFILL = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-# fields that ask for more than a prefilling server has to compute
+# fields about the answer, which a prefilling server does not need
 _OF_ANSWERS = frozenset(
     [
         "best_of",
@@ -54,21 +54,21 @@ Fields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    tags: Sequence[int] = ()  # of the full chunks
+    tags: Sequence[int] = ()  # hashes of the full chunks
     num_tokens: int = 0  # about
-    fields: Fields | None = None  # of the body; None: it is no JSON object
+    fields: Fields | None = None  # fields of the body; None if it is not a JSON object
 
 
 def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
-    """Read the prompt in a body. Different senders share no prefix, as on a server with keys."""
+    """Hash the prompt in a body. Senders share no hashes, as on a server with several keys."""
     try:
         fields = msgspec.json.decode(body, type=Fields)
     except (msgspec.MsgspecError, RecursionError):
-        return RoutedPrompt()  # the server refuses it
+        return RoutedPrompt()  # the server refuses such a body
     # without the last bracket or quote, so that the next turn begins with this text
     parts = [bytes(fields[name])[:-1] for name in _PROMPT_FIELDS if name in fields]
     text = _CACHE_MARK.sub(b"", b"\n".join(parts))
-    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # a table holds no more
+    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # a table holds at most MAX_BLOCKS
     state = blake2b(sender, digest_size=_TAG_BYTES)
     tags = []
     for start in range(0, num_chunks * CHUNK_BYTES, CHUNK_BYTES):
@@ -85,7 +85,7 @@ def build_prefill_body(fields: Fields) -> bytes:
 
 
 def build_decode_body(fields: Fields, answer: bytes) -> bytes | None:
-    """Return the body with the params in a prefilling server's answer; None: it has none."""
+    """Return the body with the params of a prefilling server's answer, or None without params."""
     try:
         params = msgspec.json.decode(answer, type=Fields).get(PARAMS)
     except (msgspec.MsgspecError, RecursionError):

@@ -1,4 +1,4 @@
-"""The life of the router: its socket, its probes, and its end."""
+"""Run the router from the opening of its socket to its end."""
 
 import asyncio
 import socket
@@ -19,12 +19,12 @@ from negamax.options.route import RouteOptions
 
 logger = get_logger(__name__)
 
-_SLOW_CLIENT_SECONDS = 60.0  # as the default of a server
-_DRAIN_SECONDS = 30.0  # the same
+_SLOW_CLIENT_SECONDS = 60.0  # default of a server
+_DRAIN_SECONDS = 30.0  # default of a server
 
 
 def open_router_socket(options: RouteOptions) -> socket.socket:
-    """Bind a socket. Errors: `ConfigError`, also for an address that other machines reach."""
+    """Bind a socket. Raises `ConfigError`, also for an address that other machines reach."""
     family, address = resolve_host(options.host, options.port)
     if not (options.allow_unauthenticated or is_loopback(str(address[0]))):
         raise ConfigError(
@@ -48,7 +48,7 @@ async def serve_router(
 ) -> None:
     """Route until SIGINT or SIGTERM. `announce` gets the URL and the number of servers that answer.
 
-    A server that does not answer yet gets requests as soon as it does.
+    A server that does not answer yet gets requests as soon as it answers.
     """
     signals = Signals()
     pools = [ServerPool(servers, role="decode" if prefillers else "both")]
@@ -91,7 +91,7 @@ class RouterServer(LimitedServer):
         self._announce()
 
     def drain(self) -> None:
-        """Refuse new requests, pass the open answers on, and end."""
+        """Refuse new requests, finish the open answers, and end."""
         self._lifecycle.begin_drain()
         self._draining = asyncio.create_task(self._drain())
 

@@ -1,4 +1,4 @@
-"""The servers behind the router: health, load, and the choice of one."""
+"""Track the health and load of the servers behind the router, and choose among the servers."""
 
 import asyncio
 import ssl
@@ -24,21 +24,21 @@ from negamax.engine.client.placement import (
 logger = get_logger(__name__)
 
 _CONNECT_SECONDS = 5.0
-_HEALTH_SECONDS = 5.0  # for an answer to a probe: a busy machine is slow, a dead server refuses
-# a server ends an idle connection and a request at the same time: the request is sent again
+_HEALTH_SECONDS = 5.0  # limit of a probe: busy servers are slow, dead servers refuse
+# a request is sent again if a kept connection ends within this time after sending
 _CROSSED_SECONDS = 1.0
-_RETRY_SECONDS = 1.0  # until clients try again where no server answers
+_RETRY_SECONDS = 1.0  # time to retry if no server answers
 
 
 class RoutedServer:
-    """One server. Single writer: the event loop."""
+    """A server behind the router. Single writer: the event loop."""
 
     def __init__(self, address: SplitResult, *, role: str, load: ReplicaLoad) -> None:
-        """`role`: a label of metrics; `load`: of this server, written by the router alone."""
+        """`role` is a label of metrics. `load` is written by the router alone."""
         self.url, self.role, self.load = address.geturl(), role, load
         self.is_up = False
         self.num_open = 0
-        # since the start
+        # counters since the start
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
         is_https = address.scheme == "https"
         self.connections = ConnectionPool(
@@ -52,7 +52,7 @@ class RoutedServer:
     async def send(
         self, method: bytes, target: bytes, *, headers: Headers, body: bytes
     ) -> Exchange:
-        """Send a request and wait for the head of the answer. Errors: `UnavailableError`."""
+        """Send a request and wait for the answer's head, or raise `UnavailableError`."""
         connection, began = self.connections.take(), time.monotonic()
         if connection is not None:
             try:
@@ -97,7 +97,7 @@ class RoutedServer:
         try:
             async with asyncio.timeout(_HEALTH_SECONDS):
                 headers = [(b"host", self._netloc)]
-                # on a new connection: a server that accepts none gets no requests
+                # a new connection shows whether the server still accepts connections
                 exchange = await self._send(None, b"GET", b"/health", headers=headers, body=b"")
                 exchange.close()
                 return exchange.status == 200
@@ -117,7 +117,7 @@ class RoutedServer:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A request at a server, counted as load until it is closed. Single writer: its handler."""
+    """A request at a server, counted as load until `close`. Single writer: the handler."""
 
     server: RoutedServer
     num_tokens: int
@@ -161,9 +161,9 @@ class ServerPool:
         without: Collection[RoutedServer] = (),
         is_computed: bool = False,
     ) -> OpenCall:
-        """Choose a server for a prompt. Errors: `UnavailableError` if none is left.
+        """Choose a server for a prompt. Raises `UnavailableError` if no server is left.
 
-        `without`: servers that failed; `is_computed`: a prefilling server has the prompt.
+        `without` has servers that failed. With `is_computed` a prefilling server has the prompt.
         """
         ready = self.list_ready(without)
         if not ready:
@@ -207,5 +207,5 @@ class ServerPool:
             logger.warning("%s fails its health probe", server.url)
         elif is_up and not server.is_up:
             logger.info("%s answers", server.url)
-            self._prefixes.discard(server.load.replica)  # it has probably lost its cache
+            self._prefixes.discard(server.load.replica)  # the server's cache is probably lost
         server.is_up = is_up

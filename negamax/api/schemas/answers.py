@@ -1,6 +1,6 @@
 """Answers that several dialects share, in OpenAI's shapes with vLLM's extensions.
 
-A field at UNSET is absent from the JSON, None is `null`.
+A field with the value UNSET is absent from the JSON. None becomes `null`.
 """
 
 from typing import Any
@@ -10,152 +10,152 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class ErrorBody(Struct, frozen=True):
-    message: str  # what is wrong, the limit, and what to do
+    message: str  # the problem, the limit and the remedy
     type: str  # the class of the error, such as invalid_request_error
-    param: str | None = None  # the field at fault, as a path into the request
+    param: str | None = None  # path of the wrong field in the request
     code: str | None = None  # machine-readable code, such as context_length_exceeded
 
 
 class ErrorAnswer(Struct, frozen=True):
-    """The error of all endpoints but Anthropic's, and of an error inside a stream."""
+    """The error format of all endpoints but Anthropic's, also inside a stream."""
 
     error: ErrorBody  # details of the error
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    cached_tokens: int  # found in the prefix cache
+    cached_tokens: int  # tokens found in the prefix cache
 
 
 class CompletionTokensDetails(Struct, frozen=True):
-    reasoning_tokens: int  # within the reasoning
+    reasoning_tokens: int  # tokens within the reasoning
 
 
 class Usage(Struct, frozen=True):
-    """Token counts of one request, all its choices together; the prompt counts once."""
+    """Token counts of one request with all its choices. The prompt counts once."""
 
-    prompt_tokens: int  # of the prompt, cached ones included
-    completion_tokens: int  # generated, reasoning included
-    total_tokens: int  # prompt and completion
+    prompt_tokens: int  # prompt tokens, including cached tokens
+    completion_tokens: int  # generated tokens, including reasoning
+    total_tokens: int  # prompt and completion tokens
     prompt_tokens_details: PromptTokensDetails  # details of the prompt
     completion_tokens_details: CompletionTokensDetails  # details of the completion
 
 
 class TopLogprob(Struct, frozen=True, gc=False):
     token: str  # text of the token
-    logprob: float  # its log-probability
-    bytes: list[int]  # its text as UTF-8, which may be part of a character
+    logprob: float  # log-probability of the token
+    bytes: list[int]  # text of the token as UTF-8, which may be part of a character
 
 
 class ChatLogprob(Struct, frozen=True, gc=False):
     token: str  # text of the token
-    logprob: float  # its log-probability before sampling parameters
-    bytes: list[int]  # its text as UTF-8, which may be part of a character
-    top_logprobs: list[TopLogprob]  # the likeliest tokens at its place, as many as requested
+    logprob: float  # log-probability before sampling parameters
+    bytes: list[int]  # text of the token as UTF-8, which may be part of a character
+    top_logprobs: list[TopLogprob]  # the likeliest tokens at this position, as many as requested
 
 
 class ChatLogprobs(Struct, frozen=True):
-    # one entry per token of the content; of all tokens where reasoning stays in the content
+    # one entry per token of the content, which includes reasoning that stays in the content
     content: list[ChatLogprob | msgspec.Raw]
 
 
 class TextLogprobs(Struct, frozen=True):
-    """Logprobs of /v1/completions, one entry per token; null for the first token of a prompt."""
+    """Logprobs of /v1/completions with one entry per token. A prompt's first entry is null."""
 
-    tokens: list[str]  # their texts
-    token_logprobs: list[float | None]  # of the tokens above
-    top_logprobs: list[dict[str, float] | None]  # of alternatives and the token itself
+    tokens: list[str]  # texts of the tokens
+    token_logprobs: list[float | None]  # log-probabilities of the tokens
+    top_logprobs: list[dict[str, float] | None]  # by text, of alternatives and the token itself
     text_offset: list[int]  # characters from the start of the choice's text
 
 
 class PromptLogprob(Struct, frozen=True):
-    logprob: float  # its log-probability
-    rank: int | None  # 1 is the likeliest
+    logprob: float  # log-probability of the token
+    rank: int | None  # rank of the token; 1 is the likeliest
     decoded_token: str  # text of the token
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; the first is null
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # objects by token id, after a first null
 
 
 class TransferParams(Struct, frozen=True, kw_only=True):
-    """vLLM's `kv_transfer_params`. Routers pass those of an answer on unchanged."""
+    """vLLM's `kv_transfer_params`. Routers copy an answer's object into the next request."""
 
     do_remote_prefill: bool = False  # another server has computed the prompt
-    do_remote_decode: bool = False  # keep the prompt: another server will decode
+    do_remote_decode: bool = False  # keep the prompt, because another server will decode
     remote_block_ids: list[Any] | None = None  # positions of the kept blocks in the prompt
-    remote_engine_id: str | None = None  # the engine that has them; new at each start
-    remote_request_id: str | None = None  # the name of the kept prompt there
-    remote_host: str | None = None  # where that engine listens
-    remote_port: int | None = None  # where that engine listens
-    tp_size: int | None = None  # its tensor-parallel ranks
-    dcp_size: int | None = None  # its decode context parallel ranks: 1
-    pp_size: int | None = None  # its pipeline stages: 1
-    remote_num_tokens: int | None = None  # in these blocks
+    remote_engine_id: str | None = None  # id of the engine with the blocks; new at each start
+    remote_request_id: str | None = None  # name of the kept prompt in that engine
+    remote_host: str | None = None  # host at which that engine listens
+    remote_port: int | None = None  # port at which that engine listens
+    tp_size: int | None = None  # tensor-parallel ranks of that engine
+    dcp_size: int | None = None  # decode context parallel ranks of that engine, always 1
+    pp_size: int | None = None  # pipeline stages of that engine, always 1
+    remote_num_tokens: int | None = None  # tokens in the kept blocks
 
 
 class CompletionAnswer(Struct, frozen=True, kw_only=True):
     """The common fields of chat and plain completions."""
 
-    # for the server that will decode, if the request has do_remote_decode
+    # parameters for the decoding server, if the request has do_remote_decode
     kv_transfer_params: TransferParams | UnsetType = UNSET
 
-    id: str  # the request's own id, or a random one, after a prefix
+    id: str  # a prefix, and the request's own id or a random id
     object: str  # the kind of answer
-    created: int  # seconds since 1970
-    model: str  # the name that the request used
+    created: int  # Unix time in seconds
+    model: str  # model name that the request used
     system_fingerprint: str  # the server's version
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     """A model for the clients of OpenAI and Anthropic."""
 
-    id: str  # the name to ask for
+    id: str  # model name to send in requests
     object: str = "model"  # type of the object for OpenAI's clients
     type: str = "model"  # type of the object for Anthropic's clients
     display_name: str  # the same as id
-    created_at: str  # RFC 3339, the same moment as `created`
+    created_at: str  # the time `created` in RFC 3339
     lifecycle: str = "active"  # always `active`
-    created: int  # when the server started, in seconds since 1970
-    root: str  # what the model was loaded from
-    max_model_len: int  # tokens of the context, answer included
-    max_input_tokens: int  # the same, for Anthropic's clients
+    created: int  # Unix time of the server's start, in seconds
+    root: str  # folder or hub id of the model
+    max_model_len: int  # context length in tokens, including the answer
+    max_input_tokens: int  # same value for Anthropic's clients
     owned_by: str = "negamax"  # always `negamax`
     parent: str | None = None  # always null: there are no adapters
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
     object: str = "list"  # type of the object
-    data: list[ModelCard]  # one for each name that the server answers to
-    first_id: str  # the id of the first
-    last_id: str  # the id of the last
+    data: list[ModelCard]  # one card per model name of the server
+    first_id: str  # id of the first card
+    last_id: str  # id of the last card
     has_more: bool = False  # always false: the list is complete
-    models: list[dict[str, Any]] | UnsetType = UNSET  # the same as Codex reads them, for Codex
+    models: list[dict[str, Any]] | UnsetType = UNSET  # the list in Codex's format, for Codex
 
 
 class ReplicaHealth(Struct, frozen=True):
-    replica: int  # its number, from 0
-    status: str  # `ok`, `silent`, `restarting`, or `failed`: it is not started again
+    replica: int  # number of the replica, from 0
+    status: str  # `ok`, `silent`, `restarting`, or `failed` if it is not restarted
 
 
 class HealthAnswer(Struct, frozen=True):
-    status: str  # `ok`, or `degraded`: some replica does not answer
-    replicas: list[ReplicaHealth] | UnsetType = UNSET  # of a server that has several
+    status: str  # `ok`, or `degraded` if some replica does not answer
+    replicas: list[ReplicaHealth] | UnsetType = UNSET  # replicas of a server with several
 
 
 class VersionAnswer(Struct, frozen=True):
-    version: str  # of this server
+    version: str  # version of this server
 
 
 class ServerAnswer(Struct, frozen=True):
     name: str  # `negamax`
-    version: str  # of this server
+    version: str  # version of this server
     models: list[str]  # the names that requests may use
-    max_model_len: int  # tokens, prompt and output together
-    endpoints: list[str]  # method and path
+    max_model_len: int  # context length in tokens, including the answer
+    endpoints: list[str]  # method and path of each route
     chat_page: str = "/"  # path of the chat page
     openapi: str = "/openapi.json"  # path of the OpenAPI document
 
 
-encode = msgspec.json.Encoder().encode  # an answer, or several, as UTF-8 JSON
+encode = msgspec.json.Encoder().encode  # encodes one or several answers as UTF-8 JSON
 
 
 def build_error(
@@ -170,15 +170,15 @@ class MessageErrorDetails(Struct, frozen=True):
 
 class MessageErrorBody(Struct, frozen=True):
     type: str  # the class of the error by Anthropic's names, such as overloaded_error
-    message: str  # what is wrong, the limit, and what to do
+    message: str  # the problem, the limit and the remedy
     details: MessageErrorDetails | UnsetType = UNSET  # for programs
 
 
 class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
-    """Anthropic's error, also an event."""
+    """Anthropic's error format, which is also used for stream events."""
 
     error: MessageErrorBody  # details of the error
-    request_id: str  # the same as in the header x-request-id
+    request_id: str  # value of the header x-request-id
 
 
 _ERROR_TYPES = {

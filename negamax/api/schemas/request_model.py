@@ -1,14 +1,14 @@
-"""The strict base of every request, and readable refusals.
+"""Define the strict base class of all requests, and raise readable errors.
 
-These rules apply to every object inside a request:
-  - `null` means "left out". A number such as 5.0 is an integer.
-  - A field in `ignored_fields` has no effect. One in `unsupported_fields` is refused with its
-    reason, unless its value asks for nothing (false, 0, "", []).
-  - An unknown field whose name resembles that of a field which was not sent is refused as
-    misspelt. Other unknown fields are ignored, because clients send fields of other servers.
-  - Only the first wrong element of a list is reported. Lengths are checked before elements.
+The rules below apply to every object inside a request. `null` means that a field is left out. A
+number such as 5.0 is an integer. A field in `ignored_fields` has no effect. A field in
+`unsupported_fields` is refused with a reason, unless its value asks for nothing (false, 0, "", []).
 
-`SamplingParams.check` checks ranges, so that the server and the embedded `LLM` refuse alike.
+An unknown field is refused as misspelt if its name resembles a known field that was not sent. Other
+unknown fields are ignored, because clients send fields of other servers. Only the first wrong
+element of a list is reported. The length of a list is checked before its elements.
+
+`SamplingParams.check` checks ranges, so that the server and the `LLM` class refuse the same values.
 """
 
 import difflib
@@ -35,7 +35,7 @@ RequestT = TypeVar("RequestT", bound="RequestModel")
 ValueT = TypeVar("ValueT")
 
 # Fields of other systems (OpenRouter, llama.cpp, TensorRT-LLM, TGI, Anthropic and others) whose
-# names resemble some here and mean something else.
+# names resemble fields of Negamax but have another meaning.
 FOREIGN_FIELDS = frozenset(
     {
         "auto_max_new_tokens", "ctx_request_id", "inputs", "mode", "models",
@@ -43,12 +43,12 @@ FOREIGN_FIELDS = frozenset(
         "reasoning_format", "return_tokens", "speed",
     }
 )  # fmt: skip
-_MAX_CHECKED_FIELDS = 32  # unknown fields of one object that are compared with known names
+_MAX_CHECKED_FIELDS = 32  # most unknown fields of an object that are compared with known names
 
 _JSON_TYPES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
-_SHOWN_CHARS = 60  # of a wrong value in a message
-_SLIP_LIKENESS = 0.85  # likeness of two names (equal: 1.0) from which a field was probably misspelt
+_SHOWN_CHARS = 60  # longest quotation of a wrong value in a message
+_SLIP_LIKENESS = 0.85  # similarity to a known name (1.0: equal) that counts as a misspelling
 
 
 def refuse(param: str, message: str) -> NoReturn:
@@ -57,7 +57,7 @@ def refuse(param: str, message: str) -> NoReturn:
 
 
 def check_choice(value: object, allowed: Collection[str], param: str, *, what: str = "") -> str:
-    """Return `value` of field `param`. Errors: `InvalidRequestError` unless it is in `allowed`."""
+    """Return the `value` of `param`, or raise `InvalidRequestError` unless `allowed` has it."""
     if not isinstance(value, str) or value not in allowed:
         refuse(param, f"{what}{describe(value)}; allowed: {', '.join(map(repr, allowed))}")
     return value
@@ -68,7 +68,7 @@ def validate_one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
 
 
 def check_type(value: object, kind: type[ValueT], param: str, what: str = "") -> ValueT:
-    """Return `value` of field `param`. Errors: `InvalidRequestError` unless it is a `kind`."""
+    """Return the `value` of `param`, or raise `InvalidRequestError` unless it is a `kind`."""
     if not isinstance(value, kind):
         refuse(param, f"must be {what or _JSON_TYPES[kind]}; got {describe(value)}")
     return value
@@ -77,7 +77,7 @@ def check_type(value: object, kind: type[ValueT], param: str, what: str = "") ->
 def validate_at_most(
     field: str, limit: int, what: str, *, of: type[Sized] = list
 ) -> BeforeValidator:
-    """Validate that a list or object has at most `limit` elements before they are checked."""
+    """Check that a list or object has at most `limit` elements before checking the elements."""
 
     def check(value: object) -> object:
         if isinstance(value, of) and len(value) > limit:
@@ -88,7 +88,7 @@ def validate_at_most(
 
 
 def describe(value: object) -> str:
-    """Return `value` for a message, in at most one line."""
+    """Describe `value` for a message, in at most one line."""
     if isinstance(value, list | tuple | dict):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, str):
@@ -100,7 +100,7 @@ def describe(value: object) -> str:
 
 
 def check_token_ids(values: list[Any], where: str) -> list[int]:
-    """Return token ids of field `where`. Errors: `InvalidRequestError` for other values."""
+    """Return token ids of field `where`. Raises `InvalidRequestError` for other values."""
     for index, value in enumerate(values):
         if type(value) is not int:
             refuse(f"{where}[{index}]", f"must be a token id; got {describe(value)}")
@@ -114,7 +114,7 @@ def suggest_nearest(name: str, known: frozenset[str] | list[str]) -> str:
 
 
 def _fail_fast(schema: Any) -> None:
-    """Stop the validation of a list at its first wrong element, not after all."""
+    """Make the validation of a list stop at the first wrong element."""
     if isinstance(schema, dict):
         if schema.get("type") in ("list", "tuple"):
             schema["fail_fast"] = True
@@ -126,7 +126,7 @@ def _fail_fast(schema: Any) -> None:
 
 
 class RequestModel(BaseModel):
-    """The base of all requests and of the objects inside them: strict types, immutable."""
+    """The base of all requests and of their inner objects, strictly typed and immutable."""
 
     model_config = ConfigDict(
         strict=True, extra="ignore", frozen=True, protected_namespaces=(), allow_inf_nan=False
@@ -145,7 +145,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def parse(cls: type[RequestT], body: object) -> RequestT:
-        """Validate decoded JSON. Errors: `InvalidRequestError` with the first wrong field."""
+        """Validate decoded JSON. Raises `InvalidRequestError` with the first wrong field."""
         if not isinstance(body, dict):
             raise InvalidRequestError(
                 f"the body must be a JSON object; it is {describe(body)}", code="invalid_body"
@@ -157,14 +157,14 @@ class RequestModel(BaseModel):
 
     @classmethod
     def reads(cls, name: str) -> bool:
-        """Return whether the value of a field of this name matters."""
+        """Return whether the model uses the value of the field `name`."""
         is_known = name in cls.model_fields or name in cls.unsupported_fields
         return is_known and name not in cls.ignored_fields
 
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, fields: Any) -> Any:
-        """Drop fields without effect and refuse unsupported and misspelt ones."""
+        """Drop fields without effect, and refuse unsupported and misspelt fields."""
         if not isinstance(fields, dict):
             return fields
         kept: dict[str, Any] = {}
@@ -188,7 +188,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def _check_unknown(cls, names: list[str], *, given: Mapping[str, Any]) -> None:
-        """Refuse a name that resembles that of a field which was not given."""
+        """Refuse an unknown name that resembles a known field which was not given."""
         known = {_squash(name): name for name in cls.model_fields}
         for name in names[:_MAX_CHECKED_FIELDS]:
             near = difflib.get_close_matches(_squash(name), known, n=1, cutoff=_SLIP_LIKENESS)
@@ -227,7 +227,7 @@ def _describe_validation_error(error: ValidationError) -> InvalidRequestError:
     path = ""
     for part in first["loc"]:
         if isinstance(part, str) and _UNION_BRANCH.match(part):
-            continue  # the type of a union that was tried
+            continue  # a type of a union that pydantic tried
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     kind, message = first["type"], first["msg"]
     if kind in ("unknown_parameter", "unsupported_parameter"):

@@ -18,7 +18,7 @@ from negamax.text.chat_template import RESERVED_KWARGS
 MAX_MESSAGES = 16_384
 MAX_PROMPTS = 128
 _PRIORITY_LIMIT = 2**31
-# The others depend on the prompt; `common.turn.constrain` sets them.
+# The removed parameters depend on the prompt, and `common.turn.constrain` sets their values.
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
     "grammar", "reasoning", "thinking_token_budget",
 }  # fmt: skip
@@ -26,7 +26,7 @@ _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
 
 def _convert_bias(value: object) -> object:
     """Convert JSON keys to token ids: `{"123": -5}` becomes `{123: -5}`."""
-    if value == []:  # an empty object, as PHP encodes it
+    if value == []:  # PHP encodes an empty object as []
         return {}
     if not isinstance(value, dict):
         return value
@@ -69,7 +69,7 @@ LogitBias = Annotated[
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Refuse an empty list of messages and one that is too long."""
+    """Refuse a list of messages that is empty or too long."""
     if not messages:
         refuse("messages", "the list is empty; send at least one message")
     if len(messages) > MAX_MESSAGES:
@@ -78,7 +78,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Refuse names that are no template variables, or that are fields of the request."""
+    """Refuse names that are not template variables, or that are fields of the request."""
     for name in kwargs:
         field = "chat_template_kwargs"
         if name in RESERVED_KWARGS:
@@ -93,11 +93,11 @@ TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs
 
 
 class StreamOptions(RequestModel):
-    """`stream_options`: what a stream contains besides its deltas."""
+    """The field `stream_options`: what a stream contains in addition to its deltas."""
 
-    include_usage: bool = False  # a last chunk without choices has the counts
-    continuous_usage_stats: bool = False  # the same, and every chunk has the counts so far
-    include_obfuscation: bool = False  # accepted; streams are never padded
+    include_usage: bool = False  # send token counts in a last chunk without choices
+    continuous_usage_stats: bool = False  # send the token counts so far in every chunk
+    include_obfuscation: bool = False  # no effect, because streams are never padded
 
     @property
     def reports_usage(self) -> bool:
@@ -109,15 +109,15 @@ class SamplingFields(RequestModel):
 
     stream_interval: int | None = Field(default=None, ge=1)  # tokens per event of a stream
     temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None  # the likeliest tokens that have this probability together
-    top_k: int | None = None  # only this many of the likeliest tokens; 0 and -1: all
-    min_p: float | None = None  # least share of the likeliest token's probability
-    repetition_penalty: float | None = None  # above 1: tokens so far become less likely
-    frequency_penalty: float = 0.0  # subtracted from a logit for each such token so far
-    presence_penalty: float = 0.0  # subtracted from a token's logit once the answer has it
-    logit_bias: LogitBias | None = None  # added to logits, by token id
+    top_p: float | None = None  # sample from the likeliest tokens with this total probability
+    top_k: int | None = None  # sample from this many of the likeliest tokens; 0 and -1: all
+    min_p: float | None = None  # least probability relative to the likeliest token
+    repetition_penalty: float | None = None  # values above 1 make earlier tokens less likely
+    frequency_penalty: float = 0.0  # subtracted from a token's logit per earlier occurrence
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
+    logit_bias: LogitBias | None = None  # values to add to logits, by token id
     stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
-    ignore_eos: bool = False  # the end token does not end the answer
+    ignore_eos: bool = False  # continue after the end token
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
         """Build the engine's parameters from the fields of the same names.
@@ -134,18 +134,18 @@ class SamplingFields(RequestModel):
 
 
 class EngineRequest(RequestModel):
-    """Fields about the way of a request through the engine."""
+    """Fields that control how the engine handles a request."""
 
     stream: bool = False  # answer with events instead of one body
     # lower numbers run earlier
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
     timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
-    cache_salt: str = Field(default="", max_length=256)  # cached prefixes are shared within it
+    cache_salt: str = Field(default="", max_length=256)  # requests share prefixes within a salt
     # the data-parallel rank that answers; the header X-data-parallel-rank takes precedence
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank
 
-    # vLLM's object about a prompt that another server computes, or will read from this one
+    # vLLM's object about a prompt that another server computes or reads from this server
     kv_transfer_params: dict[str, Any] | None = None
     # SGLang's fields about prompts that another server computes: one value, or one per prompt
     bootstrap_host: Host | list[Host | None] | None = None
@@ -156,9 +156,9 @@ class EngineRequest(RequestModel):
 class SampledRequest(EngineRequest, SamplingFields):
     """Fields of every request for generated text, named as in OpenAI, vLLM and SGLang."""
 
-    model: str | None = None  # a name from /v1/models; left out: the first of them
-    seed: int | None = None  # the same seed gives the same draws
-    min_tokens: int = 0  # number of tokens before which neither end tokens nor stops end the answer
+    model: str | None = None  # model name from /v1/models; default: the first name
+    seed: int | None = None  # equal seeds give equal random draws
+    min_tokens: int = 0  # tokens before which neither end tokens nor stops end the answer
 
 
 class TurnRequest(SampledRequest):
@@ -197,21 +197,21 @@ class GenerationRequest(SampledRequest):
 
     neutral_values: ClassVar[Mapping[str, object]] = {"best_of": 1}
 
-    stream_options: StreamOptions = StreamOptions()  # what a stream contains besides its deltas
-    n: int = 1  # answers to the same prompt
-    # the only tokens to sample; not together with a form, enforced calls or a thinking budget
+    stream_options: StreamOptions = StreamOptions()  # additions to the deltas of a stream
+    n: int = 1  # number of answers to the prompt
+    # the only tokens to sample; excludes a grammar, forced calls and a thinking budget
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # texts that end the answer
     include_stop_str_in_output: bool = False  # keep the stop string or token in the answer
     no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output
-    skip_special_tokens: bool = True  # special tokens have no text in the answer
+    skip_special_tokens: bool = True  # omit the text of special tokens
     prompt_logprobs: int | None = None  # alternatives per prompt token; not in streams
-    thinking_token_budget: int | None = Field(default=None, ge=0)  # most tokens of reasoning
-    max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's name for it
-    return_tokens_as_token_ids: bool = False  # token texts in logprobs read "token_id:123"
-    return_token_ids: bool = False  # the answer has the token ids of prompt and answer
-    request_id: RequestId | None = None  # becomes part of the answer's id
+    thinking_token_budget: int | None = Field(default=None, ge=0)  # reasoning token limit
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's thinking_token_budget
+    return_tokens_as_token_ids: bool = False  # write token 123 as "token_id:123" in logprobs
+    return_token_ids: bool = False  # return the token ids of prompt and answer
+    request_id: RequestId | None = None  # part of the answer's id
     rid: RequestId | None = None  # SGLang's name for request_id
 
     @property
@@ -220,7 +220,7 @@ class GenerationRequest(SampledRequest):
         return self.max_thinking_tokens if budget is None else budget
 
     def answer_id(self, prefix: str) -> str:
-        """Return the id of the answer: `prefix` and the client's id, or else a random one."""
+        """Return the id of the answer: `prefix`, and the client's id or a random id."""
         return f"{prefix}-{self.request_id or self.rid or secrets.token_hex(16)}"
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""The form of an answer: one `Grammar` from the many fields that clients have for it."""
+"""Build one `Grammar` from the many fields by which clients constrain an answer."""
 
 import functools
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from negamax.config.grammar import Grammar, GrammarKind, written
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-# kinds of grammar by field of a request, and by key of `structured_outputs`
+# kinds of grammar by field of a request, and below by key of `structured_outputs`
 _FIELD_KINDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -38,35 +38,35 @@ _STRUCTURED_KINDS: dict[str, GrammarKind] = {
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }
-_MAX_KEY_CHARS = 60  # of an unknown key in a message
+_MAX_KEY_CHARS = 60  # longest unknown key in a message
 _COMPACT = "disable_any_whitespace"  # option of `structured_outputs`
 _UNSUPPORTED_OPTIONS = ("whitespace_pattern", "disable_additional_properties")
-_IGNORED_OPTIONS = ("disable_fallback", "_backend", "_backend_was_auto")  # of vLLM's backends
+_IGNORED_OPTIONS = ("disable_fallback", "_backend", "_backend_was_auto")  # vLLM's own options
 
 
 class StructuredRequest(GenerationRequest):
-    """A request that may ask for a form of its answer, by the fields of OpenAI, vLLM or SGLang.
+    """A request that may constrain its answer by the fields of OpenAI, vLLM or SGLang.
 
     Schemas and structural tags may also be JSON text.
     """
 
-    # OpenAI's: `type` is text, json_object, json_schema or structural_tag
+    # OpenAI's object, whose `type` is text, json_object, json_schema or structural_tag
     response_format: dict[str, Any] | None = None
-    # vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag`, and
-    # `disable_any_whitespace` for JSON without white space between its parts
+    # vLLM's object with one of `json`, `json_object`, `regex`, `choice`, `grammar` or
+    # `structural_tag`, and with `disable_any_whitespace` for JSON without white space
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None  # a JSON schema for the content
-    guided_regex: str | None = None  # an expression that the whole content matches
+    guided_regex: str | None = None  # regular expression for the whole content
     guided_choice: list[str] | None = None  # the content is one of these texts
-    guided_grammar: str | None = None  # an EBNF grammar, whose start is `root`
+    guided_grammar: str | None = None  # an EBNF grammar with the start rule `root`
     json_schema: dict[str, Any] | str | bool | None = None  # SGLang's name for guided_json
     regex: str | None = None  # SGLang's name for guided_regex
     ebnf: str | None = None  # SGLang's name for guided_grammar
-    structural_tag: dict[str, Any] | str | None = None  # forms of parts between tags
+    structural_tag: dict[str, Any] | str | None = None  # grammars for text between tags
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The grammar of the content; None: any. Errors: `InvalidRequestError`."""
+        """The grammar of the content, or None for free text. Raises `InvalidRequestError`."""
         found: dict[str, Grammar] = {}
         if self.response_format is not None:
             form = build_format_grammar(
@@ -86,13 +86,13 @@ class StructuredRequest(GenerationRequest):
                 found[name] = build_grammar(kind, value, param=name)
         if len(found) > 1:
             asked = " and ".join(found)
-            refuse(list(found)[1], f"an answer has one form; the request asks for {asked}")
+            refuse(list(found)[1], f"one answer cannot have two grammars; the request sets {asked}")
         form = next(iter(found.values()), None)
         return None if form is None else replace(form, compact=is_compact)
 
 
 def _read_options(structured: Mapping[str, Any]) -> bool | None:
-    """Refuse unknown keys of `structured_outputs`; return what it says about compact JSON."""
+    """Refuse unknown keys of `structured_outputs`, and return its option for compact JSON."""
     known = [*_STRUCTURED_KINDS, _COMPACT, *_IGNORED_OPTIONS]
     for name, value in structured.items():
         if value is None or name in known or (name in _UNSUPPORTED_OPTIONS and value is False):
@@ -112,7 +112,7 @@ def build_format_grammar(
 ) -> Grammar | None:
     """Return the grammar of a format in field `param` whose type is one of `allowed`.
 
-    `is_nested`: a schema is in the field `json_schema` of the format, not in the format itself.
+    With `is_nested` a schema is in the field `json_schema` of the format.
     """
     match check_choice(form.get("type"), allowed, param, what="type "):
         case "text":
@@ -120,7 +120,7 @@ def build_format_grammar(
         case "json_object" if form.get("schema") is None:
             return Grammar(kind="json_object")
         case "json_object":
-            is_nested = False  # as llama.cpp takes it
+            is_nested = False  # llama.cpp's clients put the schema here
         case "structural_tag":
             return build_grammar("structural_tag", dict(form), param=param)
     described: Any = form

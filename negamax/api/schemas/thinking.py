@@ -1,4 +1,4 @@
-"""How much the model thinks: one choice for the many fields that clients have.
+"""Combine the many fields by which clients control thinking into one choice.
 
 The template of the M3 family writes one of three modes into the prompt. The M2 family always
 thinks: "disabled" closes the think block in the prompt, and the other modes change nothing.
@@ -27,7 +27,7 @@ class ReasoningPlace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """The request's choice; None: the model's default. `budget` is in tokens."""
+    """The thinking settings of a request. None is the model's default. `budget` is in tokens."""
 
     mode: str | None = None  # of MODES
     effort: str | None = None  # of EFFORTS
@@ -36,7 +36,7 @@ class ThinkingChoice:
     def mode_for(self, template: ChatTemplate) -> str | None:
         """Return the mode that results from mode, effort and budget.
 
-        Minimal effort disables thinking if the model can do without.
+        Minimal effort disables thinking if the template can disable it.
         """
         if self.mode is not None:
             return self.mode
@@ -45,7 +45,7 @@ class ThinkingChoice:
         return "disabled" if self.effort == "minimal" and template.reads("thinking_mode") else None
 
     def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return what `template` reads. Disabled thinking has no effort."""
+        """Return the variables that `template` reads. Disabled thinking has no effort."""
         mode = self.mode_for(template)
         variables = {
             "thinking_mode": mode,
@@ -67,7 +67,7 @@ def read_switch(is_on: bool | None) -> str | None:
 
 
 def read_template_switch(kwargs: Mapping[str, Any]) -> str | None:
-    """Return the mode in `chat_template_kwargs`, by any of its names, or None."""
+    """Return the mode in `chat_template_kwargs`, under any of its names, or None."""
     for name in _TEMPLATE_SWITCHES:
         value = kwargs.get(name)
         if value is None:

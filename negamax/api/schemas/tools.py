@@ -1,4 +1,4 @@
-"""Checks of declared functions and of `tool_choice` that all dialects share."""
+"""Check declared functions and `tool_choice` for all API dialects."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ MAX_TOOL_NAME_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool that requests declare by one of `types` alone, as the function the model is shown."""
+    """A tool that requests declare by one of `types`, with its description and schema."""
 
     types: tuple[str, ...]
     description: str
@@ -28,7 +28,7 @@ class ClientTool:
 _CLIENT_TOOLS = msgspec.json.decode(
     Path(__file__).with_name("client_tools.json").read_bytes(), type=dict[str, list[ClientTool]]
 )
-_NAME_BREAKERS = frozenset('"<>\n\r\t')  # would not survive <invoke name="...">
+_NAME_BREAKERS = frozenset('"<>\n\r\t')  # characters that would break <invoke name="...">
 
 
 def load_client_tools(dialect: str) -> dict[str, ClientTool]:
@@ -45,7 +45,7 @@ def check_function(
 ) -> None:
     """Refuse a function whose name, description or schema the prompt or the parser could not use.
 
-    `where` is its place in the request, `schema_field` the field of its schema.
+    `where` is the function's place in the request, and `schema_field` its schema's field.
     """
     name = function.get("name")
     if (
@@ -65,7 +65,7 @@ def check_function(
 
 
 def check_mended_tools(tools: object) -> None:
-    """Refuse strict schemas of a body whose lone surrogates became U+FFFD, if they hold that."""
+    """Refuse strict schemas with U+FFFD in a body whose lone surrogates became U+FFFD."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         if isinstance(function, Mapping) and function.get("strict"):
@@ -76,7 +76,7 @@ def check_mended_tools(tools: object) -> None:
 
 def _check_writable(schema: object, place: str, *, mended: str = "") -> None:
     if (found := find_unwritable(schema, mended=mended)) is not None:
-        refuse(f"{place}{found}", f"holds {UNWRITABLE}, which a strict schema must not")
+        refuse(f"{place}{found}", f"holds {UNWRITABLE}, which a strict schema must not contain")
 
 
 def check_function_tools(
@@ -109,7 +109,7 @@ def build_function_tool(
 
 
 def show_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Write functions as the templates do, for a place within the conversation."""
+    """Format functions as chat templates do, for a place within the conversation."""
     lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return "\n".join(("<tools>", *(f"<tool>{line}</tool>" for line in lines), "</tools>"))
 
@@ -122,8 +122,8 @@ def read_allowed_tools(
 ) -> tuple[str, dict[str, str]]:
     """Return the mode of a `tool_choice` of type "allowed_tools" and its names with their places.
 
-    It may have the shape of chat completions or of Responses. `may_run_elsewhere`: skip tools of
-    other types than "function" and "custom", except `named_by_type`, whose name is their type.
+    The choice may have the shape of chat completions or of Responses. Tools in `named_by_type` have
+    their type as name. With `may_run_elsewhere`, tools of other unknown types are skipped.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:
@@ -164,10 +164,10 @@ def read_allowed_tools(
 
 @dataclass(frozen=True, slots=True)
 class CallChoice:
-    """The calls that an answer may or must have.
+    """The tool calls that an answer may or must have.
 
-    Mode "auto", "none", "required", or "function" with the `name` of the tool. `allowed` has the
-    names of the tools that may be called; None: all.
+    `mode` is "auto", "none", "required", or "function" with the `name` of the tool. `allowed` has
+    the names of the tools that may be called, or None for all tools.
     """
 
     mode: str = "auto"
@@ -195,7 +195,7 @@ def check_call_choice(
 ) -> CallChoice:
     """Check a choice of calls: `mode` is auto, none, required, or function with a `name`.
 
-    `allowed` has the names of the only tools that may be called, with their places in the request.
+    `allowed` maps the only tools that may be called to the places of their names in the request.
     """
     names = [tool["function"]["name"] for tool in tools or ()]
     for allowed_name, place in (allowed or {}).items():

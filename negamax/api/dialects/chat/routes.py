@@ -1,4 +1,4 @@
-"""/v1/chat/completions. A whole answer collects the same events as a stream."""
+"""Serve /v1/chat/completions. Whole answers and streams use the same parser events."""
 
 import secrets
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def make_chat_router(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/chat/completions/render", openapi_extra=body_schema)
     async def render(http: Request) -> Response:
-        """Return the prompt of a conversation, its text and its tokens, without an answer."""
+        """Return the text and the tokens of a conversation's prompt without an answer."""
         request = await read_api_request(context, http, schema.ChatRequest)
         chat = request.params
         model = context.model_name(chat.model)
@@ -115,16 +115,16 @@ def _build_turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _ChatChoice(Choice):
-    """Unsent output of a choice. Single writer: its `_ChatWriter`."""
+    """Unsent output of a choice. Single writer: the request's `_ChatWriter`."""
 
     reader: ChoiceReader
     blocks: BlockWriter
-    found: ContentLogprobs | None  # None: without logprobs, or with those of all tokens
-    events: list[ParserEvent] = field(default_factory=list)  # of a whole answer
+    found: ContentLogprobs | None  # None without logprobs, or if all tokens have logprobs
+    events: list[ParserEvent] = field(default_factory=list)  # events of a whole answer
     role_sent: bool = False
-    entries: list[TokenLogprobs] = field(default_factory=list)  # not converted yet
+    entries: list[TokenLogprobs] = field(default_factory=list)  # logprobs not converted yet
     logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # unsent
-    # unsent, or of the whole answer; only with return_token_ids
+    # unsent token ids, or all of a whole answer; only with return_token_ids
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -234,7 +234,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
     def _convert_logprobs(
         self, choice: _ChatChoice, events: list[ParserEvent]
     ) -> Iterator[ChatLogprob]:
-        """Yield the logprobs of the content in `events`, or those of all tokens so far."""
+        """Yield the logprobs of the content in `events`, or of all tokens if `found` is None."""
         entries, choice.entries = choice.entries, []
         if choice.found is None:
             as_ids = self._chat.return_tokens_as_token_ids
@@ -250,7 +250,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
         return [schema.ReasoningDetail(text)] if self._chat.reasoning_split else UNSET
 
     def _chunk(self, choice: _ChatChoice, delta: schema.Delta, *, last: bool = False) -> Struct:
-        """Build a chunk of one choice, with the logprobs and token ids that were not sent yet."""
+        """Build a chunk of one choice with all logprobs and token ids that were not sent yet."""
         logprobs: ChatLogprobs | None = None
         if choice.logprobs and (delta.content or choice.found is None or last):
             logprobs, choice.logprobs = ChatLogprobs(choice.logprobs), []
@@ -282,7 +282,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
             )
             for known, call in zip(reader.calls, parsed.tool_calls, strict=True)
         ]
-        logprobs: list[ChatLogprob | msgspec.Raw] = [  # encoded, they take little memory
+        logprobs: list[ChatLogprob | msgspec.Raw] = [  # encoded logprobs take less memory
             msgspec.Raw(encode(entry)) for entry in self._convert_logprobs(choice, choice.events)
         ]
         content = self._echo + (parsed.content or "")

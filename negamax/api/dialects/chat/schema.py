@@ -28,7 +28,7 @@ from negamax.text.messages import INSTRUCTION_ROLES
 
 
 def _check_tool_choice(choice: object) -> object:
-    """Check the shape; `call_choice` checks the named tools."""
+    """Check the shape of `tool_choice`. `call_choice` checks the names of tools later."""
     if _allows_some(choice):
         read_allowed_tools(choice)
         return choice
@@ -49,7 +49,7 @@ def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _get_chosen_name(choice: dict[str, Any]) -> str | None:
-    """Return the name in a choice of one function, also in the flat shape of the Responses API."""
+    """Return the function name in a choice, which may have the Responses API's flat shape."""
     if choice.get("type", "function") != "function":
         return None
     function = choice.get("function", choice)
@@ -64,18 +64,18 @@ def _check_modalities(modalities: list[str]) -> list[str]:
 
 
 class ThinkingParam(RequestModel):
-    """`thinking`, as in MiniMax's and Anthropic's APIs."""
+    """The field `thinking`, as in MiniMax's and Anthropic's APIs."""
 
     type: Annotated[str, validate_one_of("thinking.type", MODES)] = (
-        "enabled"  # adaptive: the model decides
+        "enabled"  # adaptive lets the model decide
     )
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # most tokens of reasoning; 0: none
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # most reasoning tokens; 0 means none
 
 
 class ChatRequest(StructuredRequest):
-    """One chat turn to answer.
+    """A conversation to answer.
 
-    Messages and tools stay as the client wrote them: the template renders their key order.
+    Messages and tools keep the client's key order, because the template renders it.
     """
 
     unsupported_fields: ClassVar[Mapping[str, str]] = {
@@ -96,40 +96,40 @@ class ChatRequest(StructuredRequest):
 
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
-    messages: Messages  # the conversation, the latest message last; at most 16,384
-    max_tokens: int | None = Field(default=None, ge=0)  # 0: only cache the prompt
-    max_completion_tokens: int | None = Field(default=None, ge=0)  # precedes max_tokens
-    logprobs: bool = False  # the answer has the log-probability of each of its tokens
+    messages: Messages  # at most 16,384 messages, the latest one last
+    max_tokens: int | None = Field(default=None, ge=0)  # token limit; 0 only caches the prompt
+    max_completion_tokens: int | None = Field(default=None, ge=0)  # overrides max_tokens
+    logprobs: bool = False  # return the log-probability of each token of the answer
     top_logprobs: int | None = Field(default=None, ge=0)  # alternatives per token; needs logprobs
     tools: Tools | None = None  # functions that the model may call; at most 1,024
-    # whether the model may or must call, and which tools
+    # whether the model may or must call tools, and which tools
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
-    parallel_tool_calls: bool = True  # false: at most one call
-    # the kinds of output
+    parallel_tool_calls: bool = True  # false allows at most one call
+    # kinds of output, of which only text is supported
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None  # variables of the chat template
     add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
-    continue_final_message: bool = False  # needs add_generation_prompt=false
-    echo: bool = False  # with continue_final_message: the answer begins with its text
+    continue_final_message: bool = False  # needs add_generation_prompt to be false
+    echo: bool = False  # with continue_final_message, repeat the continued text
     thinking: ThinkingParam | None = None  # whether the model thinks, and how long
     # whether the model thinks, as in M3's template
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
-    enable_thinking: bool | None = None  # true and false are the modes enabled and disabled
-    # how much the model thinks, if the template supports efforts; "none" is the mode disabled
+    enable_thinking: bool | None = None  # true and false mean the modes enabled and disabled
+    # how much the model thinks, if the template supports efforts; "none" disables thinking
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
-    include_reasoning: bool = True  # false: the answer omits its reasoning
-    separate_reasoning: bool | None = None  # SGLang's; false: reasoning stays in the content
-    reasoning_split: bool | None = None  # MiniMax's; the same; true: also in reasoning_details
-    stream_reasoning: bool = True  # SGLang's; false: reasoning comes whole at its end
+    include_reasoning: bool = True  # false omits the reasoning from the answer
+    separate_reasoning: bool | None = None  # SGLang's; false leaves reasoning in the content
+    reasoning_split: bool | None = None  # MiniMax's separate_reasoning; true adds details
+    stream_reasoning: bool = True  # SGLang's; false sends reasoning whole at its end
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to generate; None: the rest of the context."""
+        """The limit of generated tokens, or None for the rest of the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of alternatives per token; None: no logprobs."""
+        """The number of alternatives per token, or None without logprobs."""
         if not self.logprobs:
             if self.top_logprobs:
                 refuse("top_logprobs", "needs logprobs=true")
@@ -138,7 +138,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools of the request and of its instructions; None with tool_choice 'none'."""
+        """The tools of the request and its system messages, or None with tool_choice 'none'."""
         if self.tool_choice == "none":
             return None
         tools = list(self.tools or ())
@@ -152,7 +152,7 @@ class ChatRequest(StructuredRequest):
         return tools or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
-        """Return which tools may and must be called. Errors: `InvalidRequestError`."""
+        """Return which tools may or must be called. Raises `InvalidRequestError`."""
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if _allows_some(choice):
             mode, names = read_allowed_tools(choice)
@@ -165,7 +165,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """The thinking mode, by whatever name; the first name in this list takes precedence."""
+        """The thinking settings. The first field of `modes` that is set decides the mode."""
         modes = (
             None if self.thinking is None else self.thinking.type,
             self.thinking_mode,
@@ -185,7 +185,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def reasoning_place(self) -> ReasoningPlace | None:
-        """The place of the reasoning in the answer; None: where the server puts it."""
+        """The place of the reasoning in the answer, or None for the server's default."""
         if not self.include_reasoning:
             return ReasoningPlace.NOWHERE
         split = self.separate_reasoning if self.reasoning_split is None else self.reasoning_split
@@ -195,52 +195,52 @@ class ChatRequest(StructuredRequest):
 
 
 class FunctionCall(Struct, frozen=True):
-    name: str | UnsetType = UNSET  # of the tool; in a stream only in the first piece
-    arguments: str | UnsetType = UNSET  # JSON text of an object; in a stream the next piece of it
+    name: str | UnsetType = UNSET  # tool name; in a stream only in the first piece
+    arguments: str | UnsetType = UNSET  # JSON text; in a stream the next piece of the text
 
 
 class ToolCall(Struct, frozen=True):
-    """A call in a message, or in a stream a piece of one, where only `index` is always present."""
+    """A tool call, or in a stream a piece of a call that always has an `index`."""
 
-    index: int | UnsetType = UNSET  # of the call in the message; in a stream
-    id: str | UnsetType = UNSET  # id to use as tool_call_id; in a stream only in the first piece
-    type: str | UnsetType = UNSET  # `function`; in a stream only in the first piece
+    index: int | UnsetType = UNSET  # number of the call in the message; in a stream
+    id: str | UnsetType = UNSET  # id for tool_call_id; in a stream only in the first piece
+    type: str | UnsetType = UNSET  # always `function`; in a stream only in the first piece
     function: FunctionCall = FunctionCall()  # the called function and its arguments
 
 
 class ReasoningDetail(Struct, frozen=True):
-    """A piece of reasoning in MiniMax's own shape; in a stream `text` is only what is new."""
+    """Reasoning in MiniMax's own shape. In a stream `text` is only the new part."""
 
     text: str  # the reasoning
     type: str = "reasoning.text"  # kind of detail
-    id: str = "reasoning-text-1"  # number of the reasoning in the message
+    id: str = "reasoning-text-1"  # id of the reasoning in the message
     format: str = "MiniMax-response-v1"  # the format of the text
     index: int = 0  # number of the reasoning in the message
 
 
 class Message(Struct, frozen=True):
     role: str  # `assistant`
-    content: str | None  # the text without reasoning and calls; null beside calls alone
-    reasoning_content: str | None  # the reasoning, apart from the content
-    reasoning: str | None  # the same by vLLM's and OpenRouter's name
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # with reasoning_split, as MiniMax
-    tool_calls: list[ToolCall] | UnsetType = UNSET  # in the order in which the model wrote them
+    content: str | None  # text without reasoning and calls; null if there are only calls
+    reasoning_content: str | None  # the reasoning, separate from the content
+    reasoning: str | None  # reasoning_content by vLLM's and OpenRouter's name
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # only with reasoning_split
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # calls in the model's order
 
 
 class ChatChoice(Struct, frozen=True):
-    index: int  # 0 to n - 1
+    index: int  # number of the choice, 0 to n - 1
     message: Message  # the answer
     logprobs: ChatLogprobs | None  # with logprobs
     finish_reason: str | None  # stop, length, tool_calls or abort
-    stop_reason: int | str | None  # the stop string or the id of the stop token that ended it
+    stop_reason: int | str | None  # stop string or stop token id that ended the answer
     token_ids: list[int] | UnsetType = UNSET  # generated tokens, with return_token_ids
 
 
 class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion"
-    choices: list[ChatChoice]  # n of them, in their order
+    choices: list[ChatChoice]  # the n choices in order
     usage: Usage  # token counts
-    # an object by token id for each prompt token, null for the first; with prompt_logprobs
+    # with prompt_logprobs: an object by token id per prompt token, null for the first token
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
 
@@ -248,32 +248,32 @@ class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
 class Delta(Struct, frozen=True):
     role: str | UnsetType = UNSET  # `assistant`, in the first delta
     content: str | UnsetType = UNSET  # the next text without reasoning and calls
-    reasoning_content: str | UnsetType = UNSET  # the next reasoning, never beside content
-    reasoning: str | UnsetType = UNSET  # the same by vLLM's and OpenRouter's name
+    reasoning_content: str | UnsetType = UNSET  # the next reasoning; the delta has no content then
+    reasoning: str | UnsetType = UNSET  # reasoning_content by vLLM's and OpenRouter's name
     reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # with reasoning_split
     tool_calls: list[ToolCall] | UnsetType = UNSET  # the next pieces of calls
 
 
 class ChatChunkChoice(Struct, frozen=True):
-    index: int  # 0 to n - 1
-    delta: Delta  # the new part
-    logprobs: ChatLogprobs | None = None  # of the tokens since the last chunk, with logprobs
-    finish_reason: str | None = None  # stop, length, tool_calls or abort, in its last chunk
-    stop_reason: int | str | UnsetType | None = UNSET  # what ended it, in its last chunk
-    token_ids: list[int] | UnsetType = UNSET  # new ones, with return_token_ids
+    index: int  # number of the choice, 0 to n - 1
+    delta: Delta  # new part of the choice
+    logprobs: ChatLogprobs | None = None  # logprobs of the tokens since the last chunk
+    finish_reason: str | None = None  # stop, length, tool_calls or abort; in the last chunk
+    stop_reason: int | str | UnsetType | None = UNSET  # stop string or token, in the last chunk
+    token_ids: list[int] | UnsetType = UNSET  # new token ids, with return_token_ids
 
 
 class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]  # one, or none in the chunk with the counts
-    usage: Usage | UnsetType | None = UNSET  # counts, with include_usage; null elsewhere
-    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk, with return_token_ids
+    choices: list[ChatChunkChoice]  # one choice, or none in the chunk with token counts
+    usage: Usage | UnsetType | None = UNSET  # with include_usage; null in other chunks
+    prompt_token_ids: list[int] | UnsetType = UNSET  # prompt tokens, in the first chunk only
 
 
 class RenderedPrompt(Struct, frozen=True, kw_only=True):
     """The prompt of a conversation."""
 
     request_id: str  # the id that an answer would have
-    model: str  # the name that the request used
+    model: str  # model name that the request used
     prompt: str  # the text
     token_ids: list[int]  # its tokens

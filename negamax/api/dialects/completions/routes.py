@@ -1,4 +1,4 @@
-"""/v1/completions: continue one or several plain prompts."""
+"""Serve /v1/completions, which continues one or several plain prompts."""
 
 import secrets
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
 
 _CHARS_PER_TOKEN = 4
-_BYTES_PER_PROMPT_TOKEN = 8  # of its text and id
+_BYTES_PER_PROMPT_TOKEN = 8  # approximate size of a token's text and id
 
 
 def make_completions_router(context: ApiContext) -> APIRouter:
@@ -77,7 +77,7 @@ def make_completions_router(context: ApiContext) -> APIRouter:
 
 
 def _check_echo(params: CompletionRequest, *, max_chars: int) -> None:
-    """Refuse prompts that all choices together would repeat too often."""
+    """Refuse an echo that is too long in all choices together."""
     if params.echo:
         sizes = (
             len(one) * (1 if isinstance(one, str) else _CHARS_PER_TOKEN) for one in params.prompt
@@ -87,7 +87,7 @@ def _check_echo(params: CompletionRequest, *, max_chars: int) -> None:
 
 
 def _build_sampling(params: CompletionRequest) -> SamplingParams:
-    """Build the parameters. An echoed prompt has logprobs; scoring it runs one hidden step."""
+    """Build the sampling parameters. Scoring an echoed prompt generates one hidden token."""
     sampling = params.sampling_params(
         max_tokens=1 if params.scores_only else params.max_tokens, logprobs=params.logprobs
     )
@@ -99,7 +99,7 @@ def _build_sampling(params: CompletionRequest) -> SamplingParams:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _TextChoice(Choice):
-    """Unsent output of a choice. Single writer: its `_TextWriter`."""
+    """Unsent output of a choice. Single writer: the request's `_TextWriter`."""
 
     logprobs: TextLogprobWriter
     text: list[str] = field(default_factory=list)
@@ -159,7 +159,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         return encode_event(TextAnswer(**self._head, choices=choices, usage=self._chunk_usage))
 
     def _begin(self, choice: _TextChoice, output: RequestOutput) -> str:
-        """Return the echoed prompt, which precedes a choice's text, and take its logprobs."""
+        """Return the echoed prompt, which precedes a choice's text, and add its logprobs."""
         prompt, entries = self._prompts[choice.prompt_index], output.prompt_logprobs
         if entries is not None and self._params.prompt_logprobs is not None:
             choice.prompt_logprobs = convert_prompt_logprobs(self._tokenizer, entries)

@@ -25,7 +25,7 @@ _PROMPT_SCHEMA = {
 
 
 def _convert_prompts(value: object) -> list[Prompt]:
-    """Return prompts from a string, strings, token ids or lists of token ids."""
+    """Return a list of prompts from a string, strings, token ids or lists of token ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -57,17 +57,17 @@ class CompletionRequest(StructuredRequest):
         "messages": "this endpoint takes a prompt; use /v1/chat/completions",
     }
 
-    # a text, token ids, or up to 128 of either, each answered by itself
+    # a text or a list of token ids, or up to 128 of these, which are answered separately
     prompt: Annotated[
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
-    max_tokens: int | None = Field(default=16, ge=0)  # 0 only with echo: score the prompt
+    max_tokens: int | None = Field(default=16, ge=0)  # 0 needs echo and scores the prompt
     logprobs: int | None = Field(default=None, ge=0)  # alternatives per token
-    echo: bool = False  # the prompt comes first in the text, and in the logprobs
+    echo: bool = False  # put the prompt before the text and its logprobs
 
     @property
     def scores_only(self) -> bool:
-        """Whether nothing is generated and the prompt comes back with its logprobs."""
+        """Whether the answer is only the prompt with its logprobs."""
         if self.max_tokens != 0:
             return False
         if not self.echo:
@@ -76,13 +76,13 @@ class CompletionRequest(StructuredRequest):
 
 
 class TextChoice(Struct, frozen=True):
-    index: int  # the prompt's number times n, and the choice's
-    text: str  # the answer, or what is new of it
+    index: int  # prompt number times n, plus choice number
+    text: str  # the answer, or in a stream its new part
     logprobs: TextLogprobs | None  # with logprobs
     finish_reason: str | None  # stop, length or abort; null before a choice's last chunk
-    stop_reason: int | str | UnsetType | None = UNSET  # the stop string or token that ended it
-    token_ids: list[int] | UnsetType = UNSET  # of the text, with return_token_ids
-    # an object by token id for each prompt token, null for the first; with prompt_logprobs
+    stop_reason: int | str | UnsetType | None = UNSET  # stop string or token that ended the text
+    token_ids: list[int] | UnsetType = UNSET  # tokens of the text, with return_token_ids
+    # with prompt_logprobs: an object by token id per prompt token, null for the first token
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
 
@@ -91,7 +91,7 @@ class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
     """Whole answer and stream chunk of /v1/completions."""
 
     object: str = "text_completion"
-    # n per prompt, in prompt order; a stream chunk has one choice, the usage chunk none
+    # n choices per prompt, in prompt order; a stream chunk has one, the usage chunk has none
     choices: list[TextChoice]
-    # token counts; in a stream with include_usage, null where they are not due
+    # token counts; in a stream only with include_usage, and null in chunks without counts
     usage: Usage | UnsetType | None = UNSET

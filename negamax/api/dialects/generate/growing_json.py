@@ -1,15 +1,15 @@
-"""Streams whose every event repeats the earlier ones, without encoding them again each time."""
+"""Encode streams in which each event repeats the earlier output, without encoding it again."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-BYTES_PER_SECOND = 2 * 2**20  # of one stream
+BYTES_PER_SECOND = 2 * 2**20  # limit of one stream
 
 
 class GrowingList:
-    """The JSON text of a growing list. Single writer: its stream."""
+    """The JSON text of a growing list. Single writer: the stream's handler."""
 
     __slots__ = ("_text",)
 
@@ -31,17 +31,17 @@ class GrowingList:
 
 
 class RepeatPacing:
-    """Sends longer events less often, to bound a stream's rate. Single writer: its stream."""
+    """Sends longer events less often, to bound a stream's rate. Single writer: the handler."""
 
     __slots__ = ("_next", "_rate")
 
     def __init__(self, *, num_choices: int = 1) -> None:
-        """`num_choices` share the rate of a stream."""
+        """`num_choices` choices share the rate of a stream."""
         self._rate = BYTES_PER_SECOND / num_choices
         self._next = 0.0
 
     def is_due(self, num_bytes: int, *, now: float) -> bool:
-        """Return whether `num_bytes` may be sent `now` (monotonic seconds); then count them."""
+        """Return whether `num_bytes` may be sent `now` (monotonic seconds), and count the bytes."""
         if now < self._next:
             return False
         self._next = now + num_bytes / self._rate

@@ -35,11 +35,11 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
 
-_ABORT = "abort"  # a question of other server processes
+_ABORT = "abort"  # name of a question between server processes
 
 
 def make_native_router(context: ApiContext) -> APIRouter:
-    """Build the routes; those that describe the server also have their older names."""
+    """Build the routes. Routes that describe the server also have SGLang's older names."""
     router = APIRouter()
     abort = partial(_abort, context.engine)
     context.peers.when_asked(_ABORT, abort)
@@ -86,7 +86,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
 
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        """Abort the requests with an id, or all. Administrators may abort those of other keys."""
+        """Abort the requests with an id, or all. Only administrators abort other keys' requests."""
         params, _ = await read_request(request, schema.AbortRequest, context.body_limits)
         meant = _read_abort(request, params)
         counts = await context.peers.ask_others(_ABORT, meant)
@@ -94,12 +94,12 @@ def make_native_router(context: ApiContext) -> APIRouter:
 
     @router.post("/flush_cache")
     async def flush_cache(request: Request) -> Response:
-        """Reset the prefix cache; for administrators."""
+        """Reset the prefix cache (administrators only)."""
         check_admin(request)
         num_open = context.engine.admission.num_open
         if num_open:
             raise InvalidRequestError(
-                f"{num_open} sequences run or wait; the cache is emptied only while there are none",
+                f"{num_open} sequences run or wait; the prefix cache can be reset after their end",
                 hint="try again when they are done, or abort them",
                 code="busy",
             )
@@ -136,17 +136,17 @@ def _add_expert_routes(router: APIRouter, context: ApiContext) -> None:
 
     @router.post("/start_expert_distribution_record")
     async def start_expert_distribution_record(request: Request) -> Response:
-        """Start recording how often each expert is selected; for administrators."""
+        """Start recording how often each expert is selected (administrators only)."""
         return await record_experts(request, "start")
 
     @router.post("/stop_expert_distribution_record")
     async def stop_expert_distribution_record(request: Request) -> Response:
-        """Stop recording; for administrators."""
+        """Stop recording (administrators only)."""
         return await record_experts(request, "stop")
 
     @router.post("/dump_expert_distribution_record")
     async def dump_expert_distribution_record(request: Request) -> Response:
-        """Return the current or the finished record; for administrators."""
+        """Return the current or the finished record (administrators only)."""
         check_admin(request)
         dumps = await context.engine.record_experts("dump")
         layers = zip(*(dump.logical_count for dump in dumps), strict=True)
@@ -158,7 +158,7 @@ def _add_expert_routes(router: APIRouter, context: ApiContext) -> None:
 
 
 def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str | None]:
-    """Return the name and the tenant of the requests to abort; None: any."""
+    """Return the name and the tenant of the requests to abort. None matches any value."""
     if params.rid is None and not params.abort_all:
         refuse("rid", "send the id of a request, or abort_all")
     if params.abort_all:
@@ -170,7 +170,7 @@ def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str 
 
 
 def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
-    """Abort this process's sequences of a name and a tenant (None: any) and return their number."""
+    """Abort the sequences of a name and a tenant in this process, and return their number."""
     name, tenant = meant["name"], meant["tenant"]
     return engine.abort(
         lambda owner: name in (None, *owner.names) and tenant in (None, owner.tenant)
@@ -191,7 +191,7 @@ def _build_engine_sampling(
 @dataclass(slots=True, eq=False, kw_only=True)
 class _NativeChoice(Choice):
     rid: str
-    pacing: RepeatPacing  # of its events
+    pacing: RepeatPacing  # limits the rate of the choice's events
     has_begun: bool = False
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
@@ -204,18 +204,18 @@ class _NativeChoice(Choice):
     finish_reason: dict[str, object] | None = None
     num_cached_tokens: int = 0
     drafts: tuple[int, int, int] | None = None
-    seconds: float | None = None  # when it is complete
+    seconds: float | None = None  # from arrival to the choice's end
 
     @property
     def num_bytes(self) -> int:
-        """About the size of an event with the whole choice."""
+        """The approximate size of an event with the whole choice."""
         inputs, outputs = (self.input_logprobs, self.input_top_logprobs), (self.logprobs,)
         lists = (self.token_ids, *inputs, *outputs, self.top_logprobs)
         return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))
 
 
 class _NativeWriter(AnswerWriter[_NativeChoice, schema.NativeAnswer | list[schema.NativeAnswer]]):
-    """Writes SGLang's answers: each event of a stream has all that was generated so far."""
+    """Writes SGLang's answers. Each event of a stream repeats the earlier output."""
 
     def __init__(
         self,

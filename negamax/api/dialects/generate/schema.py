@@ -23,7 +23,7 @@ _FORMS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_t
 
 
 class NativeSampling(SamplingFields):
-    """`sampling_params`."""
+    """The field `sampling_params`."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {"spaces_between_special_tokens", "custom_params"}
@@ -32,17 +32,17 @@ class NativeSampling(SamplingFields):
         "stop_regex": "it is not implemented yet; use stop"
     }
 
-    max_new_tokens: int = Field(default=128, ge=0)  # 0: read the prompt, generate nothing
-    min_new_tokens: int = 0  # before so many, no end token is sampled and no stop counts
-    n: int = 1  # answers to the same prompt
-    sampling_seed: int | None = None  # the same seed gives the same draws
+    max_new_tokens: int = Field(default=128, ge=0)  # token limit; 0 only reads the prompt
+    min_new_tokens: int = 0  # tokens before which neither end tokens nor stops end the answer
+    n: int = 1  # number of answers to the prompt
+    sampling_seed: int | None = None  # equal seeds give equal random draws
     stop: StopStrings = Field(default_factory=list)  # texts that end the answer
-    no_stop_trim: bool = False  # the stop string or token stays in the answer
-    skip_special_tokens: bool = True  # special tokens have no text in the answer
+    no_stop_trim: bool = False  # keep the stop string or token in the answer
+    skip_special_tokens: bool = True  # omit the text of special tokens
     json_schema: dict[str, Any] | str | bool | None = None  # a JSON schema for the text
-    regex: str | None = None  # an expression that the whole text matches
-    ebnf: str | None = None  # an EBNF grammar, whose start is `root`
-    structural_tag: dict[str, Any] | str | None = None  # forms of parts of the text, between tags
+    regex: str | None = None  # regular expression for the whole text
+    ebnf: str | None = None  # an EBNF grammar with the start rule `root`
+    structural_tag: dict[str, Any] | str | None = None  # grammars for text between tags
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
         return super().sampling_params(
@@ -57,7 +57,7 @@ class NativeSampling(SamplingFields):
     def grammar(self) -> Grammar | None:
         named = [(kind, getattr(self, kind)) for kind in _FORMS if getattr(self, kind) is not None]
         if len(named) > 1:
-            refuse(f"sampling_params.{named[1][0]}", "an answer has one form")
+            refuse(f"sampling_params.{named[1][0]}", "one answer cannot have two grammars")
         if not named:
             return None
         kind, value = named[0]
@@ -82,16 +82,16 @@ class NativeRequest(EngineRequest):
         "custom_logit_processor": "the server runs no code of clients",
     }
 
-    text: str | list[str] | None = None  # a prompt or up to 128, instead of input_ids
+    text: str | list[str] | None = None  # one prompt or up to 128, instead of input_ids
     input_ids: list[int] | list[list[int]] | None = None  # token ids, instead of text
-    # the same for every prompt, or one for each
+    # parameters for all prompts, or one object per prompt
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
-    rid: RequestId | list[RequestId] | None = None  # for /abort_request, or one per prompt
-    return_logprob: bool = False  # meta_info has the log-probability of each token
+    rid: RequestId | list[RequestId] | None = None  # id for /abort_request, or one id per prompt
+    return_logprob: bool = False  # return the log-probability of each token in meta_info
     logprob_start_len: int = Field(default=-1, ge=-1)  # first prompt token with logprobs; -1: none
     top_logprobs_num: int = Field(default=0, ge=0)  # alternatives per token
-    return_text_in_logprobs: bool = False  # logprobs have the texts of their tokens
-    max_thinking_tokens: int | None = Field(default=None, ge=0)  # most tokens of reasoning
+    return_text_in_logprobs: bool = False  # add the texts of tokens to logprobs
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # reasoning token limit
 
     @property
     def is_batch(self) -> bool:
@@ -134,103 +134,103 @@ class NativeRequest(EngineRequest):
 
 
 class AbortRequest(RequestModel):
-    """Which requests to abort."""
+    """Selects the requests to abort."""
 
-    rid: RequestId | None = None  # the id of a request, as its client gave it or its answer has it
-    abort_all: bool = False  # those of all clients
+    rid: RequestId | None = None  # id from a request or from its answer
+    abort_all: bool = False  # abort the requests of all clients
 
 
 LogprobEntry = tuple[float | None, int, str | None]
 
 
 class MetaInfo(Struct, frozen=True, kw_only=True):
-    """Facts about an answer; logprobs only if they were requested."""
+    """Facts about an answer, with logprobs if the client requested logprobs."""
 
-    id: str  # the client's rid, or a random one
-    finish_reason: dict[str, Any] | None  # `type` (stop, length, abort), what matched; null before
-    prompt_tokens: int  # of the prompt, cached ones included
-    completion_tokens: int  # generated
-    cached_tokens: int  # of the prompt, found in the cache
+    id: str  # the client's rid, or a random id
+    finish_reason: dict[str, Any] | None  # `type` (stop, length, abort); null before the end
+    prompt_tokens: int  # prompt tokens, including cached tokens
+    completion_tokens: int  # generated tokens
+    cached_tokens: int  # prompt tokens found in the prefix cache
     weight_version: str = "default"  # always `default`
-    e2e_latency: float | UnsetType = UNSET  # seconds, of an answer that is complete
-    spec_verify_ct: int | UnsetType = UNSET  # steps with draft tokens, of a complete answer
-    spec_draft_token_num: int | UnsetType = UNSET  # draft tokens verified
+    e2e_latency: float | UnsetType = UNSET  # seconds, in a complete answer
+    spec_verify_ct: int | UnsetType = UNSET  # steps with draft tokens, in a complete answer
+    spec_draft_token_num: int | UnsetType = UNSET  # verified draft tokens
     spec_accept_token_num: int | UnsetType = UNSET  # accepted draft tokens
     spec_accept_rate: float | UnsetType = UNSET  # share of draft tokens that were accepted
     spec_accept_length: float | UnsetType = UNSET  # tokens per step with draft tokens
-    # of the prompt, from logprob_start_len on: log-probability, token id, text or null
+    # per prompt token from logprob_start_len on: log-probability, token id, text or null
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
-    output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # of the answer, in the same form
-    # the likeliest tokens at each place of the prompt
+    output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # entries per token of the answer
+    # the likeliest tokens at each position of the prompt
     input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
-    # the likeliest tokens at each place of the answer
+    # the likeliest tokens at each position of the answer
     output_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
 
 
 class NativeAnswer(Struct, frozen=True, kw_only=True):
     text: str  # the answer so far
-    output_ids: list[int]  # its tokens so far
-    meta_info: MetaInfo  # counts, logprobs and how it ended
-    index: int | UnsetType = UNSET  # of the prompt, in the stream of several
+    output_ids: list[int]  # token ids of the answer so far
+    meta_info: MetaInfo  # token counts, logprobs and finish reason
+    index: int | UnsetType = UNSET  # number of the choice, if there are several
 
 
 class NumAborted(Struct, frozen=True):
-    num_aborted: int  # sequences that were ended
+    num_aborted: int  # number of aborted sequences
 
 
 class NativeModelInfo(Struct, frozen=True, kw_only=True):
-    model_path: str  # what the model was loaded from
-    tokenizer_path: str  # the same
-    is_generation: bool = True  # it writes text
+    model_path: str  # folder or hub id of the model
+    tokenizer_path: str  # same value as model_path
+    is_generation: bool = True  # the model generates text
     preferred_sampling_params: None = None  # always null: see /server_info
     weight_version: str = "default"  # always `default`
-    has_image_understanding: bool = False  # it reads text only
-    has_audio_understanding: bool = False  # it reads text only
-    architectures: list[str]  # of config.json
+    has_image_understanding: bool = False  # always false in this API
+    has_audio_understanding: bool = False  # the model reads no audio
+    architectures: list[str]  # architectures in config.json
 
 
 class NativeServerInfo(Struct, frozen=True, kw_only=True):
     """The configuration and the load of the server, by SGLang's names."""
 
-    version: str  # of this server
-    model_path: str  # what the model was loaded from
-    served_model_name: str  # the first name of /v1/models
-    context_length: int  # tokens of the context, answer included
-    device: str  # where the model runs
-    dtype: str  # of activations
-    tp_size: int  # ranks that share the model
-    ep_size: int  # ranks that experts are split over
-    dp_size: int  # data-parallel ranks, of all replicas
-    page_size: int  # tokens of a block of the KV cache
-    max_running_requests: int  # sequences in one step at most
-    max_total_num_tokens: int  # that the KV cache holds
-    sampling_defaults: dict[str, Any]  # the checkpoint's, for fields left out
-    num_running_reqs: int  # sequences that run
-    num_queue_reqs: int  # sequences that wait
-    num_used_tokens: int  # of the KV cache, in use
-    num_generated_tokens: int  # since the server started
-    serving_shape: dict[str, Any]  # what decides results and speed, with a short `hash`
-    speculative_algorithm: str | None = None  # how draft tokens are proposed
+    version: str  # version of this server
+    model_path: str  # folder or hub id of the model
+    served_model_name: str  # first name in /v1/models
+    context_length: int  # context length in tokens, including the answer
+    device: str  # device that runs the model
+    dtype: str  # data type of activations
+    tp_size: int  # number of tensor-parallel ranks
+    ep_size: int  # number of ranks that hold shards of the experts
+    dp_size: int  # number of data-parallel ranks in all replicas
+    page_size: int  # tokens per block of the KV cache
+    max_running_requests: int  # most sequences in one step
+    max_total_num_tokens: int  # tokens that the KV cache holds
+    sampling_defaults: dict[str, Any]  # the checkpoint's values for missing fields
+    num_running_reqs: int  # number of running sequences
+    num_queue_reqs: int  # number of waiting sequences
+    num_used_tokens: int  # tokens of KV cache in use
+    num_generated_tokens: int  # tokens generated since the server started
+    serving_shape: dict[str, Any]  # settings that decide results and speed, with a `hash`
+    speculative_algorithm: str | None = None  # method that proposes draft tokens
     speculative_draft_model_path: str | None = None  # folder of a draft model
-    speculative_num_steps: int | None = None  # draft tokens per sequence and step at most
-    speculative_num_draft_tokens: int | None = None  # the same, and the token before them
-    speculative_adaptive: bool = False  # whether drafts are shorter when that is faster
+    speculative_num_steps: int | None = None  # most draft tokens per sequence and step
+    speculative_num_draft_tokens: int | None = None  # speculative_num_steps plus one
+    speculative_adaptive: bool = False  # whether measured times limit the draft length
     avg_spec_accept_length: float | None = None  # tokens per step with draft tokens, so far
-    # mean length of the accepted drafts of a benchmark; the texts are meaningless then
+    # mean accepted draft length that a benchmark prescribes; texts are meaningless with it
     synthetic_acceptance_length: float | None = None
 
 
 class ExpertPlaces(Struct, frozen=True):
-    """Where the experts of an engine are."""
+    """The slots of the experts in an engine."""
 
-    # by layer and slot: the expert in it; slots are in the order of the ranks
+    # expert number by layer and slot; slots are in the order of the ranks
     physical_to_logical_map: list[list[int]]
-    balancedness: float  # mean load of the ranks over the busiest rank's; 1: balanced
+    balancedness: float  # mean load of the ranks divided by the busiest rank's load
 
 
 class ExpertDistribution(Struct, frozen=True):
-    """How often experts were selected, and where they are."""
+    """How often each expert was selected, and which slots hold the expert."""
 
-    # by layer and expert: how often it was selected; zeros in layers without experts
+    # selections by layer and expert; layers without experts have zeros
     logical_count: list[list[int]]
-    engines: list[ExpertPlaces]  # of each of --num-replicas
+    engines: list[ExpertPlaces]  # one entry per engine replica

@@ -1,6 +1,6 @@
-"""Anthropic's conversations as messages of chat completions, without losing anything.
+"""Convert Anthropic's conversations into messages of chat completions without losing anything.
 
-A conversation that grows keeps its prefix, so that the prefix cache applies.
+The messages of a growing conversation keep their prefix, so that the prefix cache applies.
 """
 
 import re
@@ -17,11 +17,11 @@ from negamax.text.messages import find_image, find_text, find_thought, show_unkn
 
 _ROLES = ("user", "assistant", "system")
 _CLEAR_AT = ("never", "next_user_message")
-# blocks of the assistant from other servers, which only these can read
+# types of assistant blocks that only the server that wrote the block can read
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip
-# Claude Code's first line, which differs in every request, so that no prefix could be cached
+# Claude Code's first line differs in every request and would prevent prefix caching
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
@@ -38,17 +38,15 @@ def build_history(
 ) -> History:
     """Build the conversation of a request to a model of `family`.
 
-    - The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
-    - Adjacent messages of one role are one turn. In a user's turn the tool results come first.
-      A text that is one `<system-reminder>` beside tool results belongs to them; as a user message
-      it would hide the thinking of the loop.
-    - Later system messages stay in place. `tool_notes` has the texts of blocks that bring or change
-      tools, by their places.
-    - Thinking becomes reasoning, whatever its signature; hidden thinking is unpacked where the
-      prompt shows it.
-    - With `reads_images`, images of users and of tool results stay images.
+    The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
+    Adjacent messages of one role are one turn. In a user's turn the tool results come first.
+    A text after tool results that is one `<system-reminder>` becomes a system message. As a user
+    message the reminder would hide the thinking of the tool loop. Later system messages stay in
+    place. `tool_notes` maps the places of blocks that add or remove tools to the texts to show.
+    Thinking becomes reasoning without a check of its signature. Hidden thinking is unpacked if the
+    prompt shows the thinking. With `reads_images`, images of users and tool results stay images.
 
-    Errors: `InvalidRequestError` with the place of what the model cannot be shown.
+    Raises `InvalidRequestError` with the place of a part that the model cannot be shown.
     """
     history = History()
     _add_system(history, system)
@@ -68,7 +66,7 @@ def build_history(
     return history
 
 
-Blocks = list[tuple[str, Mapping[str, Any]]]  # with their places
+Blocks = list[tuple[str, Mapping[str, Any]]]  # blocks with their places
 
 
 def _add_system(history: History, system: str | list[dict[str, Any]] | None) -> None:
@@ -102,7 +100,7 @@ def _group_turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, B
 
 
 def _read_message_blocks(message: Mapping[str, Any], place: str) -> Blocks:
-    """Return the blocks of a message; a system message that only sets the effort has none."""
+    """Return the blocks of a message, or none if a system message only sets the effort."""
     content = message.get("content")
     if content is None and message.get("role") == "system" and message.get("output_config"):
         return []
@@ -174,7 +172,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                 parts.add_reasoning(
                     thought or HiddenThought(_read_string(block, "signature", place))
                 )
-            case "compaction":  # a summary by another server; null if that failed
+            case "compaction":  # another server's summary; null if the summary failed
                 summary = _read_string(block, "content", place)
                 parts.add_text(summary and f"{summary}\n\n", is_apart=True)
             case str() if kind in _PASSED_OVER:
@@ -182,7 +180,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
             case "tool_use":
                 parts.add_call(block.get("id"), block.get("name"), block.get("input"))
             case str() if kind.endswith("_tool_result"):
-                pass  # of a tool that ran on another server
+                pass  # result of a tool that ran on another server
             case "document" | "search_result" if shown_text := _read_document(block):
                 parts.add_text(shown_text, is_apart=True)
             case _ if (other := find_thought(block)) is not None:
@@ -204,7 +202,7 @@ def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | N
 
 
 def _find_image(block: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """Return the part of an image, placed within its message; None for other blocks."""
+    """Return the image part of a block with its place in the message; None for other blocks."""
     part = find_image(block, place)
     if part is not None:
         _, _, inner = place.partition(".")
@@ -239,7 +237,7 @@ def _read_result(
 ) -> str | list[dict[str, Any]]:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
-    A refusal would end the session that contains it. With images it is a list of parts.
+    A refusal would end the client's session. A result with images becomes a list of parts.
     """
     parts: list[dict[str, Any]] = []
     content = block.get("content")

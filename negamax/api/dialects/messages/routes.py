@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens of Anthropic's API."""
+"""Serve /v1/messages and /v1/messages/count_tokens of Anthropic's API."""
 
 import secrets
 from collections.abc import Iterator
@@ -33,12 +33,12 @@ from negamax.api.schemas.answers import build_message_error
 
 
 def _encode(event: Struct) -> bytes:
-    """Encode an event, whose tag is also its name."""
+    """Encode a stream event, whose name is its tag."""
     return encode_named_event(str(event.__struct_config__.tag), event)
 
 
 _PING = _encode(schema.Ping())
-PING_SECONDS = 10.0  # no proxy closes the connection while the model reads a long prompt
+PING_SECONDS = 10.0  # keeps proxies from closing the connection during a long prompt
 
 
 def make_messages_router(context: ApiContext) -> APIRouter:
@@ -143,7 +143,7 @@ class _MessageWriter(BlockAnswerWriter[schema.MessageAnswer]):
         self._has_started = False
 
     def response(self) -> schema.MessageAnswer:
-        """Build the message without truncated calls, because clients run calls."""
+        """Build the message without truncated calls, because clients would run such calls."""
         blocks = [
             block for block in self.blocks if block.is_whole or block.kind is not BlockKind.CALL
         ]

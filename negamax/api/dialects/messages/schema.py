@@ -24,14 +24,14 @@ from negamax.config.grammar import Grammar
 
 _THINKING = {mode: mode for mode in MODES} | {"between_tools": "adaptive"}
 _DISPLAYS = ("summarized", "omitted", "updates")
-THREAD_UNSUPPORTED = "thread_unsupported_request"  # code of Anthropic's API
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # error code of Anthropic's API
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 
 
 def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
     """Refuse a thread, with which `messages` would be only a part of the conversation.
 
-    Clients know this code and continue without a thread.
+    Clients recognize the error code and continue without a thread.
     """
     raise InvalidRequestError(
         "thread: the server keeps no conversations",
@@ -42,36 +42,36 @@ def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
 
 
 class ThinkingConfig(RequestModel):
-    """`thinking`: whether and how much the model thinks, and whether the answer shows it."""
+    """The field `thinking`: whether and how much the model thinks, and how to show thinking."""
 
-    # adaptive and between_tools: the model decides
+    # the types adaptive and between_tools let the model decide
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # most tokens of thinking; 0: none
-    # omitted: only within the signature; otherwise in full, because this server never summarises
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # most thinking tokens; 0 means none
+    # omitted hides thinking in the signature; other values show all thinking without a summary
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
 class OutputConfig(RequestModel):
-    """`output_config`: effort, and the form of the answer."""
+    """The field `output_config`: the reasoning effort and the format of the answer."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
-    # as reasoning_effort of chats
+    # how much the model thinks, as reasoning_effort in chat completions
     effort: Annotated[str, validate_one_of("output_config.effort", EFFORTS)] | None = None
-    format: dict[str, Any] | None = None  # `type` json_schema and its `schema`, for the text
+    format: dict[str, Any] | None = None  # `type` json_schema and the `schema` of the text
 
 
 class ToolChoice(RequestModel):
-    """`tool_choice`."""
+    """The field `tool_choice`."""
 
-    # any: some tool must be called; tool: the one that is named
+    # the type any forces some call, and the type tool forces a call of the named tool
     type: Annotated[str, validate_one_of("tool_choice.type", tuple(_CHOICES))]
-    name: str | None = None  # the tool to call, with the type tool
-    disable_parallel_tool_use: bool = False  # at most one call
+    name: str | None = None  # tool to call, for the type tool
+    disable_parallel_tool_use: bool = False  # allow at most one call
 
 
 class CountRequest(TurnRequest):
-    """A conversation to count, and the common fields of one to answer. Messages stay as sent."""
+    """A conversation to count. `MessagesRequest` adds the fields of a conversation to answer."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -89,20 +89,20 @@ class CountRequest(TurnRequest):
         ),
     }
 
-    model: str = Field()  # a name from /v1/models
-    messages: Messages  # the conversation, the latest message last; at most 16,384
+    model: str = Field()  # model name from /v1/models
+    messages: Messages  # at most 16,384 messages, the latest one last
     system: str | list[dict[str, Any]] | None = None  # instructions
-    tools: list[dict[str, Any]] | None = None  # what the model may call; at most 1,024
-    tool_choice: ToolChoice | None = None  # whether calls are possible or due, and of which tool
+    tools: list[dict[str, Any]] | None = None  # at most 1,024 tools that the model may call
+    tool_choice: ToolChoice | None = None  # whether the model may or must call, and which tool
     thinking: ThinkingConfig | None = None  # whether the model thinks, and how long
-    output_config: OutputConfig = OutputConfig()  # effort, and the form of the text
+    output_config: OutputConfig = OutputConfig()  # effort, and format of the text
     output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
     # refused with a code that makes clients send the whole conversation
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @cached_property
     def tools_in_effect(self) -> ToolsInEffect:
-        """The tools and their changes within the conversation; none with tool_choice none."""
+        """The tools after all changes in the conversation, or no tools with tool_choice none."""
         effect = read_tools(self.tools or (), self.messages)
         is_none = self.tool_choice is not None and self.tool_choice.type == "none"
         return ToolsInEffect() if is_none else effect
@@ -142,7 +142,7 @@ class CountRequest(TurnRequest):
 
 
 def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
-    """Return the effort in `output_config` of the last system message that has one."""
+    """Return the effort in `output_config` of the last system message that sets an effort."""
     effort = None
     for index, message in enumerate(messages):
         config = message.get("output_config") if message.get("role") == "system" else None
@@ -158,57 +158,57 @@ def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
 class MessagesRequest(CountRequest):
     """A conversation to answer."""
 
-    max_tokens: int = Field(ge=0)  # 0: read the prompt into the cache, answer nothing
+    max_tokens: int = Field(ge=0)  # token limit; 0 only caches the prompt
     stop_sequences: StopStrings = Field(default_factory=list)  # texts that end the answer
 
 
 class ThinkingTokens(Struct, frozen=True):
-    thinking_tokens: int  # within thinking blocks
+    thinking_tokens: int  # tokens within thinking blocks
 
 
 class MessageUsage(Struct, frozen=True, kw_only=True):
-    """Token counts; the prompt is the sum of the three kinds of input."""
+    """Token counts. The prompt is the sum of the three input counts."""
 
-    input_tokens: int  # of the prompt, not found in the cache
-    cache_creation_input_tokens: int = 0  # writing to the cache is not counted
-    cache_read_input_tokens: int  # of the prompt, found in the cache
-    output_tokens: int  # generated, thinking included
+    input_tokens: int  # prompt tokens not found in the prefix cache
+    cache_creation_input_tokens: int = 0  # always 0: cache writes are not counted
+    cache_read_input_tokens: int  # prompt tokens found in the prefix cache
+    output_tokens: int  # generated tokens, including thinking
     output_tokens_details: ThinkingTokens  # details of the output
     service_tier: str | UnsetType = UNSET  # `standard`
 
 
 class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
-    text: str  # the text; empty where the block starts
+    text: str  # the text; empty in content_block_start
 
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
-    thinking: str  # the reasoning; empty where the block starts, and with display omitted
-    signature: str  # signs the reasoning, and contains it with display omitted
+    thinking: str  # the reasoning; empty in content_block_start and with display omitted
+    signature: str  # signature of the reasoning; contains it with display omitted
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
-    id: str  # id to use in the tool_result in tool_use_id
-    name: str  # of the tool
-    input: msgspec.Raw  # the arguments; empty where the block starts
+    id: str  # id for tool_use_id in the tool_result
+    name: str  # name of the tool
+    input: msgspec.Raw  # the arguments; empty in content_block_start
 
 
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageAnswer(Struct, frozen=True, kw_only=True):
-    id: str  # of the message
+    id: str  # id of the message
     type: str = "message"  # type of the object
     role: str = "assistant"  # author of the message
-    model: str  # the name that the request used
-    content: list[ContentBlock]  # in the order in which the model wrote it
+    model: str  # model name that the request used
+    content: list[ContentBlock]  # blocks in the model's order
     # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
     stop_reason: str | None
-    stop_sequence: str | None  # the one that ended it
+    stop_sequence: str | None  # stop string that ended the answer
     usage: MessageUsage  # token counts
 
 
 class TokenCount(Struct, frozen=True):
-    input_tokens: int  # of the prompt that the model would read
+    input_tokens: int  # tokens of the prompt that the model would read
 
 
 class TextDelta(Struct, frozen=True, tag="text_delta", tag_field="type"):
@@ -220,7 +220,7 @@ class ThinkingDelta(Struct, frozen=True, tag="thinking_delta", tag_field="type")
 
 
 class SignatureDelta(Struct, frozen=True, tag="signature_delta", tag_field="type"):
-    signature: str  # of the whole block, at its end
+    signature: str  # signature of the whole block, at the block's end
 
 
 class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="type"):
@@ -230,11 +230,11 @@ class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="typ
 class StopDelta(Struct, frozen=True):
     # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
     stop_reason: str | None
-    stop_sequence: str | None  # the one that ended it
+    stop_sequence: str | None  # stop string that ended the answer
 
 
 class MessageStart(Struct, frozen=True, tag="message_start", tag_field="type"):
-    message: MessageAnswer  # without content, and with the counts of the prompt
+    message: MessageAnswer  # the message without content, with the prompt's token counts
 
 
 class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
@@ -242,21 +242,21 @@ class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
 
 
 class BlockStart(Struct, frozen=True, tag="content_block_start", tag_field="type"):
-    index: int  # of the block in the content
-    content_block: ContentBlock  # without its text
+    index: int  # number of the block in the content
+    content_block: ContentBlock  # the block without its text
 
 
 class BlockDelta(Struct, frozen=True, tag="content_block_delta", tag_field="type"):
-    index: int  # of the block in the content
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta  # the new part
+    index: int  # number of the block in the content
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta  # new part of the block
 
 
 class BlockStop(Struct, frozen=True, tag="content_block_stop", tag_field="type"):
-    index: int  # of the block in the content
+    index: int  # number of the block in the content
 
 
 class MessageDelta(Struct, frozen=True, tag="message_delta", tag_field="type"):
-    delta: StopDelta  # why it ended
+    delta: StopDelta  # why the answer ended
     usage: MessageUsage  # all counts
 
 
@@ -264,4 +264,4 @@ class MessageStop(Struct, frozen=True, tag="message_stop", tag_field="type"):
     pass
 
 
-NO_INPUT = msgspec.Raw(b"{}")  # of a call that begins
+NO_INPUT = msgspec.Raw(b"{}")  # input of a call that begins

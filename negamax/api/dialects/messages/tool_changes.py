@@ -1,6 +1,6 @@
-"""The tools of a request to /v1/messages: those of its prompt, and those that messages bring.
+"""Read the tools that a request to /v1/messages declares, and the tools that its messages add.
 
-A tool that a message brings is shown there, so that the cached prefix stays valid.
+The prompt shows an added tool at the place of its message, so that cached prefixes stay valid.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,30 +16,30 @@ from negamax.api.schemas.tools import (
     show_tools,
 )
 
-TOOL_CHANGES = ("tool_addition", "tool_removal")  # blocks of system messages
+TOOL_CHANGES = ("tool_addition", "tool_removal")  # block types in system messages
 _CLIENT_TOOLS = load_client_tools("messages")
-_SERVER_SEARCH = "tool_search_tool_"  # prefix of types whose search this server does not run
+_SERVER_SEARCH = "tool_search_tool_"  # type prefix of tool searches that this server does not run
 
 
 @dataclass(slots=True)
 class ToolsInEffect:
     """The tools of a conversation as functions. Single writer: `read_tools`."""
 
-    shown: list[dict[str, Any]] = field(default_factory=list)  # at the start of the prompt
-    callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name, after all changes
-    notes: dict[str, str] = field(default_factory=dict)  # texts of blocks by their place
+    shown: list[dict[str, Any]] = field(default_factory=list)  # shown at the start of the prompt
+    callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # callable tools by name
+    notes: dict[str, str] = field(default_factory=dict)  # texts to show, by the block's place
 
 
 def read_tools(
     tools: Sequence[dict[str, Any]], messages: Sequence[Mapping[str, Any]]
 ) -> ToolsInEffect:
-    """Read the declared tools and the changes in messages. Errors: `InvalidRequestError`.
+    """Read the declared tools and the changes in messages, or raise `InvalidRequestError`.
 
-    - Tools that clients run get the schema of their type if they have none. Tools that run on
-      Anthropic's servers are omitted.
-    - A tool with `defer_loading` is shown where a message first refers to it. All are shown at the
-      start if Anthropic's servers would search them, or if there are no others.
-    - The first tool of a conversation is shown at the start: the template describes calls there.
+    Tools that clients run get the schema of their type if they have no schema. Tools that run on
+    Anthropic's servers are omitted. A tool with `defer_loading` is shown where a message first
+    refers to the tool. All tools are shown at the start if Anthropic's servers would search them,
+    or if all have `defer_loading`. The first tool is always shown at the start, because the
+    template describes calls there.
     """
     effect, known, deferred = ToolsInEffect(), dict[str, dict[str, Any] | None](), set[str]()
     check_tool_count(len(tools))
@@ -87,7 +87,7 @@ def read_tools(
 def _find_changes(
     messages: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield changes in system messages and references in results: place, type, and tool."""
+    """Yield place, type and tool of changes in system messages and of references in results."""
     for index, message in enumerate(messages):
         for place, block in _list_blocks(message, f"messages[{index}]"):
             kind = block.get("type")
@@ -113,7 +113,7 @@ def _get_name(place: str, tool: Mapping[str, Any]) -> str:
 
 
 def _read_tool(where: str, declared: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a tool as a function; None if this server does not know it."""
+    """Return a tool as a function, or None if this server does not know the tool."""
     tool = declared if "input_schema" in declared else _add_schema(declared)
     if tool is None:
         if declared.get("type") in (None, "custom"):
@@ -131,7 +131,7 @@ def _read_tool(where: str, declared: dict[str, Any]) -> dict[str, Any] | None:
 def _add_schema(tool: dict[str, Any]) -> dict[str, Any] | None:
     """Add the description and `input_schema` of the tool's type.
 
-    None: the server does not know the type, or the tool runs on Anthropic's servers.
+    Return None if the type is unknown or the tool runs on Anthropic's servers.
     """
     kind = tool.get("type")
     known = _CLIENT_TOOLS.get(kind) if isinstance(kind, str) else None

@@ -1,6 +1,6 @@
 """Shell, patch and search tools of the Responses API, which have a type instead of a name.
 
-Clients run them. The model calls them as functions with the name of their type.
+Clients run these tools. The model calls each tool as a function that is named after its type.
 """
 
 import json
@@ -19,16 +19,16 @@ from negamax.api.schemas.tools import load_client_tools
 
 _OPERATIONS = ("create_file", "update_file", "delete_file")
 CLIENT_TOOLS = load_client_tools("responses")
-CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # the tool by type of its call item
+CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # tool name by type of the call item
 TOOL_SEARCH = "tool_search"
-FOUND_TOOLS = "tool_search_output"  # the result that has them
+FOUND_TOOLS = "tool_search_output"  # item type of a tool search's result
 RESULTS = tuple(
     FOUND_TOOLS if name == TOOL_SEARCH else f"{name}_call_output" for name in CLIENT_TOOLS
 )
 
 
 def is_run_by_client(tool: Mapping[str, Any]) -> bool:
-    """Return whether the client runs a tool; OpenAI may run shells and searches."""
+    """Return whether the client, and not an OpenAI server, runs a tool."""
     if tool.get("type") == TOOL_SEARCH:
         return tool.get("execution") == "client"
     place = tool.get("environment")
@@ -37,7 +37,7 @@ def is_run_by_client(tool: Mapping[str, Any]) -> bool:
 
 
 def is_hosted_search(item: Mapping[str, Any]) -> bool:
-    """Return whether an item is a search for tools, or its result, of OpenAI's servers."""
+    """Return whether an item is a tool search on OpenAI's servers, or the search's result."""
     is_search = item.get("type") in (f"{TOOL_SEARCH}_call", FOUND_TOOLS)
     return is_search and (item.get("execution") == "server" or item.get("call_id") is None)
 
@@ -45,7 +45,7 @@ def is_hosted_search(item: Mapping[str, Any]) -> bool:
 def build_call_item(
     name: str, arguments: str, *, item_id: str, status: str, call_id: str
 ) -> ShellCallItem | LocalShellCallItem | ApplyPatchCallItem | ToolSearchCallItem | None:
-    """Build the item of a call of the tool `name`; None if its `arguments` do not fit."""
+    """Build the item for a call of tool `name`, or return None for wrong `arguments`."""
     try:
         given = json.loads(arguments)
     except ValueError:
@@ -71,7 +71,7 @@ def build_call_item(
 
 
 def extract_arguments(item: Mapping[str, Any], place: str) -> Any:
-    """Return the arguments of the call `item` as the model made it."""
+    """Return the arguments of the call `item` as the model wrote them."""
     name = CALLS[item["type"]]
     if name == TOOL_SEARCH:
         return item.get("arguments")
@@ -82,7 +82,7 @@ def extract_arguments(item: Mapping[str, Any], place: str) -> Any:
 
 
 def render_result(item: Mapping[str, Any], place: str) -> str:
-    """Return what the model reads of the result `item`."""
+    """Return the text of the result `item` that the model reads."""
     output = item.get("output")
     if item["type"] == "apply_patch_call_output" and output is None:
         output = "" if item.get("status") == "failed" else "Done."

@@ -1,4 +1,4 @@
-"""Writes answers of the Responses API: items, and the events by which they grow."""
+"""Write answers of the Responses API as items, and streams as events that extend items."""
 
 import json
 import time
@@ -51,7 +51,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     ) -> None:
         """`blank` is the response without an answer; `new_id` makes an item's id from its prefix.
 
-        `keep` takes the last state of a streamed response before it is sent.
+        `keep` receives the last state of a streamed response before the client does.
         """
         super().__init__(blank.id, started)
         self._blank = blank
@@ -63,7 +63,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         self._tools = {tool.shown_name: tool for tool in params.declared_tools}
         self._has_summary = params.wants_summary
         self._has_encrypted = ENCRYPTED_REASONING in params.include
-        self._ids: list[str] = []  # of the blocks
+        self._ids: list[str] = []  # item ids of the blocks
         self._sequence_number = -1
 
     def start(self) -> bytes:
@@ -127,7 +127,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _items(self) -> list[items.OutputItem]:
         self._read_logprobs()
         for block in self.blocks:
-            self._of_block(block)  # in order, also blocks without logprobs
+            self._of_block(block)  # tokens must be matched in block order
         return [
             self._item(block, "completed" if block.is_whole else "incomplete")
             for block in self.blocks
@@ -202,7 +202,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
             case BlockClosed():
-                if self._has_own_item(block):  # its type is known only at the end
+                if self._has_own_item(block):  # the type of the item is known only at the end
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")
@@ -234,7 +234,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 yield self._text(
                     block, "output_text.delta", content_index=0, delta=text, logprobs=logprobs
                 )
-            # the input of other tools is text within JSON, known only at the end
+            # the input of custom tools is decoded from JSON, and known only at the end
             case BlockKind.CALL if not (self._is_custom(block) or self._has_own_item(block)):
                 yield self._text(block, "function_call_arguments.delta", delta=text)
 
@@ -297,7 +297,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
 
 
 def _read_custom_input(arguments: str) -> str:
-    """Return the text of a custom tool call; all arguments if the model gave others."""
+    """Return the text of a custom tool call, or all arguments if they have another shape."""
     try:
         given = json.loads(arguments)
     except ValueError:

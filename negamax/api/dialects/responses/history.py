@@ -1,4 +1,4 @@
-"""Items of the Responses API as messages of chat completions, without losing anything."""
+"""Convert items of the Responses API into messages of chat completions without losses."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from negamax.text.messages import find_text, find_thought, unseen_note
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
 _RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
-# items of other servers' models and tools
+# types of items that other servers' models and tools wrote
 _PASSED_OVER = (
     "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
     "computer_call", "computer_call_output", "program", "program_output",
@@ -31,7 +31,7 @@ _PASSED_OVER = (
     "compaction", "context_compaction", *SETTINGS,
 )  # fmt: skip
 _NO_NOTES: Mapping[int, str] = {}
-_END: Mapping[str, Any] = {"type": "end"}  # of the items
+_END: Mapping[str, Any] = {"type": "end"}  # marks the end of the items
 
 
 def build_history(
@@ -42,22 +42,21 @@ def build_history(
     family: ChatFamily | None = None,
     tool_notes: Mapping[int, str] = _NO_NOTES,
 ) -> History:
-    """Build the conversation of `items`, which come with their places, for a model of `family`.
+    """Build the conversation of `items`, pairs of place and item, for a model of `family`.
 
-    Consecutive reasoning, assistant messages and calls are one assistant message, as the model
-    wrote them. Text of items of unknown type is a user's message, within a loop of calls a note;
-    without text they are omitted. Reasoning is taken from the item's content, else from its
-    encrypted content (unpacked if the prompt shows it), else from its summary. A truncated call
-    without a result is omitted: it could not be run. Errors: `InvalidRequestError` with the place
-    of what the model cannot be shown. `tool_notes` has the texts of items that bring tools, by
-    their number.
+    Consecutive reasoning, assistant messages and calls form one assistant message. The text of an
+    item of unknown type becomes a user message, or a system message within a loop of tool calls.
+    Unknown items without text are omitted. Reasoning comes from an item's content, or if that is
+    missing from its encrypted content (if the prompt shows it), or else from its summary. A
+    truncated call without a result is omitted. `tool_notes` has the texts of items that add tools,
+    by item number. Raises `InvalidRequestError` with the place of an item that cannot be shown.
     """
     history = History()
     if instructions:
         history.add({"role": "system", "content": instructions}, place="instructions")
     parts: AssistantParts | None = None
     parts_place = ""
-    notes: list[tuple[str, str]] = []  # texts of items between calls, which follow these
+    notes: list[tuple[str, str]] = []  # texts of items between calls, to add after the calls
     local_calls = {
         item["id"]: item.get("call_id")
         for _, item in items
@@ -130,7 +129,7 @@ def _get_called_name(item: Mapping[str, Any]) -> Any:
 def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
     """Return the id of the call that a result belongs to.
 
-    Results of local shells may name the item of the call instead; `local_calls` maps these ids.
+    A local shell's result may name the call's item. `local_calls` maps item ids to call ids.
     """
     call_id, item_id = item.get("call_id"), item.get("id")
     if call_id is not None or item.get("type") != "local_shell_call_output":
@@ -141,7 +140,7 @@ def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any
 def _build_message(
     item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any], *, found_tools: str
 ) -> dict[str, Any]:
-    """Build the message of a result or a message; its content is checked with the others."""
+    """Build the message of a result or message item, whose content is checked later."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
         output = item.get("output")
@@ -149,7 +148,7 @@ def _build_message(
             output = found_tools
         elif kind in CLIENT_RESULTS:
             output = render_result(item, place)
-        if isinstance(output, dict):  # an object instead of a list of parts
+        if isinstance(output, dict):  # some clients send an object instead of a list of parts
             output = json.dumps(output, ensure_ascii=False)
         return {"role": "tool", "tool_call_id": _get_call_id(item, local_calls), "content": output}
     role = check_choice(item.get("role"), _ROLES, f"{place}.role")
@@ -157,22 +156,22 @@ def _build_message(
 
 
 def _read_unknown(item: Mapping[str, Any], place: str) -> str:
-    """Return the text to show of an item that is neither known nor of the assistant."""
+    """Return the text to show for an item of an unknown type."""
     kind = item["type"]
     if kind == "compaction_trigger":
-        refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask for one")
+        refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask in a message")
     return "" if is_passed_over(item) else find_text(item)
 
 
 def is_passed_over(item: Mapping[str, Any]) -> bool:
-    """Return whether an item of another server's model or tool is not shown."""
+    """Return whether an item of another server's model or tool is hidden from the model."""
     return item.get("type") in _PASSED_OVER or is_hosted_search(item)
 
 
 def _read_assistant_text(
     item: Mapping[str, Any], place: str, family: ChatFamily | None, parts: AssistantParts
 ) -> str:
-    """Return the text of an assistant message; reasoning in it is added to `parts`."""
+    """Return the text of an assistant message, and add its reasoning to `parts`."""
     content = item.get("content")
     if content is None or isinstance(content, str):
         return content or ""

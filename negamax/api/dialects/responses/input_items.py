@@ -1,4 +1,4 @@
-"""The input items of a stored response as OpenAI lists them: complete, with ids, in pages."""
+"""List the input items of a stored response in pages, completed and with ids, as OpenAI does."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ from negamax.api.dialects.responses.items import ItemList
 from negamax.api.dialects.responses.store import Item
 from negamax.api.schemas.request_model import check_choice, describe, refuse
 
-MAX_PAGE = 100  # items, as at OpenAI
+MAX_PAGE = 100  # largest page in items, as at OpenAI
 _DEFAULT_PAGE = 20
 _ORDERS = ("asc", "desc")
-# prefixes of ids by type of item; other types have no `status`
+# id prefixes by item type; items of other types get no `status`
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -36,7 +36,7 @@ def build_page(
 ) -> ItemList:
     """Return the page of the input `items` that `query` selects by `order`, `limit` and `after`.
 
-    The default order is the last item first. Errors: `InvalidRequestError`.
+    By default the last item comes first. Raises `InvalidRequestError` for a wrong parameter.
     """
     order, limit, after = query.get("order", "desc"), query.get("limit"), query.get("after")
     check_choice(order, _ORDERS, "order")
@@ -64,7 +64,7 @@ def build_page(
 
 
 def _build_ids(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
-    """Return the id of each item: its own, or one made of its place and the response's id."""
+    """Return the ids of items. Missing ids are made of the item's place and the response's id."""
     ids: dict[str, None] = {}  # in order
     for number, item in enumerate(items):
         item_id = item.get("id")

@@ -1,4 +1,4 @@
-"""Items that change the settings of later answers: more tools, and the configuration."""
+"""Apply items that add tools or change the configuration of later answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ SETTINGS = ("additional_tools", "configuration_update")
 class Settings:
     """A request with the changes of its items.
 
-    `later` has the names of the tools that the prompt does not show at its start, `notes` the
-    texts of items that bring tools, by the number of the item.
+    `later` has the names of the tools that the prompt does not show at its start. `notes` has the
+    texts of items that add tools, by item number.
     """
 
     params: ResponsesRequest
@@ -29,11 +29,11 @@ class Settings:
 def apply_settings(
     params: ResponsesRequest, items: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Settings:
-    """Apply the changes in `items`, which come with their places, to the request.
+    """Apply the changes in `items`, which are pairs of place and item, to the request.
 
-    Tools are added unless their name is taken. Those of items before the first message, and the
-    first ones of all, are shown at the start of the prompt, where the template describes calls,
-    others at the place of their item, so that the cached prefix stays valid. A
+    Tools are added unless their name is taken. The prompt shows tools of items before the first
+    message at its start, and also the first tools of all, because the template describes calls
+    there. Other tools are shown at the place of their item, so that cached prefixes stay valid. A
     tool with `defer_loading` is shown where the client's search finds it. The last effort and the
     last text format apply.
     """

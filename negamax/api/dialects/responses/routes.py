@@ -1,4 +1,4 @@
-"""/v1/responses of OpenAI's API. Answers are items that the server stores."""
+"""Serve /v1/responses of OpenAI's API. The server stores responses for later requests."""
 
 import asyncio
 import time
@@ -52,7 +52,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-_ITEMS = "items"  # question of server processes: items by their ids
+_ITEMS = "items"  # question between server processes: get items by their ids
 _FETCH_SECONDS = 5.0  # a stopping server waits for a client to fetch its response
 
 
@@ -82,7 +82,7 @@ def make_responses_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(http: Request, response_id: str) -> Response:
-        """List the input items of a stored response in pages: `order`, `limit`, `after`."""
+        """List a page of a stored response's input items by `order`, `limit` and `after`."""
         kept = responses.kept(response_id, get_tenant(http))
         items, query = kept.turn.input_items, http.query_params
         page = await run_off_loop(
@@ -110,7 +110,7 @@ def _json_bytes(body: bytes) -> Response:
 
 
 async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesRequest] | Response:
-    """Read the request, or return the answer of the server process that owns its predecessor."""
+    """Read the request, or relay it to the server process that owns the previous response."""
     arrival = time.monotonic()
     body = await receive(http, context.body_limits)
     params, num_bytes = await decode_request(body, ResponsesRequest, context.body_limits)
@@ -125,21 +125,21 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    request: ApiRequest[ResponsesRequest]  # its size includes the items referred to
-    parent: StoredTurn | None  # the turn that it continues
-    input_items: bytes  # its own items as they are stored
-    in_effect: ResponsesRequest  # as the items change it
+    request: ApiRequest[ResponsesRequest]  # its size includes the referenced items
+    parent: StoredTurn | None  # the turn that the request continues
+    input_items: bytes  # the request's own items in stored form
+    in_effect: ResponsesRequest  # the request with the changes of its items
     turn: Turn
 
 
 class _Responses:
-    """Responses stored and those in the background. Single writer: the event loop."""
+    """Stored responses and background responses. Single writer: the event loop."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._awaited: dict[str, asyncio.Event] = {}  # set when the response is fetched
+        self._awaited: dict[str, asyncio.Event] = {}  # set when a client fetches the response
         context.peers.when_asked(
             _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )
@@ -151,7 +151,7 @@ class _Responses:
         return kept
 
     def fetched(self, response_id: str, tenant: str) -> bytes:
-        """Return a stored response as JSON and note that its client has it. Errors: as `kept`."""
+        """Return a stored response as JSON, and note the fetch. Raises the errors of `kept`."""
         body = self.kept(response_id, tenant).body
         if response_id in self._awaited:
             self._awaited[response_id].set()
@@ -230,7 +230,7 @@ class _Responses:
         return _Prepared(replace(request, num_bytes=num_bytes), parent, stored, in_effect, turn)
 
     def _check_chain(self, parent: StoredTurn, *, num_bytes: int) -> None:
-        """Refuse a request that needs more with the turns that it continues than one body may."""
+        """Refuse a request that together with its earlier turns exceeds the limits of one body."""
         limits = self._context.body_limits
         if num_bytes > limits.num_bytes or parent.total_openers > limits.openers:
             raise PayloadTooLargeError(
@@ -241,7 +241,7 @@ class _Responses:
             )
 
     def delete(self, response_id: str, tenant: str) -> None:
-        """Delete a response, and abort it if it runs. Errors: `NotFoundError`."""
+        """Delete a response, and abort it if it runs. Raises `NotFoundError` for an unknown id."""
         self.kept(response_id, tenant)
         task = self._running.pop(response_id, None)
         if task is not None:
@@ -251,12 +251,12 @@ class _Responses:
     async def cancel(self, response_id: str, tenant: str) -> bytes:
         """Cancel a background response and return its last state.
 
-        Errors: `NotFoundError`; `InvalidRequestError` for another kind of response.
+        Raises `NotFoundError` for an unknown id, `InvalidRequestError` for other responses.
         """
         response = msgspec.json.decode(self.kept(response_id, tenant).body)
         if not response["background"]:
             raise InvalidRequestError(
-                "only a background response can be cancelled; close the connection of any other",
+                "only a background response can be cancelled; close the connection to end this one",
                 param="response_id",
                 code="not_in_background",
             )
@@ -325,7 +325,7 @@ class _Responses:
     async def _given(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
-        """Return the input with references resolved, and the request's size with these in bytes."""
+        """Return the input with resolved references, and the request's size with these in bytes."""
         if isinstance(params.input, str):
             return [{"type": "message", "role": "user", "content": params.input}], num_bytes
         references = {
@@ -349,7 +349,7 @@ class _Responses:
         allowed = self._context.body_limits.num_bytes
         if num_bytes > allowed:
             raise PayloadTooLargeError(
-                f"input: {num_bytes} bytes with the items that it refers to; allowed: {allowed}",
+                f"input: {num_bytes} bytes with the items it refers to; allowed: {allowed}",
                 code="body_too_large",
             )
         return given, num_bytes
@@ -442,8 +442,8 @@ def _ignore_response(response: ResponseAnswer) -> None:
 
 def _build_unknown_error(name: object, *, param: str, code: str) -> NotFoundError:
     return NotFoundError(
-        f"{param}: {describe(name)} is not stored here; responses are stored in memory until "
-        f"others need the room",
+        f"{param}: {describe(name)} is not stored here; the server keeps only the most recently "
+        f"used responses",
         param=param,
         code=code,
     )

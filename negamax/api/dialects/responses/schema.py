@@ -29,32 +29,32 @@ from negamax.api.schemas.tools import (
 )
 from negamax.config.grammar import Grammar
 
-ENCRYPTED_REASONING = "reasoning.encrypted_content"  # of `include`
-LOGPROBS = "message.output_text.logprobs"  # the same
-CUSTOM_INPUT = "input"  # the one argument of a custom tool
+ENCRYPTED_REASONING = "reasoning.encrypted_content"  # value of `include`
+LOGPROBS = "message.output_text.logprobs"  # value of `include`
+CUSTOM_INPUT = "input"  # name of a custom tool's only argument
 _CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {CUSTOM_INPUT: {"type": "string"}},
     "required": [CUSTOM_INPUT],
 }
 MAX_ITEMS = 4 * MAX_MESSAGES
-MAX_METADATA = 16  # entries, as at OpenAI
+MAX_METADATA = 16  # most entries, as at OpenAI
 _FORMS = ("text", "json_object", "json_schema")
 _SUMMARIES = ("auto", "concise", "detailed", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTool:
-    """A tool that the client runs, and the function that the model is shown for it.
+    """A tool that the client runs, and the function that the prompt shows for the tool.
 
-    `kind`: "function", "custom" (a function of one text), or a type of `CLIENT_TOOLS`.
+    `kind` is "function", "custom" (a function of one text), or a type of `CLIENT_TOOLS`.
     """
 
     name: str
     namespace: str | None
     kind: str
     as_function: dict[str, Any]
-    is_deferred: bool = False  # shown only when a search finds it
+    is_deferred: bool = False  # shown only after a search finds the tool
 
     @property
     def shown_name(self) -> str:
@@ -80,25 +80,25 @@ def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]
 
 
 class ReasoningConfig(RequestModel):
-    """`reasoning`: effort, and whether there is a summary."""
+    """The field `reasoning`: effort, and whether there is a summary."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
 
-    # how much the model thinks, if the template supports efforts; "none": not at all
+    # how much the model thinks, if the template supports efforts; "none" disables thinking
     effort: Annotated[str, validate_one_of("reasoning.effort", EFFORTS)] | None = None
-    # other than none: the answer repeats the whole reasoning as a summary
+    # values other than none repeat the whole reasoning as a summary
     summary: Annotated[str, validate_one_of("reasoning.summary", _SUMMARIES)] | None = None
 
 
 class TextConfig(RequestModel):
-    """`text`: the form of the answer."""
+    """The field `text`: the format of the answer."""
 
     format: dict[str, Any] | None = None  # `type` text, json_object or json_schema with a `schema`
     verbosity: str | None = None  # no effect
 
 
 class ResponsesRequest(TurnRequest):
-    """A conversation to answer, as items. It may continue a response that the server stores."""
+    """A conversation to answer, as items. A request may continue a stored response."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -117,26 +117,25 @@ class ResponsesRequest(TurnRequest):
         "messages": "this endpoint takes input; use /v1/chat/completions",
         "max_tokens": "it is called max_output_tokens here",
     }
-    # a text, or items from the conversation; at most 65,536
+    # a text, or at most 65,536 items of the conversation
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
-    instructions: str | None = None  # the system message, instead of the previous one
+    instructions: str | None = None  # system message, instead of the previous response's
     previous_response_id: str | None = None  # a stored response to continue
     store: bool = True  # store the response on the server
-    background: bool = False  # answer at once, to be fetched later; needs store
-    max_output_tokens: int | None = Field(default=None, ge=1)  # default: the rest of the context
+    background: bool = False  # return at once, so that the client fetches the answer; needs store
+    max_output_tokens: int | None = Field(default=None, ge=1)  # by default the rest of the context
     stop: StopStrings = Field(default_factory=list)  # an extension
-    # functions, custom tools, namespaces of them, and tools with a type that clients run; at most
-    # 1,024
+    # at most 1,024 functions, custom tools, tools in namespaces, and typed tools that clients run
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, a tool, or allowed_tools
     parallel_tool_calls: bool = True  # false: at most one call
     reasoning: ReasoningConfig = ReasoningConfig()  # effort, and whether there is a summary
-    text: TextConfig = TextConfig()  # the form of the answer
-    # reasoning.encrypted_content and message.output_text.logprobs have an effect
+    text: TextConfig = TextConfig()  # format of the answer
+    # only reasoning.encrypted_content and message.output_text.logprobs have an effect
     include: list[str] = Field(default_factory=list)
-    # the number of likeliest tokens at each place; needs include message.output_text.logprobs
+    # number of alternatives per token; needs include message.output_text.logprobs
     top_logprobs: int = Field(default=0, ge=0)
-    # returned in the response; keys of up to 64 characters, texts of up to 512
+    # returned in the response; keys have up to 64 characters, values up to 512
     metadata: Annotated[
         dict[
             Annotated[str, StringConstraints(max_length=64)],
@@ -196,7 +195,7 @@ class ResponsesRequest(TurnRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of alternatives per token; None: no logprobs."""
+        """The number of alternatives per token, or None without logprobs."""
         return self.top_logprobs if LOGPROBS in self.include else None
 
     @property
@@ -205,10 +204,10 @@ class ResponsesRequest(TurnRequest):
 
 
 def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[DeclaredTool]:
-    """Return the tools that the model can be shown, given with their places.
+    """Return the tools that the prompt can show. `placed` has pairs of place and tool.
 
-    These are functions, custom tools, both also in namespaces, and shells, patches and searches
-    that clients run. Tools that run on OpenAI's servers are omitted.
+    These tools are functions and custom tools, also in namespaces, and the shell, patch and search
+    tools that clients run. Tools that run on OpenAI's servers are omitted.
     """
     declared: list[DeclaredTool] = []
     for where, tool in placed:
@@ -240,7 +239,7 @@ def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> li
             allowed = "the name of a type, such as 'function'"
             refuse(f"{where}.type", f"{describe(kind)}; allowed: {allowed}")
         return []
-    described = tool.get("function", tool)  # also in the shape of chat completions
+    described = tool.get("function", tool)  # clients may send the shape of chat completions
     if not isinstance(described, dict):
         refuse(f"{where}.function", "must be an object with a name")
     called = build_shown_name(namespace, described.get("name"))

@@ -1,4 +1,4 @@
-"""Stored responses, in memory and within a limit, so that clients can fetch and continue them."""
+"""Store responses in memory up to a limit, so that clients can fetch and continue them."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -13,14 +13,14 @@ from negamax.text.messages import is_unseen
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 256 * 2**20
-_SMALL_BYTES = 1024  # of a field that the model is not shown
+_SMALL_BYTES = 1024  # size limit of a field that the model is not shown
 _ITEM_FIELDS = (
     "content", "summary", "encrypted_content", "arguments", "input", "output", "action",
     "operation", "tools", "text", "result", "value",
 )  # fmt: skip
 _PART_FIELDS = ("text", "refusal", "content", "output", "result", "value", "stdout", "stderr")
 _SETTING_FIELDS = ("description", "parameters", "function", "tools", "schema")
-_SHOWN_SETTINGS = (  # types of tools, choices and forms that the model is shown or that bind it
+_SHOWN_SETTINGS = (  # types of settings that the prompt shows or that constrain the answer
     "function", "custom", "namespace", "tool_search", "allowed_tools", "json_schema",
 )  # fmt: skip
 
@@ -28,7 +28,7 @@ Item = dict[str, Any]
 
 
 class StoredTurn:
-    """One response's items as JSON, on top of the turn before. Single writer: the store."""
+    """The items of one response as JSON, after those of `parent`. Single writer: the store."""
 
     def __init__(
         self, parent: "StoredTurn | None", *, input_items: bytes, output_items: bytes
@@ -41,7 +41,7 @@ class StoredTurn:
         )
         own_openers = count_openers(input_items) + count_openers(output_items)
         self.total_openers: int = own_openers + (0 if parent is None else parent.total_openers)
-        self.num_users = 0  # stored responses with this turn, and turns on top of it
+        self.num_users = 0  # stored responses and later turns that use this turn
 
     @property
     def num_bytes(self) -> int:
@@ -63,24 +63,24 @@ class StoredResponse:
     body: bytes  # JSON
     turn: StoredTurn
     item_ids: Sequence[str] = ()
-    tenant: str = ""  # no other tenant can see it
+    tenant: str = ""  # tenant that may see the response
 
 
 @dataclass(slots=True)
 class _TenantResponses:
     """The responses of one tenant. Single writer: the store."""
 
-    # least recently used first
+    # the least recently used response first
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    owners: dict[str, str] = field(default_factory=dict)  # the response of an output item, by id
+    owners: dict[str, str] = field(default_factory=dict)  # response ids by id of an output item
     num_bytes: int = 0
 
 
 class ResponseStore:
     """Stores the most recently used responses. Single writer: the event loop.
 
-    A turn lives as long as a stored response needs it; its bytes count once. Where there are too
-    many, the tenant with the most makes room.
+    The store keeps a turn while a stored response needs it, and counts its bytes once. A full store
+    removes the least recently used response of the tenant that uses the most.
     """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -96,7 +96,7 @@ class ResponseStore:
         return sum(each.num_bytes for each in self._tenants.values())
 
     def put(self, response_id: str, kept: StoredResponse) -> None:
-        """Store a response or its new state; the least recently used ones make room."""
+        """Store a response or its new state. A full store removes the least recently used ones."""
         own = self._tenants.setdefault(kept.tenant, _TenantResponses())
         _change_users(kept.turn, 1, owner=own)
         _remove(own, response_id)
@@ -112,7 +112,7 @@ class ResponseStore:
             self.remove(next(iter(largest.responses)), tenant=tenant)
 
     def get(self, response_id: str, *, tenant: str = "") -> StoredResponse | None:
-        """Return the response, or None if the tenant has none of this id; it counts as used."""
+        """Return a response and mark it as used, or return None if the tenant has no such id."""
         own = self._tenants.get(tenant)
         if own is None or response_id not in own.responses:
             return None
@@ -120,7 +120,7 @@ class ResponseStore:
         return own.responses[response_id]
 
     def items(self, item_ids: Collection[str], *, tenant: str = "") -> dict[str, Item]:
-        """Return output items of the tenant's stored responses by id; unknown ids are omitted."""
+        """Return output items of the tenant's stored responses by id. Unknown ids are omitted."""
         found: dict[str, Item] = {}
         owners = self._tenants[tenant].owners if tenant in self._tenants else {}
         for response_id in {owners.get(item_id, "") for item_id in item_ids}:
@@ -130,7 +130,7 @@ class ResponseStore:
         return found
 
     def remove(self, response_id: str, *, tenant: str = "") -> bool:
-        """Delete a response; return whether it was stored."""
+        """Delete a response, and return whether it was stored."""
         own = self._tenants.get(tenant)
         is_stored = own is not None and _remove(own, response_id)
         if own is not None and not own.responses:
@@ -150,7 +150,7 @@ def _remove(own: _TenantResponses, response_id: str) -> bool:
 
 
 def _change_users(turn: StoredTurn, change: int, *, owner: _TenantResponses) -> None:
-    """Add `change` to the users of `turn`, and to those of each turn below that it uses."""
+    """Add `change` to the users of `turn`, and of earlier turns that become used or unused."""
     below: StoredTurn | None = turn
     while below is not None:
         num_before = below.num_users

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info."""
+"""Serve /tokenize, /detokenize and /tokenizer_info."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from negamax.text.tokenizer import Tokenizer, token_text
 
 
 def make_tokens_router(context: ApiContext) -> APIRouter:
-    """Build the routes by the names of vLLM and SGLang."""
+    """Build the routes under the names of vLLM and SGLang."""
     router = APIRouter()
 
     async def tokenize(http: Request) -> Response:
@@ -126,7 +126,7 @@ def _build_info(context: ApiContext) -> schema.TokenizerInfo:
 def _check_sizes(
     lists: Sequence[Sequence[int]], tokenizer: Tokenizer, *, max_model_len: int
 ) -> None:
-    """Refuse more tokens or text than any conversation has: one copy of it holds Python's lock."""
+    """Refuse more tokens or text than any conversation has, because copies hold the GIL."""
     count, allowed = sum(map(len, lists)), compute_max_tokens(max_model_len)
     if count > allowed:
         refuse("tokens", f"{count} token ids; allowed: at most {allowed}")
