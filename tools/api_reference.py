@@ -2,8 +2,8 @@
 
     python -m tools.api_reference
 
-`make docs` renders it as the page api-reference.md. Types, defaults and limits come from the
-schemas, remarks from the comments beside the fields.
+`make docs` renders the reference as the page api-reference.md. Types, defaults and limits come from
+the schemas, and remarks come from the comments beside the fields.
 """
 
 import ast
@@ -36,7 +36,7 @@ from negamax.base.errors import InvalidRequestError
 from negamax.options.server import ServerOptions
 from negamax.scheduler.request import SamplingParams
 
-PAGE = "api-reference.md"  # in docs/, when rendered
+PAGE = "api-reference.md"  # name of the rendered page in docs/
 INTRODUCTION = """# API reference
 
 All routes, and all fields of requests and answers. [api.md](api.md) says how they behave.
@@ -56,7 +56,7 @@ TITLES = {
     "generate": "SGLang's native API",
     "schemas": "Models, health and shared schemas",
 }
-# request fields, and the engine's names of them
+# request fields, and the engine's names for them
 _ALIASES = {"sampling_seed": "seed", "min_new_tokens": "min_tokens"}
 _SERVER_LIMITED = frozenset({"logprobs", "prompt_logprobs"})  # by --max-logprobs
 _FAR_OUTSIDE = -(2**70)  # below the lower limit of every number
@@ -65,7 +65,7 @@ Schema = type[RequestModel] | type[msgspec.Struct]
 
 
 def render() -> str:
-    """Render the page. Errors: `ValueError` for a field without a remark."""
+    """Render the page. Raises `ValueError` for a field without a remark."""
     routes = app_routes()
     schemas = all_schemas({_request_of(route) for route in routes})
     parts = [INTRODUCTION]
@@ -78,7 +78,7 @@ def render() -> str:
 
 
 def app_routes() -> list[APIRoute]:
-    """The routes of the app, which is made without an engine."""
+    """Return the routes of the app, which needs no engine here."""
     info = types.SimpleNamespace(served_model_name="model", model="model", max_model_len=1)
     with tempfile.TemporaryDirectory() as folder:
         context: Any = types.SimpleNamespace(
@@ -98,12 +98,14 @@ def _all_routes(router: Any) -> Iterator[APIRoute]:
     for route in router.routes:
         if isinstance(route, APIRoute):
             yield route
-        elif getattr(route, "original_router", None) is not None:  # included, not copied
+        elif getattr(route, "original_router", None) is not None:  # The router is included.
             yield from _all_routes(route.original_router)
 
 
 def all_schemas(requests: set[str]) -> dict[str, list[Schema]]:
-    """The schemas of each section: `requests`, and all that are not bases of others."""
+    """Return the schemas of each section: `requests`, and schemas that are no base of
+    another one.
+    """
     found: dict[str, list[Schema]] = {section: [] for section in TITLES}
     for info in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
         if not re.search(r"\.dialects\.\w+\.(schema|items)$|\.api\.schemas\.", info.name):
@@ -153,7 +155,7 @@ def _schema_text(schema: Schema) -> str:
 
 
 def _rows(schema: Schema) -> Iterator[tuple[str, str, str, str]]:
-    """Name, type, default or value, and remarks of each field."""
+    """Yield name, type, default or value, and remarks of each field."""
     is_answer = issubclass(schema, msgspec.Struct)
     remarks = field_comments(schema)
     for name, *cells, about in _answer_fields(schema) if is_answer else _request_fields(schema):
@@ -165,7 +167,7 @@ def _rows(schema: Schema) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _request_fields(model: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Required fields come first."""
+    """Yield the required fields first, then the optional ones."""
     properties = model.model_json_schema()["properties"]
     fields = sorted(model.model_fields.items(), key=lambda item: not item[1].is_required())
     for name, field in fields:
@@ -196,7 +198,7 @@ def _answer_fields(struct: Any) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _json_type(schema: dict[str, Any]) -> str:
-    """A JSON schema in words, without null, which counts as absent."""
+    """Describe a JSON schema in words. Null is left out, since it counts as absent."""
     if "$ref" in schema:
         return _link(schema["$ref"].rpartition("/")[2])
     if "anyOf" in schema:
@@ -209,7 +211,7 @@ def _json_type(schema: dict[str, Any]) -> str:
 
 
 def _python_type(kind: Any) -> str:
-    """The type of an answer's field in words."""
+    """Describe the type of an answer's field in words."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         kinds = [_python_type(part) for part in inner if part is not msgspec.UnsetType]
@@ -241,7 +243,9 @@ def _limits(schema: dict[str, Any]) -> str:
 
 
 def _engine_range(name: str) -> str:
-    """The range of a sampling parameter, as the engine's refusal of a bad value gives it."""
+    """Return the range of a sampling parameter from the error with which the engine refuses a
+    value.
+    """
     name = _ALIASES.get(name, name)
     fields = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
     kind = fields.get(name)
@@ -257,7 +261,7 @@ def _engine_range(name: str) -> str:
 
 
 def _allowed(field: Any) -> str:
-    """The values that a field of text accepts, as its refusal of another gives them."""
+    """Return the values that a text field accepts, from the error that refuses another value."""
     kind: Any = field.annotation
     if field.metadata:
         kind = Annotated[(kind, *field.metadata)]
@@ -268,7 +272,7 @@ def _allowed(field: Any) -> str:
     except InvalidRequestError as error:
         return _allowed_in(error)
     except ValidationError:
-        return ""  # the JSON schema has this limit
+        return ""  # The JSON schema contains this limit.
     return ""
 
 
@@ -285,7 +289,7 @@ def _shorten(text: str) -> str:
 
 
 def field_comments(schema: Schema) -> dict[str, str]:
-    """The comments after or above the fields of a schema and its bases."""
+    """Return the comments after or above the fields of a schema and its bases."""
     found: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         if base.__module__.startswith(api.__name__):
@@ -302,7 +306,7 @@ def _module_comments(module: str) -> dict[str, dict[str, str]]:
         if token.type == tokenize.COMMENT and not token.string.startswith(("# fmt:", "# type:"))
     }
     lines = source.splitlines()
-    above: dict[int, str] = {}  # line -> the comment that ends above it
+    above: dict[int, str] = {}  # line -> the comment that ends just before it
     for number, text in comments.items():
         if lines[number - 1].lstrip().startswith("#"):
             above[number + 1] = f"{above.pop(number, '')} {text}".strip()

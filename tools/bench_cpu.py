@@ -2,9 +2,9 @@
 
     python tools/bench_cpu.py [--model nano] [--dtype bfloat16] [--json FILE]
 
-Each engine runs in its own process with its default number of threads. Measurements alternate, and
-figures are medians over the rounds. A rate is output tokens per second of decoding: the time for
-one output token is subtracted.
+Each engine runs in its own process with its default number of threads. The engines are measured in
+turn, and figures are medians over the rounds. A rate is output tokens per second of decoding,
+without the time until the first output token.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from typing import Any
 from negamax.base.env import usable_cores
 
 PROMPT_TOKENS = 100
-Seconds = Callable[[list[list[int]], int], float]  # prompts, output tokens of each -> seconds
+Seconds = Callable[[list[list[int]], int], float]  # (prompts, output tokens of each) -> seconds
 
 
 def load_transformers(folder: Path, dtype: str, implementation: str | None) -> Any:
-    """Load the checkpoint in transformers, with its FP8 blocks dequantized by our own op."""
+    """Load the checkpoint in transformers. Our own op dequantizes its FP8 blocks."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import MiniMaxM2ForCausalLM
@@ -52,7 +52,7 @@ def load_transformers(folder: Path, dtype: str, implementation: str | None) -> A
 
 
 def start_transformers(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
-    """Start transformers: greedy generation of a static batch."""
+    """Start transformers with greedy generation of a static batch."""
     import torch
     import transformers
 
@@ -81,7 +81,7 @@ def start_transformers(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any
 
 
 def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
-    """Start the engine: all requests at once, greedy, without prefix caching."""
+    """Start the engine, which runs all requests at once, greedy, without prefix caching."""
     import negamax
     from negamax import LLM, SamplingParams
     from negamax.engine.core.setup import default_num_threads
@@ -99,7 +99,10 @@ def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Run the child: print the facts, then the seconds for each line [prompts, output tokens]."""
+    """Run the child process.
+
+    It prints the facts, then the seconds for each input line [prompts, output tokens].
+    """
     start = {"transformers": start_transformers, "negamax": start_negamax}[args.serve]
     seconds, facts = start(args)
     print(json.dumps(facts), flush=True)
@@ -109,7 +112,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 class Engine:
-    """A child process that measures."""
+    """Measure one engine in a child process."""
 
     def __init__(self, name: str, arguments: list[str]) -> None:
         command = [sys.executable, __file__, *arguments, "--serve", name]
@@ -118,12 +121,11 @@ class Engine:
         self.facts = json.loads(self._answer())
 
     def decode_rate(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Output tokens per second of decoding `prompts` together."""
+        """Return the output tokens per second of decoding `prompts` together."""
         seconds = self._seconds(prompts, new_tokens) - self._seconds(prompts, 1)
         return len(prompts) * (new_tokens - 1) / seconds
 
     def stop(self) -> None:
-        """End the child."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -137,18 +139,18 @@ class Engine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("a measuring process ended; its error is above")
+            raise SystemExit("a measuring process ended; the lines above show its error")
         return line
 
 
 def prompts_for(batch: int) -> list[list[int]]:
-    """Make `batch` different prompts, the same in each run."""
+    """Make `batch` different prompts, equal in each run."""
     rows, columns = range(1, batch + 1), range(1, PROMPT_TOKENS + 1)
     return [[100 + (7919 * row * column) % 3900 for column in columns] for row in rows]
 
 
 def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
-    """Run all rounds and make the report."""
+    """Run all rounds, and return the report."""
     engines = {name: Engine(name, arguments) for name in ("transformers", "negamax")}
     rates: dict[str, list[float]] = {
         f"{name}, batch {batch}": [] for batch in (1, 16) for name in engines
@@ -157,7 +159,7 @@ def compare(args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         for batch in (1, 16):
             for name, engine in engines.items():
                 rate = engine.decode_rate(prompts_for(batch), args.new_tokens)
-                if round_number:  # the first round warms up
+                if round_number:  # The first round is a warm-up.
                     rates[f"{name}, batch {batch}"].append(rate)
     for engine in engines.values():
         engine.stop()

@@ -1,10 +1,9 @@
-"""`negamax bench kernels`: every kernel at the sizes of the real models, beside what the machine
-can do at best.
+"""`negamax bench kernels`: time every kernel at the sizes of the real models.
 
-On a GPU the caches are cold: a read of twice the L2 cache comes before each measurement, and a
-measurement is one CUDA graph of several calls, each on tensors of its own or on tensors that twice
-the L2 cache of other data has pushed out. On the CPU it is the wall clock of one call after another
-on the op's small cases.
+The report compares each time with the best that the machine can reach. On a GPU the caches are
+cold: before each measurement a read of twice the L2 cache evicts the data. A measurement is one
+CUDA graph of several calls. Each call has its own tensors, or the read between calls evicts them.
+On the CPU the kernels run on the op's small cases, and the wall clock times one call after another.
 """
 
 import re
@@ -30,46 +29,48 @@ from tests.kernel_cases.case import Case, Cost
 
 SCHEMA = "negamax-bench-kernels/1"
 REPLAYS = 25
-GRAPH_SECONDS = 500e-6  # aimed at for the calls of one graph, so that its launch counts little
+GRAPH_SECONDS = 500e-6  # time of all calls of one graph, long enough to make the launch negligible
 MIN_CALLS, MAX_CALLS = 4, 64
-MEMORY_SHARE = 0.5  # of the free GPU memory, for copies of a case
+MEMORY_SHARE = 0.5  # share of the free GPU memory that copies of a case may use
 CPU_ROUNDS, CPU_SECONDS = 20, 0.2
 _RANKS = re.compile(r"\btp ?=? ?(\d+)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine reaches with nothing else to do."""
+    """Hold the rates that an idle machine reaches."""
 
-    bytes_per_second: float  # read and written by a large copy
-    flops_per_second: float  # of a large matrix product in the benchmark's dtype
-    l2_bytes: int  # 0 where it does not matter
+    bytes_per_second: float  # bytes that a large copy reads and writes per second
+    flops_per_second: float  # rate of a large matrix product in the benchmark's dtype
+    l2_bytes: int  # 0 on the CPU
 
     def seconds(self, kernel: AnyKernel, cost: Cost) -> float:
-        """The roofline: the longer of the time for the bytes and the time for the arithmetic."""
+        """Return the roofline: the longer one of the times for the bytes and for the arithmetic."""
         peak = (2 if kernel.multiplies_8_bits else 1) * self.flops_per_second
         return max(cost.num_bytes / self.bytes_per_second, cost.flops / peak)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One kernel on one case; 100 percent of the roofline is the fastest on this machine."""
+    """Hold the time of one kernel on one case. 100 percent of the roofline is the machine's
+    limit.
+    """
 
     op: str
     provider: str
     case: str
     dtype: str
-    microseconds: float  # median, per call
-    num_bytes: int  # what it must move at least
+    microseconds: float  # median time of a call
+    num_bytes: int  # bytes that a call must move at least
     flops: int
     gigabytes_per_second: float
     teraflops_per_second: float
     percent_of_roofline: float
-    # whether the L2 cache was; None on the CPU, where nothing is done about caches
+    # whether the L2 cache was cold; None on the CPU, where the benchmark does not control caches
     is_cold: bool | None
 
     def line(self) -> str:
-        """As printed: the larger of the two rates is named by what bounds the kernel."""
+        """Return the printed line, which says whether bytes or arithmetic bounds the kernel."""
         rate = f"{self.gigabytes_per_second:7.0f} GB/s {self.teraflops_per_second:7.1f} TFLOP/s"
         warm = "  (L2 not cold)" if self.is_cold is False else ""
         name = f"{self.op} {self.provider} {self.dtype}"
@@ -90,8 +91,8 @@ def run(
 ) -> dict[str, Any]:
     """Time every kernel of `ops` (none: all) that runs on `device`, and return the document.
 
-    On a GPU the definitions in PyTorch are timed only where `provider` is "reference". `ranks`
-    selects among cases whose label names a TP degree. Errors: `ConfigError` for unknown names.
+    On a GPU the definitions in PyTorch are timed only if `provider` is "reference". `ranks` selects
+    among cases whose label names a TP degree. Raises `ConfigError` for unknown names.
     """
     unknown = [name for name in ops if name not in OPS]
     if unknown:
@@ -120,7 +121,8 @@ def run(
             try:
                 how = {"dtype": kind, "platform": platform, "ceilings": ceilings}
                 timing = time_kernel(op, kernel, case, **how)
-            except Exception as error:  # the other kernels are worth knowing all the same
+            # An error of one kernel must not prevent the report of the others.
+            except Exception as error:
                 names = {"op": op, "provider": kernel.provider, "case": case.label}
                 failures.append(names | {"error": repr(error)})
                 say(f"{op} {kernel.provider}: {case.label}: failed: {error!r}")
@@ -137,7 +139,10 @@ def run(
 
 
 def cases(op: AnyOp, *, platform: str, dtype: torch.dtype, ranks: Sequence[int]) -> Iterator[Case]:
-    """The cases to time, without empty ones: real sizes on a GPU, else those with plain weights."""
+    """Yield the cases to time, without empty ones.
+
+    On a GPU these are the real sizes, otherwise the small cases with unquantized weights.
+    """
     generator = torch.Generator(device=platform).manual_seed(0)
     if platform == "cuda":
         made = CASES[op].wide(dtype, generator)
@@ -145,7 +150,8 @@ def cases(op: AnyOp, *, platform: str, dtype: torch.dtype, ranks: Sequence[int])
         made = [case for case in CASES[op].small(dtype, generator) if case.stored is PLAIN]
     made.reverse()
     while made:
-        case = made.pop()  # and let go of it afterwards: its weights may be large
+        # The list must not hold the case, so that its weights, which may be large, are freed.
+        case = made.pop()
         degree = _RANKS.search(case.label)
         tensors = (value for value in case.tensors.values() if isinstance(value, Tensor))
         is_empty = any(value.numel() == 0 for value in tensors)
@@ -163,7 +169,6 @@ def time_kernel(
     platform: str,
     ceilings: Ceilings,
 ) -> Timing:
-    """The median time of a call of `kernel` on `case`."""
     cost = CASES[op].cost(case)
     floor = ceilings.seconds(kernel, cost)
     is_cold: bool | None = None
@@ -189,7 +194,7 @@ def time_kernel(
 
 @torch.inference_mode()
 def measure_ceilings(platform: str, *, dtype: torch.dtype) -> Ceilings:
-    """The rates of a large copy and of a large matrix product of `dtype`."""
+    """Measure the rates of a large copy and of a large matrix product of `dtype`."""
     on_gpu = platform == "cuda"
     source = torch.ones(2**29 if on_gpu else 2**26, dtype=torch.uint8, device=platform)
     target = torch.empty_like(source)
@@ -222,7 +227,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _time_on_cpu(call: Call) -> float:
-    """Median seconds of a call by the wall clock."""
+    """Return the median seconds of a call by the wall clock."""
     call()
     seconds: list[float] = []
     started = time.perf_counter()
@@ -236,29 +241,33 @@ def _time_on_cpu(call: Call) -> float:
 def _time_on_gpu(
     op: AnyOp, kernel: AnyKernel, case: Case, *, floor: float, num_bytes: int, l2_bytes: int
 ) -> tuple[float, bool]:
-    """Median seconds of a call with a cold L2 cache, and whether it was cold for every call."""
+    """Return the median seconds of a call, and whether the L2 cache was cold for every call."""
     num_calls = min(MAX_CALLS, max(MIN_CALLS, int(GRAPH_SECONDS / max(floor, 2e-6))))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    # 2: a kernel may keep its own form of a weight
+    # twice, since a kernel may keep a copy of a weight in its own layout
     case_bytes = sum(tensor.nbytes for tensor in tensors_of(case.tensors))
     affordable = int(MEMORY_SHARE * free / max(1, 2 * case_bytes))
     wanted = min(num_calls, 1 + -(-2 * l2_bytes // max(1, num_bytes)))
     copies = max(1, min(wanted, 1 + affordable))
     calls = [bind(kernel, case if index == 0 else copy_case(case)) for index in range(copies)]
     other = torch.ones(max(1, 2 * l2_bytes), dtype=torch.uint8, device="cuda").view(torch.int8)
-    if kernel.provider == "reference":  # may look at its data from the host, which a graph cannot
+    # The reference may read data on the host, which a graph cannot.
+    if kernel.provider == "reference":
         return _eager_seconds(calls[0], between=lambda: other.max()), True
     return _graph_seconds(calls, num_calls=num_calls, between=lambda: other.max()), copies == wanted
 
 
 def _graph_seconds(calls: Sequence[Call], *, num_calls: int, between: Call) -> float:
-    """Median seconds of a call in a CUDA graph of `num_calls`; `between` runs before replays."""
+    """Return the median seconds of a call in a CUDA graph of `num_calls` calls.
+
+    `between` runs before each replay.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
-            call()  # compiles, and allocates what is kept
+            call()  # The call compiles the kernel and allocates memory that later calls reuse.
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -268,5 +277,4 @@ def _graph_seconds(calls: Sequence[Call], *, num_calls: int, between: Call) -> f
 
 
 def _eager_seconds(call: Call, *, between: Call | None = None) -> float:
-    """Median seconds of a call."""
     return statistics.median(gpu_seconds(call, rounds=REPLAYS, between=between))

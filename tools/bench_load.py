@@ -3,7 +3,8 @@ cache, beside the speed of `dd` on the same files.
 
     python tools/bench_load.py FOLDER [--gb 60] [--stored fp8] [--device cuda] [--tp 1] [--rank 0]
 
-An existing FOLDER is loaded; a new one is written first and removed in the end without --keep.
+If FOLDER exists, it is loaded. Otherwise the checkpoint is written first, and deleted at the end
+unless --keep is set.
 """
 
 import argparse
@@ -50,7 +51,7 @@ FP8 = {
 
 
 def spec_of(gigabytes: float, stored: str) -> ModelSpec:
-    """M2 with as many layers as fit, or one layer with as many experts as fit."""
+    """Return M2 with as many layers as fit, or one layer with as many experts as fit."""
     whole = bundled_spec("minimax-m2")
     quantization = QuantizationSpec("fp8", FP8) if stored == "fp8" else None
     per_layer = 3.69e9 * (1 if stored == "fp8" else 2)
@@ -62,7 +63,7 @@ def spec_of(gigabytes: float, stored: str) -> ModelSpec:
 
 
 def tensors_of(spec: ModelSpec) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of all tensors, in the order of safetensors."""
+    """Return name, dtype and shape of all tensors, in the order of safetensors."""
     scheme, found = detect(spec.quantization), []
     for weight in import_names(spec).weights(spec):
         for name in weight.names():
@@ -121,7 +122,6 @@ def write_checkpoint(folder: Path, spec: ModelSpec) -> None:
 
 
 def forget(files: list[Path]) -> None:
-    """Drop the files from the page cache."""
     for file in files:
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -139,7 +139,7 @@ def dd_seconds(files: list[Path]) -> float:
 
 @contextmanager
 def host_memory() -> Iterator[list[int]]:
-    """Sample this process's anonymous memory beyond the start."""
+    """Sample the anonymous memory of this process beyond its value at the start."""
     first, found, done = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -163,7 +163,9 @@ def anonymous_bytes() -> int:
 def load_seconds(
     folder: Path, spec: ModelSpec, layout: ParallelLayout, device: torch.device
 ) -> tuple[float, float, int, int]:
-    """Seconds of the check and of the reading, bytes read, host memory beyond the parameters."""
+    """Return seconds of the check and of the reads, bytes read, and host memory beyond
+    parameters.
+    """
     kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
     began = time.perf_counter()
     slots = build_empty_slots(spec, layout, kernels=kernels)
@@ -171,11 +173,11 @@ def load_seconds(
     checked = time.perf_counter() - began
     context = ParallelContext(layout)
     model = build_model(spec, context=context, device=device, kernels=kernels)
-    if device.type == "cpu":  # pages that the kernel has not given yet would be counted
+    if device.type == "cpu":  # Pages not yet assigned would be counted.
         for slot in model.weight_slots().values():
             if slot.target is not None:
                 slot.target.zero_()
-    torch.set_num_threads(1)  # as at a start
+    torch.set_num_threads(1)  # A rank also starts with one thread.
     with torch.inference_mode(), host_memory() as memory:
         began = time.perf_counter()
         report = fill(model.weight_slots(), plan)

@@ -3,15 +3,15 @@
     python tools/bench_rank_share.py --ranks 4 --model minimax-m3-mxfp8 --kv-cache-dtype fp8 \
         --index-cache-dtype fp8 1000x65:1,4,16,64,100 131072x65:4 [--drafts 2.83] [--json FILE]
 
-The bundled spec gets the heads, widths and vocabulary of one of `--ranks` ranks. So all layers of a
-model that needs several GPUs run on one, with a rank's kernels, shapes and bytes. Communication is
-missing: two all-reduces per layer, the sampler's candidates, and the exchange of sharded index
+The bundled spec gets the heads, widths and vocabulary of one of `--ranks` ranks. All layers of a
+model that needs several GPUs then run on one GPU, with a rank's kernels, shapes and bytes. The run
+has no communication: no all-reduces, no exchange of the sampler's candidates or of sharded index
 keys. The output is meaningless.
 
-A workload is INPUTxOUTPUT:REQUESTS[,REQUESTS ...]. Prompts longer than one step are read once, and
+A workload is INPUTxOUTPUT:REQUESTS[,REQUESTS ...]. Prompts longer than one step run once, and
 decode is timed with cached prompts. `--drafts LENGTH` times each workload without drafts and with
-`--num-drafts` draft tokens, of which a random share is accepted: LENGTH tokens per step. (Their
-sharded `fc` is whole.)
+`--num-drafts` draft tokens. A random share of the drafts is accepted, so that a step yields LENGTH
+tokens. The draft's `fc` is not sharded.
 """
 
 import argparse
@@ -41,7 +41,7 @@ ONE_STEP = 8192  # tokens
 
 
 def share_of(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """The shard of one of `ranks` ranks; a replicated KV head is whole."""
+    """Return the spec of one shard for `ranks` ranks. A replicated KV head stays whole."""
     names = {each.name for each in fields(spec)}
     sizes = {name: getattr(spec, name) for name in CUT if name in names}
     wrong = [name for name, size in sizes.items() if size % ranks and name != "num_kv_heads"]
@@ -74,7 +74,7 @@ def workload(text: str) -> offline.OfflineWorkload:
 def bench(
     options: EngineOptions, workloads: list[offline.OfflineWorkload], draft_lengths: list[int]
 ) -> list[dict[str, Any]]:
-    """Run all workloads; returns the runs as in the document of `negamax bench offline`."""
+    """Run all workloads. Return the runs in the format of `negamax bench offline`."""
     started = time.perf_counter()
     loop, info = start_loop(options)
     tokens = info.num_kv_blocks * info.block_size
@@ -84,7 +84,7 @@ def bench(
         for number, each in enumerate(workloads):
             is_long = each.input_len > ONE_STEP
             for length in draft_lengths:
-                # prompts that are read once are the same with and without drafts
+                # A prompt that runs once is equal with and without drafts.
                 seed = 2 * number + (length > 0 and not is_long)
                 how = {"seed": seed, "cached_prompts": is_long, "no_distinct_experts": bool(length)}
                 seeded = replace(each, **how)

@@ -2,10 +2,11 @@
 
     python tools/bench_scheduler.py [--steps 2000]
 
-Steps overlap as in the engine: step N is planned before step N-1 is committed. Decode: n sequences
-with prompts of 500 to 1,000 tokens, one token each per step. Mixed: requests of 100 to 2,000 prompt
-tokens (a third of them shares a prefix of 256) and 20 to 200 outputs arrive as others end, 100 at a
-time. Block size 16, prefix cache on, budget 2,048 tokens.
+Steps overlap as in the engine: step N is planned before step N-1 is committed. The run "decode" has
+n sequences with prompts of 500 to 1,000 tokens, and each gets one token per step. The run "mixed"
+has 100 requests of 100 to 2,000 prompt tokens and 20 to 200 output tokens; a new one arrives as
+another ends, and a third of them shares a prefix of 256 tokens. Block size is 16, the prefix cache
+is on, and a step has at most 2,048 tokens.
 """
 
 import argparse
@@ -53,7 +54,9 @@ def make_request(
 
 
 class Loop:
-    """The engine's overlap with an instant worker; `microseconds` has one entry per step."""
+    """Overlap steps as the engine does, with an instant worker. `microseconds` has one entry per
+    step.
+    """
 
     def __init__(self, scheduler: GroupScheduler, rng: random.Random) -> None:
         self.scheduler = scheduler

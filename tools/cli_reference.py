@@ -2,7 +2,7 @@
 
     python -m tools.cli_reference
 
-`make docs` renders it as the page cli.md.
+`make docs` renders the reference as the page cli.md.
 """
 
 import sys
@@ -19,7 +19,7 @@ from negamax.options.flags import Kind
 from negamax.options.foreign import BENCH, SERVER, Foreign, foreign_options
 from tools.api_reference import table_cell
 
-PAGE = "cli.md"  # in docs/, when rendered
+PAGE = "cli.md"  # name of the rendered page in docs/
 INTRODUCTION = """# Command line
 
 An option is set by its flag, else by the environment variable `NEGAMAX_<OPTION>`
@@ -58,7 +58,6 @@ BENCHMARKS = """## Options of their benchmarks
 
 
 def render() -> str:
-    """Render the page."""
     parts = [INTRODUCTION]
     seen: set[str] = set()
     for name, command in _commands(typer.main.get_command(app)):
@@ -80,7 +79,7 @@ def _examples(name: str) -> str:
 
 
 def _panels(command: Any, seen: set[str]) -> Iterator[str]:
-    """Make a table per panel; rows of earlier commands, in `seen`, are only named."""
+    """Make a table per panel. Options of earlier commands, which `seen` lists, are only named."""
     options = {option.name: option for option in options_of(command)}
     panels: dict[str, list[str]] = {}
     known = []
@@ -112,7 +111,7 @@ def _row(parameter: Any, option: Option | None) -> str:
 
 
 def _foreign(table: str) -> Iterator[str]:
-    """Make a table per treatment with a row per reason."""
+    """Make a table per treatment, with one row per reason."""
     titles = {"ignored": "Without effect", "refused": "Refused", "by value": "By their value"}
     rows: dict[str, dict[tuple[str, str | None], list[str]]] = {title: {} for title in titles}
     for name, entry in foreign_options(table).items():

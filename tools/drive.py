@@ -5,8 +5,8 @@
     python tools/drive.py scripted --format m3 --m3-template FILE
     python tools/drive.py --small --json FILE    # the sizes of the test suite
 
-Exit code 1: a scenario found a problem. `--small` does not judge figures that depend on how busy
-the machine is.
+The exit code is 1 if a scenario found a problem. `--small` does not judge figures that depend on
+the load of the machine.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from tools.replay.live import LiveSize, live_day
 from tools.replay.script import DaySize
 from tools.replay.scripted import scripted_day
 
-Report = dict[str, Any]  # its "problems" are empty when all went well
+Report = dict[str, Any]  # its list "problems" is empty if the scenario succeeded
 
 
 def run_soak(args: argparse.Namespace) -> Report:
-    """Send mixed requests from 64 clients for 10 minutes, 5 % of which hang up."""
+    """Send mixed requests from 64 clients for 10 minutes. 5 % of the requests are aborted."""
     seconds = args.seconds or (4 if args.small else 600)
-    # one step of the heap is 2 MiB: too much for the half of a short run
+    # The heap grows in steps of 2 MiB, which is too much for half of a short run.
     max_slope = None if seconds < 300 else 1.0
     sizes = {"clients": args.clients or 64, "seconds": seconds, "abort_share": 0.05}
     given = {"model": args.model, "host_gib": args.kv_offloading_size}
@@ -46,13 +46,13 @@ def run_soak(args: argparse.Namespace) -> Report:
 
 
 def run_overload(args: argparse.Namespace) -> Report:
-    """Send 10 times the requests that the server can answer."""
+    """Send 10 times as many requests as the server can answer."""
     seconds, max_ratio = args.seconds or (1.5 if args.small else 30), None if args.small else 2.0
     return asyncio.run(overload(factor=10, seconds=seconds, max_ratio=max_ratio, **_common(args)))
 
 
 def run_aborts(args: argparse.Namespace) -> Report:
-    """Hang up on 10,000 requests at random moments."""
+    """Abort 10,000 requests at random moments."""
     count, clients = args.count or (300 if args.small else 10_000), args.clients or 32
     return asyncio.run(aborts(count=count, clients=clients, **_common(args)))
 
@@ -68,7 +68,7 @@ def _common(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_frontend(args: argparse.Namespace) -> Report:
-    """Measure CPU time per token and latency of the server without a model."""
+    """Measure CPU time per token and latency of a server whose engine has no model."""
     return frontend(
         tokens=args.count or (100 if args.small else 400),
         step_ms=args.step_ms or (10.0 if args.small else 25.0),
@@ -79,7 +79,7 @@ def run_frontend(args: argparse.Namespace) -> Report:
 
 
 def run_scripted(args: argparse.Namespace) -> Report:
-    """Replay agents over three APIs against an engine with prepared answers; check each word."""
+    """Replay agents over three APIs with prepared answers, and check each word."""
     sessions = args.sessions or (len(WAYS) if args.small else 8)
     with tempfile.TemporaryDirectory(prefix="replay-") as name:
         is_m2 = args.format == "m2"
@@ -93,7 +93,7 @@ def run_scripted(args: argparse.Namespace) -> Report:
 
 
 def run_live(args: argparse.Namespace) -> Report:
-    """Replay agents against the embedded model; check calls against the tools' schemas."""
+    """Replay agents against the embedded model, and check its calls against the tools' schemas."""
     size = LiveSize.small(args.sessions or 2) if args.small else LiveSize.full(args.sessions or 8)
     return live_day(size=size, seed=args.seed)
 

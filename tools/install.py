@@ -3,9 +3,9 @@
     python tools/install.py [--python PYTHON] ARGUMENTS...
     python tools/install.py [--python PYTHON] --torch torch==2.13.0
 
-PYTHON is that of another environment to install in. `--torch` takes PyTorch's smaller CPU build on
-Linux without an NVIDIA driver, if PyTorch's index can be reached. uv gets pip's configuration.
-Without uv, or if it fails, pip installs.
+PYTHON is the interpreter of another environment. On Linux without an NVIDIA driver, `--torch`
+selects PyTorch's smaller CPU build if PyTorch's index can be reached. uv gets pip's configuration.
+If uv is missing or fails, pip installs the packages.
 """
 
 import ast
@@ -34,7 +34,7 @@ VARIABLES = {
 
 
 def main(arguments: list[str]) -> int:
-    """Install as the command line says; returns pip's exit code, or 0."""
+    """Install as the command line says. Return pip's exit code, or 0."""
     python = sys.executable
     if arguments[:1] == ["--python"]:
         python, arguments = arguments[1], arguments[2:]
@@ -44,25 +44,25 @@ def main(arguments: list[str]) -> int:
 
 
 def install(python: str, arguments: Sequence[str]) -> int:
-    """Install into the environment of `python`; returns the exit code."""
+    """Install into the environment of `python`. Return the exit code."""
     arguments = ["--no-compile", *arguments]
     if importlib.util.find_spec("uv") is not None:
         uv = [sys.executable, "-m", "uv", "pip", "install", "--python", python]
-        # like pip, uv takes the best version of all indexes
+        # With this strategy uv takes the best version of all indexes, like pip.
         uv += ["--index-strategy", "unsafe-best-match"]
         if subprocess.run([*uv, *arguments], env=os.environ | uv_variables()).returncode == 0:
             return 0
-        print("uv could not install this: pip tries.", flush=True)
+        print("uv could not install the packages; trying pip.", flush=True)
     pip = [sys.executable, "-m", "pip", "--python", python, "install"]
     return subprocess.run([*pip, "--disable-pip-version-check", *arguments]).returncode
 
 
 def uv_variables() -> dict[str, str]:
-    """pip's configuration as uv's environment variables, without those already set."""
+    """Return pip's configuration as environment variables of uv, without variables that are set."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     settings = [line.partition("=") for line in told.splitlines()]
-    # environment variables override files
+    # Environment variables override files.
     settings.sort(key=lambda setting: setting[0].startswith(":env:"))
     found = {}
     for name, _, value in settings:
@@ -74,7 +74,9 @@ def uv_variables() -> dict[str, str]:
 
 
 def _torch_index(requirement: str) -> list[str]:
-    """The options for PyTorch's CPU index, if its builds are wanted and available."""
+    """Return the options that select PyTorch's CPU index, or none if it is not needed or
+    reachable.
+    """
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     if sys.platform == "linux" and not driver and _is_reached(f"{CPU_INDEX}/torch/"):
         print(f"Installing {requirement} for CPUs (no NVIDIA driver here): a download of about")

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages generated from the code, and links that leave docs/."""
+"""Hooks of MkDocs that generate pages from the code and redirect links that leave docs/."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Make links that leave docs/, and links to raw results, lead to the repository."""
+    """Point links that leave docs/, and links to raw results, to the repository."""
     folder = _DOCS / PurePosixPath(page.file.src_uri).parent
 
     def outside(match: re.Match[str]) -> str:

@@ -1,11 +1,11 @@
 """Record the exact bits that models compute on the CPU, and compare them later.
 
     OMP_NUM_THREADS=1 python tools/record_bits.py record FILE   # before a change
-    OMP_NUM_THREADS=1 python tools/record_bits.py check FILE    # after it; exit code 1: bits differ
+    OMP_NUM_THREADS=1 python tools/record_bits.py check FILE    # after it; exit 1 if bits differ
 
-Each setting has one hash of all tokens and log-probabilities: random models of odd sizes in float32
-and bfloat16, and nano with greedy and random sampling, in chunks, preempted and on two ranks. The
-bits depend on processor and PyTorch version, so a file is valid on one machine.
+Each setting has one hash of all tokens and log-probabilities. Settings are random models of odd
+sizes in float32 and bfloat16, and nano with greedy and random sampling, in chunks, preempted and on
+two ranks. The bits depend on processor and PyTorch version, so a file is valid on one machine.
 """
 
 import argparse
@@ -52,7 +52,7 @@ NANO: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
 
 
 def hash_of(generations: Iterable[Generation]) -> str:
-    """Hash all tokens and log-probabilities."""
+    """Return a hash of all tokens and log-probabilities."""
     found: list[Any] = []
     for generation in generations:
         for output in generation.outputs:
@@ -60,12 +60,12 @@ def hash_of(generations: Iterable[Generation]) -> str:
             entries = output.logprobs or []
             found += [(each.logprob, each.top_ids, each.top_logprobs) for each in entries]
         found.append([entry.logprob for entry in generation.prompt_logprobs or []])
-    # JSON writes floats exactly
+    # JSON writes floats without rounding.
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:20]
 
 
 def tiny_hashes(seed: int) -> Iterator[tuple[str, str]]:
-    """Hash a random model with small steps that mix requests."""
+    """Yield hashes of a random model, with small steps that mix requests."""
     sizes = tiny.random_sizes(seed)
     generator = torch.Generator().manual_seed(1000 + seed)
     model = tiny.make_model(seed, **sizes)
@@ -80,7 +80,7 @@ def tiny_hashes(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def nano_hashes() -> Iterator[tuple[str, str]]:
-    """Hash nano on problems of its suites."""
+    """Yield hashes of nano on problems of its suites."""
     questions = [(each.messages, None) for each in arithmetic.problems(6, 5)]
     questions += [(each.messages, each.tools) for each in tool_calls.problems(6, 5)]
     for name, (params, options) in NANO.items():
@@ -106,7 +106,7 @@ def main() -> int:
         return 0
     recorded = json.loads(given.file.read_text(encoding="utf-8"))
     differing = [name for name, bits in recorded.items() if found.get(name) != bits]
-    print(f"DIFFERENT: {', '.join(differing)}" if differing else f"all {len(recorded)} the same")
+    print(f"DIFFERENT: {', '.join(differing)}" if differing else f"all {len(recorded)} are equal")
     return int(bool(differing))
 
 

@@ -4,11 +4,12 @@
     python tools/record_golden.py renders m3 chat_template.jinja --check  # show differences only
     python tools/record_golden.py cases parser_cases.jsonl
 
-The repository has no template of the models. `tests/golden/minimax_*_renders.jsonl` holds their
-output, with which tests compare nano's template and the tests' M3 layout. A line has a conversation
-(`name`, `messages`, `tools`, `kwargs`), `is_normal` (`normalize_messages` keeps its text),
-`expected` (null: the template refuses it), and `opening`, which `add_generation_prompt` adds. To
-add a conversation, write a line with its inputs and run this.
+The repository does not contain the models' templates. `tests/golden/minimax_*_renders.jsonl` holds
+the output of these templates. Tests compare it with nano's template and the tests' M3 layout. A
+line has a conversation (`name`, `messages`, `tools`, `kwargs`), `is_normal` (true if
+`normalize_messages` keeps its text), `expected` (null if the template refuses it), and `opening`,
+which `add_generation_prompt` adds. To add a conversation, write a line with its inputs and run this
+tool.
 """
 
 import argparse
@@ -52,17 +53,15 @@ def render(template: Any, case: dict[str, Any]) -> dict[str, Any]:
     except TemplateError:
         return {"expected": None, "opening": None}
     if not prompt.startswith(whole):
-        raise SystemExit(f"{case['name']}: the generation prompt changes what stands before it")
+        raise SystemExit(f"{case['name']}: the generation prompt changes the text before it")
     return {"expected": whole, "opening": prompt.removeprefix(whole)}
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The records of a JSON Lines file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
 
 
 def write_lines(file: Path, records: list[dict[str, Any]]) -> None:
-    """One record per line."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     file.write_text("".join(lines), encoding="utf-8")
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-# allocate each tensor separately, so that its borders are checked
+# With separate allocations the sanitizer checks the borders of each tensor.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

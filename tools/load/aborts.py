@@ -1,4 +1,4 @@
-"""Clients hang up at random: resources are freed, and greedy texts of others do not change."""
+"""Abort requests at random: resources must be freed, and other greedy texts must not change."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,6 @@ STAYING_CLIENTS = 4
 
 
 def _greedy(prompt: str) -> dict[str, Any]:
-    """A request that runs ahead of the aborted ones."""
     messages = [{"role": "user", "content": prompt}]
     return {"messages": messages, "temperature": 0, "max_tokens": 40, "priority": -1}
 
@@ -35,7 +34,7 @@ async def _stay(
     server: Server, texts: dict[str, str], stop: asyncio.Event, problems: list[str],
     counts: list[int],
 ) -> None:  # fmt: skip
-    """Ask for greedy texts until `stop` and compare them."""
+    """Ask for greedy texts until `stop`, and compare the answers."""
     connection = server.connection()
     while not stop.is_set():
         for prompt, text in texts.items():
@@ -50,7 +49,6 @@ async def _stay(
 
 
 def _doomed(rng: random.Random) -> bytes:
-    """A request to abort."""
     words = " ".join(rng.choices(("stone", "river", "lamp", "cloud"), k=rng.choice((3, 30, 300))))
     body: dict[str, Any] = {"max_tokens": rng.choice((1, 20, 500)), "stream": rng.random() < 0.6}
     body["n"] = rng.choice((1, 1, 1, 4))
@@ -64,7 +62,7 @@ def _doomed(rng: random.Random) -> bytes:
 
 
 async def _leave(server: Server, rng: random.Random) -> None:
-    """Abort one request: in its head, in its body, while it waits, or in its answer."""
+    """Abort one request: in its head, in its body, in the queue, or during its answer."""
     connection = server.connection()
     request = _doomed(rng)
     if rng.random() < 0.1:

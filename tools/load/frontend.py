@@ -1,8 +1,8 @@
-"""CPU time per streamed token and latency of the server, with an engine without a model.
+"""Measure CPU time per streamed token and latency of a server whose engine has no model.
 
-The stub engine sends one token per stream every few milliseconds and notes the time. A token's
-latency is the time from there to the arrival of its bytes, once all streams have begun. The CPU
-time includes the handling of requests. Each server process gets its own core if possible.
+The stub engine sends one token per stream every few milliseconds and records the time. A token's
+latency is the time from that moment to the arrival of its bytes, after all streams have begun. The
+CPU time includes the handling of requests. If possible, each server process gets its own core.
 """
 
 import bisect
@@ -25,15 +25,15 @@ from tools.load.server import Server, percentile, serving
 _TEXT = {"type": "string"}
 _FILE = {"type": "object", "properties": {"path": _TEXT, "content": _TEXT}}
 TOOLS = [{"type": "function", "function": {"name": "write_file", "parameters": _FILE}}]
-_TAIL_BYTES = 2000  # of a stream that are kept to see how it ended
+_TAIL_BYTES = 2000  # last bytes of a stream, which show how the stream ended
 
 
 @dataclass
 class _Arrivals:
-    """Observations of the streams of one round."""
+    """Collect the times of one round's streams."""
 
     times: list[float] = field(default_factory=list)  # monotonic seconds, one per read
-    all_begun: float = 0.0  # when the last stream had its first bytes
+    all_begun: float = 0.0  # time of the first bytes of the last stream
     num_events: int = 0
     num_failed: int = 0
 
@@ -66,7 +66,7 @@ def _read_all(server: Server, *, streams: int, tokens: int) -> _Arrivals:
                 arrivals.all_begun = arrivals.times[-1]
             tail = tails[number] = (tails.get(number, b"") + part)[-_TAIL_BYTES:]
             if b"data: [DONE]" in tail or not part:
-                # how every prepared answer ends
+                # Every prepared answer ends with calls.
                 arrivals.num_failed += b'"finish_reason":"tool_calls"' not in tail
                 open_streams -= 1
                 poll.unregister(number)
@@ -96,7 +96,7 @@ def _pin(pid: int, cores: list[int]) -> None:
 
 
 def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> dict[str, Any]:
-    """Measure one round after a warm-up. `step_ms` 0: as fast as the stub can."""
+    """Measure one round after a warm-up. If `step_ms` is 0, the stub sends as fast as possible."""
     with tempfile.NamedTemporaryFile(suffix=".steps") as log:
         environment = {"STUB_STEP_MS": str(step_ms), "STUB_LOG": log.name}
         how = {"num_servers": num_servers, "module": "tests.stub_server"}
@@ -126,7 +126,7 @@ def measure(*, streams: int, tokens: int, step_ms: float, num_servers: int) -> d
 def frontend(
     *, tokens: int, step_ms: float, num_servers: int, max_us: float | None, max_p99_ms: float | None
 ) -> dict[str, Any]:
-    """Run three rounds: 64 streams in steps, one stream in steps, 64 streams without pauses."""
+    """Run three rounds: 64 streams in steps, one stream in steps, and 64 streams without pauses."""
     pace = f"a step every {step_ms:g} ms"
     rounds = {
         name: measure(streams=streams, tokens=count, step_ms=pause, num_servers=num_servers)

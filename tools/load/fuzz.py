@@ -1,4 +1,4 @@
-"""Damaged request bodies: each is answered with 200 or 4xx, and the server survives."""
+"""Send damaged request bodies: each answer must be 200 or 4xx, and the server must survive."""
 
 import asyncio
 import copy
@@ -13,7 +13,7 @@ from typing import Any
 from tools.load.http import Answer, Connection, request_bytes
 from tools.load.server import Server, serving
 
-# Valid bodies by route; routes that the server does not have are left out.
+# Valid bodies by route. A route that the server lacks is skipped.
 _BODIES = Path(__file__).with_name("bodies.json")
 SEEDS: dict[str, list[dict[str, Any]]] = json.loads(_BODIES.read_text(encoding="utf-8"))
 ODD_VALUES: tuple[Any, ...] = (
@@ -43,7 +43,7 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def _change(body: Any, rng: random.Random) -> Any:
-    """Make one structural change somewhere in `body`, in place or by a new body."""
+    """Make one structural change in `body`, in place or by returning a new body."""
     path = rng.choice(list(_paths(body)))
     if not path:
         return body if rng.random() < 0.9 else copy.deepcopy(rng.choice(ODD_VALUES))
@@ -74,7 +74,6 @@ def _nested(rng: random.Random) -> bytes:
 
 
 def _damage(content: bytes, rng: random.Random) -> bytes:
-    """Make one change to the bytes."""
     position = rng.randrange(len(content) + 1)
     match rng.randrange(5):
         case 0:
@@ -90,7 +89,9 @@ def _damage(content: bytes, rng: random.Random) -> bytes:
 
 
 def request(rng: random.Random, seeds: dict[str, list[dict[str, Any]]]) -> tuple[str, bytes]:
-    """Make a request from a valid body: up to four changes, at times also damaged bytes."""
+    """Make a request from a valid body by up to four changes. Sometimes its bytes are
+    damaged, too.
+    """
     path = rng.choice(list(seeds))
     body: Any = copy.deepcopy(rng.choice(seeds[path]))
     if isinstance(body, dict) and rng.random() < 0.2:
@@ -108,7 +109,7 @@ def request(rng: random.Random, seeds: dict[str, list[dict[str, Any]]]) -> tuple
 
 
 def problem_of(answer: Answer) -> str | None:
-    """The problem of an answer, if it has one."""
+    """Return the problem of an answer, or None."""
     if answer.status == 200:
         return "an internal error in a stream" if b'"internal_error"' in answer.body else None
     if not 400 <= answer.status < 500:
@@ -145,7 +146,7 @@ async def _worker(
 
 
 async def fuzz(*, count: int, clients: int, seed: int, num_servers: int) -> dict[str, Any]:
-    """Send `count` bodies; the same seed makes the same bodies."""
+    """Send `count` bodies. Equal seeds make equal bodies."""
     options = ("--max-model-len", "256", "--request-timeout", "5", "--max-queued-requests", "4096")
     with serving(*options, num_servers=num_servers) as server:
         processes = server.processes()

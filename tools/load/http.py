@@ -1,4 +1,4 @@
-"""A cheap HTTP/1.1 client on asyncio streams that can hang up at any moment."""
+"""A cheap HTTP/1.1 client on asyncio streams, which can disconnect at any moment."""
 
 import asyncio
 import json
@@ -8,16 +8,14 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_LIMIT = 1 << 24  # bytes of one line or chunk
+_LIMIT = 1 << 24  # most bytes of a line or a chunk
 DONE = b"[DONE]"
-# errors of a client that hangs up in the middle of an answer
+# errors that occur if the client disconnects in the middle of an answer
 INTERRUPTED = (ConnectionError, asyncio.IncompleteReadError, ValueError)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -27,7 +25,7 @@ class Answer:
 
 
 class Connection:
-    """A connection that opens on demand and is reused while the server keeps it."""
+    """Open a connection on demand, and reuse it while the server keeps it open."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -54,7 +52,7 @@ class Connection:
         await writer.drain()
         status_line = (await reader.readline()).split()
         if len(status_line) < 2:
-            raise ConnectionError("the server hung up instead of answering")
+            raise ConnectionError("the server closed the connection without an answer")
         headers: dict[str, str] = {}
         while (line := await reader.readline()).strip():
             name, _, value = line.decode("latin-1").partition(":")
@@ -62,11 +60,11 @@ class Connection:
         return int(status_line[1]), headers
 
     async def body(self, headers: Mapping[str, str]) -> bytes:
-        """The body of an answer whose head has been read."""
+        """Return the body of an answer whose head has been read."""
         return b"".join([part async for part in self._parts(headers)])
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[bytes]:
-        """Yield the payloads of events, `[DONE]` included. Errors: `UnexpectedStatusError`."""
+        """Yield the payloads of events, including `[DONE]`. Raises `UnexpectedStatusError`."""
         status, headers = await self.start(request_bytes(path, json.dumps(body).encode()))
         if status != 200:
             answer = await self.body(headers)
@@ -79,7 +77,7 @@ class Connection:
         self._after(headers)
 
     def hang_up(self, *, reset: bool = False) -> None:
-        """Close now, with `reset` by a TCP reset."""
+        """Close the connection at once; if `reset`, by a TCP reset."""
         if self._writer is not None:
             if reset:
                 raw: socket.socket = self._writer.get_extra_info("socket")
@@ -109,7 +107,7 @@ class Connection:
 
 
 class UnexpectedStatusError(ConnectionError):
-    """A stream that was answered with another status than 200."""
+    """Raised if a request for a stream gets a status other than 200."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"status {status}: {body[:300]!r}")
@@ -117,6 +115,5 @@ class UnexpectedStatusError(ConnectionError):
 
 
 def request_bytes(path: str, content: bytes, *, content_type: str = "application/json") -> bytes:
-    """A POST request."""
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {content_type}\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content

@@ -1,4 +1,4 @@
-"""Overload: excess requests are refused with 429 or 503, and accepted ones stay fast."""
+"""Overload a server: it must refuse excess requests with 429 or 503, and stay fast for others."""
 
 import asyncio
 import random
@@ -9,7 +9,7 @@ from typing import Any
 from tools.load.server import Server, percentile, serving
 
 BATCH = 16
-QUEUE = BATCH // 4  # the time in the queue is this share of the time of an answer
+QUEUE = BATCH // 4  # The time in the queue is this share of the time of an answer.
 ANSWER_TOKENS = 48
 WARM_UP_SECONDS = 1.0
 
@@ -23,7 +23,7 @@ def _body(rng: random.Random) -> dict[str, Any]:
 async def _full_batch(
     server: Server, *, seconds: float, rng: random.Random
 ) -> tuple[list[float], float]:
-    """Keep one full batch busy; returns the latencies and the answers per second."""
+    """Keep one full batch busy. Return the latencies and the answers per second."""
     latencies: list[float] = []
     started = time.monotonic()
     end = started + WARM_UP_SECONDS + seconds
@@ -45,7 +45,7 @@ async def _full_batch(
 async def _flood(
     server: Server, *, rate: float, seconds: float, rng: random.Random
 ) -> tuple[list[float], Counter[int], list[str]]:
-    """Send `rate` requests per second; returns latencies, statuses and problems."""
+    """Send `rate` requests per second. Return latencies, statuses and problems."""
     latencies: list[float] = []
     statuses: Counter[int] = Counter()
     problems: list[str] = []
@@ -84,7 +84,7 @@ async def _flood(
 async def overload(
     *, factor: float, seconds: float, seed: int, num_servers: int, max_ratio: float | None
 ) -> dict[str, Any]:
-    """Run the scenario; `max_ratio` limits the p99 relative to a full batch without overload."""
+    """Run the scenario. `max_ratio` limits the p99 relative to a full batch without overload."""
     rng = random.Random(seed)
     options = ("--max-num-seqs", str(BATCH), "--max-queued-requests", str(QUEUE))
     with serving(*options, num_servers=num_servers) as server:

@@ -27,7 +27,7 @@ _READY = re.compile(r"ready: http://([\d.]+):(\d+)/v1")
 
 
 class Server:
-    """A running server process of this machine."""
+    """Watch a running server process of this machine."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         assert process.stdout is not None
@@ -43,12 +43,10 @@ class Server:
         return Connection(self.host, self.port)
 
     def engine_pid(self) -> int:
-        """The engine process."""
         (pid,) = [pid for pid in self._children() if any(_runs(pid, name) for name in ENGINES)]
         return pid
 
     def server_pids(self) -> list[int]:
-        """All processes that answer HTTP."""
         workers = [pid for pid in self._children() if _runs(pid, SERVER_WORKER_MODULE)]
         return [self.process.pid, *workers]
 
@@ -57,7 +55,7 @@ class Server:
         return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
     def rss(self, *pids: int) -> float:
-        """Resident memory of processes in MiB; 0 for those that ended."""
+        """Return the resident memory of processes in MiB. A process that ended counts as 0."""
         total = 0.0
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -66,13 +64,13 @@ class Server:
         return total
 
     def cpu_seconds(self) -> float:
-        """CPU time that all threads of the server processes have used."""
-        # a process's CPU clock, see clock_getcpuclockid(3)
+        """Return the CPU time of all threads of the server processes."""
+        # number of a process's CPU clock, see clock_getcpuclockid(3)
         clocks = [(~pid << 3) | 2 for pid in self.server_pids()]
         return sum(map(time.clock_gettime, clocks))
 
     async def metrics(self) -> dict[str, float]:
-        """Metrics by name; those with more labels than the model's name are summed up."""
+        """Return metrics by name. Samples of a metric with several label sets are added."""
         connection = self.connection()
         text = (await connection.get("/metrics")).body.decode()
         connection.hang_up()
@@ -85,7 +83,9 @@ class Server:
         return values
 
     async def leftovers(self) -> dict[str, float]:
-        """Resources still held some time after all clients have gone, by metric."""
+        """Return the resources that are still held after all clients have disconnected, by
+        metric.
+        """
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
             values = await self.metrics()
@@ -95,11 +95,12 @@ class Server:
             await asyncio.sleep(0.1)
 
     def processes(self) -> list[int]:
-        """The engine and all server processes."""
         return [self.engine_pid(), *self.server_pids()]
 
     async def final_problems(self, processes: list[int] | None = None) -> list[str]:
-        """Problems after a scenario: what is held, errors in the log, other processes."""
+        """Return problems after a scenario: held resources, errors in the log, changed
+        processes.
+        """
         held = await self.leftovers()
         problems = [f"held at the end: {held}"] if held else []
         if self.process.poll() is not None or processes not in (None, self.processes()):
@@ -107,7 +108,6 @@ class Server:
         return problems + self.log_problems()[:10]
 
     def log_problems(self) -> list[str]:
-        """Errors in the log."""
         lines = self.log.read_text().splitlines()
         return [line for line in lines if "Traceback" in line or " ERROR " in line]
 
@@ -117,7 +117,6 @@ def _runs(pid: int, module: str) -> bool:
 
 
 def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """`python -m module arguments`; `options` are those of `subprocess.Popen`."""
     return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
 
 
@@ -126,7 +125,7 @@ def serving(
     *options: str, num_servers: int = 1, module: str = "negamax", model: str = "nano",
     environment: dict[str, str] | None = None,
 ) -> Iterator[Server]:  # fmt: skip
-    """Run `negamax serve MODEL` (or `module`) until the block ends."""
+    """Run `negamax serve MODEL` (or `module`) until the `with` block ends."""
     command = [*options, "--api-server-count", str(num_servers)]
     if module == "negamax":
         usual = ["--port", "0", "--num-threads", "1", "--log-level", "warning"]
@@ -147,6 +146,6 @@ def serving(
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value that `share` of the values do not exceed."""
+    """Return the value that `share` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")

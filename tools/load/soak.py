@@ -1,4 +1,4 @@
-"""Mixed load for a long time: no error, nothing held at the end, constant memory."""
+"""Run mixed load for a long time, and check for errors, held resources and memory growth."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ from negamax.text.encoding_cache import CACHE_BYTES
 from tools.load.http import DONE, INTERRUPTED
 from tools.load.server import Server, serving
 
-# small enough to be filled within the first minute: after that the cache's memory does not grow
+# The cache is so small that it is full after a minute. Its memory does not grow afterwards.
 KV_BLOCKS = {"nano": 2048, "nano-m3": 256}  # 32,768 tokens
-FULL_BATCH = 64  # sequences that a CPU runs at once unless told otherwise
+FULL_BATCH = 64  # default number of sequences that a CPU runs at once
 _CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": _CITY}}
 WORDS = (
@@ -26,8 +26,6 @@ WORDS = (
 
 @dataclass
 class _Tally:
-    """Observations of all clients."""
-
     answers: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -36,7 +34,7 @@ class _Tally:
 
 
 class _Client:
-    """Sends one request after the other and hangs up on `abort_share` of them."""
+    """Send one request after the other, and abort `abort_share` of them."""
 
     def __init__(self, server: Server, tally: _Tally, rng: random.Random, abort_share: float):
         self._connection = server.connection()
@@ -128,7 +126,7 @@ class _Client:
         prompts = body.get("prompt", [""])
         expected = body.get("n", 1) * len(prompts)
         if sorted(choice["index"] for choice in choices) != list(range(expected)):
-            raise ValueError(f"{len(choices)} choices ended; {expected} were asked for")
+            raise ValueError(f"{len(choices)} choices ended; the request has n = {expected}")
         reasons = {choice["finish_reason"] for choice in choices}
         if reasons - {"stop", "length", "tool_calls"}:
             raise ValueError(f"finish reasons {reasons}")
@@ -138,7 +136,7 @@ class _Client:
         self._tally.tokens += count
 
     async def _abort(self, kind: str) -> None:
-        """Begin a request and hang up after a moment, at most when it would have ended."""
+        """Begin a request and abort it after a moment, at the latest when it ends."""
         connection = self._connection
         work = asyncio.ensure_future(self._one(kind))
         await asyncio.wait({work}, timeout=self._rng.random() ** 2)
@@ -155,7 +153,7 @@ def _expect(answer: Any, status: int) -> None:
 
 
 async def _visit_batch_sizes(server: Server) -> None:
-    """Run each batch size once: a kernel that is compiled later would look like a leak."""
+    """Run each batch size once, since a kernel that is compiled later would look like a leak."""
 
     async def ask(max_tokens: int) -> None:
         connection = server.connection()
@@ -170,7 +168,7 @@ async def _fill_encodings(server: Server, rng: random.Random) -> None:
     """Fill the server's cache of tokenized texts, which would take an hour under load."""
     connection = server.connection()
     for _ in range(CACHE_BYTES // (1 << 17)):
-        # about 1 KiB each in the cache
+        # Each text needs about 1 KiB in the cache.
         texts = [" ".join(rng.choices(WORDS, k=60)) for _ in range(300)]
         _expect(await connection.post("/tokenize", {"prompt": texts}), 200)
     connection.hang_up()
@@ -184,7 +182,7 @@ async def _watch_memory(server: Server, tally: _Tally) -> None:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """MiB per minute, the least-squares line through (seconds, MiB)."""
+    """Return MiB per minute, by a least-squares line through (seconds, MiB)."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -195,7 +193,7 @@ async def soak(
     *, clients: int, seconds: float, abort_share: float, seed: int, num_servers: int,
     max_slope: float | None, model: str = "nano", host_gib: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run the scenario; `max_slope` limits late memory growth in MiB per minute, if given."""
+    """Run the scenario. `max_slope`, if given, limits late memory growth in MiB per minute."""
     options = ("--num-kv-blocks", str(KV_BLOCKS[model]), "--max-queued-requests", str(4 * clients))
     if host_gib is not None:
         options += ("--kv-offloading-size", str(host_gib))

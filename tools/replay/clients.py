@@ -1,7 +1,7 @@
 """Coding agents on the openai and anthropic packages, each with its own form of a conversation.
 
-An agent asks for an answer, returns it in one common form, and appends it to its history as users
-of the package do: it sends back the message objects that it got.
+An agent asks for an answer, returns it in a common form, and appends it to its history. As users of
+the packages do, it sends back the message objects that it got.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ class SeenCall:
 
 @dataclass
 class Seen:
-    """An answer as the client got it."""
+    """Hold an answer as the client received it."""
 
     thinking: str = ""
     text: str = ""
     calls: list[SeenCall] = field(default_factory=list)
-    ends: str = ""  # as the API names it
+    ends: str = ""  # finish reason as the API names it
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int | None = None
-    ids: list[str] = field(default_factory=list)  # of the answer and its parts except calls
-    problems: list[str] = field(default_factory=list)  # with the form of the answer or its stream
+    ids: list[str] = field(default_factory=list)  # ids of the answer and of its parts except calls
+    problems: list[str] = field(default_factory=list)  # problems of the answer's format or stream
 
     def expect(self, is_right: bool, problem: str) -> None:
         if not is_right:
@@ -53,11 +53,11 @@ class Seen:
 
 
 class HangUp(Exception):
-    """The client hung up on purpose."""
+    """Raised if the client disconnects on purpose."""
 
 
 class Agent(ABC):
-    """One session at a client."""
+    """Play one session as a client."""
 
     ends_with_calls: str
     ends_with_text: str
@@ -73,7 +73,7 @@ class Agent(ABC):
         return openai.AsyncOpenAI(base_url=f"{url}/v1", **_CLIENT)
 
     async def ask(self, salt: str, *, hang_up_after: int | None = None) -> Seen:
-        """Ask for the next answer. Errors: `HangUp` after `hang_up_after` characters."""
+        """Ask for the next answer. Raises `HangUp` after `hang_up_after` characters."""
         self._salt = salt
         return await self._ask(hang_up_after)
 
@@ -82,13 +82,13 @@ class Agent(ABC):
 
     @abstractmethod
     def follow(self, exchange: Exchange, seen: Seen) -> None:
-        """Append the last answer and what follows it to the history."""
+        """Append the last answer, and the messages after it, to the history."""
 
     async def close(self) -> None:
         await self._client.close()
 
     def _results(self, exchange: Exchange, seen: Seen) -> list[tuple[str, str]]:
-        """Ids and results of the calls in a random order."""
+        """Return ids and results of the calls in a random order."""
         results = list(zip((call.id for call in seen.calls), exchange.results, strict=False))
         self._rng.shuffle(results)
         return results
@@ -99,7 +99,7 @@ class Agent(ABC):
 
 
 class _Patience:
-    """Counts the characters of a stream and hangs up at the limit."""
+    """Count the characters of a stream, and disconnect at the limit."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit, self._size = limit, 0
@@ -111,7 +111,7 @@ class _Patience:
 
 
 async def _with_patience(request: Any, limit: int | None) -> Any:
-    """Wait for a whole answer; one to hang up on gets a time that grows with the limit."""
+    """Wait for a whole answer. If the client must disconnect, the time grows with the limit."""
     if limit is None:
         return await request
     with contextlib.suppress(TimeoutError):
@@ -120,8 +120,6 @@ async def _with_patience(request: Any, limit: int | None) -> Any:
 
 
 class ChatAgent(Agent):
-    """The openai package with chat completions."""
-
     ends_with_calls, ends_with_text = "tool_calls", "stop"
 
     def __init__(self, url: str, session: Session, *, is_streamed: bool, **common: Any) -> None:
@@ -157,7 +155,7 @@ class ChatAgent(Agent):
 
     async def _stream(self, body: dict[str, Any], patience: _Patience) -> Seen:
         seen = Seen()
-        calls: list[tuple[str, str, list[str]]] = []  # id, name, parts of the arguments
+        calls: list[tuple[str, str, list[str]]] = []  # id, name, and pieces of the arguments
         usage, num_chunks = None, 0
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         stream = await self._client.chat.completions.create(**body, **streamed)
@@ -228,7 +226,7 @@ class ChatAgent(Agent):
 
 
 class MessagesAgent(Agent):
-    """The anthropic package, with Claude Code's billing line, reminders and cache marks."""
+    """Use the anthropic package, with Claude Code's billing line, reminders and cache marks."""
 
     ends_with_calls, ends_with_text = "tool_use", "end_turn"
 
@@ -261,7 +259,7 @@ class MessagesAgent(Agent):
             body["thinking"] = {"type": self._thinking_mode, "budget_tokens": MAX_TOKENS - 1}
         if self._is_streamed:
             return await self._stream(body, _Patience(hang_up_after))
-        # the package refuses whole answers that may be long without a timeout
+        # Without a timeout the package refuses to request a whole answer that may be long.
         request = self._client.messages.create(**body, timeout=TIMEOUT_SECONDS)
         return self._read(await _with_patience(request, hang_up_after), Seen())
 
@@ -323,7 +321,9 @@ class MessagesAgent(Agent):
 
 
 class ResponsesAgent(Agent):
-    """The openai package with streamed Responses; `is_stored`: the server keeps the history."""
+    """Use streamed Responses of the openai package. If `is_stored`, the server keeps the
+    history.
+    """
 
     ends_with_calls = ends_with_text = "completed"
 
@@ -413,7 +413,7 @@ WAYS: dict[str, Callable[..., Agent]] = {
 
 
 class _Order:
-    """Collects the parts of a stream, of which only one may be open."""
+    """Collect the parts of a stream, of which only one may be open."""
 
     def __init__(self, seen: Seen, name: str) -> None:
         self.kinds: list[str] = []
@@ -440,14 +440,14 @@ class _Order:
 
 
 def _expect_order(seen: Seen, kinds: list[str], *single: str) -> None:
-    """Parts of the `single` kinds come first, at most one of each; calls follow."""
+    """Check that parts of the `single` kinds come first, at most one of each kind, before calls."""
     order = [kind for kind in single if kind in kinds]
     is_right = kinds[: len(order)] == order and not set(kinds[len(order) :]) & set(single)
     seen.expect(is_right, f"parts {kinds}")
 
 
 async def _chunks(stream: Any) -> AsyncGenerator[Any, None]:
-    """Yield the chunks of a stream and close it in any case."""
+    """Yield the chunks of a stream, and always close the stream."""
     try:
         async for chunk in stream:
             yield chunk

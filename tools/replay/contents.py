@@ -1,4 +1,4 @@
-"""Prose and files of a coding agent, with all texts that may confuse an API or a parser."""
+"""Write prose and files of a coding agent, with texts that may confuse an API or a parser."""
 
 import random
 from collections.abc import Sequence
@@ -32,8 +32,6 @@ _ENDS = ("", "\n", "\n", "\n", "\n\n\n", " \n", "\t", "  ", "\r\n")
 
 
 class Contents:
-    """Writes prose and files."""
-
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
@@ -66,7 +64,7 @@ class Contents:
         return "".join(a + b for a, b in zip(sentences, [*joints, ""], strict=True))
 
     def file(self, num_chars: int, *, among: Sequence[str] = ()) -> str:
-        """Write about `num_chars` characters of a file with the lines in `among`."""
+        """Write about `num_chars` characters of a file that has the lines in `among`."""
         rng = self._rng
         lines: list[str] = []
         size = 0

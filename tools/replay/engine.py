@@ -1,9 +1,10 @@
 """An engine that answers from a script: `python -m tools.replay.engine FOLDER`.
 
-`tests.stub_server` starts it. REPLAY_SCRIPT names a MessagePack file, {salt: [tokens, pace]}. A
-request's `cache_salt`, SESSION/TURN, selects its answer, and a step yields up to `pace` tokens. The
-folder REPLAY_RECORD gets each request's prompt, `NUMBER.u32`, and at its end a line in
-`requests.jsonl`. Cached tokens are those that a prefix cache of the session would find.
+`tests.stub_server` starts this process. REPLAY_SCRIPT names a MessagePack file, {salt: [tokens,
+pace]}. A request's `cache_salt`, SESSION/TURN, selects its answer, and a step yields up to `pace`
+tokens. The engine writes each request's prompt to `NUMBER.u32` in the folder REPLAY_RECORD, and a
+line to `requests.jsonl` when the request ends. The number of cached tokens is that of a prefix
+cache for the session.
 """
 
 import json
@@ -27,30 +28,27 @@ Tokens = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Played:
-    """The outcome of one request."""
-
     salt: str
-    number: int  # of the file with its prompt
+    number: int  # number of the file with the prompt
     num_cached_tokens: int
     num_output_tokens: int
-    is_whole: bool  # False: the client hung up
+    is_whole: bool  # False if the client disconnected
 
 
 class ScriptReader:
-    """Gives each request its prepared answer and records the prompt."""
+    """Return the prepared answer to each request, and record the prompt."""
 
     def __init__(self, source: ModelSource) -> None:
         script = Path(os.environ["REPLAY_SCRIPT"]).read_bytes()
         self._answers = msgspec.msgpack.decode(script, type=dict[str, tuple[list[int], int]])
         self._folder = Path(os.environ["REPLAY_RECORD"])
-        # by session: the last prompt and its answer
+        # session -> its last prompt and answer
         self._computed: dict[str, Tokens] = {}
         self._num_requests = 0
-        # by request: number, prompt, cached tokens
+        # request -> number, prompt, cached tokens
         self._prompts: dict[str, tuple[int, Tokens, int]] = {}
 
     def begin(self, request: GenerateRequest) -> Answer:
-        """The prepared answer."""
         tokens, pace = self._answers[request.cache_salt]
         session = request.cache_salt.partition("/")[0]
         prompt = np.array(request.prompt_token_ids, np.uint32)
@@ -64,7 +62,7 @@ class ScriptReader:
         return Answer(request, tokens, steps=steps, num_cached_tokens=cached)
 
     def end(self, answer: Answer) -> None:
-        """Remember the computed tokens and note the outcome."""
+        """Store the computed tokens, and record the outcome."""
         salt = answer.request.cache_salt
         number, prompt, cached = self._prompts.pop(answer.request.request_id)
         done = answer.tokens[: answer.position]
@@ -75,7 +73,7 @@ class ScriptReader:
 
 
 def num_common(one: Tokens, other: Tokens) -> int:
-    """The length of the common prefix."""
+    """Return the length of the common prefix."""
     length = min(len(one), len(other))
     differences = np.flatnonzero(one[:length] != other[:length])
     return int(differences[0]) if len(differences) else length

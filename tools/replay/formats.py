@@ -15,60 +15,61 @@ from tools.replay.script import Call, Exchange, Quotations
 
 _TURN, _END = "]~b]", "[e~["
 _MARKER = "]<]minimax[>["
-_FIRST_FREE_ID = 4150  # of the embedded model's vocabulary
+_FIRST_FREE_ID = 4150  # first id after the embedded model's vocabulary
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of an answer: structure, or text within it."""
+    """Hold a piece of an answer, which is structure or text within the structure."""
 
     text: str
     is_structure: bool
 
 
 class Family(ABC):
-    """A model family's layout, in one mode of thinking."""
+    """Describe the layout of a model family in one mode of thinking."""
 
     name: str
-    parser: str  # of the server
-    thinking_mode: str | None  # that requests ask for
+    parser: str  # name of the server's parser
+    thinking_mode: str | None  # the mode that requests select
     has_null: bool
-    keeps_thinking: bool  # also after the next user message
-    tags: tuple[str, ...]  # that are tokens
-    opening: str  # what a prompt ends with, after the assistant's role
-    unthinking: str  # what an answer without thinking begins with in the history
+    keeps_thinking: bool  # whether thinking stays after the next user message
+    tags: tuple[str, ...]  # tags that are single tokens
+    opening: str  # end of a prompt, after the assistant's role
+    unthinking: str  # beginning of an answer without thinking in the history
     quotations: Quotations
 
     @abstractmethod
     def thinking(self, text: str) -> list[Part]:
-        """Reasoning, from where the prompt ends up to the content."""
+        """Return the reasoning, from the end of the prompt to the content."""
 
     @abstractmethod
     def calls(self, calls: Sequence[Call]) -> list[Part]:
-        """A call block."""
+        """Return a call block."""
 
     def answer(self, exchange: Exchange) -> list[Part]:
-        """All that the model writes, but the end of the turn."""
+        """Return all that the model writes, except the end of the turn."""
         return [*self.thinking(exchange.thinking), *self.body(exchange)]
 
     def body(self, exchange: Exchange) -> list[Part]:
-        """The same without the reasoning."""
+        """Return an answer without its reasoning."""
         said = [Part(exchange.text, False)] if exchange.text else []
         return said + (self.calls(exchange.calls) if exchange.calls else [])
 
     def comes_back(self, exchange: Exchange) -> bool:
-        """Whether an answer is unchanged in the history, at least until the next question."""
+        """Return whether the history keeps an answer unchanged, at least until the next
+        question.
+        """
         without = self.opening + text_of(self.thinking(""))
         return bool(exchange.thinking) or without == self.unthinking
 
     def turn(self, exchange: Exchange, *, has_thinking: bool) -> str:
-        """An answer in the history."""
         if has_thinking and exchange.thinking:
             return f"{_TURN}ai\n{self.opening}{text_of(self.answer(exchange))}{_END}\n"
         return f"{_TURN}ai\n{self.unthinking}{text_of(self.body(exchange))}{_END}\n"
 
     def follow_up(self, exchange: Exchange) -> str:
-        """What follows an answer in the history."""
+        """Return the text that follows an answer in the history."""
         if not exchange.calls:
             return self.question(exchange.question)
         results = list(exchange.results)
@@ -79,11 +80,10 @@ class Family(ABC):
         return f"{_TURN}tool{shown}{_END}\n"
 
     def question(self, text: str) -> str:
-        """A user's message."""
         return f"{_TURN}user\n{text}{_END}\n"
 
     def prompt_end(self) -> str:
-        """How every prompt ends."""
+        """Return the text with which every prompt ends."""
         return f"{_TURN}ai\n{self.opening}"
 
 
@@ -117,7 +117,7 @@ class M2(Family):
             "<think>", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="Read">',
             "</parameter>",
         ),
-        in_text=(),  # a closer that is its token is never text
+        in_text=(),  # In text, a closer that is a token is never quoted.
         in_letters=("</think>", "]~b]ai", "[e~[", "]~!b[", "<think>x</think>",
             "<minimax:tool_call>"),
     )  # fmt: skip
@@ -140,7 +140,7 @@ class M2(Family):
 class M3(Family):
     name = "m3"
     parser = "minimax_m3"
-    has_null = False  # its layout leaves nulls out
+    has_null = False  # This layout omits nulls.
     keeps_thinking = True
     tags = ("<mm:think>", "</mm:think>", _MARKER)
     unthinking = "</mm:think>"
@@ -165,7 +165,9 @@ class M3(Family):
     )  # fmt: skip
 
     def __init__(self, thinking_mode: str) -> None:
-        """Where thinking is enabled, every prompt opens it; "adaptive" leaves that to the model."""
+        """Select a mode. In "enabled" the prompt opens the thinking; in "adaptive" the model
+        decides.
+        """
         self.thinking_mode = thinking_mode
         self.opening = "<mm:think>" if thinking_mode == "enabled" else ""
 
@@ -193,17 +195,16 @@ def _element(name: str, value: Any) -> list[Part]:
     return [Part(f"{_MARKER}<{name}>", True), *inner, Part(f"{_MARKER}</{name}>", True)]
 
 
-# The modes of thinking that the sessions of a day take turns with.
+# modes of thinking that the sessions of a day use in turn
 FAMILIES: dict[str, tuple[Family, ...]] = {"m2": (M2(),), "m3": (M3("enabled"), M3("adaptive"))}
 
 
 def text_of(parts: Iterable[Part]) -> str:
-    """The text of an answer."""
     return "".join(part.text for part in parts)
 
 
 def tokens_of(parts: Sequence[Part], tokenizer: Tokenizer, *, in_letters: bool) -> list[int]:
-    """Encode an answer; `in_letters`: tags inside its text are spelled out."""
+    """Encode an answer. If `in_letters`, tags inside its text are spelled out."""
     if not in_letters:
         return tokenizer.encode(text_of(parts))
     encoded = (tokenizer.encode(part.text, allow_special=part.is_structure) for part in parts)
@@ -211,7 +212,9 @@ def tokens_of(parts: Sequence[Part], tokenizer: Tokenizer, *, in_letters: bool) 
 
 
 def m3_folder(template: Path, folder: Path) -> Path:
-    """Make `folder` an M3 model without weights: nano's tokenizer, M3's tags and template."""
+    """Make `folder` an M3 model without weights, from nano's tokenizer and M3's tags and
+    template.
+    """
     nano = resolve_model("nano")
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         shutil.copy(nano / name, folder / name)

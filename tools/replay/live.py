@@ -23,10 +23,10 @@ from tools.load.server import Server, serving
 from tools.replay.script import Call
 
 BLOCK_SIZE = 16
-THINKING_TOKENS = 24  # of an answer, after which its thinking is closed
+THINKING_TOKENS = 24  # length of an answer's thinking, after which it is closed
 HANG_UP_SHARE = 0.05
 MAX_PROBLEMS = 10
-_LIMITS: dict[str, dict[str, Any]] = {  # so that a call ends before the limit on its tokens
+_LIMITS: dict[str, dict[str, Any]] = {  # With these limits a call ends before its limit of tokens.
     "string": {"maxLength": 40},
     "integer": {"minimum": 1, "maximum": 9999},
     "array": {"maxItems": 3},
@@ -42,7 +42,7 @@ _CHOICES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class LiveSize:
-    """How much there is. Lengths in tokens."""
+    """Limit the size of a day. Lengths are in tokens."""
 
     sessions: int
     turns: int
@@ -62,8 +62,6 @@ class LiveSize:
 
 @dataclass
 class _Tally:
-    """Counts and problems of all sessions."""
-
     problems: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     longest_prompt: int = 0  # tokens
@@ -71,17 +69,15 @@ class _Tally:
 
 @dataclass
 class _LivePlayer:
-    """Plays one session."""
-
     _name: str
     _session: Session
     _client: ServingClient
     _tally: _Tally
     _rng: random.Random
-    _previous: ResponseRecord | None = None  # the last turn, if its prompt must be cached
+    _previous: ResponseRecord | None = None  # the last turn if its prompt must be cached, or None
 
     async def play(self) -> None:
-        """Every turn, up to the first failure."""
+        """Play every turn until the first failure."""
         turns = self._session.start()
         turn = next(turns)
         while True:
@@ -98,7 +94,7 @@ class _LivePlayer:
             calls = (reader.message or {}).get("tool_calls")
             is_whole = calls and reader.record.finish_reason != "length"
             self._previous = reader.record if is_whole else None
-            if calls and reader.record.finish_reason == "stop":  # of a call forced by name
+            if calls and reader.record.finish_reason == "stop":  # A forced call stops.
                 reader.record.finish_reason = "tool_calls"
             try:
                 turn = turns.send(TurnResponse(reader.record, reader.message))
@@ -163,7 +159,7 @@ class _LivePlayer:
 
 
 def _strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """`tool` with a schema that must be followed, and with limits."""
+    """Return `tool` with a strict schema and with limits."""
     function = tool["function"]
     properties = {
         name: schema | _LIMITS.get(schema["type"], {})
@@ -217,7 +213,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def violations(value: Any, schema: dict[str, Any], *, place: str = "arguments") -> list[str]:
-    """Compare a value with a schema; U+FFFD (an odd byte) has no length, as for a grammar."""
+    """List how a value violates a schema. U+FFFD (an odd byte) has no length, as in a grammar."""
     kind = schema["type"]
     if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == "boolean"):
         return [f"{place} is {value!r}, not of type {kind}"]
@@ -275,7 +271,7 @@ async def _play_day(
 
 
 def live_day(*, size: LiveSize, seed: int) -> dict[str, Any]:
-    """The report; `problems` in it is empty where nothing broke."""
+    """Return the report. Its list `problems` is empty if all checks pass."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="replay-") as name:
         model = _widened(Path(name), context_length=size.context_length)

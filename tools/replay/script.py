@@ -13,21 +13,21 @@ STEPS_PER_TASK = (2, 9)  # turns with calls per task
 PARALLEL_SHARE, MANY_CALLS = 0.3, (2, 5)
 LONG_FILE_SHARE = 0.12
 NO_THINKING_SHARE = 0.08
-NOTE_SHARE = 0.15  # of turns with calls: the client adds an instruction to the results
-QUOTE_SHARE = 0.35  # of texts, values and results: they contain the format's own tags
-LETTERS_SHARE = 0.5  # of answers that quote tags: spelled out, not as tokens
+NOTE_SHARE = 0.15  # share of turns with calls in which the client adds an instruction
+QUOTE_SHARE = 0.35  # share of texts, values and results that contain the format's own tags
+LETTERS_SHARE = 0.5  # share of quoting answers that spell tags instead of writing tokens
 PACES = (1, 1, 4, 16, 64)  # most tokens of one step
 
 
 @dataclass(frozen=True)
 class Quotations:
-    """Quoted pieces of a format that no reader may take for structure."""
+    """Hold quoted pieces of a format that no reader may treat as structure."""
 
     in_results: Sequence[str]  # tool results may hold anything
-    in_values: Sequence[str]  # string arguments, as tokens or spelled out
-    in_prose: Sequence[str]  # thinking and content
+    in_values: Sequence[str]  # in string arguments, as tokens or spelled out
+    in_prose: Sequence[str]  # in thinking and content
     in_text: Sequence[str]  # content only
-    in_letters: Sequence[str]  # only if spelled out
+    in_letters: Sequence[str]  # only in spelled form
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An answer and what follows: results of its calls and a `note`, or the next `question`."""
+    """Hold an answer and what follows: results of its calls and a `note`, or the next
+    `question`.
+    """
 
     thinking: str
     text: str
@@ -46,9 +48,9 @@ class Exchange:
     results: tuple[str, ...]
     note: str
     question: str
-    in_letters: bool  # quotations are spelled out
+    in_letters: bool  # whether quotations are spelled out
     pace: int  # most tokens per step
-    # the share of the answer after which the client hangs up once and asks again
+    # share of the answer after which the client disconnects once and asks again
     hang_up: float | None
 
 
@@ -62,13 +64,11 @@ class Session:
 
 @dataclass(frozen=True)
 class DaySize:
-    """The size of a day."""
-
     sessions: int
-    turns: tuple[int, int]  # of a session, from and to
-    file_chars: int  # of the longest results
-    session_chars: int  # of all results of a session
-    hang_up_share: float  # of the turns
+    turns: tuple[int, int]  # least and largest number of turns of a session
+    file_chars: int  # characters of the longest results
+    session_chars: int  # characters of all results of a session
+    hang_up_share: float  # share of the turns in which the client disconnects
 
     @classmethod
     def full(cls, sessions: int) -> "DaySize":
@@ -81,15 +81,13 @@ class DaySize:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptWriter:
-    """Writes the sessions of a day."""
-
     seed: int
     size: DaySize
     quotations: Quotations
-    has_null: bool  # the format can express null
+    has_null: bool  # whether the format can express null
 
     def session(self, number: int) -> Session:
-        """Write session `number`, which depends on the seed only."""
+        """Write session `number`, which depends only on the seed."""
         rng = random.Random(f"{self.seed} {number}")
         contents = Contents(rng)
         work = "Work step by step, until the task is done."
@@ -158,8 +156,6 @@ def _some(rng: random.Random, pieces: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _ValueMaker:
-    """Makes calls of the tools."""
-
     _rng: random.Random
     _contents: Contents
     _among: Sequence[str]

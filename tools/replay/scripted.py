@@ -1,9 +1,10 @@
 """The scripted day: agent sessions against the real server and an engine with prepared answers.
 
-Each answer must reach the client as written. Each prompt must be the conversation so far and begin
-with the tokens of the prompt and answer before it, which a prefix cache holds. Two exceptions: M2
-drops the thinking before the last user message, so a new question changes the prompt from the first
-answer of the previous task on; and a tag that an answer spells in letters comes back as its token.
+Each answer must reach the client as written. Each prompt must be the conversation so far. It must
+begin with the tokens of the previous prompt and answer, which a prefix cache holds. Two exceptions
+exist. M2 drops the thinking before the last user message, so that a new question changes the prompt
+from the first answer of the previous task on. A tag that an answer spells in letters comes back as
+its token.
 """
 
 import asyncio
@@ -34,18 +35,16 @@ TURN_SECONDS = 300
 
 @dataclass
 class _Tally:
-    """Counts and problems of all sessions."""
-
     problems: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     call_ids: set[str] = field(default_factory=set)
     other_ids: set[str] = field(default_factory=set)
     longest_prompt: int = 0  # tokens
-    held: dict[str, float] = field(default_factory=dict)  # at the end
+    held: dict[str, float] = field(default_factory=dict)  # resources that are held at the end
 
 
 class _Record:
-    """The requests that the engine noted."""
+    """Read the requests that the engine recorded."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,17 +52,16 @@ class _Record:
         self._played: dict[str, list[Played]] = {}
 
     def take(self, salt: str) -> tuple[Played, Tokens]:
-        """The answered request and its prompt."""
+        """Return the answered request and its prompt."""
         self._read_on()
         played = [entry for entry in self._played[salt] if entry.is_whole][-1]
         return played, self.prompt(played)
 
     def is_repeated(self, salt: str, prompt: Tokens) -> bool:
-        """Whether every earlier request for that answer had the same prompt."""
+        """Return whether every earlier request for that answer had the same prompt."""
         return all(np.array_equal(self.prompt(entry), prompt) for entry in self._played[salt])
 
     def prompt(self, played: Played) -> Tokens:
-        """The tokens that the engine was given."""
         return np.fromfile(self._folder / f"{played.number}.u32", np.uint32)
 
     def drop(self, salt: str) -> None:
@@ -72,7 +70,7 @@ class _Record:
             (self._folder / f"{entry.number}.u32").unlink(missing_ok=True)
 
     def broken_off(self) -> list[Played]:
-        """The requests that ended early."""
+        """Return the requests that ended early."""
         self._read_on()
         played = (entry for entries in self._played.values() for entry in entries)
         return [entry for entry in played if not entry.is_whole]
@@ -92,16 +90,16 @@ class _Record:
 
 
 class _Conversation:
-    """The expected prompts of a session."""
+    """Compute the expected prompts of a session."""
 
     def __init__(self, family: Family, tokenizer: Tokenizer, session: Session) -> None:
         self._family = family
         self._tokenizer = tokenizer
         self._session = session
         self._head: str | None = None  # system prompt and tools
-        self._said: list[tuple[Exchange, str]] = []  # answers with what followed them
-        self._task_start = 0  # the first answer after the last question
-        self._task_prompt: Tokens = np.array([], np.uint32)  # of that answer
+        self._said: list[tuple[Exchange, str]] = []  # answers, and the text that followed each
+        self._task_start = 0  # number of the first answer after the last question
+        self._task_prompt: Tokens = np.array([], np.uint32)  # prompt of the task's first answer
         self._known: Tokens = self._task_prompt  # the last prompt and its answer
         self._last_prompt_len = 0
 
@@ -124,7 +122,6 @@ class _Conversation:
         return []
 
     def add(self, exchange: Exchange, *, prompt: Tokens, answer: list[int]) -> None:
-        """An answer and what follows it."""
         if self._task_start == len(self._said):
             self._task_prompt = prompt
         self._last_prompt_len = len(prompt)
@@ -147,7 +144,7 @@ class _Conversation:
         return problems
 
     def _text(self) -> str | None:
-        """The expected text after the last prompt and its answer; None if these change."""
+        """Return the expected text after the last prompt and answer, or None if these change."""
         exchange, follow_up = self._said[-1]
         drops_thinking = exchange.question and not self._family.keeps_thinking
         if drops_thinking or not self._family.comes_back(exchange):
@@ -163,9 +160,9 @@ class _Conversation:
         return "".join([*parts, family.prompt_end()])
 
     def _needed_prefix(self) -> int:
-        """The number of tokens of the last prompt and its answer that must be repeated."""
+        """Return how many tokens of the last prompt and its answer must be repeated."""
         exchange, _ = self._said[-1]
-        # its line breaks may join others
+        # The line breaks of the opening may join others.
         opening = len(self._tokenizer.encode(f"\n{self._family.opening}"))
         if exchange.question and not self._family.keeps_thinking:
             return len(self._task_prompt) - opening
@@ -179,12 +176,12 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class _Role:
-    """A prepared session; its lists are by turn."""
+    """Hold a prepared session. Its lists have one entry per turn."""
 
     session: Session
     family: Family
     way: str  # of WAYS
-    answers: list[list[int]]  # tokens, the end of the turn included
+    answers: list[list[int]]  # tokens, including the end of the turn
     reasoning: list[int]  # tokens
 
     @classmethod
@@ -200,31 +197,27 @@ class _Role:
             parts = family.thinking(exchange.thinking)
             tokens = tokens_of(parts, tokenizer, in_letters=exchange.in_letters)
             places = [place for place, token in enumerate(tokens) if token in tags]
-            # quoted tags count
+            # Quoted tags count as reasoning tokens.
             reasoning.append(places[-1] + 1 - sum(part.is_structure for part in parts))
         return cls(session, family, way, answers, reasoning)
 
     def salt(self, turn: int) -> str:
-        """The cache salt by which the engine finds the answer."""
         return f"{self.session.name}/{turn}"
 
     def agent(self, url: str) -> Agent:
-        """Make the client that plays it."""
         rng = random.Random(self.session.name)
         return WAYS[self.way](url, self.session, thinking_mode=self.family.thinking_mode, rng=rng)
 
 
 @dataclass
 class _Player:
-    """Plays one session."""
-
     _role: _Role
     _agent: Agent
     _record: _Record
     _tally: _Tally
 
     async def play(self, conversation: _Conversation) -> None:
-        """Play all turns, up to the first with a problem."""
+        """Play all turns until the first problem."""
         for turn, exchange in enumerate(self._role.session.exchanges):
             salt = self._role.salt(turn)
             try:
@@ -266,7 +259,7 @@ class _Player:
             "calls": tuple(names),
         }
         for number, (found, call) in enumerate(zip(seen.calls, exchange.calls, strict=False)):
-            # as text: the order counts, and 1 is neither 1.0 nor true
+            # Compare as text, since the order counts and 1 is neither 1.0 nor true.
             pair = json.dumps(json.loads(found.arguments)), json.dumps(call.arguments)
             texts[f"arguments of call {number}, {call.name}"] = pair
         problems += [
@@ -290,7 +283,7 @@ class _Player:
             "output": (seen.output_tokens, played.num_output_tokens),
             "cached": (seen.cached_tokens, played.num_cached_tokens),
         }
-        if seen.reasoning_tokens is not None:  # one API does not tell
+        if seen.reasoning_tokens is not None:  # One API does not report reasoning tokens.
             counts["reasoning"] = seen.reasoning_tokens, reasoning
         return [
             f"{name} tokens: {reported} instead of {expected}"
@@ -345,7 +338,7 @@ async def _play_day(
 def scripted_day(
     *, families: Sequence[Family], folder: Path, size: DaySize, seed: int, step_ms: float
 ) -> dict[str, Any]:
-    """Run the scenario with the model in `folder`, without weights; sessions alternate modes."""
+    """Run the scenario with the model in `folder`, without weights. Sessions alternate modes."""
     started = time.monotonic()
     tokenizer = Tokenizer.from_folder(folder, is_trusted=True)
     first = families[0]
