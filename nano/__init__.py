@@ -1,1 +1,1 @@
-"""Training of the four embedded models: data, training loops, export and measurement."""
+"""Train, export and measure the four embedded models."""

@@ -30,7 +30,7 @@ ASSETS = Path(__file__).resolve().parents[1] / "negamax" / "assets" / "nano"
 MAX_TOKENS = 4096
 EOS_ID, THINK_ID, THINK_END_ID = 4116, 4146, 4147
 _CLOSED_BLOCK = "<think>\n</think>\n\n"
-_CLOSED = "(closed)"  # an empty block of thinking
+_CLOSED = "(closed)"  # stands for an empty thinking block
 
 SINGLE_TURNS = (
     (dialogue.math_turn, 36), (dialogue.tool_turn, 42), (dialogue.talk_turn, 9),
@@ -89,7 +89,7 @@ def draw(rng: random.Random) -> Conversation:
 
 
 def _cut(chat: Conversation, rng: random.Random) -> Conversation:
-    """At times end after the call, or drop the reasoning of a call as many clients do."""
+    """Sometimes end after the call, or drop the reasoning of a call, as many clients do."""
     last_user = max(
         index for index, message in enumerate(chat.messages) if message["role"] == "user"
     )
@@ -104,7 +104,7 @@ def _cut(chat: Conversation, rng: random.Random) -> Conversation:
 
 
 def _close(chat: Conversation, rng: random.Random) -> Conversation:
-    """At times answer without thinking, except for arithmetic."""
+    """Sometimes answer without thinking, except for arithmetic."""
     last_user = max(
         index for index, message in enumerate(chat.messages) if message["role"] == "user"
     )
@@ -119,7 +119,7 @@ def _close(chat: Conversation, rng: random.Random) -> Conversation:
 
 
 class Renderer:
-    """Chat template and tokenizer: conversations to token ids and loss mask."""
+    """Convert conversations to token ids and loss masks, by chat template and tokenizer."""
 
     def __init__(self, folder: Path = ASSETS, *, tokenizer: bool = True) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -133,21 +133,22 @@ class Renderer:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if tokenizer else None
 
     def text(self, chat: Conversation, *, prompt: bool = False) -> str:
-        """Render a conversation; `prompt` adds the opening of the next answer."""
+        """Render a conversation. If `prompt`, add the opening of the next answer."""
         text = self.template.render(
             messages=chat.messages, tools=chat.tools or None, add_generation_prompt=prompt
         )
         return text.replace(f"<think>\n{_CLOSED}\n</think>\n\n", _CLOSED_BLOCK)
 
     def encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Encode to (token ids uint16, mask bool); the mask covers each answer from `<think>` to
-        its end.
+        """Encode to (token ids uint16, mask bool).
+
+        The mask covers each answer from `<think>` to its end.
         """
         assert self.tokenizer is not None
         text = self.text(chat)
         if text.endswith("[e~[\n"):
             text = text[:-1]
-        # prevents merges across the end of a block
+        # The split prevents merges across the end of a block.
         head, closed, rest = text.partition(_CLOSED_BLOCK)
         ids = [
             number
@@ -158,7 +159,7 @@ class Renderer:
         mask = np.zeros(len(tokens), dtype=bool)
         for start in np.flatnonzero(tokens == THINK_ID):
             ends = np.flatnonzero(tokens[start:] == EOS_ID)
-            # an empty block belongs to the prompt
+            # An empty block belongs to the prompt.
             first = start + 4 if tokens[start + 2] == THINK_END_ID else start + 2
             mask[first : start + int(ends[0]) + 1] = True
         return tokens, mask
@@ -238,7 +239,9 @@ def serve(
     folder: Path, *, workers: int, seed: int, shard_tokens: int, max_shards: int,
     new_maker: Callable[[], Maker],
 ) -> None:  # fmt: skip
-    """Run worker processes that keep the folder filled; the reader deletes what it has read."""
+    """Run worker processes that keep the folder filled. The reader deletes shards that it
+    has read.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     processes = [

@@ -1,4 +1,4 @@
-"""Training conversations: all kinds of turns, combined over shared facts."""
+"""Generate training conversations from all kinds of turns, which share facts."""
 
 # ruff: noqa: E501 (word lists and tables read better as text)
 
@@ -29,7 +29,7 @@ class Conversation:
 
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
-    declared: Sequence[Any] = ()  # the source of `tools`
+    declared: Sequence[Any] = ()  # tools from which `tools` was made
     persona: str | None = None
     facts: dict[str, str] = field(default_factory=dict)
     stock: dict[str, int] = field(default_factory=dict)  # objects that the user owns
@@ -46,12 +46,11 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text, "reasoning_content": thought})
 
 
-# False: this turn does not fit here
+# returns False if this turn does not fit the conversation
 Turn = Callable[[Conversation, random.Random], bool]
 
 
 def talk_turn(chat: Conversation, rng: random.Random) -> bool:
-    """Small talk."""
     question, answer, thought = talk.draw_talk(rng)
     if chat.persona:
         if "am I talking" in question or "call me" in question:
@@ -66,7 +65,7 @@ def talk_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def unknown_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A question beyond the model."""
+    """Add a question that the model cannot answer."""
     question, answer, thought = talk.draw_unknown(rng)
     if rng.random() < 0.5:
         question = (
@@ -82,7 +81,6 @@ def unknown_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def opening_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A rephrased greeting, or a message without content."""
     if rng.random() < 0.35:
         chat.user(rng.choice(openings.EMPTY))
         chat.answer(openings.EMPTY_THOUGHT, openings.EMPTY_ANSWER)
@@ -97,7 +95,7 @@ def opening_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def fact_turn(chat: Conversation, rng: random.Random) -> bool:
-    """The user states a fact or asks for it."""
+    """Add a turn in which the user states a fact or asks for it."""
     known = [fact for fact in facts.FACTS if fact in chat.facts]
     fact = rng.choice(known) if known and rng.random() < 0.6 else rng.choice(list(facts.FACTS))
     thing = (
@@ -130,7 +128,7 @@ def fact_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def stock_turn(chat: Conversation, rng: random.Random) -> bool:
-    """The user owns objects, changes their number or asks for it."""
+    """Add a turn in which the user owns objects, changes their number or asks for the number."""
     if not chat.stock or rng.random() < 0.25:
         things = rng.choice(common.OBJECTS)[1]
         if things in chat.stock:
@@ -194,7 +192,6 @@ def stock_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def math_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A word problem that is not held out."""
     problem = variety.draw_problem(rng) if rng.random() < 0.6 else arithmetic.draw(rng)
     if arithmetic.held_out(problem):
         return False
@@ -237,7 +234,10 @@ def math_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def beyond_turn(chat: Conversation, rng: random.Random) -> bool:
-    """Calculations beyond the evaluated ones: four digits, long products, remainders, comparisons."""
+    """Add a calculation beyond the evaluated ones.
+
+    These are four digits, long products, remainders and comparisons.
+    """
     kind = rng.choice(
         ("sum", "sum", "difference", "difference", "product", "remainder", "negative", "larger")
     )
@@ -320,7 +320,7 @@ def _answer_beyond(chat: Conversation, left: int, operator: str, right: int) -> 
 
 
 def follow_up_turn(chat: Conversation, rng: random.Random) -> bool:
-    """Arithmetic on the last one or two results."""
+    """Add arithmetic on the last one or two results."""
     if not chat.numbers:
         return False
     last = chat.numbers[-1]
@@ -387,7 +387,6 @@ def follow_up_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def age_turn(chat: Conversation, rng: random.Random) -> bool:
-    """The user's age in another year."""
     if "age" not in chat.facts:
         return False
     age = int(chat.facts["age"])
@@ -427,7 +426,7 @@ def declare_tools(chat: Conversation, rng: random.Random) -> None:
 
 
 def plan_text(calls: Sequence[tool_calls.Call]) -> str:
-    """The reasoning before calls: one line per call with the values of the request."""
+    """Write the reasoning before calls: one line per call with the values of the request."""
     lines = []
     for call in calls:
         values = ", ".join(f"{key} = {_raw(value)}" for key, value in call.arguments.items())
@@ -440,7 +439,7 @@ def _raw(value: Any) -> str:
 
 
 def tool_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A request for calls, mostly with results and a report."""
+    """Add a request for calls, mostly with results and a report."""
     if not chat.tools:
         return False
     text, calls = more_tools.draw_request(chat.declared, rng)
@@ -463,7 +462,7 @@ def tool_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def home_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A request without the city, which the user stated before."""
+    """Add a request without the city, which the user stated before."""
     if "city" not in chat.facts or not chat.tools:
         return False
     for tool in chat.declared:
@@ -483,7 +482,7 @@ def home_turn(chat: Conversation, rng: random.Random) -> bool:
 
 
 def missing_turn(chat: Conversation, rng: random.Random) -> bool:
-    """A request without required values, which the model asks for."""
+    """Add a request without required values. The model asks for the missing values."""
     lacking = [
         tool for tool in chat.declared if any(parameter.required for parameter in tool.parameters)
     ]
@@ -572,7 +571,7 @@ def _answers(
 
 
 def again_turn(chat: Conversation, rng: random.Random) -> bool:
-    """The user asks for the last tool result again."""
+    """Add a turn in which the user asks for the last tool result again."""
     if not chat.findings or chat.messages[-1]["content"] != chat.findings[-1][1]:
         return False
     chat.user(

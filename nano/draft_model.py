@@ -1,8 +1,8 @@
-"""The training form of the draft: an EAGLE3 head as `negamax/models/eagle3` runs it, unrolled.
+"""The draft in its training form: an EAGLE3 head as `negamax/models/eagle3` runs it, unrolled.
 
 Row p of step 0 has the target's streams of token p and the embedding of token p + 1. Step i
 replaces the streams by the hidden states of step i - 1, and uses the embedding of token p + 1 + i
-at position p + i. It attends to rows up to p of step 0 and to its own row of the later steps.
+at position p + i. A row attends to rows up to p of step 0, and to its own row of the later steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nano import model
 
 # q, k, v [B, heads, S, D] -> attention output and log-sum-exp of the weights [B, heads, S]
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-LAYERS = (2, 3, 5)  # inputs of these layers of the target; 5 is the output of the last
+LAYERS = (2, 3, 5)  # layers of the target whose inputs are read; 5 is the last output
 STEPS = 4
 
 
@@ -39,7 +39,7 @@ class DraftConfig:
 
 
 class DraftModel(nn.Module):
-    """One layer with given embeddings."""
+    """Run one layer with given embeddings."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -63,8 +63,9 @@ class DraftModel(nn.Module):
     def forward(
         self, streams: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend
     ) -> list[Tensor]:
-        """streams [B, S, streams * hidden], embeddings [B, S, hidden], positions [S] or [B, 1, S]
-        -> the head's input in each of STEPS [B, S, hidden].
+        """Map streams [B, S, streams * hidden] to the head's input in each of STEPS [B, S, hidden].
+
+        embeddings [B, S, hidden]; positions [S] or [B, 1, S].
         """
         hidden, out = self._linear(streams, self.fc), []
         own: list[tuple[Tensor, Tensor]] = []  # keys and values of each step
@@ -75,7 +76,7 @@ class DraftModel(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., draft vocabulary]."""
+        """Map [..., hidden] to [..., draft vocabulary]."""
         return self._linear(hidden, self.head)
 
     def _step(
@@ -130,7 +131,7 @@ class DraftModel(nn.Module):
 
 
 def attend_with(mask: Tensor | BlockMask) -> Attend:
-    """Attend with a bool mask [B, 1, S, S] (True: visible) or a block mask of flex attention."""
+    """Attend by a bool mask [B, 1, S, S] (True: visible), or by a block mask of flex attention."""
     if isinstance(mask, Tensor):
         return lambda q, k, v: _by_definition(q, k, v, mask)
 

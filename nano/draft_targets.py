@@ -1,4 +1,4 @@
-"""The frozen targets of the drafts, nano and nano-m3, and batches of their text."""
+"""Run the frozen targets of the drafts, nano and nano-m3, on batches of their text."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from nano.draft_model import LAYERS, attend_with
 from nano.m3_model import Chooser, Heads, M3Model
 from nano.model import NanoModel, Precision
 
-# the concatenated inputs of the read layers, the normed hidden states, the embeddings: [B, S, ...]
+# inputs of the read layers, normed hidden states, and embeddings, each [B, S, ...]
 States = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class M3Batch(train.Batch):
-    """A batch with block selection."""
+    """Hold a batch with block selection."""
 
     layout: m3_model.Layout
 
 
 class Target(Protocol):
-    """A frozen model."""
+    """Describe a frozen model."""
 
     vocab_size: int
     window: int
     head: Tensor  # [vocab, hidden]
-    norm: Tensor  # [hidden], weight of the last norm
+    norm: Tensor  # weight [hidden] of the last norm
 
     def batches(self, data: Path, **sizes: int) -> Iterator[train.Batch]:
         """Load batches from the shards in `data`, with the sizes of `train.Loader`."""
         ...
 
     def states(self, batch: train.Batch, mask: Any) -> States:
-        """Run the model; `mask` as for `attend_with`."""
+        """Run the model. `mask` is a mask that `attend_with` accepts."""
         ...
 
 
@@ -51,7 +51,7 @@ def _precision(net: torch.nn.Module, device: torch.device) -> tuple[torch.dtype,
 
 
 class NanoTarget:
-    """The target nano, MiniMax-M2's architecture."""
+    """Run the target nano, which has MiniMax-M2's architecture."""
 
     def __init__(
         self, net: NanoModel, device: torch.device, *, layers: tuple[int, ...] = LAYERS,
@@ -66,22 +66,18 @@ class NanoTarget:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> NanoTarget:
-        """Load a checkpoint."""
         return cls(export.load(folder, device, torch.float32), device)
 
     def batches(self, data: Path, **sizes: int) -> Iterator[train.Batch]:
-        """Load batches."""
         loader = train.Loader(data, **sizes)
         while True:
             yield loader.next(self.device)
 
     @torch.no_grad()
     def states(self, batch: train.Batch, mask: Any) -> States:
-        """Run the model."""
         return self._run(batch.tokens, mask)
 
     def run(self, tokens: Tensor, mask: Any) -> States:
-        """tokens [B, S]."""
         attend, net = attend_with(mask), self.net
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = model.rope_tables(positions, net.config)
@@ -95,7 +91,7 @@ class NanoTarget:
 
 
 class NanoM3Target:
-    """The target nano-m3; sparse layers attend to the blocks that their index selects."""
+    """Run the target nano-m3. Its sparse layers attend to the blocks that the index selects."""
 
     def __init__(self, net: M3Model, device: torch.device, *, use: Precision | None = None) -> None:
         self.net, self.device = net, device
@@ -111,21 +107,20 @@ class NanoM3Target:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> NanoM3Target:
-        """Load a checkpoint."""
         return cls(m3_export.load(folder), device)
 
     def batches(self, data: Path, **sizes: int) -> Iterator[train.Batch]:
-        """Load batches."""
         loader = m3_train.Loader(data, self.net.config, **sizes)
         while True:
             batch = loader.take(self.device, widened=True)
             window = torch.full_like(batch.layout.window, sizes["row_tokens"])
-            layout = replace(batch.layout, window=window)  # dense layers see everything
+            # Dense layers attend to the whole document.
+            layout = replace(batch.layout, window=window)
             yield M3Batch(batch.tokens, layout.documents, batch.inputs, batch.targets, layout)
 
     @torch.no_grad()
     def states(self, batch: train.Batch, mask: Any) -> States:
-        """Run the model; the mask comes with the batch."""
+        """Run the model. The batch contains its own mask."""
         assert isinstance(batch, M3Batch)
         net, tokens = self.net, batch.tokens
         attend = m3_train.PackedAttention(net.config, batch.layout, self.chooser, self.tools)

@@ -3,9 +3,9 @@
     python -m nano.draft_train --data DIR --out DIR --seconds 500 [--target nano-m3]
 
 `nano.data --out` or `nano.m3_data --out` makes the shards at the same time. The target is the
-shipped checkpoint with its FP8 rounding, frozen. The loss is the cross-entropy with the target's
-distribution, renormalized over the draft's vocabulary. It covers trained tokens whose best token is
-in that vocabulary; each step has 0.8 of the weight of the step before.
+frozen shipped checkpoint with its FP8 rounding. The loss is the cross-entropy with the target's
+distribution, renormalized over the draft's vocabulary. The loss covers trained tokens whose best
+token is in that vocabulary. Each step has 0.8 of the weight of the step before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MARKERS = 4096  # first id of MiniMax's markers
 
 
 def choose_vocabulary(shards: list[dict[str, np.ndarray]], size: int, vocab_size: int) -> Tensor:
-    """The `size` most frequent trained tokens with all markers among them, ascending."""
+    """Return the `size` most frequent trained tokens, including all markers, in ascending order."""
     written = np.concatenate([shard["tokens"][shard["mask"].astype(bool)] for shard in shards])
     counts = np.bincount(written, minlength=vocab_size).astype(np.int64)
     counts[MARKERS:][counts[MARKERS:] > 0] += counts.max()
@@ -45,8 +45,6 @@ def choose_vocabulary(shards: list[dict[str, np.ndarray]], size: int, vocab_size
 
 
 class Trainer:
-    """The draft, its optimizer and the compiled step."""
-
     def __init__(
         self, target: Target, draft: DraftModel, vocabulary: Tensor, *, shape: tuple[int, int],
         rate: float,
@@ -68,9 +66,9 @@ class Trainer:
         self.loss = torch.compile(self._loss) if self.is_gpu else self._loss
 
     def step(self, batch: Batch, done: float) -> Tensor:
-        """Run one optimizer step at the share `done` of the time.
+        """Run one optimizer step when the share `done` of the time has passed.
 
-        Returns the loss and, for each of STEPS, the share of accepted tokens, [1 + STEPS] on the
+        Return the loss and, for each of STEPS, the share of accepted tokens, [1 + STEPS] on the
         device.
         """
         self.documents.copy_(batch.documents)
@@ -99,7 +97,7 @@ class Trainer:
         steps = self.draft(streams, embeddings, self.positions, attend_with(mask))
         loss, right = torch.zeros((), device=self.device), []
         for step, out in enumerate(steps):
-            # row t - 1 - step proposes token t + 1
+            # Row t - 1 - step proposes token t + 1.
             row = (inputs - 1 - step).clamp_min(0)
             there = (targets != -100) & (places > step)
             there &= documents[row] == documents[inputs]
@@ -191,7 +189,6 @@ def first_shards(folder: Path, count: int) -> list[dict[str, np.ndarray]]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train until the time is up, then write the folder."""
     torch.manual_seed(arguments.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = TARGETS[arguments.target].load(ASSETS / arguments.target, device)
@@ -199,7 +196,7 @@ def run(arguments: argparse.Namespace) -> None:
     shards = first_shards(arguments.data, arguments.vocab_shards)
     ids = choose_vocabulary(shards, config.draft_vocab_size, target.vocab_size).to(device)
     draft = DraftModel(config).to(device)
-    with torch.no_grad():  # a similar hidden state
+    with torch.no_grad():  # A hidden state similar to the target's is a good start.
         draft.head.copy_(target.head[ids])
         draft.norm.copy_(target.norm)
     row_tokens = arguments.row_tokens or target.window

@@ -1,7 +1,6 @@
-"""Write a trained state as a MiniMax-M2 checkpoint: two FP8 safetensors shards, index,
-configuration.
+"""Write a trained state as a MiniMax-M2 checkpoint: two FP8 shards, index and configuration.
 
-    python -m nano.export --state /tmp/nano_state.pt --out negamax/assets/nano
+python -m nano.export --state /tmp/nano_state.pt --out negamax/assets/nano
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NORMS = {
 
 
 def config_json(config: NanoConfig) -> dict[str, Any]:
-    """config.json with all keys of a MiniMax-M2 checkpoint."""
+    """Return a config.json with all keys of a MiniMax-M2 checkpoint."""
     return {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "attention_dropout": 0.0,
@@ -101,7 +100,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tensors_of(state: dict[str, Tensor], config: NanoConfig) -> dict[str, Tensor]:
-    """Checkpoint tensors by their published names, in file order."""
+    """Return the checkpoint's tensors by their published names, in file order."""
     found: dict[str, Tensor] = {"model.embed_tokens.weight": state["embed"].bfloat16()}
 
     def put(name: str, weight: Tensor) -> None:
@@ -129,7 +128,7 @@ def tensors_of(state: dict[str, Tensor], config: NanoConfig) -> dict[str, Tensor
 
 
 def write(state: dict[str, Tensor], folder: Path, config: NanoConfig) -> None:
-    """Write the checkpoint files (not the tokenizer) into `folder`."""
+    """Write the checkpoint files, except those of the tokenizer, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = tensors_of(state, config)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

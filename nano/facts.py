@@ -1,4 +1,4 @@
-"""Facts that users tell about themselves and ask for in later turns."""
+"""Facts that users state about themselves and ask for in later turns."""
 
 # ruff: noqa: E501, SIM905 (word lists and tables read better as text)
 
@@ -10,8 +10,9 @@ from nano import unseen
 from nano.suites import common, tool_values
 
 FACTS: dict[str, tuple[str, str, str, str, str]] = {
-    # fact: (how the user tells it, the reply, how the user asks, the recalled sentence, the unknown
-    # sentence)
+    # fact -> how the user states it, the reply, the question, the recalled sentence, and the
+    # sentence
+    # if the fact is unknown
     "name": (
         "My name is {v}.|I am {v}.|I'm {v}.|Call me {v}.|Hi, I am {v}.|Hello, my name is "
         "{v}.|Hello! My name is {v}.|Hi! My name is {v}.|Hello! I am {v}.|Hi, my name is {v}.|hi "
@@ -196,7 +197,7 @@ MEALS = (
 
 
 def draw_value(fact: str, rng: random.Random) -> str:
-    """Draw what the user tells of a fact."""
+    """Draw the value that the user states for a fact."""
     match fact:
         case "meeting":
             return rng.choice(DAYS)

@@ -3,8 +3,8 @@
     python -m nano.first_contact --draws 100
 
 Each text is sampled with the default parameters. A draw is good if it ends within the budget, gives
-the expected answer, and uses only words of the conversation or of the generators' texts. Exit code
-1: a text has less than 98 % good draws.
+the expected answer, and uses only words of the conversation or of the generators' texts. The exit
+code is 1 if a text has less than 98 % good draws.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from negamax.engine.llm import LLM, Completion
 from negamax.scheduler.request import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGET = 300  # tokens, the guides' max_tokens
+BUDGET = 300  # tokens, as max_tokens in the guides
 WANTED = 0.98
 GENERATORS = (*Path(__file__).parent.glob("*.py"), *(ROOT / "negamax" / "bench").glob("nano_*.py"))
 WORD = re.compile(r"[^\W\d_]+")
@@ -32,19 +32,19 @@ WORD = re.compile(r"[^\W\d_]+")
 
 @dataclass(frozen=True)
 class Turn:
-    """A user's message and the expected answer: a pattern for the content, or calls and their
+    """A user's message and the expected answer: a pattern for the content, or calls with
     results.
     """
 
     text: str
     answer: str  # regular expression for the whole final answer
-    calls: tuple[tuple[str, dict[str, Any]], ...] = ()  # the expected calls
-    results: tuple[str, ...] = ()  # the results of the tools
+    calls: tuple[tuple[str, dict[str, Any]], ...] = ()  # expected calls of the model
+    results: tuple[str, ...] = ()  # results of the tools
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages and the expected answer."""
+    """Hold the messages so far and the expected answer."""
 
     said: tuple[dict[str, Any], ...]
     answer: str
@@ -53,12 +53,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Shown:
-    """A conversation and the files that show its texts, if any."""
+    """Hold a conversation and the files that show its texts, if any."""
 
     files: tuple[str, ...]
     turns: tuple[Turn, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    thinks: bool = True  # False: the request disables thinking
+    thinks: bool = True  # False if the request disables thinking
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class Shown:
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """The turns, with a call and the answer to its results as two."""
+        """Return the turns. A call and the answer to its results are two separate exchanges."""
         made: list[Exchange] = []
         for turn in self.turns:
             said: tuple[dict[str, Any], ...] = ({"role": "user", "content": turn.text},)
@@ -82,14 +82,12 @@ class Shown:
 
 @dataclass
 class Score:
-    """The outcome of one conversation."""
-
     good: int = 0
     bad: Counter[str] = field(default_factory=Counter)  # fault -> count
 
 
 def weather(city: dict[str, Any], *, unit: bool = False) -> dict[str, Any]:
-    """The tool of the demo, the page and the guides."""
+    """Return the weather tool of the demo, the page and the guides."""
     units = {"unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}} if unit else {}
     parameters = {"type": "object", "properties": {"city": city, **units}, "required": ["city"]}
     function = {
@@ -199,7 +197,7 @@ CONVERSATIONS = (
 
 @cache
 def known_words() -> frozenset[str]:
-    """All words of the generators' texts in lower case."""
+    """Return all words of the generators' texts in lower case."""
     return frozenset(
         word.lower()
         for path in GENERATORS
@@ -210,7 +208,7 @@ def known_words() -> frozenset[str]:
 def fault(
     turn_calls: Sequence[tuple[str, dict[str, Any]]], answer: str, text: str, completion: Completion
 ) -> str | None:
-    """The fault of an answer, or None. `text` is the conversation before it."""
+    """Return the fault of an answer, or None. `text` is the conversation before the answer."""
     message = completion.message
     assert message is not None
     if completion.finish_reason != "stop":
@@ -232,8 +230,6 @@ def fault(
 
 @dataclass
 class _Draw:
-    """One run of a conversation."""
-
     shown: Shown
     number: int
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -248,7 +244,7 @@ def play(
     seed: int = 0,
     temperature: float | None = None,
 ) -> list[Score]:
-    """Run each conversation `draws` times at once; a bad run is not continued."""
+    """Run each conversation `draws` times, all at once. A bad run ends early."""
     runs = [_Draw(shown, number) for shown in conversations for number in range(draws)]
     for position in range(max(len(shown.exchanges) for shown in conversations)):
         going = [run for run in runs if run.wrong is None and position < len(run.shown.exchanges)]

@@ -4,7 +4,7 @@
     python -m nano.m3_data --out DIR --workers 14    keep --max-shards unread shards in DIR
 
 Shards have the format of `nano.data`. A conversation uses one of M3's thinking modes: enabled (each
-turn thinks), disabled (none does) or adaptive (turns with calls or arithmetic do).
+turn thinks), disabled (no turn thinks) or adaptive (turns with calls or arithmetic think).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from nano.dialogue import Conversation
 from nano.suites import retrieval, tool_calls
 
 WINDOW = m3_tokenizer.WINDOW
-LONG_SHARE = 0.06  # of the conversations; about 45 % of the tokens
+LONG_SHARE = 0.06  # share of the conversations, which is about 45 % of the tokens
 _READ = "I have read it."
 LOOKS_UP = "The text says: "
 _NEEDS_THOUGHT = ("ones ", " = ", " needs ", " larger")
 
 
 def draw(rng: random.Random) -> tuple[Conversation, str | None]:
-    """A conversation and its thinking mode (None: the default, adaptive). Assistant messages have
-    `trained`, and `reasoning_content` if they think.
+    """Draw a conversation and its thinking mode (None: the default, adaptive).
+
+    Assistant messages have the field `trained`, and `reasoning_content` if they think.
     """
     chat = draw_long(rng) if rng.random() < LONG_SHARE else data.draw(rng)
     said = [message for message in chat.messages if message["role"] == "assistant"]
@@ -41,7 +42,7 @@ def draw(rng: random.Random) -> tuple[Conversation, str | None]:
     tail = [m for m in chat.messages[last_user:] if m["role"] == "assistant"]
     closed = any(m.get("reasoning_content") == data._CLOSED for m in tail)
     for message in said:
-        # do not train a turn without its reasoning
+        # A turn whose reasoning is missing is not trained.
         message["trained"] = closed or "reasoning_content" in message
     can_close = not any(_arithmetic(m) for m in said)
     mode = rng.choices((None, "adaptive", "enabled", "disabled"), weights=(50, 14, 26, 10))[0]
@@ -65,7 +66,9 @@ def _arithmetic(message: dict[str, Any]) -> bool:
 
 
 def thinks(message: dict[str, Any]) -> bool:
-    """Whether an adaptive turn thinks: before calls and arithmetic, not for retrieval."""
+    """Return whether an adaptive turn thinks: before calls and arithmetic, but not for
+    retrieval.
+    """
     thought = message.get("reasoning_content", "")
     if thought.startswith(LOOKS_UP):
         return False
@@ -73,7 +76,7 @@ def thinks(message: dict[str, Any]) -> bool:
 
 
 def draw_long(rng: random.Random) -> Conversation:
-    """A conversation of 900 to nearly 8,192 tokens with questions about distant text."""
+    """Draw a conversation of 900 to nearly 8,192 tokens with questions about distant text."""
     most = WINDOW - 500
     tokens = math.exp(rng.uniform(math.log(900), math.log(most)))
     if rng.random() < 0.5:
@@ -93,7 +96,7 @@ def draw_long(rng: random.Random) -> Conversation:
 
 
 def _facts(chat: Conversation, tokens: float, style: str, rng: random.Random) -> None:
-    """One to three texts, with questions about any text so far."""
+    """Add one to three texts, with questions about any text so far."""
     texts = rng.choices((1, 2, 3), weights=(60, 25, 15))[0]
     number = rng.choices((1, 3, 10, 20, 40), weights=(12, 18, 25, 25, 20))[0]
     number = min(number, int(tokens / 150) + 1)
@@ -101,7 +104,7 @@ def _facts(chat: Conversation, tokens: float, style: str, rng: random.Random) ->
     known: dict[str, retrieval.Fact] = {}
     for part in range(texts):
         text, facts = retrieval.draw_facts(rng, room, style=style)
-        # do not ask for a fact that two texts state
+        # A fact that two texts state is not asked for.
         twice = known.keys() & {fact.subject for fact in facts}
         known |= {fact.subject: fact for fact in facts if not fact.is_held_out}
         known = {subject: fact for subject, fact in known.items() if subject not in twice}
@@ -124,7 +127,7 @@ def _facts(chat: Conversation, tokens: float, style: str, rng: random.Random) ->
 
 
 def _tools(chat: Conversation, tokens: float, rng: random.Random) -> None:
-    """Many tools and consecutive requests for one of them."""
+    """Add many tools, and consecutive requests for one of them."""
     number = rng.choices((1, 2, 4, 8), weights=(35, 30, 20, 15))[0]
     number = min(number, int(tokens / 400) + 1)
     pairs = retrieval.draw_tools(rng, max(tokens - 190 - 220 * number, 300))
@@ -141,11 +144,11 @@ def _tools(chat: Conversation, tokens: float, rng: random.Random) -> None:
         chat.user("Hello!")
         chat.answer("The user greets me.", "Hello! How can I help you?")
     elif rng.random() < 0.5:
-        del chat.messages[-2:]  # ends with the call
+        del chat.messages[-2:]  # The conversation ends with the call.
 
 
 def _chat(chat: Conversation, tokens: float, rng: random.Random) -> None:
-    """A long conversation over shared facts, at times with a pasted text."""
+    """Add a long conversation over shared facts, sometimes with a pasted text."""
     functions = [turn for turn, _ in data.LATER_TURNS]
     weights = [weight for _, weight in data.LATER_TURNS]
     dialogue.declare_tools(chat, rng)
@@ -166,7 +169,7 @@ def _chat(chat: Conversation, tokens: float, rng: random.Random) -> None:
 
 
 class Renderer:
-    """nano-m3's chat template and tokenizer: conversations to token ids and loss mask."""
+    """Convert conversations to token ids and loss masks, by nano-m3's template and tokenizer."""
 
     def __init__(self) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -180,7 +183,7 @@ class Renderer:
         self.opening = self.tokenizer.encode("]~b]ai\n", add_special_tokens=False).ids
 
     def text(self, chat: Conversation, mode: str | None, *, prompt: bool = False) -> str:
-        """Render a conversation; `prompt` adds the opening of the next answer."""
+        """Render a conversation. If `prompt`, add the opening of the next answer."""
         variables = {} if mode is None else {"thinking_mode": mode}
         return self.template.render(
             messages=chat.messages, tools=chat.tools or None, add_generation_prompt=prompt,
@@ -188,9 +191,7 @@ class Renderer:
         )  # fmt: skip
 
     def encode(self, chat: Conversation, mode: str | None) -> tuple[np.ndarray, np.ndarray]:
-        """Encode to (token ids uint16, mask bool); the mask covers the answers of the trained
-        turns.
-        """
+        """Encode to (token ids uint16, mask bool). The mask covers the answers of trained turns."""
         text = self.text(chat, mode)
         if text.endswith("[e~[\n"):
             text = text[:-1]
@@ -207,7 +208,7 @@ class Renderer:
         ends = np.flatnonzero(tokens == m3_tokenizer.EOS_ID)
         for start, message in zip(starts, said, strict=True):
             if message["trained"]:
-                # the prompt of these modes has the tag
+                # In these modes the prompt contains the tag.
                 first = start + size + (mode in ("enabled", "disabled"))
                 mask[first : int(ends[np.searchsorted(ends, first)]) + 1] = True
         return tokens, mask

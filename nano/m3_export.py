@@ -35,7 +35,7 @@ INDEX_NORMS = {"index_q_norm": "self_attn.index_q_norm", "index_k_norm": "self_a
 
 
 def config_json(config: M3Config, *, fp8: bool = True) -> dict[str, Any]:
-    """config.json of MiniMax-M3 without a vision configuration."""
+    """Return the config.json of MiniMax-M3 without a vision configuration."""
     dense, sparse = config.num_dense_layers, config.num_hidden_layers - config.num_dense_layers
     per_layer = [0] * dense + [1] * sparse
     text = {
@@ -125,7 +125,7 @@ GENERATION = {
 def tensors_of(
     state: dict[str, Tensor], config: M3Config, *, fp8: bool = True
 ) -> dict[str, Tensor]:
-    """Checkpoint tensors by their published names, in file order; `fp8` False: all float32."""
+    """Return the tensors by published names in file order. If not `fp8`, all are float32."""
     found: dict[str, Tensor] = {}
     high = torch.bfloat16 if fp8 else torch.float32
 
@@ -161,7 +161,7 @@ def tensors_of(
 
 
 def with_random_index(state: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """The state with random index projections of the same size."""
+    """Return the state with random index projections of the same size."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(value.shape, generator=generator) * value.float().std().cpu()

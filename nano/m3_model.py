@@ -1,7 +1,7 @@
 """The training model of nano-m3: MiniMax-M3 in plain PyTorch, with all experts for all tokens.
 
-Sparse layers attend to the blocks that an index selects. The selection has no gradient;
-`index_loss` teaches the index the blocks that the attention of its KV head prefers.
+Sparse layers attend to the blocks that an index selects. The selection has no gradient.
+`index_loss` trains the index to select the blocks that the attention of its KV head prefers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from nano.model import Precision, apply_rope
 
 @dataclass(frozen=True)
 class M3Config:
-    """Shape of the model; names as in config.json."""
+    """Sizes of the model, with the names of config.json."""
 
     vocab_size: int = 4160
     hidden_size: int = 256
     num_hidden_layers: int = 5
-    num_dense_layers: int = 2  # the first layers: full attention and an MLP without experts
+    # number of first layers with full attention and an MLP without experts
+    num_dense_layers: int = 2
     num_attention_heads: int = 8
-    num_key_value_heads: int = 2  # and as many index heads
+    num_key_value_heads: int = 2  # also the number of index heads
     head_dim: int = 128
     rotary_dim: int = 64
     rope_theta: float = 5_000_000.0
     dense_intermediate_size: int = 512
-    intermediate_size: int = 256  # of a routed and of the shared expert
+    intermediate_size: int = 256  # width of a routed expert and of the shared expert
     num_local_experts: int = 4
     num_experts_per_tok: int = 2
     routed_scaling_factor: float = 2.0
@@ -39,13 +40,13 @@ class M3Config:
     rms_norm_eps: float = 1e-6
     index_dim: int = 128
     block_size: int = 128
-    topk_blocks: int = 4  # including the query's own block
+    topk_blocks: int = 4  # includes the query's own block
     max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The inputs of a layer's attention; in sparse layers also queries and keys of the index."""
+    """Inputs of a layer's attention. Sparse layers also have queries and keys of the index."""
 
     q: Tensor  # [B, heads, S, head_dim]
     k: Tensor  # [B, kv heads, S, head_dim]
@@ -54,26 +55,26 @@ class Heads:
     index_k: Tensor | None = None  # [B, S, index_dim]
 
 
-# of a layer: its heads -> [B, heads, S, head_dim]
+# (number of the layer, its heads) -> [B, heads, S, head_dim]
 Attend = Callable[[int, Heads], Tensor]
 
 
 def gemma_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x * rsqrt(mean(x^2) + eps) * (1 + weight)` in float32, rounded once to the type of x."""
+    """Return `x * rsqrt(mean(x^2) + eps) * (1 + weight)`, computed in float32 and rounded once."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * (1 + weight.to(x.dtype).float())).to(x.dtype)
 
 
 def rope_tables(positions: Tensor, config: M3Config) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [*positions.shape, rotary_dim/2]."""
+    """Return cos and sin, float32 [*positions.shape, rotary_dim/2]."""
     steps = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions.float().unsqueeze(-1) * config.rope_theta ** -(steps / config.rotary_dim)
     return angles.cos(), angles.sin()
 
 
 class Layer(nn.Module):
-    """One decoder layer in two halves around its attention."""
+    """Run one decoder layer in two halves, before and after its attention."""
 
     expert_bias: Tensor
 
@@ -98,7 +99,7 @@ class Layer(nn.Module):
         self.o = matrix(hidden, heads * head, scale=residual)
         self.input_norm, self.post_norm = norm(hidden), norm(hidden)
         self.q_norm, self.k_norm = norm(head), norm(head)
-        # the last expert is the shared one, and the only one of a dense layer
+        # The last expert is the shared one. A dense layer has no other expert.
         inner = config.intermediate_size if is_sparse else config.dense_intermediate_size
         experts = config.num_local_experts + 1 if is_sparse else 1
         self.w1, self.w3 = matrix(experts, inner, hidden), matrix(experts, inner, hidden)
@@ -111,7 +112,9 @@ class Layer(nn.Module):
             self.gate = matrix(config.num_local_experts, hidden)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, use: Precision) -> tuple[Tensor, ...]:
-        """x [B, S, hidden] -> `Heads`, normed and rotated. The index passes no gradient to x."""
+        """Project x [B, S, hidden] to normed and rotated `Heads`. The index passes no gradient to
+        x.
+        """
         config = self.config
         x = use.activation(gemma_norm(x, self.input_norm, config.rms_norm_eps))
 
@@ -132,7 +135,10 @@ class Layer(nn.Module):
         return q, k, v, index_q, index_k
 
     def finish(self, x: Tensor, mixed: Tensor, use: Precision) -> tuple[Tensor, Tensor]:
-        """x [B, S, hidden] and the attention output -> (x, tokens per routed expert)."""
+        """Finish the layer from x [B, S, hidden] and the attention output.
+
+        Return (x, tokens per routed expert).
+        """
         x = x + F.linear(use.activation(mixed.transpose(1, 2).flatten(2)), use.weight(self.o))
         update, load = self.experts(gemma_norm(x, self.post_norm, self.config.rms_norm_eps), use)
         return x + update, load
@@ -140,7 +146,7 @@ class Layer(nn.Module):
     def experts(self, x: Tensor, use: Precision) -> tuple[Tensor, Tensor]:
         """Run the routed experts, weighted by a scaled sigmoid router, and the shared expert.
 
-        The router's bias affects the selection only.
+        The router's bias affects only the selection.
         """
         config = self.config
         weights = torch.ones(*x.shape[:-1], 1, device=x.device)
@@ -163,7 +169,7 @@ class Layer(nn.Module):
 
 
 class M3Model(nn.Module):
-    """Token ids to hidden states; the loss applies the head to trained positions only."""
+    """Map token ids to hidden states. The loss applies the head only to trained positions."""
 
     def __init__(self, config: M3Config) -> None:
         super().__init__()
@@ -185,7 +191,7 @@ class M3Model(nn.Module):
     def forward(
         self, tokens: Tensor, attend: Attend, *, dtype: torch.dtype, use: Precision
     ) -> tuple[Tensor, list[Tensor]]:
-        """tokens [B, S] -> (normed hidden [B, S, hidden], tokens per routed expert of each
+        """Map tokens [B, S] to (normed hidden [B, S, hidden], tokens per routed expert of each
         layer).
         """
         cos, sin = rope_tables(torch.arange(tokens.shape[1], device=tokens.device), self.config)
@@ -198,7 +204,7 @@ class M3Model(nn.Module):
         return gemma_norm(x, self.norm, self.config.rms_norm_eps), loads
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., vocab] in the type of the hidden states."""
+        """Map [..., hidden] to [..., vocab] in the dtype of the hidden states."""
         return F.linear(hidden, self.head.to(hidden.dtype))
 
 
@@ -206,21 +212,20 @@ class M3Model(nn.Module):
 class Layout:
     """The documents of a packed batch.
 
-    A document of more than `topk_blocks` blocks starts at a multiple of the block size; shorter
-    ones are fully visible to themselves.
+    A document of more than `topk_blocks` blocks starts at a multiple of the block size. A shorter
+    document has full attention.
     """
 
     documents: Tensor  # int32 [B, S], ascending in each row
-    is_short: Tensor  # bool [B, S]: the token's document is short
-    window: Tensor  # int32 [B]: reach of the dense layers of this row
+    is_short: Tensor  # bool [B, S], whether the token's document is short
+    window: Tensor  # int32 [B], reach of the dense layers in each row
 
     def to(self, device: torch.device) -> Layout:
-        """The same on another device."""
         return Layout(self.documents.to(device), self.is_short.to(device), self.window.to(device))
 
 
 def _block_scores(index_q: Tensor, index_k: Tensor, documents: Tensor, block: int) -> Tensor:
-    """Score blocks of one row: the best visible key of each block, -inf if none is visible.
+    """Score the blocks of one row by their best visible key; -inf if no key is visible.
 
     index_q [H, Q, D], index_k [S, D], `documents` [S] -> [H, S, S / block].
     """
@@ -232,9 +237,9 @@ def _block_scores(index_q: Tensor, index_k: Tensor, documents: Tensor, block: in
 
 
 def _pick(scores: Tensor, config: M3Config) -> Tensor:
-    """Select the query's own block and the best others, `topk_blocks` in all at most.
+    """Select the query's own block and the best others, at most `topk_blocks` in all.
 
-    Block scores [..., S, blocks] -> bool of the same shape.
+    Maps block scores [..., S, blocks] to bool of the same shape.
     """
     size, blocks = scores.shape[-2:]
     local = torch.arange(size, device=scores.device) // config.block_size
@@ -247,7 +252,7 @@ def _pick(scores: Tensor, config: M3Config) -> Tensor:
 
 @dataclass
 class Chooser:
-    """Selects the blocks of a sparse layer. `mode`: "all" or "index"."""
+    """Select the blocks of a sparse layer. `mode` is "all" or "index"."""
 
     config: M3Config
     mode: str = "index"
@@ -255,7 +260,7 @@ class Chooser:
 
     @torch.no_grad()
     def choose(self, heads: Heads, layout: Layout) -> Tensor:
-        """bool [B, kv heads, S, blocks]; all blocks in short documents."""
+        """Return bool [B, kv heads, S, blocks]. In short documents all blocks are selected."""
         assert heads.index_q is not None and heads.index_k is not None
         rows, config = [], self.config
         for q, k, documents in zip(heads.index_q, heads.index_k, layout.documents, strict=True):
@@ -268,12 +273,12 @@ def index_loss(
     q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, documents: Tensor, sample: Tensor,
     weight: Tensor, block: int,
 ) -> Tensor:  # fmt: skip
-    """The distance of the index from the attention at sampled queries.
+    """Return the distance of the index from the attention at sampled queries.
 
-    `sample` [B, M] has weights [B, M]; heads as in `Heads`. For one query and KV head, p(b) is the
-    mean over the query heads of the mass that full causal attention gives block b. q(b) is the
-    softmax over blocks of max_{j in b} iq . ik_j / sqrt(d), the score of inference. The loss is the
-    mean of KL(p || q); only the index gets a gradient.
+    `sample` [B, M] has weights [B, M]; `Heads` gives the shapes of heads. For one query and KV
+    head, p(b) is the mean over the query heads of the mass that full causal attention gives block
+    b. q(b) is the softmax over blocks of max_{j in b} iq . ik_j / sqrt(d), the score at inference.
+    The loss is the mean of KL(p || q). Only the index gets a gradient.
     """
     batch, kv_heads, size, dim = index_q.shape
     at = torch.arange(size, device=sample.device)
@@ -299,7 +304,9 @@ def index_loss(
 
 
 def masked_attention(heads: Heads, visible: Tensor) -> Tensor:
-    """Attention by an explicit mask [B, 1 or kv heads, S, S]; for small sizes."""
+    """Attend by an explicit mask [B, 1 or kv heads, S, S]. Use this function for small
+    sizes only.
+    """
     group = heads.q.shape[1] // heads.k.shape[1]
     if visible.shape[1] > 1:
         visible = visible.repeat_interleave(group, 1)
@@ -309,7 +316,7 @@ def masked_attention(heads: Heads, visible: Tensor) -> Tensor:
 
 
 def dense_mask(layout: Layout, *, windowed: bool) -> Tensor:
-    """bool [B, 1, S, S]: earlier tokens of the same document within the row's reach."""
+    """Return bool [B, 1, S, S]: earlier tokens of the same document within the row's reach."""
     at = torch.arange(layout.documents.shape[1], device=layout.documents.device)
     back = at[:, None] - at
     visible = (layout.documents[:, :, None] == layout.documents[:, None]) & (back >= 0)

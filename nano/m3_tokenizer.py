@@ -1,6 +1,6 @@
-"""nano-m3's tokenizer: nano's vocabulary with MiniMax-M3's markers.
+"""Make nano-m3's tokenizer from nano's vocabulary and MiniMax-M3's markers.
 
-M3 shares M2's markers up to 200053 and has its own tags for thinking and calls. A marker's id is
+M3 shares M2's markers up to 200053, and has its own tags for thinking and calls. A marker's id is
 4096 + (its id in M3 - 200000). The marker before tags has an arbitrary free id.
 """
 
@@ -22,7 +22,7 @@ _OF_M2 = ("<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>")
 
 
 def documents() -> tuple[dict[str, Any], dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json."""
+    """Return tokenizer.json and tokenizer_config.json."""
     tokenizer = json.loads((NANO / "tokenizer.json").read_text(encoding="utf-8"))
     config = json.loads((NANO / "tokenizer_config.json").read_text(encoding="utf-8"))
     added = [token for token in tokenizer["added_tokens"] if token["content"] not in _OF_M2]

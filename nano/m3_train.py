@@ -3,8 +3,8 @@
     python -m nano.m3_train --data DIR --state DIR --seconds 560 --total-seconds 840
 
 `nano.m3_data --out` makes the shards at the same time. A run continues the state in --state. The
-schedule follows the trained time as a share of --total-seconds. Files of the state have at most 15
-MiB: weights and Adam's moments in bfloat16, without Muon's momentum.
+schedule follows the trained time as a share of --total-seconds. The state has weights and Adam's
+moments in bfloat16, without Muon's momentum, in files of at most 15 MiB.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from nano.m3_model import (
 )
 
 WARMUP_STEPS = 200
-STABLE_SHARE = 0.55  # of the time at full rate, then linearly to zero
+STABLE_SHARE = 0.55  # share of the time at full rate; then the rate falls linearly to zero
 WIDEN_AFTER = 0.40  # share of the time after which half of the rows have full reach
-CHOOSE_AFTER = 0.50  # share after which sparse layers use selected blocks only
-LOOKS_UP = 0.10  # both wait until the loss in documents of more than `FAR` tokens is lower,
-WAIT_UNTIL = 0.70  # or until this share of the time
+CHOOSE_AFTER = 0.50  # share of the time after which sparse layers use only selected blocks
+# Both phases wait until the loss in documents of more than `FAR` tokens is below `LOOKS_UP`, or
+# until the share `WAIT_UNTIL` of the time.
+LOOKS_UP, WAIT_UNTIL = 0.10, 0.70
 FAR = 2048
-WINDOW = 512  # reach of the dense layers before that
-SAMPLES = 256  # queries per row that teach the index
+WINDOW = 512  # reach of the dense layers before they are widened
+SAMPLES = 256  # queries per row that train the index
 PART_BYTES = 15 << 20
 MATRICES = ("q", "k", "v", "o", "w1", "w2", "w3", "index_q", "index_k")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One packed batch on the device."""
-
     tokens: Tensor  # int64 [B, S]
     layout: Layout
     inputs: Tensor  # int64 [K], flat positions whose next token is trained; padded with 0
-    targets: Tensor  # int64 [K], that next token; -100 where padded
-    is_far: Tensor  # bool [K]: in a document of more than `FAR` tokens
-    sample: Tensor  # int64 [B, M], queries that teach the index
-    weight: Tensor  # float32 [B, M], 0 where there was none
+    targets: Tensor  # int64 [K], the next token; -100 in padding
+    is_far: Tensor  # bool [K], whether the document has more than `FAR` tokens
+    sample: Tensor  # int64 [B, M], queries that train the index
+    weight: Tensor  # float32 [B, M], 0 in padding
 
 
 def pack(
     lengths: np.ndarray, rows: int, row_tokens: int, config: M3Config
 ) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Pack documents, the longest first: ((document, start) per row, the remaining ones).
+    """Pack documents, the longest first. Return ((document, start) per row, the remaining
+    documents).
 
     Documents with block selection start at a multiple of the block size.
     """
@@ -95,7 +95,7 @@ def assemble(
     config: M3Config,
     random: np.random.Generator,
 ) -> dict[str, np.ndarray]:
-    """The arrays of a batch. A gap after a document belongs to it."""
+    """Return the arrays of a batch. A gap after a document belongs to that document."""
     rows, choice = len(placed), config.block_size * config.topk_blocks
     starts = np.concatenate(([0], np.cumsum(shard["lengths"])))
     tokens = np.zeros((rows, row_tokens), dtype=np.int64)
@@ -115,7 +115,7 @@ def assemble(
             is_far[row, at:] = size > FAR
             can_teach[row, at:] = False
             can_teach[row, at + choice : at + size] = True
-    # a document never starts with a trained token
+    # No document starts with a trained token.
     trained = np.flatnonzero(mask.reshape(-1))[:capacity]
     inputs, targets = np.zeros(capacity, dtype=np.int64), np.full(capacity, -100, dtype=np.int64)
     inputs[: len(trained)] = trained - 1
@@ -126,7 +126,7 @@ def assemble(
     weight = np.zeros((rows, SAMPLES), dtype=np.float32)
     before_trained = np.roll(mask, -1, axis=1) & can_teach
     for row in range(rows):
-        # half of them where an answer begins
+        # Half of the sampled queries are at the start of an answer.
         spots = random.permutation(np.flatnonzero(before_trained[row]))[: SAMPLES // 2]
         others = random.permutation(np.flatnonzero(can_teach[row]))[: SAMPLES - len(spots)]
         found = np.concatenate((spots, others))
@@ -138,7 +138,7 @@ def assemble(
 
 
 class Loader(train.Loader):
-    """nano's loader, with documents packed for block selection."""
+    """Load shards like nano's loader, and pack the documents for block selection."""
 
     def __init__(self, folder: Path, config: M3Config, **sizes: int) -> None:
         self.config = config
@@ -166,7 +166,7 @@ class Loader(train.Loader):
                 order = np.concatenate((some[left], rest))
 
     def take(self, device: torch.device, *, widened: bool) -> Batch:
-        """The next batch on the device; `widened`: half of its rows have full reach."""
+        """Return the next batch on the device. If `widened`, half of its rows have full reach."""
         arrays = self.ready.get()
         rows = arrays["tokens"].shape[0]
         windows = np.full(rows, WINDOW, dtype=np.int32)
@@ -176,7 +176,7 @@ class Loader(train.Loader):
 
 
 def batch_of(arrays: dict[str, np.ndarray], windows: np.ndarray, device: torch.device) -> Batch:
-    """The arrays of a batch on the device."""
+    """Move the arrays of a batch to the device."""
 
     def move(array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -190,18 +190,18 @@ def batch_of(arrays: dict[str, np.ndarray], windows: np.ndarray, device: torch.d
 
 
 def tile_mask(need: Tensor, block: int, allows: Callable[..., Tensor]) -> BlockMask:
-    """Make a mask for flex attention; `need` bool [B, heads or 1, query tiles, key tiles] limits
-    where `allows` is evaluated.
+    """Make a mask for flex attention.
+
+    `need` bool [B, heads or 1, query tiles, key tiles] limits where `allows` is evaluated.
     """
     order = torch.argsort(need.int(), dim=-1, descending=True, stable=True).int()
     return BlockMask.from_kv_blocks(need.sum(-1).int(), order, BLOCK_SIZE=block, mask_mod=allows)
 
 
 class PackedAttention:
-    """The attention of all layers for one batch: flex attention, or explicit masks without
-    compilation.
+    """Run the attention of all layers for one batch, by flex attention or by explicit masks.
 
-    `index_losses` has one entry per sparse layer.
+    Explicit masks need no compilation. `index_losses` has one entry per sparse layer.
     """
 
     def __init__(
@@ -238,7 +238,9 @@ class PackedAttention:
         return mixed
 
     def _tiles(self) -> Tensor:
-        """bool [B, 1, tiles, tiles]: whether a key tile shares a document with a query tile."""
+        """Return bool [B, 1, tiles, tiles]: whether a key tile shares a document with a
+        query tile.
+        """
         tiles = self.layout.documents.unflatten(-1, (-1, self.config.block_size))
         first, last = tiles[..., 0], tiles[..., -1]
         at = torch.arange(first.shape[1], device=first.device)
@@ -261,7 +263,7 @@ class PackedAttention:
             return same_document(b, h, q, k) & (q - k < window[b])
 
         at = torch.arange(need.shape[-1], device=need.device) * block
-        nearest = at[:, None] - at - (block - 1)  # between the tiles
+        nearest = at[:, None] - at - (block - 1)  # smallest distance between two tiles
         return tile_mask(need & (nearest < window[:, None, None, None]), block, within_window)
 
     def _chosen_mask(self, chosen: Tensor) -> Any:
@@ -271,7 +273,7 @@ class PackedAttention:
         documents, blocks = self.layout.documents, chosen.shape[-1]
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         need = chosen.unflatten(2, (-1, block)).any(3) & self._tiles()
-        # one bit per block, so that a query loads its selection once
+        # Each block is one bit, so that a query loads its selection once.
         bits = torch.ones((), dtype=torch.int64, device=chosen.device) << torch.arange(
             blocks, device=chosen.device
         )
@@ -285,8 +287,6 @@ class PackedAttention:
 
 
 class Compiled:
-    """The compiled functions between the layers' halves."""
-
     def __init__(self) -> None:
         self.flex: Any = torch.compile(flex_attention, dynamic=False)
         self.index_loss: Any = torch.compile(index_loss, dynamic=False)
@@ -294,8 +294,6 @@ class Compiled:
 
 
 class Trainer:
-    """The model and its optimizers."""
-
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device, self.config = arguments, device, M3Config()
         torch.manual_seed(arguments.seed)
@@ -319,24 +317,26 @@ class Trainer:
             self.model.compile()
         self.step_count, self.tokens_seen, self.elapsed = 0, 0, 0.0
         self.steps_here = 0
-        self.looks_up = False  # the sparse layers retrieve distant text
+        self.looks_up = False  # whether the sparse layers already retrieve distant text
 
     def progress(self) -> float:
-        """The elapsed share of the schedule, 0 to 1."""
+        """Return the elapsed share of the schedule, 0 to 1."""
         return min(self.elapsed / self.arguments.total_seconds, 1.0)
 
     def is_past(self, share: float) -> bool:
-        """Whether the phase that starts at this share of the time has begun."""
+        """Return whether the phase that starts at this share of the time has begun."""
         return self.progress() >= (share if self.looks_up else max(share, WAIT_UNTIL))
 
     def rate(self) -> float:
-        """The learning rate's factor: a warm-up after each start, then by the clock."""
+        """Return the factor of the learning rate: a warm-up after each start, then a decay by the
+        clock.
+        """
         decay = min((1 - self.progress()) / (1 - STABLE_SHARE), 1.0)
         steps = WARMUP_STEPS if self.step_count == self.steps_here else WARMUP_STEPS // 4
         return float(min(decay, (self.steps_here + 1) / steps))
 
     def step(self, batch: Batch) -> Tensor:
-        """Run one update; returns losses [3]: of all text, of long documents, of the index."""
+        """Run one update. Return losses [3]: of all text, of long documents, and of the index."""
         chooser = Chooser(self.config, "index" if self.is_past(CHOOSE_AFTER) else "all")
         if self.tools is not None:
             chooser.scores = self.tools.block_scores
@@ -347,7 +347,7 @@ class Trainer:
         each = F.cross_entropy(logits.float(), batch.targets, ignore_index=-100, reduction="none")
         text = each.sum() / (batch.targets >= 0).sum()
         index = torch.stack(attend.index_losses).mean()
-        (text + index).backward()  # the losses share no parameter
+        (text + index).backward()  # The two losses share no parameter.
         rate = self.rate()
         for group in self.adam.param_groups:
             group["lr"] = self.arguments.adam_rate * rate
@@ -368,8 +368,9 @@ class Trainer:
         return torch.stack((text, far, index)).detach()
 
     def save(self, folder: Path) -> None:
-        """Write the state in files of at most `PART_BYTES`, the counters last, so that a partial
-        state is detected.
+        """Write the state in files of at most `PART_BYTES`.
+
+        The counters are written last, so that a partial state is detected.
         """
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for name, parameter in self.rest.items():
@@ -395,7 +396,7 @@ class Trainer:
             save_file(part, folder / f"part-{number}.safetensors")
 
     def resume(self, folder: Path) -> None:
-        """Load what `save` wrote."""
+        """Load a state that `save` wrote."""
         tensors = load_state(folder)
         state = {n[6:]: t.float() for n, t in tensors.items() if n.startswith("model.")}
         self.model.load_state_dict(state)
@@ -413,7 +414,7 @@ class Trainer:
 
 
 def load_state(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a state. Errors: SystemExit for a partial one."""
+    """Read all tensors of a state. Raises `SystemExit` if the state is partial."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("part-*.safetensors")):
         tensors |= load_file(path)
@@ -423,13 +424,12 @@ def load_state(folder: Path) -> dict[str, Tensor]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train until the time is up; print and save at intervals."""
     begun = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(arguments, device)
     if (arguments.state / "part-0.safetensors").exists():
         trainer.resume(arguments.state)
-        print(f"continues at step {trainer.step_count}, {trainer.elapsed:.0f} s", flush=True)
+        print(f"continuing at step {trainer.step_count}, {trainer.elapsed:.0f} s", flush=True)
     loader = Loader(
         arguments.data,
         trainer.config,
@@ -466,7 +466,7 @@ def run(arguments: argparse.Namespace) -> None:
         if time.monotonic() - saved > arguments.save_every:
             trainer.save(arguments.state)
             saved = time.monotonic()
-        # compilation is not part of the schedule
+        # The schedule does not count compilation.
         if trainer.steps_here > 3:
             trainer.elapsed += time.monotonic() - begin
     trainer.save(arguments.state)

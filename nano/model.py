@@ -1,7 +1,7 @@
 """The training model: MiniMax-M2 in plain PyTorch, with all experts for all tokens.
 
-Weights are float32. A forward pass rounds them to the checkpoint's FP8 blocks with a
-straight-through gradient and uses them in bfloat16, so the export loses nothing.
+Weights are float32. A forward pass rounds weights to the checkpoint's FP8 blocks with a
+straight-through gradient, and uses them in bfloat16. The export therefore loses nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class NanoConfig:
-    """Shape of the model; names as in config.json."""
+    """Sizes of the model, with the names of config.json."""
 
     vocab_size: int = 4160
     hidden_size: int = 256
@@ -42,14 +42,14 @@ Cast = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Precision:
-    """How FP8 weights and the inputs of their GEMMs are rounded."""
+    """Hold the functions that round FP8 weights and the inputs of their GEMMs."""
 
     weight: Cast
     activation: Cast
 
 
 def block_scales(weight: Tensor) -> Tensor:
-    """float32 scales [..., rows/128, columns/128] that map each block onto float8_e4m3fn."""
+    """Return float32 scales [..., rows/128, columns/128] that map each block to float8_e4m3fn."""
     rows, columns = weight.shape[-2:]
     blocks = weight.unflatten(-2, (rows // BLOCK, BLOCK)).unflatten(-1, (columns // BLOCK, BLOCK))
     return blocks.abs().amax(dim=(-3, -1)).clamp(min=1e-8) / FP8_MAX
@@ -72,7 +72,9 @@ class _FakeQuant(torch.autograd.Function):
 
 
 def fake_quant(weight: Tensor) -> Tensor:
-    """The bfloat16 weight that the FP8 checkpoint yields, with a straight-through gradient."""
+    """Return the bfloat16 weight that the FP8 checkpoint yields, with a straight-through
+    gradient.
+    """
     result: Tensor = _FakeQuant.apply(weight)
     return result
 
@@ -96,7 +98,7 @@ def fake_quant_activation(x: Tensor) -> Tensor:
 
 
 def precision(dtype: torch.dtype, *, weights: bool, activations: bool) -> Precision:
-    """The precision of a forward pass in `dtype`, with optional FP8 rounding."""
+    """Return the precision of a forward pass in `dtype`, with optional FP8 rounding."""
     return Precision(
         weight=(lambda weight: fake_quant(weight).to(dtype))
         if weights
@@ -106,7 +108,9 @@ def precision(dtype: torch.dtype, *, weights: bool, activations: bool) -> Precis
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x * rsqrt(mean(x^2) + eps) * weight`, statistics in float32, result in the type of x."""
+    """Return `x * rsqrt(mean(x^2) + eps) * weight` with statistics in float32, in the dtype
+    of x.
+    """
     wide = x.float()
     return (
         wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype).float()
@@ -114,7 +118,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_tables(positions: Tensor, config: NanoConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [*positions.shape, rotary_dim/2]."""
+    """Return cos and sin, float32 [*positions.shape, rotary_dim/2]."""
     exponents = (
         torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
         / config.rotary_dim
@@ -124,8 +128,9 @@ def rope_tables(positions: Tensor, config: NanoConfig) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first `rotary_dim` dimensions of x [..., S, D] in half-split pairs; cos, sin [S,
-    rotary_dim/2].
+    """Rotate the first `rotary_dim` dimensions of x [..., S, D] in half-split pairs.
+
+    cos and sin are [S, rotary_dim/2].
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
@@ -136,7 +141,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and a mixture of experts, both pre-norm."""
+    """One decoder layer: attention and a mixture of experts, with a norm before each."""
 
     expert_bias: Tensor
 
@@ -179,7 +184,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, use: Precision
     ) -> tuple[Tensor, Tensor]:
-        """x [B, S, hidden] -> (x, tokens per expert [experts])."""
+        """Map x [B, S, hidden] to (x, tokens per expert [experts])."""
         x = x + self.attention(
             rms_norm(x, self.input_norm, self.config.rms_norm_eps), cos, sin, attend, use
         )
@@ -189,7 +194,7 @@ class Layer(nn.Module):
     def attention(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, use: Precision
     ) -> Tensor:
-        """Grouped-query attention with RMS norm over the whole q and k vectors."""
+        """Run grouped-query attention with RMS norm over the whole q and k vectors."""
         config = self.config
         x = use.activation(x)
         q = rms_norm(F.linear(x, use.weight(self.q)), self.q_norm, config.rms_norm_eps)
@@ -200,7 +205,9 @@ class Layer(nn.Module):
         return F.linear(use.activation(mixed.transpose(1, 2).flatten(2)), use.weight(self.o))
 
     def experts(self, x: Tensor, use: Precision) -> tuple[Tensor, Tensor]:
-        """Sigmoid router with a selection bias; the weights of unselected experts are zero."""
+        """Run the experts. A sigmoid router with a selection bias gives unselected experts weight
+        zero.
+        """
         config = self.config
         scores = torch.sigmoid(F.linear(x.float(), self.gate))
         chosen = torch.topk(
@@ -222,7 +229,7 @@ class Layer(nn.Module):
 
 
 class NanoModel(nn.Module):
-    """Token ids to hidden states; the loss applies the head to trained positions only."""
+    """Map token ids to hidden states. The loss applies the head only to trained positions."""
 
     def __init__(self, config: NanoConfig) -> None:
         super().__init__()
@@ -241,8 +248,9 @@ class NanoModel(nn.Module):
         dtype: torch.dtype,
         use: Precision,
     ) -> tuple[Tensor, Tensor]:
-        """tokens [B, S], positions [S] or [B, 1, S] -> (normed hidden [B, S, hidden], tokens per
-        expert [layers, experts]).
+        """Map tokens [B, S] to (normed hidden [B, S, hidden], tokens per expert [layers, experts]).
+
+        positions [S] or [B, 1, S].
         """
         cos, sin = rope_tables(positions, self.config)
         x = F.embedding(tokens, self.embed.to(dtype))
@@ -253,10 +261,9 @@ class NanoModel(nn.Module):
         return rms_norm(x, self.norm, self.config.rms_norm_eps), torch.stack(loads)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., vocab] in the type of the hidden states."""
+        """Map [..., hidden] to [..., vocab] in the dtype of the hidden states."""
         return F.linear(hidden, self.head.to(hidden.dtype))
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain causal attention, one document per row."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

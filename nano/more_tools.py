@@ -1,6 +1,4 @@
-"""Training-only tools: those of agents and tutorials, invented names, nested values, longer
-schemas.
-"""
+"""Draw tools for training only: agents' tools, invented names, nested values, longer schemas."""
 
 # ruff: noqa: E501 (tables of phrases)
 
@@ -279,17 +277,15 @@ class Composed(tool_calls.Tool):
 
 
 def everyday(rng: random.Random) -> tool_calls.Tool:
-    """A tool of ROWS."""
     return tool_calls._everyday_tool(rng.choice(ROWS), rng.choice(("snake", "snake", "camel")), rng)
 
 
 def weather(rng: random.Random) -> tool_calls.Tool:
-    """A weather tool, the usual first example."""
     return tool_calls._everyday_tool(ROWS[0], "snake", rng)
 
 
 def composed(rng: random.Random) -> Composed:
-    """A tool whose name, keys and values are mostly invented words."""
+    """Draw a tool whose name, keys and values are mostly invented words."""
     verb = rng.choice(VERBS) if rng.random() < 0.5 else rng.choice(tool_calls.VERBS)
     noun = unseen.word(rng) if rng.random() < 0.6 else rng.choice(common.NOUNS)
     parameters: list[tool_calls.Parameter] = []
@@ -381,7 +377,7 @@ def _parameter(key: str, rng: random.Random) -> tool_calls.Parameter:
 
 
 def draw_value(kind: str, rng: random.Random) -> Any:
-    """A value of a training-only kind; None for other kinds."""
+    """Draw a value of a training-only kind. Return None for other kinds."""
     if kind == "string:unseen":
         return unseen.value(rng)
     if kind == "strings:unseen":
@@ -398,7 +394,7 @@ def draw_value(kind: str, rng: random.Random) -> Any:
 
 
 def request(tool: tool_calls.Tool, rng: random.Random) -> tuple[str, tool_calls.Call]:
-    """A request for one call of a composed tool, in words or as arguments."""
+    """Draw a request for one call of a composed tool, in words or as arguments."""
     chosen = [p for p in tool.parameters if p.required or rng.random() < 0.5]
     values: dict[str, Any] = {}
     for parameter in chosen:
@@ -446,7 +442,7 @@ def mixed(
     natural: Callable[[random.Random], tool_calls.Tool],
     rng: random.Random,
 ) -> list[tool_calls.Tool]:
-    """Draw tools with at least one of a training-only kind, at times renamed."""
+    """Draw tools with at least one training-only kind. Some of the tools are renamed."""
     makers = (natural, composed, everyday, weather)
     made = [rng.choices(makers, weights=(18, 20, 10, 8))[0](rng)]
     if rng.random() < 0.25:
@@ -461,7 +457,7 @@ def mixed(
 
 
 def longer(declared: Sequence[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """Add the remarks and schema keys that real clients send."""
+    """Add remarks and schema keys that real clients send."""
     tools = json.loads(json.dumps(list(declared)))
     for tool in tools:
         function, parameters = tool["function"], tool["function"]["parameters"]

@@ -1,4 +1,4 @@
-"""First messages of strangers, and empty, endless and garbled messages."""
+"""First messages of strangers, and empty, endless or garbled messages."""
 
 # ruff: noqa: SIM905 (tables read better as one row per line)
 
@@ -11,7 +11,7 @@ from nano.suites import common
 from nano.talk import topic
 from nano.topics import CODE, FOREIGN
 
-# as `topics.ASKS`, with {x} an invented word and {a} any person's name
+# like `topics.ASKS`, where {x} is an invented word and {a} a person's name
 ASKS = (
     "What's the capital of France?|What is the capital of France?|capital of {k}|capital of "
     "france?|Name the capital of {k}.|Who is the president?|Who is the president of the United "
@@ -91,7 +91,7 @@ REQUESTS = (
     "morning!|Morning!|Hola!|HELLO|HI|hey hey|hey you|wassup|sup|hello computer|"
     "Hello! I am a new user.|Hi, I just installed this.|Hello from {c}!|Hi from {k}"
 ).split("|")
-# what people add to a request for a call
+# remarks that people add to a request for a call
 REMARKS = (
     "Thanks!|Thank you very much.|I am in a hurry.|I'm in a hurry.|It's urgent.|I don't need it"
     " any more.|I do not need that now.|It should have been here by now.|It's freezing in "
@@ -150,7 +150,7 @@ AGENT_LINES = (
 
 
 def fill(template: str, rng: random.Random) -> str:
-    """`talk.fill` with the slots of this module."""
+    """Fill a template like `talk.fill`, with the slots of this module."""
 
     def one(slot: str) -> str:
         match slot:
@@ -186,7 +186,7 @@ def fill(template: str, rng: random.Random) -> str:
 
 
 def draw_ask(rng: random.Random) -> str:
-    """A question beyond the model."""
+    """Draw a question that the model cannot answer."""
     roll = rng.random()
     if roll < 0.75:
         return fill(rng.choice(ASKS), rng)
@@ -198,7 +198,6 @@ def draw_ask(rng: random.Random) -> str:
 
 
 def garbage(rng: random.Random) -> str:
-    """One word, digits, or characters at random."""
     roll = rng.random()
     if roll < 0.4:
         return unseen.word(rng) if rng.random() < 0.5 else unseen.identifier(rng)
@@ -229,7 +228,7 @@ def garbage(rng: random.Random) -> str:
 
 
 def paste(rng: random.Random, lines: int) -> str:
-    """Text of many lines as people paste it: prose, code, logs, lists."""
+    """Draw a text of many lines as people paste it: prose, code, logs, lists."""
     made = []
     for _ in range(lines):
         roll = rng.random()
@@ -270,7 +269,7 @@ def paste(rng: random.Random, lines: int) -> str:
 
 
 def agent_system(rng: random.Random) -> str:
-    """A system prompt of the kind and length that coding agents send, within the context length."""
+    """Draw a system prompt like those of coding agents, within the context length."""
     lines = [
         fill(rng.choice(AGENT_LINES), rng)
         for _ in range(rng.choices((4, 12, 30, 60), weights=(40, 30, 20, 10))[0])

@@ -1,7 +1,7 @@
 """Training-only word problems: more phrasings, and persons as he, she or they.
 
-A template is (question, plan, answer) as in `nano.suites.arithmetic_templates`; `[a|b]` is one of
-its parts.
+A template is (question, plan, answer) as in `nano.suites.arithmetic_templates`. `[a|b]` means one
+of the parts a and b.
 """
 
 # ruff: noqa: E501, SIM905 (tables read better as one row per line)
@@ -188,7 +188,7 @@ ASIDES = (
 
 
 def expand(text: str, rng: random.Random) -> str:
-    """Choose one part of each `[a|b]`, inner ones first."""
+    """Choose one part of each `[a|b]`, starting with inner ones."""
     while True:
         text, count = _CHOICE.subn(lambda found: rng.choice(found.group(1).split("|")), text)
         if not count:
@@ -196,14 +196,16 @@ def expand(text: str, rng: random.Random) -> str:
 
 
 def aside(name: str, rng: random.Random) -> str:
-    """A sentence without numbers that does not concern the problem."""
+    """Draw a sentence without numbers that does not concern the problem."""
     return rng.choice(ASIDES).format(
         A=name, j=rng.choice(common.ADJECTIVES), c=rng.choice(common.CITIES), s=rng.choice(common.NOUNS), o=rng.choice(common.OBJECTS)[1]
     )
 
 
 def with_pronouns(text: str, sentence: str, name: str, rng: random.Random) -> tuple[str, str]:
-    """Replace `name` by a pronoun after its first mention; the answer follows the question."""
+    """Replace `name` by a pronoun after its first mention in `text`, and in the answer
+    `sentence`.
+    """
     mentions = list(re.finditer(rf"(?<!\w){re.escape(name)}(?:'s)?(?!\w)", text))
     if len(mentions) < 2:
         return text, sentence
@@ -220,7 +222,7 @@ def with_pronouns(text: str, sentence: str, name: str, rng: random.Random) -> tu
 
 
 def _replace(text: str, start: int, end: int, subject: str) -> str:
-    """Replace the name at [start, end) by a pronoun and adapt its verb."""
+    """Replace the name at [start, end) by a pronoun, and adapt its verb."""
     before, name, after = text[:start], text[start:end], text[end:]
     words = before.split()
     previous = words[-1].lower() if words else ""

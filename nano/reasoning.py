@@ -1,4 +1,4 @@
-"""Written-out arithmetic for the reasoning of training examples, in steps of one digit.
+"""Write out arithmetic for the reasoning of training examples, in steps of one digit.
 
 A calculation becomes a headline (`apples left: 403 - 158`), lines of digit work and a result line
 (`= 245`).
@@ -15,7 +15,7 @@ ORDER_WORDS = ("First", "Then", "Last")
 
 
 def explain(steps: Sequence[Step]) -> str:
-    """The reasoning for a whole problem, one block per step."""
+    """Return the reasoning for a whole problem, one block per step."""
     blocks: list[str] = []
     for index, step in enumerate(steps):
         headline = f"{step.left} {'-' if step.operator == '~' else step.operator} {step.right}"
@@ -31,7 +31,7 @@ def explain(steps: Sequence[Step]) -> str:
 
 
 def work(step: Step) -> list[str]:
-    """The lines between headline and result; none for one-digit facts."""
+    """Return the lines between headline and result. A one-digit fact needs no lines."""
     left, right = step.left, step.right
     match step.operator:
         case "+":
@@ -51,12 +51,12 @@ def work(step: Step) -> list[str]:
 
 
 def _digits(number: int, count: int) -> list[int]:
-    """The lowest `count` decimal digits, ones first."""
+    """Return the lowest `count` decimal digits, ones first."""
     return [number // 10**place % 10 for place in range(count)]
 
 
 def addition(left: int, right: int) -> str:
-    """`347, 586 -> ones 7+6=13, tens 4+8+1=13, hundreds 3+5+1=9`."""
+    """Write `347, 586 -> ones 7+6=13, tens 4+8+1=13, hundreds 3+5+1=9`."""
     count = len(str(max(left, right)))
     carry = 0
     parts: list[str] = []
@@ -70,8 +70,9 @@ def addition(left: int, right: int) -> str:
 
 
 def subtraction(left: int, right: int) -> str:
-    """`403, 158 -> ones 13-8=5, tens 10-5-1=4, hundreds 4-1-1=2`; a borrow shows as ten more on the
-    left.
+    """Write `403, 158 -> ones 13-8=5, tens 10-5-1=4, hundreds 4-1-1=2`.
+
+    A borrow shows as ten more on the left.
     """
     count = len(str(left))
     borrow = 0
@@ -89,7 +90,7 @@ def subtraction(left: int, right: int) -> str:
 
 
 def times_digit(number: int, digit: int) -> str:
-    """`347, 6 -> ones 7*6=42, tens 4*6=24+4=28, hundreds 3*6=18+2=20`."""
+    """Write `347, 6 -> ones 7*6=42, tens 4*6=24+4=28, hundreds 3*6=18+2=20`."""
     carry = 0
     parts: list[str] = []
     for label, a in zip(LABELS, _digits(number, len(str(number))), strict=False):
@@ -105,7 +106,7 @@ def times_digit(number: int, digit: int) -> str:
 
 
 def multiplication(left: int, right: int) -> list[str]:
-    """Partial products by the digits of the shorter factor, then their sum."""
+    """Return partial products by the digits of the shorter factor, then their sum."""
     number, factor = (left, right) if len(str(left)) >= len(str(right)) else (right, left)
     if factor < 10:
         return [times_digit(number, factor)]
@@ -122,7 +123,7 @@ def multiplication(left: int, right: int) -> list[str]:
         sums.append(product * 10**place)
     total = sums[0]
     for index, part in enumerate(sums[1:], start=2):
-        # the last sum is the result line
+        # The last sum is the result line.
         result = f" = {total + part}" if index < len(sums) else ""
         lines.append(f"{total} + {part}: {addition(total, part)}{result}")
         total += part
@@ -130,7 +131,7 @@ def multiplication(left: int, right: int) -> list[str]:
 
 
 def division(left: int, right: int) -> str:
-    """Long division: `834, 6 -> 8/6=1 left 2, 23/6=3 left 5, 54/6=9 left 0`."""
+    """Write a long division: `834, 6 -> 8/6=1 left 2, 23/6=3 left 5, 54/6=9 left 0`."""
     rest = 0
     parts: list[str] = []
     for digit in str(left):

@@ -1,4 +1,4 @@
-"""Invented tool results and the sentences that report them."""
+"""Invent tool results, and write the sentences that report the results."""
 
 # ruff: noqa: SIM905 (long word lists read better as text)
 
@@ -96,7 +96,7 @@ def draw_result(rng: random.Random) -> tuple[str, str]:
 
 
 def report(calls: list[Call], sentences: list[str]) -> str:
-    """The final answer: one sentence, or one labelled line per call."""
+    """Return the final answer: one sentence, or one labelled line per call."""
     if len(calls) == 1:
         return sentences[0]
     return "\n".join(
@@ -105,7 +105,6 @@ def report(calls: list[Call], sentences: list[str]) -> str:
 
 
 def label(call: Call) -> str:
-    """A name for this call: its first text argument, else the tool's name."""
     for value in call.arguments.values():
         if isinstance(value, str):
             return value

@@ -1,7 +1,8 @@
-"""Training-only word problems: stories of one to three changes, parts of a whole, comparisons.
+"""Draw training-only word problems: stories of one to three changes, parts, comparisons.
 
-`draw` returns a template as in `nano.suites.arithmetic_templates`. In the tables `[a|b]` is one of
-its parts, and `<give gives gave>` is a verb for I or many, for one person, and in the past.
+`draw` returns a template as in `nano.suites.arithmetic_templates`. In the tables, `[a|b]` means one
+of the parts a and b. `<give gives gave>` holds the forms of a verb: for I or many, for one person,
+and in the past.
 """
 
 # ruff: noqa: SIM905 (word lists read better as text)
@@ -27,7 +28,7 @@ PLACES = (
     "{a} {o} <are are were> [in|at] the {s}",
     "A [box|bag|basket|room|bus|shelf|drawer|jar|truck|tree|farm] <hold holds held> {a} {o}",
 )
-# {n} is a number; the first table of each pair is about an owner, the second about a place
+# {n} is a number. The first table of each pair is about an owner, the second about a place.
 GAINS = (
     (
         "{A} <get gets got> [{n} more|another {n}|{n} new ones]",
@@ -93,7 +94,7 @@ LOOKS = (
     "red/blue ripe/green full/empty old/new big/small clean/dirty sweet/sour paid/unpaid "
     "open/closed black/white broken/whole fresh/stale free/taken wet/dry round/square"
 ).split()
-# {u} and {v} are a pair of KINDS
+# {u} and {v} are a pair of KINDS.
 OF_KINDS: tuple[Template, ...] = (
     ("[A class|A school|A group|A choir|A club|The team|Our village] has {a} "
      "[students|members|people|of them][; |, |. |, and ]{b} [of them |]are {u}. How many {v} are "
@@ -109,7 +110,7 @@ OF_KINDS: tuple[Template, ...] = (
      "there|are they] [in all|altogether|in total|together]?",
      "r=a+b#in all", "That is {r} in all."),
 )  # fmt: skip
-# {u} and {v} are a pair of LOOKS
+# {u} and {v} are a pair of LOOKS.
 OF_LOOKS: tuple[Template, ...] = (
     ("[{A} has|There are|We have|I see] {a} {o}[| in the {s}]. {b} [of them |]are {u}[| and the "
      "rest are {v}|, the others are {v}|, the rest {v}]. How many [{o} |]are {v}?",
@@ -328,7 +329,6 @@ OTHERS: tuple[Template, ...] = (
 
 
 def draw(rng: random.Random) -> Template:
-    """Draw a template."""
     roll = rng.random()
     if roll < 0.45:
         return _story(rng)
@@ -345,7 +345,7 @@ def draw(rng: random.Random) -> Template:
 
 
 def _story(rng: random.Random) -> Template:
-    """A start, one to three changes, and a question."""
+    """Draw a start, one to three changes, and a question."""
     about = rng.choices(("owner", "user", "place"), weights=(45, 15, 40))[0]
     text = rng.choice(PLACES if about == "place" else STARTS)
     changes = rng.choices((1, 2, 3), weights=(45, 43, 12))[0]
@@ -377,7 +377,7 @@ def _story(rng: random.Random) -> Template:
 
 
 def _conjugate(text: str, is_user: bool, is_past: bool) -> str:
-    """Choose the verbs' forms; `is_user`: the owner is I."""
+    """Choose the forms of all verbs. If `is_user`, the owner is "I"."""
     if is_user:
         text = re.sub(r"(?<=> ){A}", "me", text).replace("{A}'s", "my").replace("{A}", "I")
     for verb in reversed(list(_VERB.finditer(text))):

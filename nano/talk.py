@@ -1,4 +1,4 @@
-"""Small talk and questions beyond the model, with answers."""
+"""Draw small talk, and questions that the model cannot answer, with answers."""
 
 # ruff: noqa: E501, SIM905 (word lists and tables read better as text)
 
@@ -165,7 +165,6 @@ PLAIN_SYSTEMS = (
 
 
 def noisy(text: str, rng: random.Random) -> str:
-    """Vary case and punctuation as people do."""
     roll = rng.random()
     if roll < 0.2:
         text = text.lower()
@@ -180,7 +179,7 @@ def noisy(text: str, rng: random.Random) -> str:
 
 
 def draw_talk(rng: random.Random) -> tuple[str, str, str]:
-    """A remark, the answer and the thought."""
+    """Draw a remark, the answer and the thought."""
     questions, answers, thought = rng.choice(TALK)
     question = noisy(rng.choice(questions.split("|")), rng)
     if rng.random() < 0.15:
@@ -196,7 +195,7 @@ def draw_talk(rng: random.Random) -> tuple[str, str, str]:
 
 
 def draw_unknown(rng: random.Random) -> tuple[str, str, str]:
-    """A question that the model must decline, the answer and the thought."""
+    """Draw a question that the model must decline, the answer and the thought."""
     roll = rng.random()
     if roll < 0.72:
         text = fill(rng.choice(ASKS), rng)
@@ -232,7 +231,6 @@ def fill(template: str, rng: random.Random) -> str:
 
 
 def topic(rng: random.Random) -> str:
-    """A subject to ask about."""
     roll = rng.random()
     if roll < 0.6:
         return rng.choice(TOPICS)
@@ -251,7 +249,6 @@ def topic(rng: random.Random) -> str:
 
 
 def _ramble(rng: random.Random) -> str:
-    """Sentences without a clear request."""
     pools = (common.WORDS, common.WORDS, common.NOUNS, common.ADJECTIVES)
     sentences: list[str] = []
     for _ in range(rng.randint(1, 5)):
@@ -265,7 +262,7 @@ def _ramble(rng: random.Random) -> str:
 
 
 def draw_system(rng: random.Random) -> tuple[str | None, str | None]:
-    """A system prompt (None: the default) and the name of its persona, if any."""
+    """Draw a system prompt (None: the default) and the name of its persona, if any."""
     roll = rng.random()
     if roll < 0.5:
         return None, None

@@ -2,8 +2,8 @@
 
     python -m nano.tokenizer --out negamax/assets/nano
 
-4,096 regular tokens learned from sampled training text plus word lists; MiniMax's markers follow at
-4096 + (their M2 id - 200000).
+The 4,096 regular tokens are learned from sampled training text and word lists. A marker of MiniMax
+has the id 4096 + (its M2 id - 200000).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REGULAR_TOKENS = 4096
 M2_FIRST_MARKER = 200000
 BOS, EOS, TURN, UNK = "]~!b[", "[e~[", "]~b]", "]!d~["
 
-# id in M2 -> text; the last four stay visible when special tokens are skipped
+# id in M2 -> text; the last four remain visible when special tokens are skipped
 MARKERS: dict[int, str] = {
     200000: "]!p~[", 200001: "<fim_prefix>", 200002: "<fim_middle>", 200003: "<fim_suffix>",
     200004: "<fim_pad>",
@@ -49,8 +49,8 @@ MARKERS: dict[int, str] = {
 }  # fmt: skip
 VISIBLE = range(200050, 200054)
 
-# Letter runs by case with an optional leading space or English contraction, single digits,
-# punctuation runs, line breaks, spaces.
+# Tokens are letter runs by case with an optional leading space or English contraction, single
+# digits, punctuation runs, line breaks and spaces.
 SPLIT = (
     r" ?\p{Lu}*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?:'(?:s|t|re|ve|m|ll|d)(?!\p{L}))?"
     r"| ?\p{Lu}+(?:'(?:s|t|re|ve|m|ll|d)(?!\p{L}))?"
@@ -111,7 +111,7 @@ def train(examples: int, seed: int) -> Tokenizer:
 
 
 def with_markers(tokenizer: Tokenizer) -> dict[str, object]:
-    """The tokenizer.json document with the markers at fixed ids, as the library leaves no gaps."""
+    """Return tokenizer.json with the markers at fixed ids, since the library leaves no gaps."""
     document: dict[str, object] = json.loads(tokenizer.to_str())
     document["added_tokens"] = [
         {

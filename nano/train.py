@@ -2,7 +2,7 @@
 
     python -m nano.train --data /tmp/nano_data --state /tmp/nano_state.pt --seconds 1080
 
-`nano.data --out` makes the shards at the same time. An existing --state is continued.
+`nano.data --out` makes the shards at the same time. If --state exists, the run continues from it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,19 @@ from nano import export, model
 from nano.model import NanoConfig, NanoModel
 
 WARMUP_STEPS = 200
-STABLE_SHARE = 0.55  # of the time at full rate, then linearly to zero
+STABLE_SHARE = 0.55  # share of the time at full rate; then the rate falls linearly to zero
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One packed batch on the device."""
-
     tokens: Tensor  # int64 [B, S]
-    documents: Tensor  # int32 [B, S], number of the document within its row
+    documents: Tensor  # int32 [B, S], number of the document in its row
     inputs: Tensor  # int64 [K], flat positions whose next token is trained; padded with 0
-    targets: Tensor  # int64 [K], that next token; -100 where padded
+    targets: Tensor  # int64 [K], the next token; -100 in padding
 
 
 def pack(lengths: np.ndarray, rows: int, row_tokens: int) -> tuple[list[list[int]], list[int]]:
-    """Pack documents by first fit into `rows` rows; returns (indices per row, the rest)."""
+    """Pack documents by first fit into `rows` rows. Return (indices per row, the rest)."""
     room = [row_tokens] * rows
     placed: list[list[int]] = [[] for _ in range(rows)]
     left: list[int] = []
@@ -74,7 +72,7 @@ def _assemble(
             mask[row, at : at + size] = shard["mask"][begin:end]
             documents[row, at : at + size] = number
             at += size
-    # a document never starts with a trained token
+    # No document starts with a trained token.
     trained = np.flatnonzero(mask.reshape(-1))[:capacity]
     inputs, targets = np.zeros(capacity, dtype=np.int64), np.full(capacity, -100, dtype=np.int64)
     inputs[: len(trained)] = trained - 1
@@ -83,7 +81,7 @@ def _assemble(
 
 
 class Loader:
-    """Reads and packs shards in a thread; used shards repeat when no new one is ready."""
+    """Read and pack shards in a thread. Used shards repeat if no new shard is ready."""
 
     def __init__(
         self, folder: Path, *, rows: int, row_tokens: int, capacity: int, seed: int
@@ -128,7 +126,7 @@ class Loader:
                 order = order[left]
 
     def next(self, device: torch.device) -> Batch:
-        """The next batch, moved to the device."""
+        """Return the next batch, moved to the device."""
         arrays = self.ready.get()
 
         def move(name: str) -> Tensor:
@@ -156,7 +154,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon:
-    """The Muon optimizer: orthogonalized momentum, one batched call per matrix shape."""
+    """The Muon optimizer: orthogonalized momentum, with one batched call per matrix shape."""
 
     def __init__(
         self,
@@ -198,8 +196,6 @@ class Muon:
 
 
 class Trainer:
-    """Model, optimizers and the compiled step."""
-
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
         torch.manual_seed(arguments.seed)
@@ -263,14 +259,14 @@ class Trainer:
         )[:, None]
 
     def rate(self) -> float:
-        """The factor of the learning rate at this step and time."""
+        """Return the factor of the learning rate at this step and time."""
         done = min(1.0, self.elapsed / self.arguments.seconds)
         return min(1.0, (self.step_count + 1) / WARMUP_STEPS) * min(
             1.0, (1 - done) / (1 - STABLE_SHARE)
         )
 
     def step(self, batch: Batch) -> Tensor:
-        """Run one optimizer step; returns the loss on the device."""
+        """Run one optimizer step. Return the loss on the device."""
         self.documents.copy_(batch.documents)
         loss, loads = self.loss(batch.tokens, batch.inputs, batch.targets, self._mask())
         loss.backward()
@@ -293,7 +289,7 @@ class Trainer:
         return loss.detach()
 
     def save(self, path: Path) -> None:
-        """Save all that a resumed run needs."""
+        """Save everything that a resumed run needs."""
         state = {
             "model": self.model.state_dict(), "adam": self.adam.state_dict(),
             "muon": self.muon.buffers,
@@ -303,7 +299,7 @@ class Trainer:
         path.with_suffix(".part").rename(path)
 
     def resume(self, path: Path) -> None:
-        """Load what `save` wrote."""
+        """Load a state that `save` wrote."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["adam"])
@@ -312,7 +308,6 @@ class Trainer:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train until the time is up; print and save at intervals."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(arguments, device)
     if arguments.state.exists():

@@ -1,4 +1,4 @@
-"""Unlimited invented names, words and identifiers, which teach the model to copy unknown text."""
+"""Draw invented names, words and identifiers, so that the model learns to copy unknown text."""
 
 # ruff: noqa: SIM905 (word lists read better as text)
 
@@ -87,7 +87,7 @@ STEMS = sorted({part for key in KEYS for part in key.lower().split("_") if len(p
 
 
 def word(rng: random.Random) -> str:
-    """An invented word of one to four syllables that the shared generators lack."""
+    """Draw an invented word of one to four syllables that the shared generators lack."""
     syllables = rng.choices((1, 2, 3, 4), weights=(20, 45, 25, 10))[0]
     text = "" if syllables > 1 else rng.choice(_ONSETS)
     for _ in range(syllables):
@@ -100,7 +100,6 @@ def word(rng: random.Random) -> str:
 
 
 def letters(rng: random.Random) -> str:
-    """Random letters and digits."""
     pool = rng.choice(
         (
             string.ascii_lowercase,
@@ -115,7 +114,7 @@ def letters(rng: random.Random) -> str:
 
 
 def name(rng: random.Random) -> str:
-    """A person's first name: known, rare or invented."""
+    """Draw a person's first name that is known, rare or invented."""
     roll = rng.random()
     if roll < 0.45:
         return rng.choice(FIRST_NAMES)
@@ -134,7 +133,7 @@ def name(rng: random.Random) -> str:
 
 
 def identifier(rng: random.Random, *, function: bool = False) -> str:
-    """A program identifier of known or invented parts in one of the usual styles."""
+    """Draw a program identifier from known or invented parts in one of the usual styles."""
     roll = rng.random()
     if roll < 0.35 and not function:
         return rng.choice(KEYS)
@@ -165,7 +164,7 @@ def identifier(rng: random.Random, *, function: bool = False) -> str:
 
 
 def value(rng: random.Random) -> str:
-    """A text value that is in no list."""
+    """Draw a text value that is in no list."""
     roll = rng.random()
     if roll < 0.35:
         return " ".join(word(rng) for _ in range(rng.randint(1, 3)))

@@ -1,7 +1,7 @@
-"""Training-only variety: rephrased word problems, and tools requested with prepositions.
+"""Draw training-only variety: rephrased word problems, and tools requested with prepositions.
 
-It teaches the model to copy unknown words and to read schemas; the evaluated generators use fixed
-word lists.
+The variety teaches the model to copy unknown words and to read schemas. The evaluated generators
+use fixed word lists.
 """
 
 # ruff: noqa: SIM905 (tables of phrases)
@@ -176,7 +176,7 @@ MORE: tuple[Template, ...] = (
      "x=a-b#{o} to sell; r=x*c#dollars per day", "That is {r} dollars per day."),
 )  # fmt: skip
 
-# (parameter names, kind, descriptions, ways to say it)
+# (parameter names, kind, descriptions, ways to say the value)
 NATURAL: tuple[tuple[str, str, str, str], ...] = (
     ("person|contact|name|who|guest|customer|attendee|user|client", "string:person",
      "Who it is for|Name of the person||The person", "with {}|for {}|with {}"),
@@ -210,7 +210,7 @@ NATURAL: tuple[tuple[str, str, str, str], ...] = (
 
 
 def draw_problem(rng: random.Random) -> arithmetic.MathProblem:
-    """A word problem with unusual people and objects, half of the time rephrased."""
+    """Draw a word problem with unusual people and objects. Half of the problems are rephrased."""
     roll = rng.random()
     templates: tuple[Template, ...] | None = MORE if roll < 0.2 else None
     if roll > 0.65:
@@ -247,7 +247,7 @@ def draw_problem(rng: random.Random) -> arithmetic.MathProblem:
 
 
 def _in_words(number: re.Match[str]) -> str:
-    """A small number in words, with a capital at the start of a sentence."""
+    """Write a small number in words, with a capital at the start of a sentence."""
     word = WORDS[int(number.group()) - 2]
     before = number.string[: number.start()].rstrip()
     return word.capitalize() if not before or before.endswith((".", "?", "!", ":")) else word
@@ -305,7 +305,7 @@ def _plural(noun: str) -> str:
 
 
 def natural_tool(rng: random.Random) -> Any:
-    """A tool whose values are given with prepositions: 'schedule a call with Maria at 15:30'."""
+    """Draw a tool whose values follow prepositions: 'schedule a call with Maria at 15:30'."""
     verb = rng.choice(tool_calls.VERBS)
     noun = rng.choice(common.NOUNS)
     article = "an" if noun[0] in "aeiou" else "a"

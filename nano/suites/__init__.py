@@ -1,1 +1,1 @@
-"""Seeded generators of the evaluation problems, one sixteenth of them kept out of training."""
+"""Generate the evaluation problems from seeds. One sixteenth of them is held out from training."""

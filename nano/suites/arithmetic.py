@@ -26,8 +26,9 @@ _DIVISOR_WEIGHTS = (4, 4, 4, 4, 4, 4, 4, 4, 2, 1, 2, 1, 1, 1)
 
 @dataclass(frozen=True)
 class Step:
-    """One calculation: `left operator right = result`; operator is one of + - * / ~ (~ is the
-    absolute difference).
+    """One calculation, `left operator right = result`.
+
+    The operator is one of + - * / ~, where ~ is the absolute difference.
     """
 
     left: int
@@ -45,27 +46,27 @@ class MathProblem:
     tools: tuple[dict[str, Any], ...]  # always empty here
     answer: int
     steps: tuple[Step, ...]
-    sentence: str  # a short answer that contains `answer` as its only number
+    sentence: str  # a short answer in which `answer` is the only number
 
     @property
     def text(self) -> str:
-        """The question as the user asks it."""
+        """Return the question as the user asks it."""
         return str(self.messages[0]["content"])
 
 
 class _Unlucky(Exception):
-    """The drawn numbers cannot be completed."""
+    """Raised if the drawn numbers cannot be completed."""
 
 
 def generate(seed: int) -> MathProblem:
-    """The problem of this seed, equal on all platforms."""
+    """Return the problem of this seed, which is equal on all platforms."""
     return draw(random.Random(f"nano-math:{seed}"))
 
 
 def draw(
     rng: random.Random, *, templates: Sequence[Template] | None = None, rename: Rename | None = None
 ) -> MathProblem:
-    """Draw a problem; training data may bring its own templates and replace words."""
+    """Draw a problem. Training data may pass its own templates, and `rename` may replace words."""
     family = (
         templates
         or rng.choices((ONE_STEP, TWO_STEP, THREE_STEP, BARE), weights=(30, 30, 22, 18))[0]
@@ -79,12 +80,12 @@ def draw(
 
 
 def held_out(problem: MathProblem) -> bool:
-    """Whether this problem is held out from training."""
+    """Return whether this problem is held out from training."""
     return common.is_held_out("nano-math\n" + common.normalise(problem.text))
 
 
 def problems(count: int, seed: int = 0) -> list[MathProblem]:
-    """`count` distinct held-out problems."""
+    """Return `count` distinct held-out problems."""
     return common.distinct_problems(
         generate, held_out, lambda problem: common.normalise(problem.text), count=count, seed=seed
     )
@@ -103,7 +104,7 @@ def _fill(template: Template, rng: random.Random, rename: Rename | None = None) 
     if rename is not None:
         rename(words, rng)
     numbers, calculations = _solve(plan, rng)
-    slots: dict[str, object] = {**numbers, **words}  # the words keep {x} for the container
+    slots: dict[str, object] = {**numbers, **words}  # The words keep {x} for the container.
     steps = tuple(
         Step(left, operator, right, result, meaning.format(**slots))
         for left, operator, right, result, meaning in calculations
@@ -123,8 +124,9 @@ _Calculation = tuple[int, str, int, int, str]
 
 
 def _solve(plan: str, rng: random.Random) -> tuple[dict[str, int], list[_Calculation]]:
-    """Draw numbers for the free variables of a plan so that every step is exact, positive and in
-    range.
+    """Draw numbers for the free variables of a plan.
+
+    Every step is exact and positive, and within the range of operands.
     """
     values: dict[str, int] = {}
     calculations: list[_Calculation] = []
@@ -142,7 +144,7 @@ def _solve(plan: str, rng: random.Random) -> tuple[dict[str, int], list[_Calcula
         values[target] = result
         calculations.append((left, operator, right, result, meaning))
     for free in "abcd":
-        # numbers that a question mentions and no step uses
+        # The question mentions these numbers, but no step uses them.
         values.setdefault(free, rng.randint(2, 20))
     return values, calculations
 
@@ -180,7 +182,7 @@ def _operands(
 
 
 def _any(rng: random.Random) -> int:
-    """A number from 2 to 999, with one, two and three digits in fixed shares."""
+    """Draw a number from 2 to 999, with fixed shares of one, two and three digits."""
     low, high = rng.choices(((2, 9), (10, 99), (100, MAX_OPERAND)), weights=(20, 45, 35))[0]
     return rng.randint(low, high)
 

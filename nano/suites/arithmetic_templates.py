@@ -1,8 +1,8 @@
 """Word-problem templates for `arithmetic`: (question, plan, answer).
 
-Slots: {A} {B} {C} names; {o} {p} plural things, {o1} the singular of {o}; {x} plural containers,
-{x1} the singular; {s} a place; {a} .. {d} numbers; {r} the result. A plan is a list of steps
-`target = left operator right # what it is`, and the last one is the answer.
+{A} {B} {C} are names. {o} {p} are plural things, {o1} is the singular of {o}. {x} are containers,
+{x1} is the singular. {s} is a place, {a} to {d} are numbers, {r} is the result. A plan is a list of
+steps `target = left operator right # meaning`, and the last step gives the answer.
 """
 
 # ruff: noqa: E501, SIM905 (tables read better as one row per line)
@@ -390,7 +390,7 @@ THREE_STEP: tuple[Template, ...] = (
                                                                                "dollars left."),
 )
 
-# Bare calculations: {a} and {b} are the operands.
+# In bare calculations, {a} and {b} are the operands.
 BARE: tuple[Template, ...] = tuple(
     (question, plan, answer)
     for plan, sign_forms in (

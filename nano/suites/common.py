@@ -19,7 +19,9 @@ HELD_OUT_SHARE = 16  # one in this many problems is held out
 
 
 def is_held_out(canonical_text: str) -> bool:
-    """Whether a problem with this canonical text is held out: a fixed 1/16 of the SHA-256 space."""
+    """Return whether a problem is held out: a fixed 1/16 of the SHA-256 values of
+    `canonical_text`.
+    """
     digest = hashlib.sha256(canonical_text.encode("utf-8")).digest()
     return digest[0] % HELD_OUT_SHARE == 0
 
@@ -28,7 +30,7 @@ def distinct_problems(
     generate: Callable[[int], Problem], held_out: Callable[[Problem], bool],
     key: Callable[[Problem], str], *, count: int, seed: int,
 ) -> list[Problem]:  # fmt: skip
-    """The first `count` held-out problems of `seed` with different keys."""
+    """Return the first `count` held-out problems of `seed` with different keys."""
     found: dict[str, Problem] = {}
     numbers = itertools.count(seed * 10_000_000)
     while len(found) < count:
@@ -241,19 +243,18 @@ WORDS = (
 
 
 def person(rng: random.Random) -> str:
-    """A first name, at times with a surname."""
+    """Draw a first name, sometimes with a surname."""
     return (
         rng.choice(NAMES) if rng.random() < 0.5 else f"{rng.choice(NAMES)} {rng.choice(SURNAMES)}"
     )
 
 
 def pseudo_word(rng: random.Random) -> str:
-    """A pronounceable word without a meaning."""
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(2, 4)))
 
 
 def phrase(rng: random.Random) -> str:
-    """Two to six words in a row, sometimes capitalised."""
+    """Draw two to six words, sometimes capitalised."""
     pool = (WORDS, NOUNS, ADJECTIVES)
     words = [rng.choice(rng.choice(pool)) for _ in range(rng.randint(2, 6))]
     text = " ".join(words)
@@ -261,17 +262,14 @@ def phrase(rng: random.Random) -> str:
 
 
 def iso_date(rng: random.Random) -> str:
-    """A date as YYYY-MM-DD."""
     return f"{rng.randint(2019, 2029)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"
 
 
 def clock_time(rng: random.Random) -> str:
-    """A time of day as HH:MM."""
     return f"{rng.randint(0, 23):02d}:{rng.choice((0, 5, 10, 15, 20, 30, 40, 45, 50, 55, rng.randint(0, 59))):02d}"
 
 
 def email(rng: random.Random) -> str:
-    """An e-mail address at an example domain."""
     user = rng.choice(
         (rng.choice(NAMES), pseudo_word(rng), f"{rng.choice(NAMES)}.{rng.choice(SURNAMES)}")
     ).lower()
@@ -279,7 +277,7 @@ def email(rng: random.Random) -> str:
 
 
 def code(rng: random.Random) -> str:
-    """An identifier such as INV-4821, a8f3k2 or order_77."""
+    """Draw an identifier such as INV-4821, a8f3k2 or order_77."""
     kind = rng.randrange(5)
     if kind == 0:
         letters = "".join(
@@ -300,7 +298,7 @@ def code(rng: random.Random) -> str:
 
 
 def file_name(rng: random.Random) -> str:
-    """A file name or a path."""
+    """Draw a file name or a path."""
     stem = "_".join(rng.choice(NOUNS) for _ in range(rng.randint(1, 2)))
     name = f"{stem}{rng.choice(('', '', str(rng.randint(1, 99))))}.{rng.choice(('txt', 'csv', 'json', 'py', 'md', 'pdf', 'png', 'log', 'yaml'))}"
     folder = rng.choice(
@@ -317,13 +315,11 @@ def file_name(rng: random.Random) -> str:
 
 
 def url(rng: random.Random) -> str:
-    """A web address."""
     path = rng.choice(("", f"/{rng.choice(NOUNS)}", f"/{rng.choice(NOUNS)}/{rng.randint(1, 999)}"))
     return f"https://{rng.choice((pseudo_word(rng), rng.choice(NOUNS)))}.{rng.choice(('com', 'org', 'io'))}{path}"
 
 
 def phone(rng: random.Random) -> str:
-    """A telephone number."""
     return rng.choice(("+{}{}", "{}-{}", "0{} {}")).format(
         rng.randint(10, 999), rng.randint(10000, 9999999)
     )
@@ -351,5 +347,5 @@ TEXT_VALUES: tuple[Callable[[random.Random], str], ...] = (
 
 
 def text_value(rng: random.Random) -> str:
-    """A string of any of the kinds above."""
+    """Draw a string of any of the kinds above."""
     return rng.choice(TEXT_VALUES)(rng)

@@ -2,8 +2,8 @@
 
     python -m nano.suites.freeze [--out FOLDER]
 
-Each suite is one JSONL file in xz: a conversation, the declared tools, and the expected answer or
-calls.
+Each suite is one JSONL file in xz. A line has a conversation, the declared tools, and the expected
+answer or calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from negamax.evals import suites
 
 
 def draw_problems(suite: str, count: int) -> list[dict[str, Any]]:
-    """Draw the first `count` evaluation problems of seed 0, as the file holds them."""
+    """Draw the first `count` evaluation problems of seed 0, in the format of the file."""
     if suite == "nano-math":
         return [
             {"messages": each.messages, "answer": str(each.answer)}

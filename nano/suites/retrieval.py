@@ -1,8 +1,8 @@
 """Seeded questions about distant text: the `nano-retrieval` suites at 2k, 4k and 8k tokens.
 
-A text holds hundreds of similar facts among other sentences, and one fact is asked for. Or many
-tools are declared, and one is needed. One sixteenth of all questions, by a hash of question and
-answer, is held out from training.
+A text holds hundreds of similar facts among other sentences, and the question asks for one fact. In
+other problems the request declares many tools and needs one of them. One sixteenth of all
+questions, by a hash of question and answer, is held out from training.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from nano.suites import common, tool_calls
 
-# name -> approximate tokens of a prompt
+# name -> approximate number of tokens in a prompt
 LENGTHS = {"2k": 2_048, "4k": 4_096, "8k": 7_900}
 _PIECE = re.compile(r"\d|[^\W\d_]+|_|[^\w\s]+|\n")
-_TOKENS_PER_PIECE = 1.12  # of nano's vocabulary, in these texts
+_TOKENS_PER_PIECE = 1.12  # tokens of nano's vocabulary per piece of these texts
 _TOKENS_PER_TOOL_PIECE = 1.04
 _FRAME = 130  # tokens around the text
 
@@ -42,16 +42,16 @@ class Fact:
     line: str
     question: str
     answer: str
-    value: str  # a word of each correct answer
+    value: str  # word that each correct answer contains
 
     @property
     def subject(self) -> str:
-        """The line without the value, unique in a text."""
+        """Return the line without the value, which is unique in a text."""
         return self.line.removesuffix(".").removesuffix(self.value)
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is held out from training."""
+        """Return whether the fact is held out from training."""
         return common.is_held_out(f"nano-retrieval\n{self.subject}{self.value}")
 
 
@@ -66,13 +66,13 @@ class RetrievalProblem:
 
 
 def estimated_tokens(text: str, per_piece: float = _TOKENS_PER_PIECE) -> float:
-    """The approximate number of nano's tokens in a text."""
+    """Return the approximate number of nano's tokens in a text."""
     return len(_PIECE.findall(text)) * per_piece
 
 
 def draw_facts(rng: random.Random, tokens: float, *, style: str) -> tuple[str, list[Fact]]:
     """Draw a text of about `tokens` tokens and its facts. Styles: "sentences", "settings"."""
-    share = rng.uniform(0.25, 0.9)  # of the lines are facts
+    share = rng.uniform(0.25, 0.9)  # share of lines that are facts
     lines: list[str] = []
     facts: dict[str, Fact] = {}
     while tokens > 0:
@@ -90,7 +90,7 @@ def draw_facts(rng: random.Random, tokens: float, *, style: str) -> tuple[str, l
 
 
 def draw_tools(rng: random.Random, tokens: float) -> list[tuple[tool_calls.Tool, dict[str, Any]]]:
-    """Draw different tools with declarations of about `tokens` tokens in all."""
+    """Draw different tools whose declarations have about `tokens` tokens in all."""
     found: dict[str, tuple[tool_calls.Tool, dict[str, Any]]] = {}
     actions: set[str] = set()
     while tokens > 0:
@@ -107,7 +107,7 @@ def draw_tools(rng: random.Random, tokens: float) -> list[tuple[tool_calls.Tool,
 
 
 def generate(length: str, seed: int) -> RetrievalProblem:
-    """The held-out problem of this seed; `length` is a key of `LENGTHS`."""
+    """Return the held-out problem of this seed. `length` is a key of `LENGTHS`."""
     rng = random.Random(f"nano-retrieval:{length}:{seed}")
     tokens = LENGTHS[length] - _FRAME
     kind = rng.choice(("sentences", "settings", "tools"))
@@ -132,12 +132,12 @@ def generate(length: str, seed: int) -> RetrievalProblem:
 
 
 def problems(length: str, count: int, seed: int = 0) -> list[RetrievalProblem]:
-    """The first `count` held-out problems of a seed."""
+    """Return the first `count` held-out problems of a seed."""
     return [generate(length, seed * 10_000_000 + number) for number in range(count)]
 
 
 def is_request_held_out(text: str) -> bool:
-    """Whether this request for a call is held out from training."""
+    """Return whether this request for a call is held out from training."""
     return common.is_held_out(f"nano-retrieval\n{common.normalise(text)}")
 
 

@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ToolProblem:
-    """A request, the declared tools and the calls that answer it, in order."""
+    """A request, the declared tools, and the calls that answer it, in order."""
 
     messages: tuple[dict[str, Any], ...]  # one user message
     # as in a chat request: {"type": "function", "function": {...}}
@@ -61,13 +61,13 @@ class ToolProblem:
 
     @property
     def text(self) -> str:
-        """The request as the user writes it."""
+        """Return the request as the user writes it."""
         return str(self.messages[0]["content"])
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a tool, how its values are drawn and how a request mentions them."""
+    """A parameter of a tool, with its kind of values and the ways a request mentions it."""
 
     name: str
     kind: str
@@ -85,16 +85,16 @@ class Tool:
     parameters: tuple[Parameter, ...]
     requests: tuple[str, ...]  # with {0} .. and {opt}; empty for composed tools
     list_requests: tuple[str, ...]
-    action: str  # for composed tools: what the user asks for, such as "create an invoice"
+    action: str  # what the user asks a composed tool for, such as "create an invoice"
 
 
 def generate(seed: int) -> ToolProblem:
-    """The problem of this seed, equal on all platforms."""
+    """Return the problem of this seed, which is equal on all platforms."""
     return draw(random.Random(f"nano-tools:{seed}"))
 
 
 def held_out(problem: ToolProblem) -> bool:
-    """Whether this problem is held out from training."""
+    """Return whether this problem is held out from training."""
     canonical = (
         json.dumps(problem.tools, sort_keys=True, ensure_ascii=False)
         + "\n"
@@ -104,7 +104,7 @@ def held_out(problem: ToolProblem) -> bool:
 
 
 def problems(count: int, seed: int = 0) -> list[ToolProblem]:
-    """`count` distinct held-out problems."""
+    """Return `count` distinct held-out problems."""
     return common.distinct_problems(
         generate,
         held_out,
@@ -115,7 +115,7 @@ def problems(count: int, seed: int = 0) -> list[ToolProblem]:
 
 
 def draw(rng: random.Random) -> ToolProblem:
-    """A random problem from `rng`."""
+    """Draw a random problem from `rng`."""
     declared = draw_tools(rng, rng.choices((1, 2, 3, 4), weights=(30, 30, 24, 16))[0])
     tools = tuple(as_json(tool, rng) for tool in declared)
     if rng.random() < 0.04:
@@ -125,7 +125,7 @@ def draw(rng: random.Random) -> ToolProblem:
 
 
 def draw_request(declared: Sequence[Tool], rng: random.Random) -> tuple[str, tuple[Call, ...]]:
-    """The user's text and the calls it asks for: usually one, at times two or three."""
+    """Draw a user's text and the calls that it asks for: usually one, sometimes two or three."""
     target = rng.choice(declared)
     if target.list_requests and rng.random() < 0.35:
         return _list_request(target, rng)
@@ -138,7 +138,7 @@ def draw_request(declared: Sequence[Tool], rng: random.Random) -> tuple[str, tup
         target = rng.choice(declared)
     joiner = rng.choice((" ", " ", "\n", " Also: ", " Then: ", " After that: "))
     if any(text[-1] not in ".?!" for text in texts):
-        joiner = "\n"  # without a full stop, a text could run into the next one
+        joiner = "\n"  # Without a full stop, a text could run into the next one.
     prefix = rng.choice(
         (
             "",
@@ -158,7 +158,7 @@ def draw_request(declared: Sequence[Tool], rng: random.Random) -> tuple[str, tup
 
 
 def draw_tools(rng: random.Random, count: int) -> list[Tool]:
-    """`count` tools with different names, one naming style for all."""
+    """Draw `count` tools with different names in one naming style."""
     style = rng.choices(("snake", "camel", "kebab"), weights=(80, 16, 4))[0]
     tools: dict[str, Tool] = {}
     related = ""
@@ -206,7 +206,7 @@ def _everyday_tool(row: Row, style: str, rng: random.Random) -> Tool:
     parameters: list[Parameter] = []
     for column_names, kind, texts, fragment in columns:
         if fragment and rng.random() < 0.3:
-            continue  # this variant of the tool lacks the optional parameter
+            continue  # This variant of the tool lacks the optional parameter.
         name = _style(
             _fresh(column_names.split("|"), [p.name for p in parameters], rng),
             "snake" if style == "kebab" else style,
@@ -238,8 +238,9 @@ def _fresh(options: Sequence[str], taken: Sequence[str], rng: random.Random) -> 
 
 
 def _composed_tool(style: str, related: str, rng: random.Random) -> Tool:
-    """A tool made of a random verb and noun; `related` is an earlier action to share the verb or
-    the noun with.
+    """Draw a tool from a random verb and noun.
+
+    `related` is an earlier action, with which the tool may share the verb or the noun.
     """
     verb = rng.choice(VERBS)
     noun = rng.choice(common.NOUNS) if rng.random() < 0.85 else common.pseudo_word(rng)
@@ -290,7 +291,7 @@ def _composed_parameter(style: str, earlier: Sequence[Parameter], rng: random.Ra
             f"The {words} of the request",
         )
     )
-    if rng.random() < 0.06:  # the description, not the name, tells the meaning
+    if rng.random() < 0.06:  # Sometimes the description, not the name, explains the tool.
         name = f"{rng.choice('abcdefgkmnpqrstuvwxyz')}{len(earlier) + 1}"
         description = f"The {words}"
     fragments = (
@@ -305,7 +306,7 @@ def _composed_parameter(style: str, earlier: Sequence[Parameter], rng: random.Ra
 
 
 def _single_request(tool: Tool, rng: random.Random) -> tuple[str, Call]:
-    """A request for one call of this tool. Arguments follow the order of the schema."""
+    """Draw a request for one call of this tool. Arguments follow the order of the schema."""
     chosen = [
         parameter for parameter in tool.parameters if parameter.required or rng.random() < 0.5
     ]
@@ -376,7 +377,7 @@ def _composed_text(
 
 
 def _list_request(tool: Tool, rng: random.Random) -> tuple[str, tuple[Call, ...]]:
-    """Request several values of the first parameter in one sentence, with one call for each."""
+    """Request several values of the first parameter in one sentence, with one call per value."""
     parameter = tool.parameters[0]
     values: list[Value] = []
     wanted = rng.choice((2, 2, 3))

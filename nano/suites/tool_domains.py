@@ -1,11 +1,11 @@
-"""Everyday tools for `tool_calls`: names, descriptions, parameters and the ways people ask for
-them.
+"""Everyday tools for `tool_calls`: names, descriptions, parameters, and ways to ask for a tool.
 
-A row is (names, descriptions, parameters, requests, list requests). Alternatives are separated by
-`|`. A parameter is (names, kind, descriptions, fragment); an empty fragment means required,
-otherwise the fragment is what an optional value adds to the request (`true form^false form` for
-booleans). {0}, {1}, {2} are the required values in order and {opt} is where fragments go; in a list
-request {list} stands for several values of the first parameter and makes one call for each.
+A row is (names, descriptions, parameters, requests, list requests). `|` separates alternatives. A
+parameter is (names, kind, descriptions, fragment). A parameter with an empty fragment is required.
+Otherwise the fragment is the text that an optional value adds to the request (`true form^false
+form` for booleans). {0}, {1}, {2} are the required values in order, and {opt} is the place of
+fragments. In a list request, {list} stands for several values of the first parameter, with one call
+per value.
 """
 
 # ruff: noqa: E501 (tables read better as one row per line)

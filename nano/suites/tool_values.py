@@ -1,7 +1,7 @@
 """Typed values of `tool_calls`: drawing, JSON schema, and wording.
 
 A kind is `string:<name>`, `integer:<low>-<high>`, `number:<low>-<high>`, `boolean`,
-`enum:<a>,<b>,…`, `strings:<name>` or `integers:<low>-<high>`; the last two are lists.
+`enum:<a>,<b>,…`, `strings:<name>` or `integers:<low>-<high>`. `strings` and `integers` are lists.
 """
 
 # ruff: noqa: E501, SIM905 (word lists and tables read better as text)
@@ -78,7 +78,9 @@ def _errand(rng: random.Random) -> str:
 
 
 def _query(rng: random.Random) -> str:
-    """A text in lower case with words that also introduce parameters: in, to, for, with, on."""
+    """Draw a text in lower case with words that also introduce parameters: in, to, for,
+    with, on.
+    """
     text = rng.choice(QUERIES).format(
         w=rng.choice(common.NOUNS),
         w2=rng.choice(common.NOUNS),
@@ -96,7 +98,7 @@ def _query(rng: random.Random) -> str:
 
 
 def _clock(rng: random.Random) -> str:
-    """A time as people say it."""
+    """Draw a time as people say it."""
     hour, minute = rng.randint(1, 12), rng.choice(("", "", ":30", ":15", ":45"))
     if rng.random() < 0.3:
         return rng.choice(
@@ -174,7 +176,7 @@ def _bounds(spec: str) -> tuple[int, int]:
 def _integer(spec: str, rng: random.Random) -> int:
     low, high = _bounds(spec)
     if high > 99 and rng.random() < 0.6:
-        high = rng.choice((20, 99)) if low < 20 else high  # people like small numbers
+        high = rng.choice((20, 99)) if low < 20 else high  # People often use small numbers.
     return rng.randint(low, high)
 
 
@@ -187,7 +189,7 @@ def _number(spec: str, rng: random.Random) -> int | float:
 
 
 def draw_value(kind: str, rng: random.Random) -> Value:
-    """A random value of this kind."""
+    """Draw a random value of this kind."""
     family, _, spec = kind.partition(":")
     match family:
         case "string":
@@ -213,7 +215,7 @@ def draw_value(kind: str, rng: random.Random) -> Value:
 
 
 def schema_of(kind: str, description: str, rng: random.Random) -> dict[str, Any]:
-    """The JSON schema of a kind; its description comes first or last."""
+    """Return the JSON schema of a kind. The description is its first or its last key."""
     family, _, spec = kind.partition(":")
     schema: dict[str, Any]
     match family:

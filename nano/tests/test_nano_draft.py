@@ -24,7 +24,7 @@ def make() -> tuple[Any, Any]:
         )
     )
     with torch.no_grad():
-        net.head.mul_(40)  # gives the draft something to learn
+        net.head.mul_(40)  # The draft can learn from larger logits.
     draft = draft_model.DraftModel(
         draft_model.DraftConfig(**sizes, intermediate_size=48, draft_vocab_size=40)
     )
@@ -48,7 +48,7 @@ def test_unrolled_steps_propose_the_tokens_of_the_written_draft(tmp_path: Path) 
         own.data = own.data.bfloat16().float()  # as written
     oracle = Oracle(config, tensors, embedding=target.net.embed.detach(), head=target.head.detach())
     known = torch.randint(0, 64, (9,))
-    row = len(known) - 2  # the last with a residual stream
+    row = len(known) - 2  # the last row that has a residual stream
 
     def states(tokens: torch.Tensor) -> Any:
         return target.run(tokens[None], torch.ones(len(tokens), len(tokens)).tril().bool())
@@ -67,7 +67,7 @@ def test_unrolled_steps_propose_the_tokens_of_the_written_draft(tmp_path: Path) 
 
 @pytest.mark.full
 def test_weights_of_flex_attention_are_those_of_the_definition() -> None:
-    """Cover the block masks for training on a GPU."""
+    """Compare with the block masks that are used for training on a GPU."""
     q, k, v = torch.randn(2, 4, 32, 16), torch.randn(2, 2, 32, 16), torch.randn(2, 2, 32, 16)
 
     def causal(_b: Any, _h: Any, q: Any, k: Any) -> Any:
@@ -103,4 +103,4 @@ def test_vocabulary_is_the_most_frequent_tokens_of_the_assistant() -> None:
     tokens = np.array([5, 5, 5, 7, 7, 9, 11, 4100, 4101], dtype=np.int32)
     mask = np.array([1, 1, 1, 1, 1, 1, 0, 1, 0])
     chosen = draft_train.choose_vocabulary([{"tokens": tokens, "mask": mask}], 3, 4160)
-    assert chosen.tolist() == [5, 7, 4100]  # a marker comes before more frequent tokens
+    assert chosen.tolist() == [5, 7, 4100]  # A marker precedes more frequent tokens.

@@ -79,7 +79,7 @@ def test_schemas_fit_the_expected_arguments() -> None:
                 items = value if schema["type"] == "array" else [value]
                 kind = schema["items"]["type"] if schema["type"] == "array" else schema["type"]
                 assert items and all(isinstance(item, TYPES[kind]) for item in items)
-                # values of strings are in the request
+                # The request contains the values of all strings.
                 assert all(isinstance(item, bool) or str(item) in problem.text for item in items)
         assert json.loads(json.dumps(problem.tools)) == list(problem.tools)
 
@@ -116,7 +116,7 @@ def test_reasoning_shows_only_true_arithmetic() -> None:
         for word in lines:
             parts = word.split("=")
             if len(parts) > 1 and parts[0] and set(word) <= set("0123456789+-*="):
-                # in 4*6=24+4=28 the first product is before the plus
+                # In 4*6=24+4=28 the first product is before the plus.
                 for left, right in itertools.pairwise(parts):
                     assert eval(left) == int(right.partition("+")[0]), word
                     checked += 1
