@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Self
 from urllib.parse import parse_qs, urlsplit
 
@@ -22,7 +23,8 @@ class TinyServer(http.server.ThreadingHTTPServer):
         self.served: list[str] = []  # requested file names
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        # a short interval, because `shutdown` waits for it
+        threading.Thread(target=partial(self.serve_forever, 0.02), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:

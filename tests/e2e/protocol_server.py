@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -168,6 +169,7 @@ def protocol_server(fault: str = "") -> Iterator[tuple[str, Protocol]]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are two segments
 
         def do_GET(self) -> None:
             found = {"/v1/models": {"data": [{"id": MODEL}]}, "/health": {}}.get(self.path)
@@ -199,7 +201,8 @@ def protocol_server(fault: str = "") -> Iterator[tuple[str, Protocol]]:
             """Do nothing, so that requests are not logged."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # a short interval, because `shutdown` waits for it
+    threading.Thread(target=partial(server.serve_forever, 0.02), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", protocol
     finally:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Collector(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Receiver)
         self.paths, self.services, self.spans = set[str](), set[str](), list[Any]()
         self.done = threading.Event()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=partial(self.serve_forever, 0.02), daemon=True).start()
 
     def __exit__(self, *error: Any) -> None:
         self.done.set()
