@@ -4,7 +4,7 @@ Each tensor-parallel rank has the whole vision tower and encodes some of a step'
 have zeros for these, so that the sum of all ranks' embeddings is exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +20,8 @@ from negamax.worker.batch import Column, StepColumns
 from negamax.worker.device import Runtime, upload
 from negamax.worker.request_state import RequestState
 
-# Tokens of the image by which memory is measured: 2016 pixels square.
-_MEASURED_TOKENS = 5184
+# Image tokens that one run of the tower computes, unless one image has more: 2016 pixels square.
+_RUN_TOKENS = 5184
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ class ImageEncoder:
             self._broken = [each for each in self._broken if each.pages.isdisjoint(pages)]
             if job not in own:
                 self._pool[self._index(job.pages)] = 0
-        # bits must not depend on other images where they do not depend on the batch
-        alone = self._runtime.is_batch_invariant
-        for jobs in [[job] for job in own] if alone else [own] * bool(own):
+        for jobs in self._split(own):
             try:
                 self._encode(jobs)
             except EngineDeadError:
@@ -112,8 +110,8 @@ class ImageEncoder:
         return ImageRows(index, self.rows)
 
     def peak_bytes(self) -> int:
-        """Measure the GPU bytes of encoding the largest image that fits the pool."""
-        tokens = min(_MEASURED_TOKENS, self.num_tokens)
+        """Measure the GPU bytes of one run of the tower."""
+        tokens = min(_RUN_TOKENS, self.num_tokens)
         side = self._spec.token_pixels
         image = torch.zeros(side, tokens * side, 3, dtype=torch.uint8, device=self._device)
         torch.cuda.empty_cache()
@@ -123,8 +121,26 @@ class ImageEncoder:
         torch.cuda.synchronize(self._device)
         peak = torch.cuda.max_memory_allocated(self._device) - before
         torch.cuda.empty_cache()
-        # all of it grows with the tokens
-        return peak * self.num_tokens // tokens
+        return peak
+
+    def _split(self, jobs: list[EncodeJob]) -> Iterator[list[EncodeJob]]:
+        """Split images into runs, which bounds the memory. Where the bits of a request must not
+        depend on the batch, each image has its own run.
+        """
+        most = 0 if self._runtime.is_batch_invariant else _RUN_TOKENS
+        run, size = list[EncodeJob](), 0
+        for job in jobs:
+            tokens = self._count_tokens(job)
+            if run and size + tokens > most:
+                yield run
+                run, size = [], 0
+            run.append(job)
+            size += tokens
+        if run:
+            yield run
+
+    def _count_tokens(self, job: EncodeJob) -> int:
+        return job.grid[0] * job.grid[1] // self._spec.patches_per_token
 
     def _encode(self, jobs: list[EncodeJob]) -> None:
         side = self._spec.patch_size
@@ -135,7 +151,7 @@ class ImageEncoder:
             if self._device.type != "cpu":
                 pixels = pixels.pin_memory().to(self._device, non_blocking=True)
             images.append(pixels.view(height, width, 3))
-        sizes = [job.grid[0] * job.grid[1] // self._spec.patches_per_token for job in jobs]
+        sizes = [self._count_tokens(job) for job in jobs]
         for job, rows in zip(jobs, self._tower(images).split(sizes), strict=True):
             room = rows.new_zeros(len(job.pages) * ROWS_PER_PAGE, rows.shape[1])
             room[: len(rows)] = rows

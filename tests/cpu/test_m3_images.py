@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from m3_vision_support import Prompt, check, draw_prompt, replace_image, seeing_engine
 from safetensors.torch import load_file, save_file
 
 from tests import tiny, tiny_m3
+from tests.m3_vision_support import Prompt, check, draw_prompt, replace_image, seeing_engine
 
 GATE = (0, 1, 2)
 

@@ -7,11 +7,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
-from m3_vision_support import check, draw_prompt, seeing_engine
 from test_m3_ranks import sizes_of
 
 from tests import tiny, tiny_m3
 from tests.layouts import full, parallel
+from tests.m3_vision_support import check, draw_prompt, seeing_engine
 
 
 @pytest.mark.parametrize(

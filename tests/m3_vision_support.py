@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from m3_support import TOLERANCE
 
 from negamax import SamplingParams
 from negamax.config.generation import SamplingDefaults
@@ -25,6 +24,7 @@ from tests import tiny_m3
 
 _NUMBERS = count()
 SIDE = 28  # pixels per side of an image token
+TOLERANCE = 1e-4  # of log-probabilities in fp32
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Prompt:
     """Hold text and images in order: token ids, or an image [height, width, 3] uint8."""
 
     parts: Sequence[list[int] | torch.Tensor]
+    image_token: int = tiny_m3.IMAGE_TOKEN
     ids: list[int] = field(init=False)
     inputs: list[ImageInput] = field(init=False)
 
@@ -47,7 +48,7 @@ class Prompt:
             size = height // SIDE * (width // SIDE)
             grid = 2 * height // SIDE, 2 * width // SIDE
             self.inputs.append(ImageInput(len(self.ids), size, grid, digest[:32], pixels))
-            self.ids += [tiny_m3.IMAGE_TOKEN] * size
+            self.ids += [self.image_token] * size
 
     @property
     def images(self) -> list[torch.Tensor]:
