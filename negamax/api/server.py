@@ -282,7 +282,7 @@ class HttpServer(LimitedServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         context, servers = self._context, self._servers
-        self._pulse = context.lifecycle.start_pulse()  # lives as long as the event loop
+        self._pulse = context.lifecycle.start_pulse()  # this task runs as long as the event loop
         watches = [self._watch(context.engine.failed)]
         if servers is not None:  # the first process, which also serves the metrics
             watches += [context.metrics.watch(), self._watch(servers.failed)]

@@ -1,4 +1,4 @@
-// The page: what its controls do, and what stands around the conversation.
+// The chat page: it handles the controls and the parts around the conversation.
 
 import { Attachments } from "./attachments.js";
 import { Chat } from "./chat.js";
@@ -35,10 +35,10 @@ const composer = element("composer");
 const field = element("prompt");
 const form = element("settings-form");
 const scroller = element("scroller");
-const models = new Map(); // name -> tokens of the window
-let isFollowing = true; // the newest text stays in view
+const models = new Map(); // name -> context length in tokens
+let isFollowing = true; // whether the page scrolls to the newest text
 let isStripBound = false;
-let keyAction = null; // what to do once there is a key
+let keyAction = null; // called once the user has entered a key
 
 const store = new Store();
 const attachments = new Attachments(element("files"), { refused: notice });
@@ -79,7 +79,7 @@ function send() {
   chat.send(text, attachments.handOver());
 }
 
-// Whether a request can be made of the settings; says why not.
+// Returns whether the settings make a request; otherwise shows the reason.
 function isReady() {
   notice("");
   if (!models.size) {
@@ -98,18 +98,18 @@ function isReady() {
   return false;
 }
 
-// The address names the conversation that is shown, once it is saved, or the one that is being
-// opened: nothing but what a person does may change it then.
+// The address names the shown conversation once it is saved, or the conversation that is being
+// opened. Only the user may change the address.
 const addressed = () => location.hash.slice(1);
 
 // Shows the conversation that the address names, or a new one.
 async function openAddressed() {
   const id = addressed();
   if (id === chat.conversation.id) return;
-  // Not from the store while it is answered: the answer may end before the record has come.
+  // A conversation that is being answered is not loaded: the answer may end before the load ends.
   const running = chat.runs.get(id)?.conversation;
   const record = id && !running ? await store.load(id) : null;
-  if (addressed() !== id) return; // another one was opened meanwhile
+  if (addressed() !== id) return; // another conversation was opened meanwhile
   if (id && !running && !record) history.replaceState(null, "", location.pathname);
   show(running ?? (record ? Conversation.restored(record) : new Conversation()));
 }
@@ -136,9 +136,9 @@ function begin() {
 
 async function rename(id, title) {
   const record = await store.load(id);
-  // After that: it may have been opened meanwhile.
+  // Read after the load, because the user may have opened the conversation meanwhile.
   const open = id === chat.conversation.id ? chat.conversation : chat.runs.get(id)?.conversation;
-  if (!open && !record) return; // another tab has deleted it
+  if (!open && !record) return; // another tab has deleted the conversation
   const conversation = open ?? Conversation.restored(record);
   conversation.rename(title);
   await store.save(conversation.record());
@@ -150,7 +150,7 @@ async function remove(id) {
   const record = await store.load(id);
   await store.remove(id);
   sidebar.refresh();
-  if (!record) return; // it was deleted already
+  if (!record) return; // the conversation was deleted before
   const restore = async () => {
     await store.save(record);
     notice("");
@@ -176,10 +176,10 @@ function load(text) {
   chat.save(conversation);
 }
 
-// ---- what follows the conversation
+// ---- parts that follow the conversation
 
-// `isShown`: other messages are shown than before, or their last one is complete. `isSaved`: a
-// conversation is, whichever.
+// `isShown`: the shown messages changed, or the last message is complete. `isSaved`: some
+// conversation was saved.
 function changed({ isShown = false, isSaved = false } = {}) {
   const isIdle = !chat.running;
   const calls = chat.pendingCalls;
@@ -253,7 +253,7 @@ async function useKey(event) {
   if (await connect()) action?.();
 }
 
-// Asks for the models; whether the server gave them.
+// Loads the models, and returns whether the server sent them.
 async function connect() {
   const select = element("model");
   try {
@@ -281,13 +281,13 @@ async function connect() {
 
 // ---- panels and settings
 
-// `name`: "list" (of conversations) or "settings".
+// `name` is "list" (of conversations) or "settings".
 function showPanel(name, isShown) {
   document.body.classList.toggle(`with-${name}`, isShown);
   element(`${name}-toggle`).setAttribute("aria-expanded", String(isShown));
 }
 
-// As a person wants it, also when the page is loaded again.
+// Shows or hides a panel, and remembers the choice for the next load of the page.
 function choosePanel(name, isShown) {
   showPanel(name, isShown);
   if (!isNarrow.matches) keep(`panel.${name}`, isShown);
@@ -394,7 +394,7 @@ isNarrow.addEventListener("change", () => {
 });
 element("new").addEventListener("click", begin);
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the address would name no conversation
+  event.preventDefault(); // the link would put a name that is no conversation into the address
   field.focus();
 });
 element("model").addEventListener("change", modelChanged);

@@ -1,11 +1,11 @@
-// Text files that go into a message: read, checked, and written as fenced text.
+// Reads and checks text files, and adds them to a message as fenced text.
 
 import { button, h } from "./dom.js";
 
 export const MAX_FILE_BYTES = 512 * 1024;
 const MAX_FILES = 20;
 
-// The name and text of `file`. Throws Error that says why it cannot be attached.
+// Returns the name and text of `file`, or throws an Error with the reason of a refusal.
 export async function readTextFile(file) {
   if (file.size > MAX_FILE_BYTES) {
     throw new Error(
@@ -16,12 +16,12 @@ export async function readTextFile(file) {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (!text.includes("\0")) return { name: file.name, text };
   } catch {
-    // not UTF-8: told below
+    // text that is not UTF-8 is refused below
   }
   throw new Error(`${file.name} is not text in UTF-8; only text can be attached.`);
 }
 
-// The text of a message with its files before it.
+// Returns the text of a message after the text of its files.
 export function withFiles(content, attachments = []) {
   return [...attachments.map(fenced), content].filter(Boolean).join("\n\n");
 }
@@ -33,7 +33,7 @@ function fenced({ name, text }) {
   return `${name}:\n${fence}${kind}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
-// A size for people: 12 kB.
+// Formats a size, such as 12 KiB.
 export function bytes(size) {
   return size < 1000
     ? `${size} B`
@@ -42,7 +42,7 @@ export function bytes(size) {
       : `${(size / 2 ** 20).toFixed(1)} MiB`;
 }
 
-// The files of the message that is being written, as a row of labels.
+// Shows the files of the message that is being written as a row of labels.
 export class Attachments {
   constructor(row, { refused }) {
     this.row = row;
@@ -63,7 +63,7 @@ export class Attachments {
     this.show();
   }
 
-  // The files, which are then no longer here.
+  // Returns the files and empties the row.
   handOver() {
     const files = this.files;
     this.set([]);

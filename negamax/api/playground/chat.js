@@ -1,4 +1,4 @@
-// The conversation that is shown: what is done to it, and the answers that come in, also for
+// Handles the shown conversation: the user's actions, and the answers that arrive, also for
 // conversations in the background.
 
 import { apiMessages } from "./conversation.js";
@@ -11,17 +11,17 @@ import { Answer, curlCommand } from "./stream.js";
 import { Conversation } from "./tree.js";
 import { AnswerView, UserView } from "./view.js";
 
-const SAVE_SECONDS = 3; // between two savings of an answer that grows
+const SAVE_SECONDS = 3; // time between two saves of an answer that grows
 
 export class Chat {
-  // `settings()` and `model()` are read for each request; `changed()` is called when anything
-  // around the conversation must follow; `refused(error, again)` when the server wants a key.
+  // Each request reads `settings()` and `model()`. `changed()` is called after every change of the
+  // conversation, and `refused(error, again)` if the server requires a key.
   constructor({ store, settings, model, isReady, changed, refused }) {
     Object.assign(this, { store, settings, model, isReady, changed, refused });
     this.conversation = new Conversation();
-    this.views = new Map(); // message of the path -> its view; without one for results of tools
-    this.forgotten = new WeakSet(); // conversations that were deleted while an answer came in
-    this.requests = new WeakMap(); // answer -> the request that it is the latest text of
+    this.views = new Map(); // message of the path -> its view; tool results have no view
+    this.forgotten = new WeakSet(); // conversations that were deleted during an answer
+    this.requests = new WeakMap(); // answer -> its latest request
     this.runs = new Map(); // id of a conversation -> {controller, conversation, answer}
     this.actions = {
       edit: (message, content) => this.edit(message, content),
@@ -41,7 +41,7 @@ export class Chat {
     return this.views.get(this.conversation.path().at(-1)) ?? null;
   }
 
-  // The calls of the last answer that wait for their results.
+  // Returns the calls of the last answer that wait for results.
   get pendingCalls() {
     const view = this.lastView;
     return view instanceof AnswerView && !this.running ? view.pending : [];
@@ -55,7 +55,7 @@ export class Chat {
     this.show();
   }
 
-  // Brings the views up to the path.
+  // Updates the views to the current path.
   show() {
     const path = this.conversation.path();
     for (const [message, view] of this.views) {
@@ -92,8 +92,8 @@ export class Chat {
     element("messages").append(view.element);
   }
 
-  // The request of an answer as a command: the one that was made, or for an answer from the store
-  // the one that would be made now.
+  // Returns the request of an answer as a command. An answer from the store gets the request that
+  // would be sent now.
   commandOf(answer) {
     return () => {
       const path = this.conversation.path();
@@ -113,7 +113,7 @@ export class Chat {
     };
   }
 
-  // ---- what a person does
+  // ---- actions of the user
 
   send(content, attachments) {
     for (const { call, field } of this.pendingCalls) {
@@ -141,7 +141,7 @@ export class Chat {
 
   regenerate(answer) {
     if (this.running || !this.isReady()) return;
-    const isEmpty = answer.error && answer.isEmpty; // nothing to come back to
+    const isEmpty = answer.error && answer.isEmpty; // a failed answer without text is replaced
     if (isEmpty) this.conversation.remove(answer);
     this.answer(isEmpty && this.conversation.path().at(-1)?.id === answer.parent ? null : answer);
   }
@@ -174,7 +174,7 @@ export class Chat {
     this.show();
   }
 
-  // Ends what runs for a conversation that is deleted, and keeps nothing more of it.
+  // Aborts the request of a deleted conversation, which is then not saved again.
   forget(id) {
     const run = this.runs.get(id);
     if (!run) return;
@@ -188,7 +188,7 @@ export class Chat {
 
   // ---- answers
 
-  // Asks for an answer to the path, or for another version of `sibling`.
+  // Requests an answer to the path, or another version of `sibling`.
   answer(sibling = null) {
     const { conversation } = this;
     const path = conversation.path();

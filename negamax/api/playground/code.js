@@ -1,12 +1,12 @@
-// Code with its language, its colours, and a button that copies it.
+// Shows code with its language, its colours, and a button that copies the code.
 
 import hljs from "./vendor/highlight.js";
 import { copyButton, h } from "./dom.js";
 
-const MAX_LIVE = 8_000; // characters that are coloured again whenever code grows
-const MAX_COLOURED = 60_000; // beyond it colouring would hold up the page for seconds
+const MAX_LIVE = 8_000; // growing code up to this many characters is coloured
+const MAX_COLOURED = 60_000; // colouring more characters would block the page for seconds
 
-// What highlight.js writes into: elements instead of HTML text.
+// Collects highlight.js's output as elements instead of HTML text.
 class ElementEmitter {
   constructor() {
     this.root = document.createDocumentFragment();
@@ -50,13 +50,13 @@ class ElementEmitter {
 
 hljs.configure({ __emitter: ElementEmitter });
 
-// `code` with colours where the language is known, as a fragment or text.
+// Returns `code` as a fragment with colours, or as text for an unknown language.
 export function coloured(code, language) {
   if (code.length > MAX_COLOURED || !hljs.getLanguage(language)) return code;
   return hljs.highlight(code, { language, ignoreIllegals: true })._emitter.root;
 }
 
-// A block of code that may grow.
+// A code block that may grow.
 export class CodeView {
   constructor(language) {
     this.language = language;
@@ -68,7 +68,7 @@ export class CodeView {
     this.element = h("div", { class: "code" }, head, h("pre", { tabindex: "0" }, this.body));
   }
 
-  // Shows `code`; while it grows, only short code keeps its colours up to date.
+  // Shows `code`. While the code grows, only short code is coloured.
   show(code, isWhole) {
     const isColoured = isWhole || code.length <= MAX_LIVE;
     if (code === this.code && (this.isColoured || !isWhole)) return;

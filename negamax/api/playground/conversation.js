@@ -1,12 +1,12 @@
-// The conversation as data: what the API is sent, what is exported and imported, tool calls as
+// Converts a conversation into API messages and files, reads such files, and formats tool calls as
 // text.
 
 import { withFiles } from "./attachments.js";
 
 const ROLES = ["user", "assistant", "tool"];
 
-// The messages that the API is sent: without failed answers that have no text, and without calls
-// that have no result.
+// Returns the messages for the API, without failed answers that have no text and without calls that
+// have no result.
 export function apiMessages(messages, system) {
   const answered = new Set(
     messages.filter((message) => message.role === "tool").map((message) => message.callId),
@@ -42,7 +42,7 @@ function plainMessage(message, isKept) {
   };
 }
 
-// The calls of an answer whose arguments are whole.
+// Returns the calls of an answer whose arguments are complete.
 export function completeCalls(message) {
   return message.calls.filter((call) => call.id && call.name && isJson(call.arguments));
 }
@@ -56,18 +56,18 @@ export function isJson(text) {
   }
 }
 
-// JSON text on several lines. Only layout changes: numbers keep every digit, keys their order.
-// Anything else is given back.
+// Formats JSON text on several lines without a change of digits or key order. Text that is not JSON
+// is returned unchanged.
 export function prettyJson(text) {
   if (!isJson(text)) return text;
   let shown = "";
   let depth = 0;
-  let isFirst = false; // right after a bracket that opens
+  let isFirst = false; // the position is right after an opening bracket
   const line = () => `\n${"  ".repeat(Math.min(depth, 40))}`;
   for (const [token] of text.matchAll(/"[^"\\]*(?:\\.[^"\\]*)*"|[[\]{},:]|[^\s"[\]{},:]+/gs)) {
     const closes = token === "]" || token === "}";
     if (closes) depth -= 1;
-    if (isFirst ? !closes : closes) shown += line(); // empty lists and objects stay short
+    if (isFirst ? !closes : closes) shown += line(); // empty lists and objects stay on one line
     shown += token === ":" ? ": " : token;
     isFirst = token === "[" || token === "{";
     if (isFirst) depth += 1;
@@ -76,7 +76,7 @@ export function prettyJson(text) {
   return shown;
 }
 
-// A conversation as a file: messages in the form of the API, and the settings they were made with.
+// Returns a conversation for a file: messages in the format of the API, and their settings.
 export function exported(messages, settings) {
   const plain = plainMessages(messages, () => true);
   return JSON.stringify(
@@ -86,8 +86,8 @@ export function exported(messages, settings) {
   );
 }
 
-// The messages and settings of an exported file, or of a bare list of API messages. Throws Error
-// with what is wrong.
+// Returns the messages and settings of an exported file or of a list of API messages, or throws an
+// Error with the reason.
 export function imported(text) {
   let file;
   try {

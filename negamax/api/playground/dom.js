@@ -1,7 +1,7 @@
-// Small helpers for elements. Text becomes text nodes here and nowhere markup.
+// Helpers for elements. Text always becomes text nodes, never markup.
 
-// An element with attributes, listeners (`on`) and children (nodes or text; null and false are left
-// out).
+// Makes an element with attributes, listeners (`on`) and children. Children are nodes or text; null
+// and false are omitted.
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -18,31 +18,31 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-// What is pressed now. A browser makes a click of what the same element was pressed and released
-// on, so nothing may replace it meanwhile.
-let press = null; // {target, promise, resolve}; the promise: of its end
+// The element that is pressed now. A browser sends a click only if the same element is pressed and
+// released, so no code may replace the element in between.
+let press = null; // {target, promise, resolve}; the promise resolves at the release
 const pressed = ({ target }) => (press ??= { target, ...Promise.withResolvers() });
 const released = () => {
   const ended = press;
   press = null;
-  setTimeout(() => ended?.resolve()); // the click comes first
+  setTimeout(() => ended?.resolve()); // the browser sends the click first
 };
 addEventListener("pointerdown", (event) => event.button === 0 && pressed(event));
 addEventListener("keydown", (event) => event.key === " " && pressed(event));
 for (const event of ["pointerup", "pointercancel", "keyup", "blur"])
   addEventListener(event, released);
 
-// The end of a press on something within `element`, as a promise; null: there is none.
+// Returns a promise of the end of a press within `element`, or null without a press.
 export function pressWithin(element) {
   return press && element.contains(press.target) ? press.promise : null;
 }
 
-// A button that does `action`.
+// Makes a button that calls `action`.
 export function button(label, action, attributes = {}) {
   return h("button", { type: "button", ...attributes, on: { click: action } }, label);
 }
 
-// A button that copies what `text()` gives, and says for a moment that it did.
+// Makes a button that copies the result of `text()` and then shows "Copied" for a moment.
 export function copyButton(text, attributes = {}) {
   const label = attributes.label ?? "Copy";
   const element = button(label, async () => {
@@ -61,8 +61,7 @@ async function copied(text) {
       () => false,
     );
   }
-  // Over plain HTTP to another machine a page has no clipboard object; copying a selection still
-  // works there.
+  // A page from another machine over plain HTTP has no clipboard object, but can copy a selection.
   const field = h("textarea", { class: "unseen", "aria-hidden": "true" });
   field.value = text;
   const focused = document.activeElement;
@@ -74,14 +73,14 @@ async function copied(text) {
   return done;
 }
 
-// `text` saved as a file of the person at the browser.
+// Saves `text` as a file on the user's machine.
 export function download(name, text, type) {
   const address = URL.createObjectURL(new Blob([text], { type }));
   h("a", { href: address, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 
-// `seconds` for people: 240 ms, 3.2 s, 1 min 5 s, 2 min.
+// Formats `seconds` as 240 ms, 3.2 s, 1 min 5 s or 2 min.
 export function duration(seconds) {
   if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
@@ -89,7 +88,7 @@ export function duration(seconds) {
   return `${Math.floor(whole / 60)} min` + (whole % 60 ? ` ${whole % 60} s` : "");
 }
 
-// A count with separators for thousands: 4,096.
+// Formats a count with separators for thousands: 4,096.
 export function count(number) {
   return number.toLocaleString("en-US");
 }

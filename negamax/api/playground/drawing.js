@@ -1,12 +1,12 @@
-// When to draw an answer that grows: at most once per frame, and less often where drawing is slow.
+// Draws an answer that grows at most once per frame, and less often if drawing is slow.
 
-const SHARE = 4; // at most one part in four of the time goes into drawing
+const SHARE = 4; // drawing takes at most one fourth of the time
 
 export class Drawing {
   constructor(draw) {
     this.draw = draw;
     this.earliest = 0;
-    this.timer = setInterval(() => this.request(), 100); // seconds of thinking go on between events
+    this.timer = setInterval(() => this.request(), 100); // for the seconds of thinking
     this.isAsked = false;
   }
 
@@ -15,7 +15,7 @@ export class Drawing {
     this.isAsked = true;
     const wait = this.earliest - performance.now();
     if (document.hidden)
-      setTimeout(() => this.now(), 250); // no frames there
+      setTimeout(() => this.now(), 250); // a hidden page gets no frames
     else setTimeout(() => requestAnimationFrame(() => this.now()), Math.max(0, wait));
   }
 

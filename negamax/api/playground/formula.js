@@ -1,9 +1,9 @@
-// Formulas: TeX to MathML, which browsers lay out by themselves.
+// Converts formulas from TeX to MathML, which browsers lay out by themselves.
 
 import temml from "./vendor/temml.js";
 import { h } from "./dom.js";
 
-const MAX_SOURCE = 10_000; // characters; a longer formula is shown as its source
+const MAX_SOURCE = 10_000; // characters; a longer formula is shown as source text
 const OPTIONS = {
   throwOnError: true,
   trust: false,
@@ -13,8 +13,8 @@ const OPTIONS = {
   maxSize: [50, 200],
 };
 
-// The formula `source` laid out in an element `tag`, or the source itself with what is wrong about
-// it.
+// Lays out the formula `source` in an element `tag`. A formula with an error is shown as its source
+// with the error.
 export function formula(source, isDisplay, tag = "div") {
   const element = h(
     tag,
@@ -29,7 +29,7 @@ export function formula(source, isDisplay, tag = "div") {
   return element;
 }
 
-// A formula that cannot be laid out, or is not complete yet.
+// Shows the source of a formula that has an error or is not complete yet.
 export function formulaSource(source, problem = null) {
   return h("code", { class: "formula source", title: problem }, source);
 }

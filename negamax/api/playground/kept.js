@@ -1,23 +1,23 @@
-// Small things that the browser keeps for this address: settings, the theme, which panels are open.
-// Never the API key.
+// Stores settings, the theme and the open panels in the browser for this address. The API key is
+// never stored here.
 
 const PREFIX = "negamax.";
 
-// The value kept under `name`, or `otherwise`.
+// Returns the value stored under `name`, or `otherwise`.
 export function kept(name, otherwise = null) {
   try {
     return JSON.parse(localStorage.getItem(PREFIX + name)) ?? otherwise;
   } catch {
-    return otherwise; // storage is blocked, or holds what is not JSON
+    return otherwise; // storage is blocked, or its text is not JSON
   }
 }
 
-// Keeps `value` under `name`; null forgets it.
+// Stores `value` under `name`; null deletes the value.
 export function keep(name, value) {
   try {
     if (value === null) localStorage.removeItem(PREFIX + name);
     else localStorage.setItem(PREFIX + name, JSON.stringify(value));
   } catch {
-    // storage is blocked or full: the page works without
+    // storage is blocked or full, and the page works without storage
   }
 }

@@ -1,6 +1,6 @@
-// Markdown of a model's answer as DOM nodes. Everything in it is untrusted: HTML stays text, links
-// are http, https or mailto, images are links. A text that grows is parsed again from its last
-// block on, since what is before that cannot change.
+// Converts the Markdown of a model's answer into DOM nodes. The answer is untrusted: HTML stays
+// text, links are http, https or mailto, and images become links. A text that grows is parsed again
+// from its last block on, because earlier blocks cannot change.
 
 import {
   fromMarkdown,
@@ -18,30 +18,30 @@ import { h, pressWithin } from "./dom.js";
 import { formula, formulaSource } from "./formula.js";
 import { mathFromMarkdown, mathSyntax } from "./math_syntax.js";
 
-const MAX_DEPTH = 40; // of elements in each other; what is deeper becomes text
+const MAX_DEPTH = 40; // nesting of elements; deeper elements become text
 const MAX_ADDRESS = 2000; // characters of a link's address
-// Quotes and lists that are opened in each other on one line.
+// Matches a line that opens many nested quotes and lists.
 const DEEP_LINE = /^(?:[ \t]*(?:>|[-*+](?=[ \t])|\d{1,9}[.)](?=[ \t]))){13}/m;
 const DEFINITION = /^ {0,3}\[[^\]\n]+\]:/m;
-// Code between fences. A fence has all marks of its run: otherwise each shorter one is tried, too.
+// Matches fenced code. A fence takes all marks of its run, so that shorter fences are not tried.
 const FENCED = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))[^\n]*\n[^]*?^ {0,3}\1/gm;
 const HTML = ["htmlFlow", "htmlText"];
-const MAX_MARKS = 2000; // of emphasis in one paragraph; matching takes the square of their number
+const MAX_MARKS = 2000; // emphasis marks in a paragraph; matching takes quadratic time
 
-// Shows a text that grows: blocks whose source did not change keep their elements, and with them
-// selection and focus.
+// Shows a text that grows. Blocks with unchanged source keep their elements, their selection and
+// their focus.
 export class MarkdownView {
   constructor(parent) {
     this.parent = parent;
     this.text = "";
-    this.settled = 0; // characters before the last block
-    this.numSettled = 0; // blocks before it
+    this.settled = 0; // number of characters before the last block
+    this.numSettled = 0; // number of blocks before the last block
     this.blocks = []; // {key, node, view?, items?}
-    this.latest = null; // what was to be shown last
-    this.held = null; // the promise to show it when nothing here is pressed any more
+    this.latest = null; // arguments of the latest call of `show`
+    this.held = null; // a promise to show the latest text after a press ends
   }
 
-  // `isWhole`: the text is complete. Links may then refer to addresses that it gives further down.
+  // `isWhole`: the text is complete, and links may use definitions further down in the text.
   show(text, isWhole = false) {
     this.latest = [text, isWhole];
     const press = pressWithin(this.parent);
@@ -74,16 +74,16 @@ export class MarkdownView {
   }
 }
 
-// `text` as a fragment.
+// Converts `text` into a fragment.
 export function renderMarkdown(text) {
   const fragment = document.createDocumentFragment();
   new MarkdownView(fragment).show(text, true);
   return fragment;
 }
 
-// The address if a link may lead there, else null.
+// Returns the address if links may use it, or null.
 export function safeAddress(address) {
-  if (address.length > MAX_ADDRESS || !URL.canParse(address)) return null; // no scheme, no address
+  if (address.length > MAX_ADDRESS || !URL.canParse(address)) return null; // not absolute
   const url = new URL(address);
   return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
 }
@@ -110,7 +110,7 @@ function parse(source) {
     });
   } catch (error) {
     if (!(error instanceof RangeError)) throw error;
-    return plainTree(source); // nested more deeply than the stack allows
+    return plainTree(source); // the nesting is deeper than the stack allows
   }
 }
 
@@ -137,7 +137,7 @@ function definitionsOf(tree) {
 
 // ---- blocks
 
-// Brings `shown`, the blocks of `parent` from `start` on, up to `blocks`.
+// Changes `shown`, the blocks of `parent` from `start` on, to `blocks`.
 function patch(parent, shown, start, blocks, context) {
   blocks.forEach((block, offset) => {
     const index = start + offset;
@@ -152,7 +152,7 @@ function patch(parent, shown, start, blocks, context) {
   for (const { node } of shown.splice(start + blocks.length)) node.remove();
 }
 
-// Puts `made` in the place of `old`; what a keyboard has reached in it stays reached.
+// Replaces `old` by `made`. The keyboard focus stays at the same element number.
 function replace(old, made) {
   const reachable = (node) => [node, ...(node.querySelectorAll?.("a, button, [tabindex]") ?? [])];
   const { activeElement } = document;
@@ -161,7 +161,7 @@ function replace(old, made) {
   reachable(made)[place]?.focus?.({ preventScroll: true });
 }
 
-// `old` if it shows `block` or can be made to, else a new one.
+// Returns `old` if it shows `block` or can be updated to show it, or a new entry.
 function updated(old, block, isOpen, context) {
   const key = `${block.type} ${isOpen} ${isLoose(block)} ${sourceOf(block, context)}`;
   if (old?.key === key) return old;
@@ -208,7 +208,7 @@ function blockElement(block, depth, context) {
   if (depth > MAX_DEPTH) return h("p", {}, sourceOf(block, context));
   switch (block.type) {
     case "heading":
-      // h1 is the page's own
+      // the page itself uses h1
       return withInline(h(`h${Math.min(6, block.depth + 1)}`), block.children, context);
     case "thematicBreak":
       return h("hr");
@@ -297,8 +297,7 @@ function tableElement(block, context) {
   );
 }
 
-// A formula without an end is shown as what it is: one that is being written, or text with an odd
-// mark.
+// A formula without an end is shown as source while the model writes it, and later as plain text.
 function mathElement(block, context) {
   if (!block.isOpen) return formula(block.value, true);
   return h(
@@ -342,7 +341,7 @@ function inlineNodes(node, context, depth) {
   }
 }
 
-// Line breaks as they are in the text, also those that models write as HTML in cells of a table.
+// Keeps the line breaks of the text, also HTML line breaks that models write in table cells.
 function withBreaks(text) {
   const lines = text.split(/\n|<br\s{0,9}\/?>/i);
   return lines

@@ -1,6 +1,6 @@
-// Formulas in Markdown, as extensions of micromark and mdast: \( \) and $ $ within a line, \[ \]
-// and $$ $$ for display. A single dollar opens only before text and closes only after text and not
-// before a digit, so that "$5 and $10" are prices.
+// Parses formulas in Markdown as extensions of micromark and mdast: \( \) and $ $ within a line,
+// \[ \] and $$ $$ for display. A single dollar opens only before text, and closes only after text
+// and not before a digit. Therefore "$5 and $10" are prices.
 
 const BACKSLASH = 92;
 const DOLLAR = 36;
@@ -9,8 +9,8 @@ const isLineEnding = (code) => code !== null && code < -2;
 const isSpace = (code) => code === -2 || code === -1 || code === 32;
 const isDigit = (code) => code >= 48 && code <= 57;
 
-// The syntax, for one parse: it remembers from where on no formula closes, which keeps unbalanced
-// marks linear.
+// Returns the syntax for one parse. The syntax remembers from where on no formula closes, so that
+// unbalanced marks take linear time.
 export function mathSyntax() {
   const text = { name: "mathText", tokenize: tokenizeText(new Map()) };
   const flow = { name: "mathFlow", tokenize: tokenizeFlow, concrete: true };
@@ -20,8 +20,8 @@ export function mathSyntax() {
   };
 }
 
-// Nodes of the type math (a block) and inlineMath: {value, isDisplay, isOpen}. Open ones have no
-// end in the text.
+// Makes nodes of the types math (a block) and inlineMath: {value, isDisplay, isOpen}. The text
+// contains no end of an open formula.
 export function mathFromMarkdown() {
   function enter(type) {
     return function (token) {
@@ -51,8 +51,7 @@ export function mathFromMarkdown() {
   };
 }
 
-// The marks after the first code of an opener. `found` gets {first, second, isSingle}: the marks of
-// the closer.
+// Reads an opener, and passes the marks of its closer, {first, second, isSingle}, to `found`.
 function opener(effects, type, found, nok) {
   return function start(first) {
     effects.enter(type);
@@ -73,7 +72,7 @@ function opener(effects, type, found, nok) {
   };
 }
 
-// The closer with `marks`, then whatever `after` takes.
+// Reads the closer with `marks`, and then the text that `after` accepts.
 function closer(marks, after) {
   return {
     partial: true,
@@ -95,7 +94,7 @@ function closer(marks, after) {
   };
 }
 
-// Blanks up to the end of the line.
+// Reads blanks up to the end of the line.
 function lineEnd(effects, ok, nok) {
   return function spaces(code) {
     if (code === null || isLineEnding(code)) return ok(code);
@@ -112,8 +111,7 @@ function lineEnd(effects, ok, nok) {
   };
 }
 
-// Text of the formula. `next` decides at each place whether it goes on; a backslash takes the code
-// after it along.
+// Collects the text of a formula. A code after a backslash belongs to the backslash.
 function content(effects) {
   const state = { isIn: false, previous: null, isEscaped: false };
   state.leave = () => {
@@ -187,8 +185,8 @@ function tokenizeText(hopeless) {
   };
 }
 
-// From a line's start to a closer at a line's end. A blank line or the end of what is around it
-// ends it open.
+// Reads a formula from the start of a line to a closer at the end of a line. A blank line or the
+// end of the surrounding block leaves the formula open.
 function tokenizeFlow(effects, ok, nok) {
   const self = this;
   const text = content(effects);
@@ -196,7 +194,7 @@ function tokenizeFlow(effects, ok, nok) {
   return opener(effects, "mathFlow", opened, nok);
 
   function opened(marks) {
-    if (marks.isSingle || marks.second === CLOSERS[40]) return nok; // these are for within a line
+    if (marks.isSingle || marks.second === CLOSERS[40]) return nok; // formulas within a line
     const whole = closer(marks, lineEnd);
     const any = closer(marks);
     return between;

@@ -1,9 +1,9 @@
-// Prometheus text: values by name, and quantiles of what histograms gained between two readings.
+// Reads Prometheus text, and computes quantiles of histograms between two readings.
 
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
 
-// The metrics in `text`: `values` summed over labels, and for histograms `buckets`: name -> [[upper
-// bound, count]].
+// Returns the metrics in `text`: `values` are sums over labels, and `buckets` maps the name of a
+// histogram to [[upper bound, count]].
 export function parseMetrics(text) {
   const values = new Map();
   const buckets = new Map();
@@ -29,8 +29,8 @@ export function parseMetrics(text) {
   };
 }
 
-// The quantile `share` (0 to 1) of what a histogram gained from `before` to `after`, within its
-// bucket by rule of three; null where it gained nothing.
+// Returns the quantile `share` (0 to 1) of the values that a histogram counted from `before` to
+// `after`, interpolated within the bucket, or null without new values.
 export function quantile(before, after, share) {
   const gained = after.map(([bound, count], index) => [bound, count - (before?.[index]?.[1] ?? 0)]);
   const total = gained.at(-1)?.[1] ?? 0;

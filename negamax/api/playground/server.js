@@ -1,6 +1,6 @@
-// The server: where its routes are, the key that it may ask for, and its errors.
+// Requests to the server: addresses of routes, the API key, and errors.
 
-const KEY = "negamax.api_key"; // its name in sessionStorage
+const KEY = "negamax.api_key"; // name of the key in sessionStorage
 
 export class ServerError extends Error {
   constructor(message, details = {}) {
@@ -9,23 +9,23 @@ export class ServerError extends Error {
   }
 }
 
-// The API key of this tab, or null.
+// Returns the API key of this tab, or null.
 export function key() {
   return sessionStorage.getItem(KEY);
 }
 
-// Keeps the key until the tab is closed; null forgets it.
+// Stores the key until the tab is closed; null deletes the key.
 export function setKey(value) {
   if (value === null) sessionStorage.removeItem(KEY);
   else sessionStorage.setItem(KEY, value);
 }
 
-// The JSON of a GET route. Throws ServerError.
+// Returns the JSON of a GET route, or throws ServerError.
 export async function getJson(path) {
   return (await get(path)).json();
 }
 
-// The text of a GET route. Throws ServerError.
+// Returns the text of a GET route, or throws ServerError.
 export async function getText(path) {
   return (await get(path)).text();
 }
@@ -36,16 +36,15 @@ async function get(path) {
   return response;
 }
 
-// Where a route is, seen from the page; without the credentials that may stand in the page's own
-// address.
+// Returns the address of a route without the credentials that the page's own address may contain.
 export function addressOf(path) {
   const url = new URL(path, document.baseURI);
   url.username = url.password = url.hash = "";
   return url.href;
 }
 
-// Without a key of the page's own, the browser may have been asked for one; the header says that
-// this page sends it, which no other site can.
+// Without a key in this page, the browser may send a key from its own dialog. The header shows the
+// server that this page sends the request; no other site can set the header.
 export function authorization() {
   return key() ? { authorization: `Bearer ${key()}` } : { "x-negamax-page": "1" };
 }

@@ -1,4 +1,4 @@
-// The settings panel: reads and writes its form, and turns it into fields of a request.
+// Reads and writes the form of the settings panel, and converts it into fields of a request.
 
 const NUMBERS = [
   "temperature",
@@ -41,7 +41,7 @@ export const EXAMPLE_TOOLS = [
   },
 ];
 
-// All settings as texts, by name.
+// Returns all settings as texts by name.
 export function readSettings(form) {
   const settings = Object.fromEntries(
     NAMES.map((name) => [name, form.elements[name].value.trim()]),
@@ -49,7 +49,7 @@ export function readSettings(form) {
   return { ...settings, parallel: form.elements.parallel.checked };
 }
 
-// Fills the form; names it does not know are left alone.
+// Fills the form with settings. Unknown names are ignored.
 export function writeSettings(form, settings) {
   for (const name of NAMES) {
     if (typeof settings[name] === "string") form.elements[name].value = settings[name];
@@ -57,7 +57,7 @@ export function writeSettings(form, settings) {
   if (typeof settings.parallel === "boolean") form.elements.parallel.checked = settings.parallel;
 }
 
-// Shows the server's own values where a field is empty: {temperature: 1, …}.
+// Shows the server's defaults, such as {temperature: 1, …}, in empty fields.
 export function showDefaults(form, defaults) {
   for (const [name, value] of Object.entries(defaults)) {
     const isOff = name === "top_k" && value === 0;
@@ -65,8 +65,8 @@ export function showDefaults(form, defaults) {
   }
 }
 
-// The fields of a request that the settings ask for; what is left empty is the server's to choose.
-// Throws Error for bad tools.
+// Returns the request fields for the settings. The server chooses the values of empty settings.
+// Throws an Error for wrong tools.
 export function requestFields(settings) {
   const fields = {};
   for (const name of NUMBERS) {
@@ -86,12 +86,12 @@ export function requestFields(settings) {
   return fields;
 }
 
-// A line with \\n and \\t in it as the text that it means.
+// Replaces \\n and \\t in a line by a line break and a tab.
 function unescaped(line) {
   return line.replace(/\\([nt\\])/g, (_, letter) => ({ n: "\n", t: "\t", "\\": "\\" })[letter]);
 }
 
-// The list of tools in `text`. Throws Error that says where it is not one.
+// Returns the list of tools in `text`, or throws an Error that names the wrong place.
 export function parsedTools(text) {
   if (!text.trim()) return [];
   let tools;

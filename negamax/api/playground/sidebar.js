@@ -1,17 +1,17 @@
-// The list of conversations: opened, searched, renamed and deleted here.
+// Lists conversations, which the user can open, search, rename and delete.
 
 import { button, h, pressWithin } from "./dom.js";
 
 const DAY = 24 * 60 * 60 * 1000;
-const SEARCH_PAUSE = 150; // ms after the last letter
+const SEARCH_PAUSE = 150; // milliseconds after the last letter
 
 export class Sidebar {
   // `actions`: {open(id), rename(id, title), remove(id), isRunning(id), current()}.
   constructor({ list, search, store, actions }) {
     Object.assign(this, { list, search, store, actions });
     this.renaming = null;
-    this.refreshing = null; // the promise of a refresh that goes on
-    this.isStale = false; // another one was asked for meanwhile
+    this.refreshing = null; // promise of the current refresh
+    this.isStale = false; // whether another refresh was requested meanwhile
     let timer = null;
     search.addEventListener("input", () => {
       clearTimeout(timer);
@@ -19,7 +19,7 @@ export class Sidebar {
     });
   }
 
-  // Shows what the store holds, as far as it fits the search. Done when the latest is shown.
+  // Shows the stored conversations that match the search. The promise ends with the latest list.
   refresh() {
     this.isStale = true;
     return (this.refreshing ??= this.follow());
@@ -35,7 +35,7 @@ export class Sidebar {
           words ? this.store.search(words) : null,
         ]);
         for (let press; (press = pressWithin(this.list)); ) await press;
-        if (this.renaming) continue; // the field would lose what is typed
+        if (this.renaming) continue; // a new list would drop the text in the field
         this.show(found ? heads.filter((head) => found.has(head.id)) : heads, words);
       }
     } finally {
@@ -57,10 +57,10 @@ export class Sidebar {
     if (focused) this.focus(focused.dataset.id, place);
   }
 
-  // Puts the focus on a button of a conversation's row.
+  // Focuses a button in the row of a conversation.
   focus(id, place = 0) {
     const buttons = this.list.querySelectorAll(`[data-id="${CSS.escape(id)}"] button`);
-    buttons[0]?.focus(); // shows the others
+    buttons[0]?.focus(); // this focus makes the other buttons visible
     buttons[place]?.focus();
   }
 
@@ -102,7 +102,7 @@ export class Sidebar {
       this.renaming = null;
       if (isKept && field.value.trim()) await this.actions.rename(id, field.value.trim());
       await this.refresh();
-      if (document.activeElement === document.body) this.focus(id); // nobody has taken it meanwhile
+      if (document.activeElement === document.body) this.focus(id); // no element has the focus
     };
     field.addEventListener("blur", () => finish(true));
     field.addEventListener("keydown", (event) => {

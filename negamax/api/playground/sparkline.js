@@ -1,4 +1,4 @@
-// A small chart of the last minutes: one or two lines over time.
+// Draws a small chart of the last minutes with one or two lines.
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const WIDTH = 300;
@@ -12,10 +12,10 @@ function svg(tag, attributes, ...children) {
 }
 
 export class Sparkline {
-  // `pointed(index)` is called with the index of the value under the pointer, and with null when it
-  // leaves.
+  // `pointed(index)` is called with the index of the value under the pointer, and with null when
+  // the pointer leaves.
   constructor(numLines, pointed) {
-    this.length = 2; // values from the left edge to the right one
+    this.length = 2; // number of values from the left to the right edge
     this.area = svg("path", { class: "area" });
     this.lines = Array.from({ length: numLines }, (_, index) =>
       svg("path", { class: `line line-${index + 1}` }),
@@ -35,8 +35,8 @@ export class Sparkline {
     this.element.addEventListener("pointerleave", () => pointed(null));
   }
 
-  // Shows lists of numbers, the latest at the right; null leaves a gap. `length`: values that the
-  // chart has room for; `top`: the value at the upper edge.
+  // Shows lists of numbers with the latest number at the right. Null leaves a gap. `length` is the
+  // number of values from edge to edge, and `top` the value at the upper edge.
   show(series, length, top, label) {
     this.length = length;
     const x = (index, count) => ((length - count + index) / (length - 1)) * WIDTH;
@@ -57,7 +57,7 @@ export class Sparkline {
       first.length,
     ).toFixed(1);
     const known = first.slice(first.findIndex((value) => value !== null));
-    const isWhole = known.length > 1 && !known.includes(null); // a gap would be filled, too
+    const isWhole = known.length > 1 && !known.includes(null); // filling would also fill a gap
     this.area.setAttribute(
       "d",
       isWhole ? `${this.lines[0].getAttribute("d")}L${WIDTH} ${HEIGHT}L${start} ${HEIGHT}Z` : "",
@@ -65,7 +65,7 @@ export class Sparkline {
     this.element.setAttribute("aria-label", label);
   }
 
-  // Marks the value at `index`, or none.
+  // Marks the value at `index`. Null removes the mark.
   point(index) {
     this.mark.setAttribute("visibility", index === null ? "hidden" : "visible");
     if (index === null) return;

@@ -1,4 +1,4 @@
-// The status page: what /metrics says, as figures and their last ten minutes.
+// The status page shows /metrics as numbers and as charts of the last ten minutes.
 
 import { count, duration, h } from "./dom.js";
 import { element } from "./page.js";
@@ -10,14 +10,14 @@ import { bindTheme } from "./theme_button.js";
 
 const POLL_MS = 2000;
 const NUM_SAMPLES = 300; // ten minutes
-const LEAST_SHOWN = 60; // samples; the charts grow longer with what there is to show
-const WINDOW = 15; // samples over which quantiles and the hit rate are taken
+const LEAST_SHOWN = 60; // least width of the charts, in samples
+const WINDOW = 15; // samples from which quantiles and the hit rate are computed
 
 const rate = (value) => (value > 0 && value < 10 ? value.toFixed(1) : count(Math.round(value)));
 const share = (value) => `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
 
-// The charts: their lines by name of the sample's value, how a value reads, and the least value of
-// the upper edge.
+// The charts. `lines` maps the name of a sample's value to a label, `format` formats a value, and
+// `least` is the least value of the upper edge.
 const CHARTS = [
   { title: "Running", lines: { running: "now" }, unit: "requests", format: count, least: 4 },
   { title: "Waiting", lines: { waiting: "now" }, unit: "requests", format: count, least: 4 },
@@ -54,13 +54,13 @@ const CHARTS = [
   { title: "Finished", lines: { finished: "now" }, unit: "requests/s", format: rate, least: 1 },
 ];
 
-const HISTORY = "negamax-status"; // in the tab's storage, so that the charts outlive a reload
+const HISTORY = "negamax-status"; // key in the tab's storage, so that charts survive a reload
 
 const readings = []; // {time, values, buckets}, the latest last
 const samples = restored();
 let pointed = null; // index of the sample under the pointer
 
-// The samples of before a reload, and empty ones for the time since then.
+// Returns the samples from before a reload, and empty samples for the time since the reload.
 function restored() {
   try {
     const { saved, kept } = JSON.parse(sessionStorage.getItem(HISTORY));
@@ -76,17 +76,17 @@ function save() {
   try {
     sessionStorage.setItem(HISTORY, JSON.stringify({ saved: Date.now(), kept: samples }));
   } catch {
-    // without storage the charts begin anew
+    // without storage the charts start empty
   }
 }
 
-// What one reading says, given the earlier ones.
+// Computes a sample from a reading and the earlier readings.
 function sampleOf(reading, earlier) {
   const value = (name) => reading.values.get(name) ?? 0;
   const last = earlier.at(-1);
   const gained = (name, since) => value(name) - (since?.values.get(name) ?? 0);
   const perSecond = (...names) => {
-    // a server that has started since then counts from 0 again
+    // a server that was restarted in between counts from 0 again
     const isNew = !last || gained("vllm:generation_tokens_total", last) < 0;
     if (isNew) return null;
     const total = names.reduce((sum, [name, sign]) => sum + sign * gained(name, last), 0);
@@ -111,7 +111,7 @@ function sampleOf(reading, earlier) {
   };
 }
 
-// One chart with its figures.
+// A chart with its numbers.
 class Tile {
   constructor(chart) {
     this.chart = chart;
@@ -190,7 +190,7 @@ async function poll() {
   show();
 }
 
-// What holds for the whole server, in words.
+// Describes the server in words.
 function showState(values) {
   const isUp = values.get("negamax:engine_up") !== 0;
   const isDraining = values.get("negamax:draining") === 1;

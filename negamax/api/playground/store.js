@@ -1,5 +1,5 @@
-// Conversations in the browser's own database, for this address only; in memory where the browser
-// keeps nothing.
+// Stores conversations in the browser's database for this address, or in memory if the browser has
+// no storage.
 
 const DATABASE = "negamax";
 const VERSION = 1;
@@ -10,7 +10,7 @@ export function onChange(listener) {
   changes?.addEventListener("message", (event) => listener(event.data));
 }
 
-// The store, which may be used at once: what is asked of it waits until it is open.
+// The store can be used at once. Calls wait until the database is open.
 export class Store {
   constructor() {
     this.inner = opened().then(
@@ -19,18 +19,18 @@ export class Store {
     );
   }
 
-  // Whether what it holds outlives the tab.
+  // Returns whether conversations outlive the tab.
   async isLasting() {
     return (await this.inner) instanceof DatabaseStore;
   }
 
-  // {id, title, created, updated} of all conversations, the latest first.
+  // Returns {id, title, created, updated} of all conversations, the latest first.
   async heads() {
     const heads = await (await this.inner).heads();
     return heads.sort((a, b) => b.updated - a.updated);
   }
 
-  // A conversation's record, or undefined.
+  // Returns a conversation's record, or undefined.
   async load(id) {
     return (await this.inner).load(id);
   }
@@ -43,7 +43,7 @@ export class Store {
     return (await this.inner).remove(id);
   }
 
-  // The ids of the conversations that have `words`, in small letters.
+  // Returns the ids of conversations that contain `words`, which are in lower case.
   async search(words) {
     return (await this.inner).search(words);
   }
@@ -53,7 +53,7 @@ async function opened() {
   return new Promise((resolve, reject) => {
     const request = indexedDB.open(DATABASE, VERSION);
     request.onupgradeneeded = () => {
-      request.result.createObjectStore("heads", { keyPath: "id" }); // what the list shows
+      request.result.createObjectStore("heads", { keyPath: "id" }); // for the list
       request.result.createObjectStore("conversations", { keyPath: "id" });
     };
     request.onsuccess = () => resolve(request.result);
@@ -72,7 +72,7 @@ function headOf({ id, title, created, updated }) {
   return { id, title, created, updated };
 }
 
-// Whether a conversation has `words` in its title or its messages.
+// Returns whether the title or the messages of a conversation contain `words`.
 function hasWords({ title, messages }, words) {
   return [title, ...messages.map((message) => message.content)].some((text) =>
     text.toLowerCase().includes(words),
@@ -124,7 +124,7 @@ class DatabaseStore {
     const transaction = this.database.transaction(["heads", "conversations"], "readwrite");
     write(transaction.objectStore("heads"), transaction.objectStore("conversations"));
     return new Promise((resolve, reject) => {
-      transaction.onabort = () => reject(transaction.error); // above all: no space left
+      transaction.onabort = () => reject(transaction.error); // the usual cause is a full disk
       transaction.oncomplete = () => {
         changes?.postMessage(id);
         resolve();

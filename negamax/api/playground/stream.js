@@ -1,4 +1,4 @@
-// One answer of the server: the request, its events, and what was measured on the way.
+// Requests one answer of the server, reads its events, and measures times.
 
 import { addressOf, authorization, errorOf, reached, ServerError } from "./server.js";
 
@@ -20,9 +20,9 @@ const KEPT = [
   "finishReason",
   "requestId",
   "isStopped",
-]; // of an answer, by the store
+]; // fields of an answer that the store keeps
 
-// The `data:` of each server-sent event in a body, up to `[DONE]`.
+// Yields the `data:` of each server-sent event in a body, up to `[DONE]`.
 export async function* serverEvents(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -49,7 +49,7 @@ export async function* serverEvents(body) {
   }
 }
 
-// An assistant's message while it comes in, and the figures about it. Times are in seconds of the
+// An assistant's message that is being received, with its measurements. Times are in seconds of the
 // page's own clock.
 export class Answer {
   constructor() {
@@ -58,13 +58,13 @@ export class Answer {
     this.reasoning = "";
     this.calls = []; // {id, name, arguments}
     this.started = now();
-    this.firstAt = null; // the first text, reasoning or call
+    this.firstAt = null; // time of the first text, reasoning or call
     this.lastAt = null;
-    this.thinkingAt = null; // its first reasoning
-    this.thoughtAt = null; // its first content or call after that
-    this.firstTokens = 0; // tokens that came with the first text
+    this.thinkingAt = null; // time of the first reasoning
+    this.thoughtAt = null; // time of the first content or call after reasoning
+    this.firstTokens = 0; // number of tokens that arrived with the first text
     this.usage = null;
-    this.earlier = null; // the usage before the latest request, of an answer that goes on
+    this.earlier = null; // usage before the latest request of a continued answer
     this.model = null;
     this.finishReason = null;
     this.requestId = null;
@@ -73,7 +73,7 @@ export class Answer {
     this.isDone = false;
   }
 
-  // An answer from its record. One that was cut off by the end of the page counts as stopped.
+  // Restores an answer from its record. An answer that ended with the page counts as stopped.
   static restored(record) {
     const answer = Object.assign(new Answer(), record, { isDone: true });
     answer.isStopped ||= !record.finishReason && !record.error;
@@ -81,7 +81,7 @@ export class Answer {
     return answer;
   }
 
-  // The answer as plain data.
+  // Returns the answer as plain data.
   record() {
     const error = this.error && { message: this.error.message, ...this.error };
     return structuredClone({
@@ -91,7 +91,7 @@ export class Answer {
     });
   }
 
-  // Whether more of it can be asked for: it is cut off somewhere in its text or its thinking.
+  // Whether the answer can be continued because its text or thinking was cut off.
   get canGoOn() {
     return (
       this.isDone &&
@@ -101,7 +101,7 @@ export class Answer {
     );
   }
 
-  // Makes ready for more of the same answer. The time in between does not count.
+  // Prepares a continuation of the answer. The pause before the continuation does not count.
   goOn() {
     const pause = now() - (this.lastAt ?? now());
     for (const name of ["started", "firstAt", "lastAt", "thinkingAt", "thoughtAt"])
@@ -111,8 +111,8 @@ export class Answer {
     Object.assign(this, { error: null, isStopped: false, isDone: false, finishReason: null });
   }
 
-  // Asks the server and takes in what it says; `changed` is called after every event. Never throws:
-  // see `error`.
+  // Sends the request and receives the answer. `changed` is called after every event. Errors are
+  // stored in `error` and never thrown.
   async fetch(request, { signal, changed }) {
     if (this.firstAt === null) this.started = now();
     try {
@@ -192,7 +192,7 @@ export class Answer {
     return this.thinkingAt === null ? 0 : (this.thoughtAt ?? now()) - this.thinkingAt;
   }
 
-  // Tokens per second after the first ones, or null where there is nothing to divide by.
+  // Tokens per second after the first text, or null if no time has passed.
   get tokensPerSecond() {
     const tokens = (this.usage?.completion_tokens ?? 0) - this.firstTokens;
     const seconds = (this.lastAt ?? 0) - (this.firstAt ?? 0);
@@ -200,8 +200,8 @@ export class Answer {
   }
 }
 
-// The counts of an answer that was written by two requests: the second one read what the first one
-// wrote.
+// Adds the token counts of an answer from two requests. The second request read the output of the
+// first request as a part of its prompt.
 function added(earlier, usage) {
   const tokens = earlier.completion_tokens + usage.completion_tokens;
   const thought =
@@ -219,7 +219,7 @@ function now() {
   return performance.now() / 1000;
 }
 
-// The command that repeats a request in a terminal; the key stays in a variable.
+// Returns a command that repeats a request in a terminal. The key stays in a variable.
 export function curlCommand(request, hasKey) {
   const body = JSON.stringify(request, null, 2).replaceAll("'", `'\\''`);
   const key = hasKey ? ` \\\n  -H "authorization: Bearer $NEGAMAX_API_KEY"` : "";

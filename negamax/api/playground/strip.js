@@ -1,11 +1,11 @@
-// How busy the server is, in one line; asked for while the page is visible.
+// Shows in one line how busy the server is, while the page is visible.
 
 import { count } from "./dom.js";
 import { getJson } from "./server.js";
 
 const POLL_MS = 2000;
 
-// Calls `poll` now and every `milliseconds` while the page is visible; one call at a time.
+// Calls `poll` now and then every `milliseconds` while the page is visible, one call at a time.
 export function whileVisible(poll, milliseconds) {
   let timer = null;
   let isPolling = false;
@@ -21,7 +21,7 @@ export function whileVisible(poll, milliseconds) {
   next();
 }
 
-// Keeps `line` up to date with what /server_info says.
+// Updates `line` from /server_info.
 export function bindStrip(line) {
   let before = null; // {time, tokens}
   whileVisible(async () => {

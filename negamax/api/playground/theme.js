@@ -1,8 +1,8 @@
-// The theme that was chosen, before anything is drawn; a classic script, since modules run after
-// the first drawing.
+// Applies the chosen theme before the page is drawn. This is a classic script, because modules run
+// after the first drawing.
 try {
   const theme = JSON.parse(localStorage.getItem("negamax.theme"));
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 } catch {
-  // storage is blocked: the system's theme
+  // without storage the page uses the system's theme
 }

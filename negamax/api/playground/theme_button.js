@@ -1,4 +1,4 @@
-// The button that changes between light and dark.
+// The button that switches between the light and the dark theme.
 
 import { keep } from "./kept.js";
 

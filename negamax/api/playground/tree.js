@@ -1,5 +1,5 @@
-// A conversation with its branches: every message knows the one before it, and of several that
-// follow one, one is chosen.
+// A conversation with branches. Every message stores the message before it, and one of several next
+// messages is chosen.
 
 import { Answer } from "./stream.js";
 
@@ -14,12 +14,12 @@ export class Conversation {
     updated = created,
   } = {}) {
     Object.assign(this, { id, title, isNamed, created, updated });
-    this.messages = []; // in the order in which they were made: {id, parent, role, …}
-    this.chosen = new Map(); // id of a message, or null for the start -> id of the next one
+    this.messages = []; // in the order of creation: {id, parent, role, …}
+    this.chosen = new Map(); // id of a message, or null for the start -> id of the next message
     this.lastId = 0;
   }
 
-  // A conversation as the store keeps it.
+  // Restores a conversation from the store's record.
   static restored(record) {
     const conversation = new Conversation(record);
     conversation.messages = record.messages.map((message) =>
@@ -30,7 +30,7 @@ export class Conversation {
     return conversation;
   }
 
-  // What the store keeps.
+  // Returns the record for the store.
   record() {
     const { id, title, isNamed, created, updated } = this;
     const messages = this.messages.map((message) =>
@@ -39,7 +39,7 @@ export class Conversation {
     return { id, title, isNamed, created, updated, messages, chosen: [...this.chosen] };
   }
 
-  // The messages that are shown and sent: from the beginning along the chosen branches.
+  // Returns the messages to show and send: those along the chosen branches, from the start.
   path() {
     const byId = new Map(this.messages.map((message) => [message.id, message]));
     const path = [];
@@ -48,8 +48,7 @@ export class Conversation {
     return path;
   }
 
-  // Adds a message after the last one of the path, or in place of `sibling` as another version of
-  // it.
+  // Adds a message after the last message of the path, or as another version of `sibling`.
   add(message, sibling = null) {
     message.id = this.lastId += 1;
     message.parent = sibling ? sibling.parent : (this.path().at(-1)?.id ?? null);
@@ -59,7 +58,7 @@ export class Conversation {
     if (!this.isNamed && !this.title && message.role === "user") this.title = titleOf(message);
   }
 
-  // All versions of a message, itself included.
+  // Returns all versions of a message, including the message itself.
   versions(message) {
     return this.messages.filter((other) => other.parent === message.parent);
   }
@@ -68,7 +67,7 @@ export class Conversation {
     this.chosen.set(message.parent, message.id);
   }
 
-  // Removes a message with all that follows it; the function that is given back undoes it.
+  // Removes a message with all later messages, and returns a function that restores them.
   remove(message) {
     const before = { messages: [...this.messages], chosen: new Map(this.chosen) };
     const versions = this.versions(message);
@@ -93,7 +92,7 @@ function titleOf(message) {
   return text.length > MAX_TITLE ? `${text.slice(0, MAX_TITLE - 1).trimEnd()}…` : text;
 }
 
-// Over plain HTTP to another machine a page has no randomUUID.
+// A page from another machine over plain HTTP has no randomUUID.
 function fallbackId() {
   return Array.from(crypto.getRandomValues(new Uint32Array(4)), (number) =>
     number.toString(16).padStart(8, "0"),

@@ -1,4 +1,4 @@
-// How messages look. Each view shows one message of the conversation and follows it while it grows.
+// Shows messages. Each view shows one message and follows the message while it grows.
 
 import { completeCalls, isJson, prettyJson } from "./conversation.js";
 import { bytes } from "./attachments.js";
@@ -7,7 +7,7 @@ import { MarkdownView } from "./markdown.js";
 
 const FINISHED = { length: "token limit reached", abort: "aborted by the server" };
 
-// Which of several versions of a message is shown, with a way to the others.
+// Shows which version of a message is selected, with buttons for other versions.
 class VersionSwitch {
   constructor(message, { versions, choose }) {
     this.place = h("span", { class: "place" });
@@ -30,8 +30,8 @@ class VersionSwitch {
   }
 }
 
-// What a person wrote, with a way to change it and ask again. `actions`: {edit, remove, versions,
-// choose}.
+// Shows a user's message, which the user can edit and send again. `actions` are {edit, remove,
+// versions, choose}.
 export class UserView {
   constructor(message, actions) {
     this.message = message;
@@ -104,7 +104,7 @@ export class UserView {
   }
 }
 
-// A file of a message, folded.
+// Shows a file of a message, folded.
 function fileElement({ name, text }) {
   const size = h("span", { class: "state" }, ` ${bytes(new Blob([text]).size)}`);
   return h(
@@ -115,10 +115,10 @@ function fileElement({ name, text }) {
   );
 }
 
-// What the model wrote: thinking, text, calls, figures, and what went wrong.
+// Shows an answer of the model: thinking, text, calls, measurements and errors.
 export class AnswerView {
-  // `actions`: {regenerate, goOn, remove, versions, choose}; `command()` gives the request as a
-  // command, where it is known.
+  // `actions` are {regenerate, goOn, remove, versions, choose}. `command()` returns the request as
+  // a command, if the request is known.
   constructor(answer, actions, command = null) {
     this.answer = answer;
     this.calls = [];
@@ -170,7 +170,7 @@ export class AnswerView {
     this.update();
   }
 
-  // Brings the elements up to the answer as it is now.
+  // Updates the elements to the current answer.
   update() {
     const { answer } = this;
     this.showThinking();
@@ -189,14 +189,14 @@ export class AnswerView {
     this.showFigures();
   }
 
-  // Only the last answer can go on, and nothing can be changed while one runs.
+  // Only the last answer can be continued. All changes are disabled while an answer is generated.
   enable(isIdle, isLast) {
     this.more.hidden = !isLast || !this.answer.canGoOn;
     for (const control of [this.again, this.more, this.remove]) control.disabled = !isIdle;
     this.versions.update(isIdle);
   }
 
-  // Opens fields for the results of the calls; `results` of a view are read when they are sent.
+  // Opens fields for the results of the calls. The fields are read when the results are sent.
   askResults() {
     const complete = new Set(completeCalls(this.answer));
     for (const view of this.calls) {
@@ -299,7 +299,7 @@ function thinkingElements() {
   return { box, label, preview, body };
 }
 
-// Adds what is new at the end of a plain text.
+// Appends the new end of a plain text.
 function grow(element, text) {
   const old = element.firstChild?.data ?? "";
   if (text.length > old.length && text.startsWith(old)) {
@@ -320,8 +320,8 @@ function errorDetails(error) {
   return h("p", { class: "details" }, details.filter(Boolean).join(" · "));
 }
 
-// One tool call: its arguments while they are written, then in full, then the result that it is
-// given.
+// Shows one tool call: first the arguments while they are written, then all arguments, and then the
+// result.
 class CallView {
   constructor(call, parent) {
     this.call = call;
