@@ -1,9 +1,9 @@
 """Checks at load for NaN and infinite weights and for invalid scales.
 
-They find damaged files, incomplete files and failed conversions. Each parameter is checked once, on
-its own device, after the copy that filled it. The results stay on the device until the last tensor
-is written, so a GPU is synchronized once and not once per tensor. Scales are checked on the host.
-Broken values are counted only in tensors that are refused.
+The checks find damaged files, incomplete files and failed conversions. The loader checks each
+parameter once, on the parameter's device, after the copy that filled it. The results stay on the
+device until the last tensor is written, so that the host waits for a GPU only once. Scales are
+checked on the host. Invalid values are counted only in tensors that are refused.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from negamax.checkpoint.reader import CheckpointReader, TensorEntry
 from negamax.formats.floats import E4M3_FNUZ
 from negamax.formats.tensor_format import Role, TensorFormat
 
-_MAX_NAMED = 5
-# In NaN and infinity all exponent bits are set. E4M3FN has no infinities; in its NaN all bits but
-# the sign are set.
+_MAX_NAMED = 5  # tensors in a message
+# NaN and infinity have all exponent bits set. E4M3FN has no infinity, and its NaN has all bits but
+# the sign set.
 _SPECIAL_BITS = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -32,26 +32,24 @@ _POWERS = (torch.uint8, torch.float8_e8m0fnu)  # powers of two, stored as expone
 
 
 class _Part(NamedTuple):
-    """A written part of one tensor, or of several."""
+    """The check of values that were written to a parameter from one or more stored tensors."""
 
     sources: tuple[TensorEntry, ...]
     dtype: torch.dtype
-    exponent: Tensor  # [] integer: the largest
+    exponent: Tensor  # [] integer: largest exponent bits of the values
 
 
 @dataclass(frozen=True)
 class BrokenScale:
-    """A scale tensor with invalid values."""
-
     entry: TensorEntry
     may_be_negative: bool
 
     def describe(self, reader: CheckpointReader) -> str:
-        """Return the number of invalid scales and the first one."""
+        """Describe the invalid scales: name, count, first index and first value."""
         values = reader.read(self.entry)
         broken = _no_scales(values, may_be_negative=self.may_be_negative)
         places = broken.nonzero()
-        if not len(places):  # the rank's part is all 0
+        if not len(places):
             return f"{self.entry.name}: a rank's part is all 0"
         value = _numbers(values)[tuple(places[0].tolist())].item()
         return f"{_spot(self.entry, places)}: {value:g}"
@@ -63,7 +61,7 @@ class FiniteCheck:
 
     _parts: list[_Part] = field(default_factory=list)
     _scales: dict[str, BrokenScale] = field(default_factory=dict)
-    # by matrix; None: a part of it has other bytes than 0
+    # name of a matrix -> its parts so far hold only zeros; None: a part has other values
     _zeros: dict[str, ZeroMatrix | None] = field(default_factory=dict)
 
     def add(self, values: Tensor, *sources: TensorEntry) -> None:
@@ -72,18 +70,18 @@ class FiniteCheck:
             self._parts.append(_Part(sources, values.dtype, _largest_exponent(values)))
 
     def add_matrix(self, name: str, zeros: ZeroMatrix | None) -> None:
-        """Note whether a part of the matrix `name` holds only `zeros`; None: it does not."""
+        """Record a part of the matrix `name`. `zeros` is None unless the part holds only zeros."""
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
-        """Report `scale` in `finish`."""
+        """Record `scale`. `finish` reports it."""
         self._scales[scale.entry.name] = scale
 
     def finish(self, reader: CheckpointReader) -> None:
-        """Report all broken tensors.
+        """Raise `CheckpointError` if a tensor is broken.
 
-        Errors: `CheckpointError` with the tensors, the number of broken values and the first one;
-        those of `check_zeros`.
+        The message gives names, the number of broken values and the index of the first one. Raises
+        the errors of `check_zeros` too.
         """
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, part in enumerate(self._parts):
@@ -117,14 +115,14 @@ _BROKEN = "download the files again; if they are complete, the checkpoint itself
 def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorFormat) -> None:
     """Check `values` (read from `entry`, on the CPU), which have `role` in the format `stored`.
 
-    Errors: `CheckpointError` for broken scales and for values that are NaN or infinite.
+    Raises `CheckpointError` for invalid scales, and for values that are NaN or infinite.
     """
     scale = find_broken_scale(values, entry, stored) if role is Role.SCALE else None
     if scale is not None:
         with CheckpointReader() as reader:
             text = _describe_scales(reader, [scale])
         raise CheckpointError(text, hint=_BROKEN)
-    # FNUZ values have other NaNs, and may be declared as E4M3FN
+    # FNUZ encodes NaN differently, and files may declare FNUZ values as E4M3FN
     if role is Role.VALUES and values.dtype in _SPECIAL_BITS and stored.element != E4M3_FNUZ:
         places = find_non_finite(values).nonzero()
         if len(places):
@@ -135,7 +133,7 @@ def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorF
 def find_broken_scale(
     values: Tensor, entry: TensorEntry, stored: TensorFormat
 ) -> BrokenScale | None:
-    """Return a `BrokenScale` if `values` (read from `entry`, on the CPU) hold an invalid scale."""
+    """Return a `BrokenScale` if `values` (read from `entry`, on the CPU) have an invalid scale."""
     may_be_negative = stored.element.startswith(("int", "uint"))
     if values.numel() == 0:
         return None
@@ -156,11 +154,11 @@ def _numbers(values: Tensor) -> Tensor:
 
 
 def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
-    """Return True where `values` cannot be scales.
+    """Return a mask that is True where `values` are invalid as scales.
 
-    Single scales in fp16 and FP8 may have been rounded to 0, but not all of them. Exponents: 255 is
-    NaN, and exponents that are all 0 are a hole. Real weights have no scale above 2^10; kernels
-    hold bf16 scales times 2^116, which overflows at 2^11.
+    Scales above 2^10 are invalid: real weights have none, and kernels multiply bf16 scales by
+    2^116, which overflows from 2^11 on. The exponent 255 means NaN. Single fp16 and FP8 scales may
+    have been rounded to 0; a tensor of only zeros is a hole.
     """
     if values.dtype in _POWERS:
         exponents = values.view(torch.uint8)
@@ -176,22 +174,22 @@ def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
 
 
 def find_non_finite(values: Tensor) -> Tensor:
-    """Return True where `values` (fp32, bf16, fp16 or e4m3fn, any device) is NaN or infinite."""
+    """Return a mask that is True where `values` (fp32, bf16, fp16, e4m3fn) are NaN or infinite."""
     bits, special = _SPECIAL_BITS[values.dtype]
     return (values.view(bits) & special) == special
 
 
 def _largest_exponent(values: Tensor) -> Tensor:
-    """Return the largest exponent bits, [] integer; all of them are set if a value is not finite.
+    """Return the largest exponent bits, [] integer. All bits are set if a value is not finite.
 
-    This is several times as fast as `find_non_finite(values).any()`.
+    This function is several times as fast as `find_non_finite(values).any()`.
     """
     bits, special = _SPECIAL_BITS[values.dtype]
     return (values.view(bits) & special).amax()
 
 
 def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str:
-    """Describe the first broken tensor in `sources`: name, number of broken values, first index."""
+    """Describe the first broken tensor in `sources`: name, count of broken values, first index."""
     for entry in sources:
         values = reader.read(entry)
         if not values.is_floating_point():
@@ -200,7 +198,7 @@ def _describe(reader: CheckpointReader, sources: tuple[TensorEntry, ...]) -> str
         places = (find_non_finite(values) if is_plain else ~values.float().isfinite()).nonzero()
         if len(places):
             return _spot(entry, places)
-    return f"{sources[0].name}: its values are too large for the compute dtype"
+    return f"{sources[0].name}: some values are too large for the compute dtype"
 
 
 def _spot(entry: TensorEntry, places: Tensor) -> str:

@@ -1,11 +1,11 @@
 """Detection of holes: zeros that an interrupted download left in place of weights.
 
-They are looked for in the stored bytes, whatever the values mean. Matrices of zeros can be
-intended, such as pruned experts. A hole, however, does not end at a tensor border: the next tensor
-then starts or ends with zeros. Packed integers that are stored plus an offset are never all 0.
+The check reads stored bytes and not the values that they encode. A matrix of zeros can be intended,
+for example in a pruned expert. A hole usually extends into the next tensor, which then starts or
+ends with zeros. Packed integers that are stored with an offset are never all 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from negamax.formats.tensor_format import TensorFormat
 
 logger = get_logger(__name__)
 
-_EDGE_BYTES = 4096  # checked at the end of a tensor
+_EDGE_BYTES = 4096  # bytes read at the start or end of a neighbouring tensor
 _CHUNK_BYTES = 2**20
 _MOST_LOOKED_AT = 100
 
@@ -26,65 +26,57 @@ _MOST_LOOKED_AT = 100
 class ZeroMatrix(NamedTuple):
     """A matrix whose stored values hold only bytes of 0."""
 
-    entry: TensorEntry  # of the values
+    entry: TensorEntry  # the tensor of values
     format: TensorFormat
 
 
 def is_zero(values: Tensor) -> bool:
-    """Return whether all bytes of `values` (on the CPU, rows contiguous) are 0; False without any.
+    """Return whether all bytes of `values` (on the CPU, rows contiguous) are 0.
 
-    Of most matrices only the first row is looked at.
+    An empty tensor gives False. A first row that is not 0 ends the check, so it is usually short.
     """
     data = (values if values.dim() else values.reshape(1)).view(torch.uint8)
     return bool(data.numel()) and not bool(data[:1].any()) and not bool(data.any())
 
 
 def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> None:
-    """Warn of matrices that hold only zeros, by name.
+    """Log a warning that names the matrices in `zeros`, which hold only zeros.
 
-    Errors: `CheckpointError` if one of them lies in a hole, or if zeros cannot be meant.
+    Raises `CheckpointError` if a matrix is in a hole, or if its format stores no matrix as zeros.
     """
     for name, (entry, stored) in list(zeros.items())[:_MOST_LOOKED_AT]:
         if stored.has_offset_codes:
             raise CheckpointError(
-                f"{entry.file} has a hole: {entry.name} holds only zeros, which {stored.name} does "
-                f"not store for any matrix",
+                f"{entry.file} has a hole: {entry.name} holds only zeros, and {stored.name} stores "
+                f"no matrix that way",
                 hint="download the file again",
             )
         if (torn := _torn(reader, entry)) is not None:
             raise CheckpointError(
-                f"{entry.file} has a hole: {name} holds only zeros, and so does an end of "
-                f"{torn.name}",
+                f"{entry.file} has a hole: {name} holds only zeros, and {torn.name} beside it "
+                f"begins or ends with zeros",
                 hint="download the file again",
             )
     if zeros:
         logger.warning(
-            "%d matrices hold only zeros: %s; unless that is meant, download their files again",
+            "%d matrices hold only zeros: %s; if you do not expect that, download the files again",
             len(zeros), list_first(list(zeros)),
         )  # fmt: skip
 
 
 def _torn(reader: CheckpointReader, entry: TensorEntry) -> TensorEntry | None:
-    """Return the tensor in which the zeros around `entry` start or end; None at tensor borders."""
+    """Return a neighbour of `entry` whose near end is zero, or None if the zeros end at `entry`."""
     entries = sorted(read_header(entry.file), key=lambda each: each.offset)
     place = [each.name for each in entries].index(entry.name)
     for others, is_before in ((entries[:place][::-1], True), (entries[place + 1 :], False)):
-        beside = _first_with_values(reader, others)
+        ends = ((each, each.offset, each.offset + each.num_bytes) for each in others)
+        beside = next((each for each, *span in ends if not _is_zero(reader, each, *span)), None)
         if beside is None or beside.num_bytes < 2 * _EDGE_BYTES:
             continue
         end = beside.offset + beside.num_bytes
         start = end - _EDGE_BYTES if is_before else beside.offset
         if _is_zero(reader, beside, start, start + _EDGE_BYTES):
             return beside
-    return None
-
-
-def _first_with_values(
-    reader: CheckpointReader, entries: Sequence[TensorEntry]
-) -> TensorEntry | None:
-    for each in entries:
-        if not _is_zero(reader, each, each.offset, each.offset + each.num_bytes):
-            return each
     return None
 
 

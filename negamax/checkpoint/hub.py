@@ -1,4 +1,4 @@
-"""From a user's MODEL argument to a folder: a local folder, an embedded checkpoint or a hub id."""
+"""Find the folder of a MODEL argument: a local folder, an embedded checkpoint or a hub id."""
 
 import difflib
 import errno
@@ -17,7 +17,7 @@ from negamax.config.quantization import rotation_file
 
 logger = get_logger(__name__)
 
-# Weights, JSON (configs, index, tokenizer) and chat templates; never code or pickles.
+# Only weights, JSON files and chat templates are downloaded, never code or pickles.
 WEIGHT_FILES = ["*.safetensors"]
 OTHER_FILES = ["*.json", "*.jinja"]
 
@@ -25,9 +25,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 
 
 def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
-    """Return the folder that MODEL names; None for a hub id. Errors: `ConfigError` for others.
+    """Return the folder that MODEL names, or None if MODEL is a hub id.
 
-    `also` holds other names that a user may have meant.
+    Raises `ConfigError` for any other MODEL. The error suggests a similar name, which may be one of
+    `also`.
     """
     if (embedded := EMBEDDED.get(model) or EMBEDDED_DRAFTS.get(model)) is not None:
         return embedded
@@ -40,9 +41,9 @@ def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
             raise _refuse_gguf(model)
         if folder.is_file():
             raise ConfigError(
-                f"model {model!r} is a file", hint=f"give the folder that holds it, {folder.parent}"
+                f"model {model!r} is a file; a folder is needed", hint=f"give {folder.parent}"
             )
-    except (OSError, RuntimeError):  # the name is too long for a path, or "~" is of an unknown user
+    except (OSError, RuntimeError):  # the name is too long for a path, or "~name" is unknown
         pass
     if ".gguf" in model.lower() or re.search(r"-gguf(:\S*)?$", model, re.IGNORECASE):
         raise _refuse_gguf(model[:200])
@@ -57,7 +58,7 @@ def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder without config.json by what it holds. Errors: `ConfigError`."""
+    """Raise `ConfigError` if the folder has no config.json and its content suggests why."""
     if (folder / "config.json").exists():
         return
     inner = [path.parent for path in (*folder.glob("snapshots/*/config.json"),
@@ -74,14 +75,14 @@ def _check_folder(folder: Path) -> None:
         raise _refuse_gguf(str(folder))
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
-            f"{folder} holds an adapter; adapters are not loaded",
-            hint="merge it into its checkpoint, and give that folder",
+            f"{folder} holds an adapter; adapters are not supported",
+            hint="merge the adapter into its checkpoint, and give the folder of the result",
         )
 
 
 def _refuse_gguf(model: str) -> ConfigError:
     return ConfigError(
-        f"model {model!r} is GGUF, which is not read",
+        f"model {model!r} is in the format GGUF, which is not supported",
         hint="use a checkpoint in safetensors: FP8 (MiniMaxAI/MiniMax-M2.5), AWQ, GPTQ, NVFP4, ...",
     )
 
@@ -99,12 +100,13 @@ def resolve_model(
     """Return the folder of `model`. Missing files of a hub model are downloaded first.
 
     `revision` is a branch, tag or commit of a hub model. `download_dir` replaces the hub's own
-    cache. `source` is one of `options.engine.SOURCES`. First the other files are downloaded and
-    given to `check`, then the weights of the model and of `subfolder`; without `needs_weights` no
-    weights are downloaded.
+    cache. `source` is one of `options.engine.SOURCES`. The configuration files are downloaded
+    first, and `check` is called with their folder. The weights of the model and of `subfolder`
+    follow if `needs_weights` is set.
 
-    Errors: those of `check`; `ConfigError` for an unknown name, an unknown or closed repository or
-    revision, and failed downloads; `ResourceError` if the disk cannot take the files.
+    Raises `ConfigError` for an unknown name, an unknown or closed repository or revision, and a
+    failed download. Raises `ResourceError` if the disk cannot store the files. Errors of `check`
+    pass through.
     """
     if (found := check_model_name(model)) is not None:
         return found
@@ -126,9 +128,9 @@ def resolve_model(
         )
     except NegamaxError:
         raise
-    # The exception types of the HTTP library differ between versions of the client.
+    # Versions of the client use different HTTP libraries, so all exceptions are caught.
     except Exception as error:
-        # ModelScope's client lists failed files; one of them is enough.
+        # ModelScope's client lists the errors of all failed files; the first error is reported.
         cause = next(iter(getattr(error, "failed_files", {}).values()), error)
         is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         if is_full or (isinstance(cause, OSError) and cause.filename):
@@ -138,9 +140,8 @@ def resolve_model(
 
 
 def _named(folder: Path, *, subfolder: str | None) -> list[str]:
-    """Return the patterns of files in subfolders: of `subfolder`, and a QuaRot rotation.
-
-    Only some models need them: the draft of a rotated model reads its rotation.
+    """Return patterns for a QuaRot rotation, which a draft model reads, and for files of
+    `subfolder`.
     """
     config = folder / "config.json"
     rotation = rotation_file(read_json_object(config), folder) if config.is_file() else None

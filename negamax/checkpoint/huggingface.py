@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub into its cache, by its own client."""
+"""Downloads from the Hugging Face hub into its cache, with the package `huggingface_hub`."""
 
 import sys
 import threading
@@ -12,7 +12,7 @@ from negamax.checkpoint.licence import RETRY, Licence, describe_error, log_licen
 from negamax.config.json_file import read_json_object
 
 NAME = "the Hugging Face hub"
-_IGNORED_FILES = ("*/*",)  # never files in subfolders
+_IGNORED_FILES = ("*/*",)  # files in subfolders
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -26,11 +26,12 @@ def download(
     check: Callable[[Path], object] | None,
     weights: Sequence[str],
 ) -> Path:
-    """Return the snapshot of `model` in `cache`; download the files that are missing.
+    """Return the snapshot of `model` in `cache`, and download missing files.
 
-    Files match the patterns at the top level of the repository. The `others` are downloaded first.
-    If `check` accepts the folder, the weights follow, with the files that `named` returns. Errors:
-    those of `named` and `check`; others are translated by `failure`.
+    The patterns `others` and `weights` match files at the top level of the repository. The files of
+    `others` are downloaded first. If `check` accepts the folder, the weights and the files that
+    `named` returns follow. Errors of `named` and `check` pass through; `failure` translates all
+    other errors.
     """
     folder = _fetch(model, revision, cache, others)
     if check is not None:
@@ -41,7 +42,7 @@ def download(
     licence = _licence(model, folder)
     if licence is not None:
         log_licence(model, licence)
-    # The folder's name is the commit; a branch may have moved on.
+    # The folder's name is the commit. The branch may point to a newer commit in the meantime.
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)
@@ -80,8 +81,8 @@ def _fetch(
 def _licence(model: str, snapshot: Path) -> Licence | None:
     """Return the licence from the model card.
 
-    None if `snapshot` already has the weights, or if the hub does not answer: the download then
-    reports the reason.
+    Returns None if `snapshot` already has the weights, or if the hub does not answer. The download
+    reports why the hub does not answer.
     """
     from huggingface_hub import HfApi, constants
 
@@ -106,12 +107,12 @@ def _licence(model: str, snapshot: Path) -> Licence | None:
 
 
 def _logged_bar() -> type[Any]:
-    """A progress bar for the hub's client that logs a line from time to time."""
+    """Return a progress bar class for the hub's client that logs a line from time to time."""
     from huggingface_hub.utils import tqdm
 
     class LoggedBar(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            # The client also has a bar of files and, in some versions, a bar of network traffic.
+            # Other bars of the client count files and, in some versions, network traffic.
             counts_bytes = options.get("unit") == "B" and not str(options.get("name")).endswith(
                 ".transfer"
             )
@@ -131,7 +132,6 @@ def _logged_bar() -> type[Any]:
 
 
 def failure(error: Exception, where: str) -> NegamaxError:
-    """Translate an exception of the hub's client into an error for the user."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -141,15 +141,15 @@ def failure(error: Exception, where: str) -> NegamaxError:
         return ConfigError(f"{where} does not exist on the hub", hint="check --revision")
     if isinstance(error, errors.RepositoryNotFoundError):
         hint = "check the name; for a private model run `hf auth login`"
-        return ConfigError(f"{where} is not on the hub, or private", hint=hint)
+        return ConfigError(f"{where} does not exist on the hub, or is private", hint=hint)
     not_found = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    # Why the hub could not answer; None: it was not asked.
+    # the exception of the request to the hub; None: no request was sent
     cause = error.__cause__ if not_found else error
     reason = describe_error(cause) if cause else "offline mode"
     refused = isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code in (401, 403)
     hint = "check HF_TOKEN, or run `hf auth login`" if refused else RETRY
     if not_found:
         return ConfigError(
-            f"{where} is not in the local cache and the hub cannot be reached: {reason}", hint=hint
+            f"{where} is not in the local cache, and the hub cannot be reached: {reason}", hint=hint
         )
     return ConfigError(f"{where} cannot be fetched: {reason}", hint=hint)

@@ -1,4 +1,4 @@
-"""Identity of a checkpoint folder, by which caches and conversions recognize their source."""
+"""Identity of a checkpoint folder. Caches and conversions recognize their source by it."""
 
 import hashlib
 import re
@@ -12,10 +12,10 @@ _DESCRIPTIONS = ("config.json", "hf_quant_config.json", "quant_model_description
 
 
 def compute_identity(folder: Path) -> str:
-    """Return lines that identify a checkpoint.
+    """Return a hash that identifies a checkpoint.
 
-    They hold names and sizes of the weight files, their times or the hub's commit, and the content
-    of the files that describe them.
+    The hash covers names and sizes of the weight files, the content of the files that describe the
+    checkpoint, and the hub's commit or the modification times of the weight files.
     """
     commit = find_commit(folder)
     described = [path for name in _DESCRIPTIONS for path in sorted(folder.glob(name))]
@@ -27,12 +27,11 @@ def compute_identity(folder: Path) -> str:
 
 
 def find_commit(folder: Path) -> str | None:
-    """Return the commit if `folder` is a snapshot in a hub cache."""
+    """Return the commit of `folder` if it is a snapshot in a hub cache, else None."""
     folder = folder.resolve()
     is_snapshot = folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)
     return folder.name if is_snapshot else None
 
 
 def digest(parts: Iterable[str]) -> str:
-    """Return the SHA-256 of lines, in hexadecimal."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Messages about a download: its errors, and the model's licence before the weights.
+"""Messages about a download: the client's errors, and the licence of the model.
 
-The limits below were read in the licences; only the licences themselves are binding.
+`_LIMITS` summarizes restrictions of licences. Only the licences themselves are binding.
 """
 
 import logging
@@ -12,7 +12,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# Models whose licence restricts common uses: a lower-case part of their names, and the restriction.
+# lower-case part of a model's name -> a restriction of common uses in the model's licence
 # https://github.com/MiniMax-AI/MiniMax-M2.7/blob/main/LICENSE, of 2026
 _LIMITS = {
     "minimax-m2.7": "it prohibits commercial use without a prior written authorization from MiniMax"
@@ -24,7 +24,7 @@ class Licence:
     """The licence fields of a model card."""
 
     name: str | None
-    link: str  # of the licence, or of the card
+    link: str  # address of the licence, or of the model card
     base_models: Sequence[str] = ()
 
 
@@ -32,12 +32,11 @@ RETRY = "check the network and run again (finished files are kept), or give a lo
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of a client's error and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def log_licence(model: str, licence: Licence) -> None:
-    """Log one line, or write it to standard error if the log level hides it."""
+    """Log the licence in one line. Write the line to standard error if the log level hides it."""
     name = licence.name or "not named on the model's card"
     line = f"licence of {model}: {name}, see {licence.link}"
     for part, limit in _LIMITS.items():

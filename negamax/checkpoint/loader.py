@@ -1,10 +1,10 @@
 """Loading a checkpoint into a model.
 
-Every tensor has one place and every slot is filled once; otherwise the start is refused. All names,
-shapes and dtypes are checked from the file headers before any data is read (`plan.py`). Tensors are
-then read layer by layer, in file order and in large pieces (`stream.py`), and each rank keeps only
-its part. A quantized matrix is copied as stored if a kernel reads its format. Otherwise the rank's
-part is dequantized while it is read.
+The loader refuses a checkpoint unless every tensor has one place and every slot is filled once.
+Names, shapes and dtypes are checked in the file headers before data is read (`plan.py`). The loader
+reads tensors layer by layer, in file order and in large pieces (`stream.py`), and each rank keeps
+only its part. A quantized matrix is copied as stored if a kernel reads its format, and otherwise
+dequantized.
 """
 
 import math
@@ -31,13 +31,14 @@ logger = get_logger(__name__)
 class CheckpointReport:
     """Numbers of tensors and bytes that a load read, and the tensors that it skipped."""
 
-    num_tensors: int  # in the checkpoint, with scales, without skipped ones
-    num_bytes: int  # read on this rank
-    num_dequantized: int  # weights
-    num_kept: int  # weights kept as stored
+    num_tensors: int  # tensors in the checkpoint, including scales, without skipped tensors
+    num_bytes: int  # bytes that this rank read
+    num_dequantized: int  # weights that were dequantized
+    num_kept: int  # weights that were kept as stored
     dequantized_formats: str  # names of formats
     kept_formats: str
-    change: float | None  # largest RMS change of a matrix by conversion, over its RMS; None: none
+    # largest relative change of a matrix by a conversion (RMS of the change / RMS); None: no change
+    change: float | None
     skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
     seconds: float
 
@@ -49,11 +50,11 @@ class CheckpointReport:
         )
         if self.num_dequantized:
             text += (
-                f", {self.num_dequantized} of them {self.dequantized_formats}, dequantized to the "
-                f"compute dtype"
+                f"; dequantized {self.num_dequantized} weights to the compute dtype "
+                f"({self.dequantized_formats})"
             )
         if self.num_kept:
-            text += f", {self.num_kept} of them weights kept as {self.kept_formats}"
+            text += f"; kept {self.num_kept} weights as stored ({self.kept_formats})"
         if self.change is not None:
             text += f"; conversion changed a matrix by at most {self.change:.1e} of its RMS"
         for reason, names in self.skipped.items():
@@ -66,8 +67,8 @@ def fill(
 ) -> CheckpointReport:
     """Fill `slots` by a plan that was made for the same model on any device.
 
-    The caller packs the model. `progress` is called after each tensor. Errors: `CheckpointError`
-    for unreadable files and for values that are NaN or infinite.
+    The caller packs the model afterwards. `progress` is called after each tensor. Raises
+    `CheckpointError` for unreadable files, and for values that are NaN or infinite.
     """
     began = time.perf_counter()
     needed = [replace(move, slot=slots[move.slot.name]) for move in plan.needed]
@@ -88,7 +89,7 @@ def fill(
     unused = sum(t.role is Role.ACTIVATION for move in plan.moves for t, _ in move.tensors)
     if unused:
         logger.info(
-            "%d activation scales are not used: activations are not quantized with stored scales",
+            "%d activation scales are not used, because activations get their scales at run time",
             unused,
         )
     for reason, names in plan.skipped.items():
@@ -103,7 +104,7 @@ def fill(
             written = move.slot.write_part(part.tensor, move.tensors[0][1].matrix)
             for scale in part.broken:
                 check.add_scale(scale)
-            # Scales are many small tensors, copied unchanged: check them on the host.
+            # Scales are many small tensors that are copied unchanged, so the host checks them.
             stored = move.slot.stored
             looked_at = part.tensor if stored and stored.role is not Role.VALUES else written
             check.add(looked_at if part.plain is None else part.plain, *move.entries)

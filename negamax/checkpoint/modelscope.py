@@ -1,6 +1,6 @@
-"""Downloads from ModelScope into its cache, by its own client (`negamax[modelscope]`).
+"""Downloads from ModelScope into its cache, with `modelscope_hub` (`negamax[modelscope]`).
 
-The client is the package of its hub. The package `modelscope` imports torch and is not used.
+The package `modelscope` imports torch, so it is not used.
 """
 
 import fnmatch
@@ -29,9 +29,9 @@ def download(
     check: Callable[[Path], object] | None,
     weights: Sequence[str],
 ) -> Path:
-    """Return the snapshot of `model` in `cache`; download the files that are missing.
+    """Return the snapshot of `model` in `cache`, and download missing files.
 
-    The order, the arguments and the errors are those of `huggingface.download`.
+    Order, arguments and errors equal those of `huggingface.download`.
     """
     hub = _client()
     api, place = hub.HubApi(), {"revision": revision, "cache_dir": cache}
@@ -94,12 +94,11 @@ def download(
 
 
 def _at_top(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return a predicate for top-level files that match one of `patterns`."""
     return lambda path: "/" not in path and any(fnmatch.fnmatch(path, one) for one in patterns)
 
 
 def _client() -> Any:
-    """Import the client, without its own log lines and file bars."""
+    """Import the client, and turn off its log lines and progress bars."""
     env.set_default("TQDM_DISABLE", "1")
     try:
         import modelscope_hub
@@ -118,7 +117,7 @@ def _client() -> Any:
 def _is_current(path: Path, file: Any) -> bool:
     """Return whether the local file has the size of ModelScope's file and is not older.
 
-    Snapshots of branches are changed in place. Hashes are not compared: that takes minutes.
+    ModelScope changes snapshots of branches in place. Comparing hashes would take minutes.
     """
     if not path.is_file() or path.stat().st_size != file.size:
         return False
@@ -135,7 +134,7 @@ def _licence(api: Any, model: str) -> str | None:
 
 
 def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
-    """The client's progress callback, called for each file and each part of it."""
+    """Return a progress callback class. The client calls it for each part of each file."""
     counting, done = threading.Lock(), 0
 
     class Counted(hub.ProgressCallback):  # type: ignore[misc]
@@ -149,14 +148,13 @@ def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
 
 
 def failure(error: Exception, where: str) -> NegamaxError:
-    """Translate an exception of the client into an error for the user."""
     hub = _client()
     if isinstance(error, hub.NotExistError):
         hint = "check the name and --revision; names differ from those of the Hugging Face hub"
-        return ConfigError(f"{where} is not on ModelScope, or private", hint=hint)
+        return ConfigError(f"{where} does not exist on ModelScope, or is private", hint=hint)
     if isinstance(error, hub.AuthenticationError | hub.PermissionDeniedError):
         hint = "check MODELSCOPE_API_TOKEN"
-        return ConfigError(f"{where} is closed on ModelScope", hint=hint)
+        return ConfigError(f"ModelScope denies access to {where}", hint=hint)
     if isinstance(error, hub.CacheNotFound):
-        return ConfigError(f"{where} is not in ModelScope's local cache: offline mode", hint=RETRY)
+        return ConfigError(f"{where} is not in ModelScope's cache; offline mode is on", hint=RETRY)
     return ConfigError(f"{where} cannot be fetched: {describe_error(error)}", hint=RETRY)

@@ -1,9 +1,8 @@
-"""Load plans: which tensor of a checkpoint fills which slot of a model, from file headers alone.
+"""Load plans: which tensor of a checkpoint fills which slot of a model.
 
-Every tensor and every slot is used once; otherwise the start is refused. No data is read and no
-parameter needs memory: slots of a model on the meta device suffice. A fused tensor (q, k and v;
-gate and up; all experts of a layer) fills a slot for each of its matrices, each with a slice of the
-tensor.
+A plan uses every tensor and every slot once, or the checkpoint is refused. Planning reads only file
+headers, and the slots may be those of a model on the meta device. A fused tensor (q, k and v; gate
+and up; all experts of a layer) fills one slot per matrix with slices of the tensor.
 """
 
 import gc
@@ -42,17 +41,17 @@ PLAIN_DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a checkpoint, or the slice of it that holds one matrix."""
+    """A tensor of a checkpoint, or the slice of a fused tensor that holds one matrix."""
 
     entry: TensorEntry
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()  # indices into the leading dimensions of `entry`
-    start: tuple[int, ...] = ()  # offsets in the other dimensions; (): 0 in each
-    # matrix whose shape a shape tensor holds; None: the slot's
+    start: tuple[int, ...] = ()  # offsets in the other dimensions of `entry`; (): all 0
+    # only for a tensor that holds a shape: this shape; None: the shape of the slot's matrix
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
-        """Translate `part` (one range per dimension) into the entry's dimensions."""
+        """Translate `part` (one range per dimension) into ranges in the dimensions of `entry`."""
         if len(part) != len(self.shape):  # one number, stored as [] or [1]
             part = tuple(map(range, self.shape))
         start = self.start or (0,) * len(part)
@@ -62,7 +61,7 @@ class SourceTensor:
     def check(
         self, stored: StoredTensor, found: Tensor, part: tuple[range, ...], shape: tuple[int, int]
     ) -> None:
-        """Call `check_entries` on the values read for a matrix of `shape`."""
+        """Check the values `found`, read for a matrix of `shape`, with `check_entries`."""
         check_entries(stored, found, part, self.matrix or shape, name=self.entry.name)
 
     def num_bytes(self, part: tuple[range, ...]) -> int:
@@ -72,31 +71,32 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The tensors that fill one slot: one, or all those of a matrix to dequantize."""
+    """The tensors that fill one slot: one tensor, or all tensors of a matrix to dequantize."""
 
     slot: WeightSlot
-    tensors: tuple[tuple[StoredTensor, SourceTensor], ...]  # of the slot's format; values first
+    # tensors of the slot's format, values first
+    tensors: tuple[tuple[StoredTensor, SourceTensor], ...]
     layer: int = 0
 
     @property
     def is_dequantized(self) -> bool:
-        """Whether a stored matrix fills a plain slot."""
+        """Whether a quantized matrix fills a plain slot."""
         is_plain = self.is_quantized or self.tensors[0][0] is PLAIN.values
         return self.slot.stored is None and not is_plain
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the matrix is quantized while it is read, into one slot per tensor."""
+        """Whether the loader quantizes the matrix, into one slot per resulting tensor."""
         return self.slot.source.is_online
 
     @property
     def is_of_values(self) -> bool:
-        """Whether it fills the values of a matrix, not its scales."""
+        """Whether the move fills the values of a matrix and not its scales."""
         return self.slot.stored in (None, self.slot.source.values)
 
     @property
     def stored_format(self) -> TensorFormat:
-        """The format in the files."""
+        """The format of the matrix in the checkpoint's files."""
         is_plain = self.tensors[0][0] is PLAIN.values
         return PLAIN if is_plain else self.slot.source.made_of or self.slot.source
 
@@ -110,7 +110,7 @@ class Move:
         return tuple(source.entry for _, source in self.tensors)
 
     def parts(self) -> Iterator[tuple[StoredTensor, SourceTensor, tuple[range, ...]]]:
-        """Yield the part to read of each tensor, in the dimensions that its format prescribes."""
+        """Yield each tensor with the ranges to read, one per dimension of its format."""
         if not (self.is_dequantized or self.is_quantized):
             ((stored, source),) = self.tensors
             yield stored, source, self.slot.region
@@ -121,7 +121,7 @@ class Move:
 
     @property
     def read_region(self) -> Region:
-        """The part of a matrix to read for dequantization or quantization."""
+        """The part of a matrix that the loader reads to dequantize or quantize the rank's part."""
         source, shape = self.slot.source, self.slot.matrix_shape
         if source.made_of is None:
             return source.enclose(self.slot.matrix_region, shape)
@@ -130,15 +130,15 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read on this rank. A matrix to be quantized is read once for all its tensors."""
+        """Bytes that this rank reads. A matrix to quantize counts in the move of its values."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
 
     def split(self, num_bytes: int) -> Iterator[Self]:
-        """Split a plain copy into moves of at most `num_bytes` or one row each.
+        """Split this move into moves of at most `num_bytes`, or of one row if a row is larger.
 
-        The slots of the new moves replace this move's slot.
+        Only a tensor that is copied unchanged is split. Each new move has a slot for its rows.
         """
         rows = len(self.slot.region[0]) if self.slot.region else 0
         is_whole = self.is_dequantized or len(self.tensors) > 1
@@ -151,11 +151,11 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """All moves of one rank in reading order, and the skipped names by reason."""
+    """All moves of one rank in reading order, and the skipped tensors."""
 
     moves: list[Move]
-    skipped: Mapping[str, tuple[str, ...]]
-    num_tensors: int  # in the checkpoint, without skipped ones
+    skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
+    num_tensors: int  # tensors in the checkpoint, without skipped tensors
 
     @property
     def needed(self) -> list[Move]:
@@ -172,12 +172,12 @@ def plan_load(
 ) -> LoadPlan:
     """Plan how the safetensors files in `folder` fill the `slots` of a model of `spec`.
 
-    `layout` is the rank's (None: the only one). `progress` is called after each file. Errors:
-    `CheckpointError` naming files or tensors that are missing, unknown, surplus or duplicate, or
-    have a wrong shape or dtype.
+    `layout` describes the rank; None means a single rank. `progress` is called after each file.
+    Raises `CheckpointError` if files or tensors are missing, unknown, surplus or duplicate, or if
+    a tensor has another shape or dtype than the slot needs.
     """
-    # The plan allocates half a million long-lived objects, which each garbage collection would
-    # scan.
+    # Garbage collection is off, because it would scan the plan's half a million objects again and
+    # again.
     collects = gc.isenabled()
     gc.disable()
     layers = layout.layers(spec.num_layers) if layout and layout.pp > 1 else None
@@ -196,7 +196,7 @@ def plan_tensors(
     *,
     layers: range | None = None,
 ) -> LoadPlan:
-    """Plan as `plan_load` does, from entries. `layers`: those of this pipeline stage; None: all."""
+    """Plan as `plan_load` does, from `entries`. `layers` are those of this pipeline stage."""
     names, num_layers = import_names(spec), spec.num_layers
     places = _places(slots.values())
     if layers is not None:
@@ -234,7 +234,7 @@ Places = Mapping[str, tuple[WeightSlot, StoredTensor]]  # tensor name -> slot, s
 
 
 def _places(slots: Iterable[WeightSlot]) -> Places:
-    """Return all tensors that can fill the slots."""
+    """Return all tensors of a checkpoint that can fill the slots."""
     places: dict[str, tuple[WeightSlot, StoredTensor]] = {}
     for slot in slots:
         if slot.source.made_of is not None:
@@ -254,7 +254,7 @@ def _wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, St
     if slot.stored is not None or slot.source is PLAIN:
         return {slot.name: slot.stored or PLAIN.values}
     wanted = _tensors_of(slot, slot.source)
-    # Some configs do not list a module that is stored plain.
+    # Some quantization configs do not list a module although it is stored unquantized.
     source = found.get(slot.name)
     is_plain = source is not None and source.entry.dtype in PLAIN_DTYPES
     if is_plain and not any(name in found for name in wanted if name != slot.name):
@@ -265,7 +265,7 @@ def _wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, St
 def _of_stage(
     entries: Mapping[str, TensorEntry], places: Places, spec: ModelSpec, layers: range
 ) -> dict[str, TensorEntry]:
-    """Drop entries of other pipeline stages; those stages check them."""
+    """Return the entries without those of other pipeline stages, which check their own entries."""
     names, here = import_names(spec), {_module(name) for name in places}
     outer = {_module(weight.name) for weight in names.weights(spec)} - here
 
@@ -282,16 +282,20 @@ def _of_stage(
 def _find(
     entries: Mapping[str, TensorEntry], places: Places, names: WeightNames, *, num_layers: int
 ) -> tuple[dict[str, SourceTensor], dict[str, list[str]]]:
-    """Return the sources by place name (else by their own) and the skipped names."""
+    """Match entries with places.
+
+    Returns the sources by the name of their place, or by their own name if they have no place, and
+    the names of skipped tensors by reason.
+    """
     found: dict[str, SourceTensor] = {}
     skipped: dict[str, list[str]] = defaultdict(list)
 
     def add(name: str, source: SourceTensor) -> None:
         if name in found:
             raise CheckpointError(
-                f"tensors {found[name].entry.name} and {source.entry.name} are the same weight, "
+                f"tensors {found[name].entry.name} and {source.entry.name} both hold the weight "
                 f"{name}",
-                hint="keep one of the two spellings",
+                hint="delete one of the two tensors from the checkpoint",
             )
         found[name] = source
 
@@ -312,7 +316,7 @@ def _find(
 
 
 def _respell(placement: Placement, places: Places) -> Placement:
-    """Replace slots that do not exist by those of the other spelling of a scale."""
+    """Replace the name of a scale by its other spelling if only that one is a place."""
 
     def find(slot: str) -> str:
         other = other_scale(slot)
@@ -325,7 +329,7 @@ def _respell(placement: Placement, places: Places) -> Placement:
 def _windows(
     entry: TensorEntry, placement: Placement, places: Places
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Yield the slices of `entry` by place name. Errors: `CheckpointError` for its shape."""
+    """Yield the slices of `entry` by name of their place. Errors: `CheckpointError`."""
     names, stacked = placement.slots, "*" in placement.slots[0]
     if len(names) == 1 and not stacked:
         yield names[0], SourceTensor(entry, entry.shape)
@@ -340,7 +344,7 @@ def _windows(
     shapes, matrix = [_shape(*part) for part in known], None
     axis = known[0][1].axis(Axis.ROWS) if shapes[0] else None
     lead, inner = ((count,), entry.shape[1:]) if stacked else ((), entry.shape)
-    if known[0][1].role is Role.SHAPE:  # the shape of all of them together
+    if known[0][1].role is Role.SHAPE:  # the tensor holds the shape of the joined matrices
         sizes = [slot.matrix_shape for slot, _ in known]
         matrix = sum(rows for rows, _ in sizes), sizes[0][1]
         starts, joined = [(0,)] * len(sizes), shapes[0]
@@ -359,10 +363,10 @@ def _windows(
 def _join(
     shapes: list[tuple[int, ...]], axis: int | None, given: tuple[int, ...]
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Return where each tensor starts in the fused tensor, and the fused shape.
+    """Return the offsets of each tensor in the fused tensor, and the fused shape.
 
-    Tensors are joined along `axis`. A tensor without rows, such as one scale, is either shared by
-    all matrices or stored once per matrix.
+    Tensors are joined along `axis`. A tensor without rows (`axis` None), such as a single scale, is
+    either stored once for all matrices or once per matrix.
     """
     if axis is None:
         if len(shapes) == 1 or given != (len(shapes),):
@@ -376,7 +380,7 @@ def _join(
 
 
 def _tensors_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
-    """Return the tensors, in the format `held`, of the matrix of `slot`."""
+    """Return the tensors that hold the matrix of `slot` in the format `held`, by full name."""
     return {f"{_module(slot.name)}.{stored.name}": stored for stored in held.tensors}
 
 
@@ -384,18 +388,18 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- mismatches -----------------------------------------------------------------------------------
 
-_ONE = ((), (1,))
-_OTHER_MODEL = "config.json and the weights are not of the same model"
+_ONE = ((), (1,))  # two shapes of a single number
+_OTHER_MODEL = "config.json and the weights belong to different models"
 _OTHER_CONFIG = "config.json has no quantization_config for this module"
-_INCOMPLETE = "the checkpoint is incomplete, or its quantization config is that of another one"
+_INCOMPLETE = "the checkpoint is incomplete, or its quantization config belongs to another one"
 _LOST_EXPERTS = (
-    "only experts are missing: the tool that wrote the checkpoint left them out; write it again "
-    "with a version that supports the model"
+    "only experts are missing, so the tool that wrote the checkpoint left them out; write the "
+    "checkpoint again with a version of the tool that supports the model"
 )
 _UNLISTED = (
-    "modules that are stored plain must be listed in the checkpoint's quantization config "
+    "the checkpoint's quantization config must list unquantized modules "
     "(modules_to_not_convert, ignore)"
 )
 
@@ -405,7 +409,7 @@ class _Problems:
     """Mismatches of a checkpoint and a model. Single writer: `plan_tensors`."""
 
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
-    missing: dict[str, None] = field(default_factory=dict)  # names, in order
+    missing: dict[str, None] = field(default_factory=dict)  # tensor names, in order
     unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # place name -> source
     lost_files: str | None = None
 
@@ -434,7 +438,7 @@ class _Problems:
             unknown = list(dict.fromkeys(self.unknown[name].entry.name for name in rest))
             texts.append(_count(unknown, "are not part of this model"))
             if any(_module(name) + ".weight" in slots for name in rest):
-                hints.append("config.json says that these modules are stored plain")
+                hints.append("config.json states that these modules are not quantized")
         if self.missing:
             texts.append(_count(list(self.missing), "are missing from the checkpoint"))
             if not texts[1:] and all(".experts." in name for name in self.missing):
@@ -442,23 +446,23 @@ class _Problems:
         if texts:
             hint = next(iter(hints), _OTHER_MODEL)
             if is_empty:
-                hint = "the weights are of another model than config.json"
+                hint = "config.json describes another model than the weights"
             if self.lost_files and (self.missing or hint == _INCOMPLETE):
                 hint = f"{self.lost_files}: finish the download"
             raise CheckpointError("; ".join(texts), hint=hint)
 
     def _layers(self, surplus: list[str], names: WeightNames, num_layers: int) -> str:
-        """Describe tensors of layers that config.json does not have."""
-        layers = {names.layer_of(name) or 0 for name in surplus}
+        """Describe tensors of layers from `num_layers` on, which config.json does not have."""
+        last = max(names.layer_of(name) or 0 for name in surplus)
         return (
-            f"num_hidden_layers in config.json is {num_layers}; the checkpoint has {len(layers)} "
-            f"more, up to layer {max(layers)} ({len(surplus)} tensors, first "
+            f"num_hidden_layers in config.json is {num_layers}, but the checkpoint has "
+            f"{len(surplus)} tensors of layers after that, up to layer {last} (first: "
             f"{self.unknown[surplus[0]].entry.name})"
         )
 
 
 def _count(names: list[str], what: str) -> str:
-    """Format names as in "3 tensors are missing: a, b, c"."""
+    """Format a message such as "3 tensors are missing: a, b, c"."""
     if len(names) > 1:
         return f"{len(names)} tensors {what}: {list_first(names)}"
     return f"1 tensor {what}: {names[0]}".replace(" are ", " is ", 1).replace(" do ", " does ", 1)
@@ -489,7 +493,6 @@ def _check_tensor(
 
 
 def _shape(slot: WeightSlot, stored: StoredTensor) -> tuple[int, ...]:
-    """Return the shape of a stored tensor that fills `slot`."""
     if slot.source.is_online:
         return stored.shape(slot.matrix_shape)
     is_whole = slot.stored is not None or stored is PLAIN.values
@@ -497,7 +500,7 @@ def _shape(slot: WeightSlot, stored: StoredTensor) -> tuple[int, ...]:
 
 
 def _same_shape(given: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Compare shapes; a single number is [] or [1]."""
+    """Return whether the shapes are equal. The shapes [] and [1] count as equal."""
     return given == expected or (given in _ONE and expected in _ONE)
 
 

@@ -1,8 +1,8 @@
 """QuaRot: checkpoints with a rotated residual stream, h' = h Q with Q orthogonal [hidden, hidden].
 
-The rotation is folded into all weights, so the model itself needs no change. A draft that was
-trained on the unrotated residual stream applies Q^T to its inputs: the streams, and rows of a
-shared embedding (`models/eagle3/model.py`).
+All weights of the checkpoint include the rotation, so the model needs no change. A draft model that
+was trained on the unrotated residual stream multiplies its inputs, which are residual streams and
+rows of a shared embedding, by Q^T (`models/eagle3/model.py`).
 """
 
 from pathlib import Path
@@ -16,13 +16,13 @@ from negamax.config.json_file import check_regular, read_json_object
 from negamax.config.quantization import rotation_file
 
 _NAME = "global_rotation"
-_TOLERANCE = 1e-2  # error of Q Q^T if Q is stored in 16 bits
+_TOLERANCE = 1e-2  # allowed error of Q Q^T, for a Q in 16 bits
 
 
 def read_rotation(folder: Path) -> Tensor | None:
     """Return Q [hidden, hidden] fp32, or None if the checkpoint in `folder` is not rotated.
 
-    Errors: `CheckpointError` for a file that is missing or holds no rotation.
+    Raises `CheckpointError` if the file is missing, or if its matrix is not orthogonal.
     """
     name = rotation_file(read_json_object(folder / "config.json"), folder)
     if name is None:
@@ -40,5 +40,8 @@ def read_rotation(folder: Path) -> Tensor | None:
     if not is_square or not torch.allclose(
         rotation @ rotation.T, torch.eye(len(rotation)), atol=_TOLERANCE
     ):
-        raise CheckpointError(f"{path}: {_NAME} {list(rotation.shape)} is no rotation")
+        raise CheckpointError(
+            f"{path}: {_NAME} {list(rotation.shape)} is not a square orthogonal matrix",
+            hint="download the file again",
+        )
     return rotation

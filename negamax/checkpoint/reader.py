@@ -1,7 +1,7 @@
 """Reader of safetensors checkpoints: find tensors, check file headers, read data.
 
-The shard count in file names is not trusted: MiniMax-M2's files say "of 130", and there are 125.
-The index names the files; without an index, the folder does.
+The index lists the files. Without an index, all files of the folder are read. The number of files
+in their names is not trusted: MiniMax-M2 has 125 files with names that end in "of-00130".
 """
 
 import json
@@ -29,9 +29,9 @@ from negamax.parallel.layout import ParallelLayout
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100 * 10**6  # limit of the format
-MAX_DIMENSIONS = 64  # of PyTorch's tensors
-MAX_NAME_CHARS = 1024  # messages show names
+MAX_HEADER_BYTES = 100 * 10**6  # limit of the safetensors format
+MAX_DIMENSIONS = 64  # limit of PyTorch
+MAX_NAME_CHARS = 1024  # names are shown in messages
 
 _SHARD_OF = re.compile(r"-of-(\d+)\.safetensors$")
 _ITEM_BYTES = {
@@ -52,24 +52,25 @@ _TORCH_NAMES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()} | {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor as described by its file's header."""
+    """One tensor, as the header of its file describes it."""
 
     name: str
     file: Path
-    dtype: str  # as safetensors spells it: BF16, F16, F32, F8_E4M3, ...
+    dtype: str  # name in safetensors: BF16, F16, F32, F8_E4M3, ...
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     num_bytes: int
-    part: tuple[range, ...] | None = None  # the part of `shape` in the file; None: all
+    # the part of the tensor that the file holds, one range per dimension; None: the whole tensor
+    part: tuple[range, ...] | None = None
 
     @property
     def held(self) -> tuple[int, ...]:
         return self.shape if self.part is None else tuple(map(len, self.part))
 
     def translate(self, region: tuple[range, ...] | None) -> tuple[range, ...] | None:
-        """Translate `region` of the tensor (None: all) into ranges of the file's part.
+        """Translate `region` of the tensor (None: all) into ranges within the file's part.
 
-        Errors: `CheckpointError` if the file does not hold it.
+        Raises `CheckpointError` if the file does not hold the whole region.
         """
         if self.part is None:
             return region
@@ -77,7 +78,7 @@ class TensorEntry:
         for want, held in zip(wanted, self.part, strict=True):
             if want and not held.start <= want.start < want.stop <= held.stop:
                 raise CheckpointError(
-                    f"{self.file} holds {_span(held)} of {self.name}, and {_span(want)} are needed",
+                    f"{self.file} holds {_span(held)} of {self.name}; {_span(want)} is needed",
                     hint="convert the checkpoint again, for this number of ranks",
                 )
         return tuple(
@@ -94,25 +95,25 @@ def _span(part: range) -> str:
 class Span:
     """The contiguous bytes of a file that contain a part of a tensor, and the part's place in them.
 
-    In the outermost dimension that the part narrows, only its range is read; inner dimensions are
-    read in full.
+    The bytes contain only the part's range of the outermost dimension that has more than one index,
+    and inner dimensions in full.
     """
 
     file: Path
     start: int
     num_bytes: int
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the tensor in the bytes
-    part: tuple[slice, ...]
+    shape: tuple[int, ...]  # shape of the tensor in these bytes
+    part: tuple[slice, ...]  # the part within `shape`
 
     @staticmethod
     def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> "Span":
-        """Compute the span of `region` of `entry`: one range per dimension, None: all."""
+        """Compute the span of `region` of `entry`: one range per dimension, or None for all."""
         region, shape = entry.translate(region), entry.held
         dtype = getattr(torch, _TORCH_NAMES[entry.dtype])
         if region is None or not entry.num_bytes or tuple(map(len, region)) == shape:
             return Span(entry.file, entry.offset, entry.num_bytes, dtype, shape, ())
-        # Dimensions before this one have one index each.
+        # In all dimensions before `cut` the region has one index.
         cut = next((n for n, part in enumerate(region) if len(part) != 1), len(shape) - 1)
         inner = shape[cut + 1 :]
         first = 0
@@ -132,7 +133,7 @@ class Span:
         )
 
     def view(self, data: Tensor) -> Tensor:
-        """Return the part as a view of `data` ([bytes] uint8), read from byte `start`."""
+        """Return the part as a view of `data` ([bytes] uint8), the bytes of the span."""
         data = data[: self.num_bytes]
         if data.storage_offset() % self.dtype.itemsize:
             data = data.clone()
@@ -141,11 +142,11 @@ class Span:
 
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"]):
-    """Reads files from any thread. Each thread keeps one file open."""
+    """Reads files of a checkpoint from any thread. Each thread keeps one file open."""
 
     def __init__(self) -> None:
         self._thread = threading.local()
-        self._handles: set[FileIO] = set()  # files of all threads
+        self._handles: set[FileIO] = set()  # open files of all threads
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
@@ -154,7 +155,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
     def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
         """Return the data of `entry` or of its part `region` (one range per dimension), on the CPU.
 
-        Errors: `CheckpointError` if the file cannot be read.
+        Raises `CheckpointError` if the file cannot be read.
         """
         span = Span.of(entry, region)
         data = torch.empty(span.num_bytes, dtype=torch.uint8)
@@ -164,20 +165,15 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
     def read_into(self, data: Tensor, file: Path, start: int) -> None:
         """Fill `data` ([bytes] uint8, on the CPU) from byte `start` of `file`.
 
-        Errors: `CheckpointError` if the file cannot be read.
+        Raises `CheckpointError` if the file cannot be read.
         """
-        view, done = memoryview(data.numpy()), 0
         try:
-            handle = self._open(file)
-            while done < len(view):
-                count = os.preadv(handle.fileno(), [view[done:]], start + done)
-                if not count:
-                    raise EOFError(f"it ends at byte {start + done}")
-                done += count
-        except EOFError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}", hint=_AGAIN) from error
+            done = read_bytes(data, self._open(file).fileno(), start)
         except OSError as error:
             raise CheckpointError.of_file(file, error) from error
+        if done < len(data):
+            message = f"{file} cannot be read: the file ends at byte {start + done}"
+            raise CheckpointError(message, hint=_AGAIN)
 
     def _open(self, file: Path) -> FileIO:
         if getattr(self._thread, "file", None) != file:
@@ -191,14 +187,25 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         return opened
 
 
+def read_bytes(data: Tensor, fd: int, start: int) -> int:
+    """Fill `data` ([bytes] uint8, on the CPU) from byte `start` of an open file.
+
+    Returns the number of bytes read, which is smaller than `data` if the file ends before.
+    """
+    view, done = memoryview(data.numpy()), 0
+    while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
+        done += count
+    return done
+
+
 def read_entries(
     folder: Path, layout: ParallelLayout | None = None, *, progress: ShowProgress | None = None
 ) -> dict[str, TensorEntry]:
-    """Return the tensors in `folder` by name. Every header is checked; no data is read.
+    """Return the tensors in `folder` by name. Every file header is read and checked.
 
-    Of a checkpoint that is split for ranks, only the tensors of the rank `layout` are read (None:
-    the only one). `progress` is called after each file. Errors: `CheckpointError` for a missing
-    folder, index, file or tensor, and for truncated or malformed files.
+    If the checkpoint is split for ranks, the tensors of the rank `layout` are returned. `progress`
+    is called after each file. Raises `CheckpointError` for a missing folder, index, file or tensor,
+    and for truncated or malformed files.
     """
     files, index = _find_files(folder, layout or ParallelLayout())
     entries: dict[str, TensorEntry] = {}
@@ -219,7 +226,7 @@ def read_entries(
 
 
 def read_header(file: Path) -> list[TensorEntry]:
-    """Return the tensors in the header of `file`. Errors: `CheckpointError` if it is malformed."""
+    """Return the tensors in `file`. Raises `CheckpointError` if the header or size is invalid."""
     check_regular(file)
     try:
         size = file.stat().st_size
@@ -231,7 +238,8 @@ def read_header(file: Path) -> list[TensorEntry]:
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(
-                    f"{file} is not a safetensors file, or truncated: {size} bytes", hint=_AGAIN
+                    f"{file} is truncated or not a safetensors file; it has {size} bytes",
+                    hint=_AGAIN,
                 )
             header = json.loads(stream.read(header_bytes), object_pairs_hook=_no_duplicates)
         parts = json.loads((header.pop("__metadata__", None) or {}).get(PARTS_KEY, "{}"))
@@ -242,21 +250,19 @@ def read_header(file: Path) -> list[TensorEntry]:
     except OSError as error:
         raise CheckpointError.of_file(file, error) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} has a header that cannot be read: {error!r}", hint=_AGAIN
-        ) from error
+        raise CheckpointError(f"{file} has a malformed header: {error!r}", hint=_AGAIN) from error
     end = begin = 8 + header_bytes
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset != end:
             raise CheckpointError(
-                f"{file} has a header in which {entry.name} begins at byte {entry.offset - begin} "
-                f"of the data and the tensor before it ends at {end - begin}",
+                f"{file} has a malformed header: {entry.name} begins at byte "
+                f"{entry.offset - begin} of the data; expected: {end - begin}",
                 hint=_AGAIN,
             )
         end += entry.num_bytes
     if size != end:
         raise CheckpointError(
-            f"{file} has {size} bytes and its header describes {end}: truncated or damaged",
+            f"{file} is truncated or damaged: it has {size} bytes and its header describes {end}",
             hint=_AGAIN,
         )
     return entries
@@ -266,7 +272,7 @@ _AGAIN = "download the file again"
 
 
 def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[str, str] | None]:
-    """Return the weight files and, if there is an index, its map of tensor name to file name."""
+    """Return the weight files, and the map from tensor name to file name if there is an index."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder", hint="give the folder of a Hugging Face checkpoint"
@@ -275,7 +281,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
     if is_split(folder):
         check_split(folder, layout)
         index_path = folder / RANK_INDEX_NAME.format(layout.rank)
-    elif not index_path.exists():  # ModelSlim uses another name
+    elif not index_path.exists():  # ModelSlim names the index differently
         index_path = next(folder.glob("quant_model_weight*.index.json"), index_path)
     if index_path.exists():
         index = read_json_object(index_path).get("weight_map")
@@ -293,16 +299,16 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         if outside:
             raise CheckpointError(
                 f"{index_path} names a file of another folder: {outside[0]!r}",
-                hint="weights are read from files beside the index alone",
+                hint="move all weight files into the folder of the index",
             )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
-                f"{index_path} names {len(names)} files of which {len(missing)} are missing: "
+                f"{index_path} names {len(names)} files, of which {len(missing)} cannot be found: "
                 f"{list_first(missing)}",
                 hint="finish the download",
             )
-        # The folder may hold other files, but no shards of the same set that the index omits.
+        # A file with the same "-of-N" ending that the index omits means that the index is stale.
         ends = {match[0] for match in map(_SHARD_OF.search, names) if match}
         forgotten = sorted(
             path.name
@@ -311,8 +317,8 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         )
         if forgotten:
             raise CheckpointError(
-                f"{index_path} names {len(names)} files; of the same set there are "
-                f"{len(forgotten)} more: {list_first(forgotten)}",
+                f"{index_path} names {len(names)} files and omits files of the same set: "
+                f"{list_first(forgotten)}",
                 hint="download the index again",
             )
         return [folder / name for name in names], index
@@ -328,9 +334,9 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         )
         hint = "finish the download, or use --load-format synthetic"
         if any(name.endswith(".safetensors") for name in found):
-            hint = f"copy {INDEX_NAME} of these files here, or give them such names"
+            hint = f"copy {INDEX_NAME} of these files here, or rename the files"
         elif found:
-            hint = "only safetensors weights are read"
+            hint = "use a checkpoint in safetensors; other formats are not supported"
         raise CheckpointError(
             f"{folder} has no model.safetensors, no {INDEX_NAME} and no model-*.safetensors"
             + (f"; it has {list_first(found)}" if found else ""),
@@ -375,22 +381,22 @@ def _entry(
     *,
     begin: int,
 ) -> TensorEntry:
-    """Parse one header item.
+    """Parse one item of a header. The file's data begins at byte `begin`.
 
-    `whole` is the shape of the tensor if the file holds only a part of it, which starts at
-    `start_in`; `begin` is where the file's data begins.
+    If the file holds only a part of the tensor, `whole` is the shape of the tensor and `start_in`
+    the offset of the part in each dimension.
     """
-    if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # messages show it
-        raise ValueError(f"the name of a tensor is {name[:200]!a}")
+    if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # names are shown in messages
+        raise ValueError(f"a tensor name is too long or not printable: {name[:200]!a}")
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     for found in (shape, whole or ()):
         if len(found) > MAX_DIMENSIONS:
-            raise ValueError(f"{name} has {len(found)} dimensions; allowed: {MAX_DIMENSIONS}")
+            raise ValueError(f"{name} has {len(found)} dimensions; at most {MAX_DIMENSIONS}")
     if (
         not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, start, end))
         or end < start
     ):
-        raise ValueError(f"{name} has shape {list(shape)} at bytes {start} to {end}")
+        raise ValueError(f"{name} has invalid shape {list(shape)} or bytes {start} to {end}")
     if dtype in _ITEM_BYTES and end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
         raise ValueError(
             f"{name} of shape {list(shape)} and dtype {dtype} cannot have {end - start} bytes"
@@ -399,23 +405,23 @@ def _entry(
     if whole is not None:
         part = tuple(range(at, at + size) for at, size in zip(start_in, shape, strict=True))
         if any(p.stop > size for p, size in zip(part, whole, strict=True)):
-            raise ValueError(f"{name} of shape {list(whole)} has no part {list(map(_span, part))}")
+            raise ValueError(f"part {list(map(_span, part))} is outside {name} {list(whole)}")
         shape = tuple(whole)
     return TensorEntry(name, file, str(dtype), shape, begin + start, end - start, part)
 
 
 def describe_lost_files(files: Iterable[Path]) -> str | None:
-    """Return how many files of the set exist if their names promise more; None if all do.
+    """Return a message if there are fewer files than their names state ("-of-N"), else None.
 
-    Some published sets were never complete by their names.
+    Some complete checkpoints have fewer files too.
     """
     names = {file.name for file in files}
     sizes = {int(match[1]) for match in map(_SHARD_OF.search, names) if match}
     if len(sizes) != 1 or len(names) >= max(sizes):
         return None
-    return f"there are {len(names)} of the {max(sizes)} files in their names"
+    return f"files are missing: there are {len(names)}, but names end in -of-{max(sizes):05}"
 
 
 def list_first(names: list[str]) -> str:
-    """Return the first ten of `names` and the number of the others."""
+    """Return the first ten of `names`, and how many more there are, as text."""
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -1,6 +1,6 @@
-"""Checkpoints that `negamax convert --tensor-parallel-size` split for ranks. Imports no torch.
+"""Checkpoints that `negamax convert --tensor-parallel-size` split for ranks.
 
-Each rank has an index and files of its own.
+Each rank has its own index and files. This module does not import torch.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from negamax.config.json_file import read_json_object
 from negamax.parallel.layout import ParallelLayout
 
 RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
-# Keys in a file's header, for tensors stored in part: the whole shape, and the part's offset.
+# Key in a file's header for the whole shape and the offset of each tensor that is stored in part.
 PARTS_KEY = "negamax_parts"
 _MAX_RANKS = 1024
 
@@ -20,9 +20,9 @@ def is_split(folder: Path) -> bool:
 
 
 def read_ranks(folder: Path) -> list[ParallelLayout]:
-    """Return the ranks that a checkpoint is split for; none if it is whole.
+    """Return the ranks that a checkpoint is split for. The list is empty if it is not split.
 
-    Errors: `CheckpointError` if its index does not name the split.
+    Raises `CheckpointError` if the index does not give the sizes of the split.
     """
     if not is_split(folder):
         return []
@@ -32,40 +32,40 @@ def read_ranks(folder: Path) -> list[ParallelLayout]:
     tp, ep = sizes.get("tensor_parallel_size"), sizes.get("expert_parallel_size")
     if type(tp) is not int or type(ep) is not int or not 1 <= ep <= tp <= _MAX_RANKS or tp % ep:
         raise CheckpointError(
-            f"{path} has the metadata {said!r}, which do not give the sizes of the split",
+            f"{path} has the metadata {said!r}; they must give the sizes of the split",
             hint="convert the checkpoint again",
         )
     return [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]
 
 
 def check_split(folder: Path, layout: ParallelLayout) -> None:
-    """Check that the files are split for `layout` and hold its part. Errors: `CheckpointError`."""
+    """Check that the folder is split for `layout` and has its files. Errors: `CheckpointError`."""
     ranks = read_ranks(folder)
     if layout not in ranks:
-        original = "leave it out, or use the checkpoint that it was made from"
+        original = "leave the option out, or use the checkpoint that this one was made from"
         for value, difference in (
             (layout.redundant_experts,
-             "ranks without redundant experts; num_redundant_experts of --eplb-config is "
+             "ranks without redundant experts, but num_redundant_experts of --eplb-config is "
              f"{layout.redundant_experts}"),
             (layout.expert_placement,
-             "experts in index order; --init-expert-location changes the order"),
+             "experts in index order, but --init-expert-location changes the order"),
             (layout.dcp > 1,
-             "ranks that hold only their own query heads; --decode-context-parallel-size is "
+             "ranks that hold only their own query heads, but --decode-context-parallel-size is "
              f"{layout.dcp}"),
         ):  # fmt: skip
             if value:
                 raise CheckpointError(f"{folder} is split for {difference}", hint=original)
         tp, ep = ranks[0].tp, ranks[0].ep
         raise CheckpointError(
-            f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; here "
-            f"are {layout.world_size} ranks, --tensor-parallel-size {layout.tp}, "
+            f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; you "
+            f"start {layout.world_size} ranks with --tensor-parallel-size {layout.tp}, "
             f"--expert-parallel-size {layout.ep}",
-            hint="start with the sizes that it is split for, use the checkpoint that it was made "
-            "from, or join it again with `negamax convert`",
+            hint="start with the sizes of the split, use the checkpoint before the split, or join "
+            "the split one with `negamax convert`",
         )
     name = RANK_INDEX_NAME.format(layout.rank)
     if not (folder / name).exists():
         raise CheckpointError(
-            f"{folder} is split for {len(ranks)} ranks and has no {name}",
+            f"{folder} is split for {len(ranks)} ranks, but {name} is missing",
             hint="copy the files of all ranks",
         )

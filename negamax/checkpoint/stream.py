@@ -1,11 +1,11 @@
 """Parallel reading of a rank's weights in large pieces.
 
-Parts that are adjacent in a file are read as one piece, so disks and networks get requests of
-megabytes in file order. Several pieces are in flight, each in a reused buffer; buffers for a GPU
-are pinned memory. The same threads dequantize matrices.
+Adjacent parts of a file are read as one piece, so disks and networks get requests of megabytes in
+file order. Threads read several pieces at a time into reused buffers, which are in pinned memory if
+the weights go to a GPU. The same threads dequantize matrices.
 
-Host memory: BUFFERS pieces, the matrices that THREADS threads dequantize and the scales of a layer,
-together 1 GiB for MiniMax-M2, plus the page cache.
+The loader needs host memory for BUFFERS pieces, for the matrices that THREADS threads dequantize,
+and for the scales of a layer. MiniMax-M2 needs 1 GiB, plus the page cache.
 """
 
 from collections import deque
@@ -29,22 +29,22 @@ from negamax.kernels.quantize.stored import dequantize, encode
 THREADS = 8
 BUFFERS = 16
 PIECE_BYTES = 32 * 2**20
-GAP_BYTES = 256 * 2**10  # gaps up to this size are read, not skipped
-_ALIGNMENT = 64  # alignment of a piece in its buffer, as in its file
+GAP_BYTES = 256 * 2**10  # one request spans a gap between parts of up to this size
+_ALIGNMENT = 64  # a piece's address in its buffer and its offset in the file are equal modulo this
 
 
 class Part(NamedTuple):
-    """A rank's part of a matrix, its broken scales, and its plain values if quantized.
+    """A rank's part of a tensor, and results of checks.
 
-    `zeros`: the bytes of its values are all 0 in the file. `change`: mean square of what a stored
-    matrix changed by its conversion to another quantized format, over its mean square.
+    `change` is set if a quantized matrix was converted to another quantized format: the sum of
+    squares of the change, divided by the sum of squares of the matrix.
     """
 
     move: Move
     tensor: Tensor
     broken: list[BrokenScale]
-    zeros: bool
-    plain: Tensor | None = None
+    zeros: bool  # all bytes of the part's values are 0 in the file
+    plain: Tensor | None = None  # unquantized values, if the loader quantized the part
     change: Tensor | None = None  # [] fp32
 
 
@@ -53,9 +53,9 @@ GiveParts = Callable[[], Sequence[Part]]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The part of one tensor for a move, or for all moves of a matrix that is quantized."""
+    """The part of a tensor that a move needs. All moves of a matrix to quantize share the part."""
 
-    moves: list[int]
+    moves: list[int]  # indices of moves
     stored: StoredTensor
     source: SourceTensor
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class _Wanted:
 
 
 class _Found(NamedTuple):
-    """Return the tensor, and its fault if it is a broken scale."""
+    """A part that was read, with the results of checks."""
 
     wanted: _Wanted
     tensor: Tensor
@@ -73,7 +73,7 @@ class _Found(NamedTuple):
 
 @dataclass(slots=True)
 class _Piece:
-    """Bytes that are read in one request."""
+    """Bytes `start` to `stop` of a file, which one request reads, and the parts in these bytes."""
 
     wanted: list[_Wanted] = field(default_factory=list)
     start: int = 0
@@ -84,7 +84,7 @@ class _Piece:
         return self.stop - self.start
 
     def takes(self, span: Span) -> bool:
-        """Return whether `span` follows closely enough."""
+        """Return whether `span` is near enough in the same file to be read in the same request."""
         return (
             self.wanted[0].span.file == span.file
             and self.start <= span.start <= self.stop + GAP_BYTES
@@ -99,17 +99,17 @@ class _Piece:
 
 
 def read_parts(reader: CheckpointReader, moves: Sequence[Move], *, pinned: bool) -> Iterator[Part]:
-    """Yield the parts of all `moves`, layer by layer.
+    """Yield the parts of all `moves`, layer by layer, in pinned memory if `pinned` is set.
 
-    With `pinned`, they are in pinned memory. A part is valid for work enqueued on the current
-    stream before the next part is requested. Errors: `CheckpointError` for unreadable files.
+    The memory of a part is reused: enqueue copies of the part on the current stream before you
+    request the next part. Raises `CheckpointError` for unreadable files.
     """
     with ThreadPoolExecutor(THREADS, "negamax-load") as pool:
         yield from _Stream(reader, moves, pool, pinned=pinned).run()
 
 
 class _Stream:
-    """The pieces in flight. Single writer: the thread that iterates."""
+    """Pieces that threads read and convert. Single writer: the thread that iterates over `run`."""
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class _Stream:
         self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._reads: deque[tuple[_Piece, Tensor, Future[list[_Found]]]] = deque()
         self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
-        # Matrices to dequantize or quantize: tensors that were read, and the number still missing.
+        # index of a move to dequantize or quantize -> its parts that were read so far
         self._there: dict[int, list[_Found]] = {}
-        self._missing = [sum(1 for _ in move.parts()) for move in moves]
+        self._needed = [sum(1 for _ in move.parts()) for move in moves]  # parts of each move
 
     def run(self) -> Iterator[Part]:
         for piece in self._pieces:
@@ -140,7 +140,7 @@ class _Stream:
             yield from self._advance()
 
     def _advance(self) -> Iterator[Part]:
-        """Yield the parts of the next finished piece."""
+        """Convert the oldest read piece, or yield the parts of the oldest converted piece."""
         if self._reads and len(self._made) < BUFFERS // 2:
             _, buffer, read = self._reads.popleft()
             self._made.append((buffer, self._make(read.result())))
@@ -164,14 +164,14 @@ class _Stream:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     def _read(self, piece: _Piece, buffer: Tensor) -> list[_Found]:
-        """Read the tensors of `piece`. Runs in a thread."""
+        """Read the parts of `piece`. This method runs in a thread of the pool."""
         shift = piece.start % _ALIGNMENT
         data = buffer[shift : shift + piece.num_bytes]
         self._reader.read_into(data, piece.wanted[0].span.file, piece.start)
         return [self._find(wanted, data, piece.start) for wanted in piece.wanted]
 
     def _find(self, wanted: _Wanted, data: Tensor, start: int) -> _Found:
-        """Return one tensor of `data`, whose first byte is at `start` of the file."""
+        """Return one part from `data`, whose first byte is byte `start` of the file."""
         move, entry = self._moves[wanted.moves[0]], wanted.source.entry
         tensor = wanted.span.view(data[wanted.span.start - start :])
         if not tensor.is_contiguous():
@@ -183,7 +183,7 @@ class _Stream:
         return _Found(wanted, tensor, broken, role is Role.VALUES and is_zero(tensor))
 
     def _make(self, found: list[_Found]) -> list[GiveParts]:
-        """Yield the parts that these tensors complete."""
+        """Return functions that return the parts which `found` completes."""
         parts: list[GiveParts] = []
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]
@@ -193,16 +193,16 @@ class _Stream:
             number = one.wanted.moves[0]
             there = self._there.setdefault(number, [])
             there.append(one)
-            if len(there) < self._missing[number]:
+            if len(there) < self._needed[number]:
                 continue
             del self._there[number]
             if moves[0].is_quantized:
                 make = partial(_quantize, moves, there)
-                # The GPU runs copies in the order of the current stream.
+                # For a GPU, this thread quantizes, so that all work is in the order of its stream.
                 parts.append(make if self._pinned else self._pool.submit(make).result)
             else:
                 parts.append(self._pool.submit(self._dequantize, moves[0], there).result)
-        for one in found:  # the buffer is reused
+        for one in found:  # copy parts of incomplete matrices, because the buffer will be reused
             there = self._there.get(one.wanted.moves[0], [])
             for place, other in enumerate(there):
                 if other.wanted is one.wanted:
@@ -210,20 +210,20 @@ class _Stream:
         return parts
 
     def _dequantize(self, move: Move, there: list[_Found]) -> list[Part]:
-        """Dequantize or quantize a matrix. Runs in a thread."""
+        """Dequantize a matrix. This method runs in a thread of the pool."""
         plain = dequantize(move.slot.source, _kept(move, there))
         part = self._held(_within(plain, move.slot.region, move.read_region))
         return [Part(move, part, _broken(there), _has_zeros(there))]
 
     def _held(self, part: Tensor) -> Tensor:
-        """Return `part`, copied to pinned memory if it is for a GPU."""
+        """Return `part`, or a copy of it in pinned memory if the weights go to a GPU."""
         if not self._pinned:
             return part
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
 
 
 def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
-    """Return the tensors that a matrix depends on. Errors: those of `check_entries`."""
+    """Check the tensors of a matrix with `check_entries`, and return those that its values need."""
     tensors = {}
     for wanted, tensor, *_ in there:
         stored, part = wanted.stored, wanted.stored.part(move.read_region)
@@ -242,7 +242,7 @@ def _has_zeros(there: Sequence[_Found]) -> bool:
 
 
 def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
-    """Yield the parts of all tensors that a matrix is quantized to."""
+    """Quantize a matrix, and return a part for each resulting tensor."""
     source, device = moves[0].slot.source, moves[0].slot.device
     assert source.made_of is not None
     tensors = {name: tensor.to(device) for name, tensor in _kept(moves[0], there).items()}
@@ -276,7 +276,7 @@ def _is_copied(move: Move) -> bool:
 
 
 def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
-    """Return the part `part` of a tensor; `found` holds its range `whole`."""
+    """Return the ranges `part` of a tensor from `found`, which holds the ranges `whole`."""
     places = (
         slice(wanted.start - outer.start, wanted.stop - outer.start)
         for wanted, outer in zip(part, whole, strict=True)
@@ -287,8 +287,8 @@ def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) ->
 def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
     """Yield the pieces to read, in order.
 
-    In each layer, the small tensors of matrices to dequantize come first, since they wait in memory
-    for their values.
+    In each layer, the scales of matrices to dequantize come first, because scales are small and can
+    wait in memory until the values arrive.
     """
     wanted: list[tuple[tuple[int, bool, str, int], _Wanted]] = []
     quantized: dict[tuple[SourceTensor, tuple[range, ...]], _Wanted] = {}

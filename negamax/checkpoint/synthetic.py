@@ -1,10 +1,10 @@
-"""Synthetic weights: a model of any size without a checkpoint.
+"""Synthetic weights: random weights for a model of any size, without a checkpoint.
 
-A model's family defines how a tensor is drawn (`models/<family>/init.py`). The experts' tensors of
-one layer and kind are drawn together, a few hundred MB at a time; every other tensor is drawn
-alone. A draw depends only on the seed and its purpose and is made in full before a rank takes its
-part. Every tensor-parallel degree therefore gets the same model. CPU and GPU have different
-generators, so their models differ.
+A model's family defines the distribution of each tensor (`models/<family>/init.py`). All experts of
+a layer are drawn together, a few hundred MB at a time; every other tensor is drawn alone. A draw
+depends only on the seed and the tensor's name. A rank draws whole tensors and keeps its part, so
+the model is the same for every tensor-parallel size. The generators of CPU and GPU differ, so their
+models differ too.
 """
 
 import hashlib
@@ -27,11 +27,10 @@ from negamax.layers.weights import WeightSlot
 from negamax.models.family import Initializer
 from negamax.models.registry import import_init
 
-# E4M3 values in blocks reach up to 448; scales are relative to the mean scale.
-# `weight_only/draw.py` draws the other formats.
-VALUE_STD = 90.0
-SCALE_SPREAD = 0.1
-# Elements drawn at a time. The values depend on it: each draw is one run of the generator.
+# For E4M3 with scales per block; `weight_only/draw.py` draws the other formats.
+VALUE_STD = 90.0  # standard deviation of E4M3 values, which end at 448
+SCALE_SPREAD = 0.1  # standard deviation of scales, relative to their mean
+# Elements per draw. Another number gives other weights, because each draw seeds the generator.
 DRAW_ELEMENTS = 2**27
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -45,10 +44,10 @@ def fill_synthetic(
     device: torch.device | None = None,
     progress: ShowProgress | None = None,
 ) -> None:
-    """Fill the `weight_slots` that this rank needs, drawn on `device` (None: the CPU).
+    """Fill the `weight_slots` that this rank needs with weights drawn on `device` (None: the CPU).
 
-    The caller packs the model. `progress` is called after each draw with the elements drawn and the
-    total.
+    The caller packs the model afterwards. `progress` is called after each draw with the number of
+    elements drawn so far and the total.
     """
     wanted = [
         draw for draw in _draws(weight_slots.values()) if any(slot.needed for slot in draw[2])
@@ -75,7 +74,7 @@ def fill_synthetic(
 
 
 def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:
-    """Yield draws: a name common to the slots, the draw's number for that name, the slots."""
+    """Yield draws: the name that the slots have in common, the draw's number, the slots."""
     groups: dict[str, list[WeightSlot]] = {}
     for slot in slots:
         if not slot.optional:
@@ -94,7 +93,7 @@ def _plain(slots: Sequence[WeightSlot], init: Initializer, *, generator: torch.G
 def _stored(
     slots: Sequence[WeightSlot], stored: StoredTensor, *, std: float, generator: torch.Generator
 ) -> Tensor:
-    """Draw one tensor of matrices whose elements have the standard deviation `std`."""
+    """Draw the stored tensor of several matrices with elements of standard deviation `std`."""
     source = slots[0].source
     if stored.known is not None:
         known = known_entries(stored, slots[0].matrix_shape)
@@ -117,6 +116,5 @@ def _normal(
     std: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """Draw [slots, *shape of each], normally distributed."""
     values = torch.empty(len(slots), *slots[0].shape, dtype=dtype, device=generator.device)
     return values.normal_(mean, std, generator=generator)

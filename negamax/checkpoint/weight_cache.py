@@ -1,10 +1,10 @@
 """Cache of sharded weights (`--weight-cache DIR`): parameters after the load, before packing.
 
-A rank has one safetensors file, read from start to end. Its tensors are the parameters as plain
-bytes, in model order. Its header holds the key (`_key`), which names the source, and a CRC-32 of
-every chunk. CRC-32 detects damage by disks and transfers several times as fast as cryptographic
-hashes. A file with another key is stale: the checkpoint is loaded and the file replaced. A file
-gets its name only after it is complete on disk.
+Each rank has one safetensors file, which it reads from start to end. The file holds the bytes of
+the parameters in model order. The file's header holds a key (`_key`), which identifies the source,
+and a CRC-32 per chunk. CRC-32 detects damage by disks and transfers several times as fast as a
+cryptographic hash. A file with another key is stale: the rank loads the checkpoint and replaces the
+file. A writer renames a file to its final name when it is complete on disk.
 """
 
 import errno
@@ -33,20 +33,20 @@ from negamax.base import env
 from negamax.base.log import get_logger
 from negamax.base.progress import Progress, format_bytes
 from negamax.checkpoint.identity import compute_identity, digest, find_commit
-from negamax.checkpoint.reader import MAX_HEADER_BYTES
+from negamax.checkpoint.reader import MAX_HEADER_BYTES, read_bytes
 from negamax.layers.weights import WeightSlot
 from negamax.parallel.layout import ParallelLayout
 
 logger = get_logger(__name__)
 
-CHUNK_BYTES = 32 * 2**20  # read, checked and copied at a time
+CHUNK_BYTES = 32 * 2**20  # unit of reads, checksums and copies
 READ_THREADS = 4
 READ_AHEAD = 8  # chunks
 _PAGE = 4096
 
 
 class _UnusableError(Exception):
-    """Why a file cannot be used."""
+    """A cache file is stale, truncated or damaged."""
 
 
 def load_cached(
@@ -58,10 +58,10 @@ def load_cached(
     load: Callable[[], str],
     show_progress: bool = False,
 ) -> str:
-    """Fill a rank's `slots` from its cache file, or by `load`; return a line for the log.
+    """Fill a rank's `slots` from its cache file, or by `load`. Return a line for the log.
 
-    `load` runs if the file is missing, stale or damaged; the file is then written. A folder that
-    cannot be read or written costs a warning. Errors: those of `load`.
+    If the file is missing, stale or damaged, `load` fills the slots and the file is written. If the
+    folder cannot be read or written, a warning is logged. Errors of `load` pass through.
     """
     began = time.perf_counter()
     file = _CacheFile(
@@ -74,9 +74,9 @@ def load_cached(
         with Progress("reading weight cache", unit=format_bytes, enabled=show_progress) as progress:
             absent = file.read(progress)
     except FileNotFoundError:
-        logger.info("weight cache %s: not there yet, the checkpoint is read", file.path)
+        logger.info("weight cache %s does not exist yet; loading the checkpoint", file.path)
     except (_UnusableError, OSError) as error:
-        logger.warning("weight cache %s: %s; the checkpoint is read instead", file.path, error)
+        logger.warning("weight cache %s: %s; loading the checkpoint", file.path, error)
     else:
         for slot in slots.values():
             if slot.needed and slot.name not in absent:
@@ -89,7 +89,7 @@ def load_cached(
             file.write([s.name for s in slots.values() if s.needed and not s.written], progress)
         logger.info("weight cache %s: %s written", file.path, size)
     except OSError as error:
-        logger.warning("weight cache %s is not written: %s", file.path, error)
+        logger.warning("weight cache %s cannot be written: %s", file.path, error)
     return summary
 
 
@@ -97,7 +97,7 @@ def load_cached(
 
 
 def _name(checkpoint: Path, layout: ParallelLayout) -> str:
-    """Return the name of a rank's file, one per checkpoint and layout."""
+    """Return the name of a rank's file, which depends on the checkpoint and the layout."""
     checkpoint = checkpoint.resolve()
     if find_commit(checkpoint) is not None:
         model = checkpoint.parent.parent.name.removeprefix("models--")
@@ -112,7 +112,7 @@ def _name(checkpoint: Path, layout: ParallelLayout) -> str:
 def _key(
     slots: Mapping[str, WeightSlot], checkpoint: Path, layout: ParallelLayout
 ) -> dict[str, str]:
-    """Return the key of a file, by the words that the log uses for a difference."""
+    """Return the parts of a file's key by name. The log names the part that differs."""
     needed = [slot for slot in slots.values() if slot.target is not None]
     formats = {slot.source.name + ("" if slot.stored is None else " as stored") for slot in needed}
     return {
@@ -126,7 +126,7 @@ def _key(
 
 
 def _place(slot: WeightSlot) -> str:
-    """Describe the part of the tensor that a slot takes, and its place in the parameter."""
+    """Describe the part of a tensor that fills `slot`, and the place of `slot` in its parameter."""
     target, stored = slot.target, slot.stored
     assert target is not None
     return repr(
@@ -155,8 +155,6 @@ def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _CacheFile:
-    """A rank's file and the memory that it is read into or written from."""
-
     path: Path
     key: Mapping[str, str]
     blocks: Mapping[str, Tensor]  # name -> [bytes] uint8
@@ -166,9 +164,9 @@ class _CacheFile:
         return sum(len(block) for block in self.blocks.values())
 
     def read(self, progress: Progress) -> list[str]:
-        """Fill the memory; return the names of slots without a tensor in the checkpoint.
+        """Fill `blocks` from the file. Return names of slots without a tensor in the checkpoint.
 
-        Errors: `_UnusableError` for a stale or damaged file, `OSError`.
+        Raises `_UnusableError` for a stale or damaged file, and `OSError`.
         """
         with (
             self.path.open("rb", buffering=0) as stream,
@@ -191,11 +189,11 @@ class _CacheFile:
         return absent
 
     def write(self, absent: Sequence[str], progress: Progress) -> None:
-        """Write the memory to the file. Errors: `OSError`; no file is left then."""
+        """Write `blocks` to the file. Raises `OSError` and leaves no file if that fails."""
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
-        self.path.unlink(missing_ok=True)  # it is stale, and its space may be needed
+        self.path.unlink(missing_ok=True)  # the old file is stale, and its space may be needed
         free = shutil.disk_usage(folder).free
         if free < self.num_bytes:
             needed = f"{format_bytes(self.num_bytes)} are needed, {format_bytes(free)} are free"
@@ -203,7 +201,7 @@ class _CacheFile:
         part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.part")
         with part.open("xb") as stream:
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX)  # locked while its writer lives
+                fcntl.flock(stream, fcntl.LOCK_EX)  # the file is locked while its writer lives
                 self._write(stream, absent, progress)
                 part.replace(self.path)
             except BaseException:
@@ -236,13 +234,13 @@ class _CacheFile:
             yield from block.split(CHUNK_BYTES)
 
     def _buffers(self, count: int) -> list[Tensor]:
-        """Allocate host buffers of one chunk each, pinned for a GPU."""
+        """Allocate host buffers of one chunk each, in pinned memory if the weights go to a GPU."""
         size = max((len(chunk) for chunk in self._chunks()), default=0)
         is_pinned = any(block.is_cuda for block in self.blocks.values())
         return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
 
     def _header(self, absent: Sequence[str], checksums: str) -> bytes:
-        """Build the header; data begins on a page, so checksums do not change its length."""
+        """Build the header, padded to a whole page, so that checksums do not change its length."""
         header: dict[str, Any] = {"__metadata__": {
             "key": json.dumps(self.key), "absent": json.dumps(absent), "checksums": checksums,
             "checksum": _checksum(f"{json.dumps(absent)}{checksums}".encode()),
@@ -256,7 +254,7 @@ class _CacheFile:
         return struct.pack("<Q", size) + text.ljust(size)
 
     def _read_header(self, stream: FileIO) -> tuple[int, list[str], str]:
-        """Return the start of the data, the names of absent tensors and the checksums."""
+        """Return the start of the data in bytes, the names of absent tensors and the checksums."""
         try:
             (size,) = struct.unpack("<Q", stream.read(8))
             if size > MAX_HEADER_BYTES:
@@ -270,11 +268,11 @@ class _CacheFile:
         except (ValueError, KeyError, TypeError, AttributeError, struct.error):
             intact, others = False, []
         if others:
-            raise _UnusableError(f"it was written for another {', '.join(others)}")
+            raise _UnusableError(f"the file was written for another {', '.join(others)}")
         if not intact:
-            raise _UnusableError("its header is damaged")
+            raise _UnusableError("the header is damaged")
         if os.fstat(stream.fileno()).st_size != 8 + size + self.num_bytes:
-            raise _UnusableError("it is truncated")
+            raise _UnusableError("the file is truncated")
         return 8 + size, absent, checksums
 
     def _remove_abandoned(self) -> None:
@@ -285,19 +283,15 @@ class _CacheFile:
 
 
 def _read_chunk(fd: int, buffer: Tensor, at: int, checksum: str) -> None:
-    """Fill `buffer` from byte `at`. Errors: `_UnusableError` if a checksum differs."""
-    view, done = memoryview(buffer.numpy()), 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], at + done)
-        if not count:
-            raise _UnusableError("it is truncated")
-        done += count
+    """Fill `buffer` from byte `at` of a file. Raises `_UnusableError` if the checksum differs."""
+    if read_bytes(buffer, fd, at) < len(buffer):
+        raise _UnusableError("the file is truncated")
     if _checksum(buffer) != checksum:
-        raise _UnusableError(f"its bytes {at} to {at + len(view) - 1} are not what was written")
+        raise _UnusableError(f"the checksum of bytes {at} to {at + len(buffer) - 1} differs")
 
 
 def _finish(chunk: Tensor, buffer: Tensor, read: Future[None]) -> None:
-    """Copy `buffer` to `chunk` if its checksum is right."""
+    """Wait for `read`, which fills `buffer` and checks it, and copy `buffer` to `chunk`."""
     read.result()
     chunk.copy_(buffer)
 

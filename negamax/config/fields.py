@@ -1,7 +1,7 @@
-"""Read a checkpoint's config.json field by field: what all model families share.
+"""Read the fields of a checkpoint's config.json that all model families have.
 
-Nothing is guessed. A field whose value changes the computation is either supported or refused by
-name, with the value found and the values allowed.
+A field whose value changes the computation is either supported or refused. The error names the
+field, the value found and the values allowed.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import PROVENANCE, read_quantization
 
-MAX_TOKEN_IDS = 1024  # of a list of end tokens
-# Sizes of every model, by their names in `ModelSpec`. A real config always has them, so a missing
-# one is an error and gets no default.
+MAX_TOKEN_IDS = 1024  # most ids in a list of end tokens
+# Size in config.json -> field of `ModelSpec`. A missing size is an error, because every published
+# config.json states all sizes.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -28,7 +28,7 @@ _READ = {
     "partial_rotary_factor", "quantization_config", "rms_norm_eps", "rope_parameters",
     "rope_scaling", "rope_theta", "rotary_dim", "torch_dtype", PROVENANCE,
 }  # fmt: skip
-# Without influence on inference.
+# Fields of config.json that do not change inference.
 _IGNORED = {
     "_name_or_path", "attention_dropout", "auto_map", "chunk_size_feed_forward", "id2label",
     "initializer_range", "is_encoder_decoder", "label2id", "num_mtp_modules",
@@ -36,7 +36,7 @@ _IGNORED = {
     "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "transformers_version", "use_cache", "use_mtp", "max_window_layers",
 }  # fmt: skip
-_SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> what turns it on
+_SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> field that turns it on
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SIZE = 2**31 - 1
 
@@ -48,9 +48,10 @@ def read_common(
     rotates_fully: bool = False,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Read what every config.json has, as fields of `ModelSpec`. Errors: `ConfigError`.
+    """Read the fields that every config.json has, as fields of `ModelSpec`. Errors: `ConfigError`.
 
-    `rotates_fully`: the family rotates all head dimensions. If not, `notes` gets that assumption.
+    If config.json states no rotary dimension, all head dimensions rotate. `notes` gets a line about
+    this assumption unless the family always does so (`rotates_fully`).
     """
     sizes = {name: read_size(config, key) for key, name in _SIZES.items()}
     rope_notes: list[str] = [] if rotates_fully else notes
@@ -66,9 +67,9 @@ def read_common(
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Refuse a field that is present with another value than in `fixed`. Errors: `ConfigError`.
+    """Refuse a field whose value differs from its value in `fixed`. Errors: `ConfigError`.
 
-    An empty list or object is absent, and so is a field whose switch is off.
+    Null, an empty list, an empty object and a field whose switch is off count as absent.
     """
     for name, only in fixed.items():
         value = config.get(name)
@@ -82,7 +83,7 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
 def check_per_layer(
     config: Mapping[str, Any], per_layer: Mapping[str, Any], *, num_layers: int
 ) -> None:
-    """Refuse lists with another value than in `per_layer`: an entry per layer, or one for all."""
+    """Refuse a field, a list or one value, if the value of any layer differs from `per_layer`."""
     for name, only in per_layer.items():
         value = config.get(name)
         if value in (None, [], {}):
@@ -96,22 +97,24 @@ def check_per_layer(
 
 
 def note_unknown(config: Mapping[str, Any], known: Set[str], *, notes: list[str]) -> None:
-    """Note the fields of `config` that neither the family (`known`) nor all families know."""
+    """Add a line to `notes` that lists the unknown fields of `config`, if there are any."""
     if unknown := list_unknown(config, known):
-        notes.append(
-            f"config.json fields that this version does not know and ignores: {', '.join(unknown)}"
-        )
+        notes.append(f"these fields of config.json are unknown and ignored: {', '.join(unknown)}")
 
 
 def list_unknown(config: Mapping[str, Any], known: Set[str]) -> list[str]:
-    """List the fields of `config` that neither the family (`known`) nor all families know."""
+    """List the fields of `config` that neither this module nor the family (`known`) reads."""
     return sorted(str(key) for key in config if key not in known | _READ | _IGNORED)
 
 
 def merge_fields(
     config: Mapping[str, Any], nested: Mapping[str, Any], *, inner: str
 ) -> dict[str, Any]:
-    """Add the fields of the object `inner` that are not null; refuse fields with two values."""
+    """Return `config` with the fields of `nested` that are not null.
+
+    `inner` is the name of the object `nested` in config.json. Raises `ConfigError` if a field has
+    different values in the two objects.
+    """
     given = {name: value for name, value in nested.items() if value is not None}
     for name, value in given.items():
         if config.get(name) not in (None, value):
@@ -119,29 +122,25 @@ def merge_fields(
     return {**config, **given}
 
 
-def read_size(config: Mapping[str, Any], name: str) -> int:
-    """Read an integer from 1 that has no default. Errors: `ConfigError`."""
+def read_size(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
+    """Read a required integer from `least` on. Errors: `ConfigError`."""
     value = _require(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
-        refuse(name, value, f"an integer from 1 to {MAX_SIZE}")
-    return value
-
-
-def read_count(config: Mapping[str, Any], name: str) -> int:
-    """Read an integer from 0 that has no default. Errors: `ConfigError`."""
-    value = _require(config, name)
-    if type(value) is not int or not 0 <= value <= MAX_SIZE:
-        refuse(name, value, f"an integer from 0 to {MAX_SIZE}")
+    if type(value) is not int or not least <= value <= MAX_SIZE:
+        refuse(name, value, f"an integer from {least} to {MAX_SIZE}")
     return int(value)
 
 
+def read_count(config: Mapping[str, Any], name: str) -> int:
+    return read_size(config, name, least=0)
+
+
 def read_required_number(config: Mapping[str, Any], name: str) -> float:
-    """Read a number that has no default. Errors: `ConfigError`."""
+    """Read a required number. Errors: `ConfigError`."""
     return read_number(_require(config, name), name=name)
 
 
 def read_number(value: object, *, name: str) -> float:
-    """Return `value` of field `name` as a float. Errors: `ConfigError` where it is no number."""
+    """Return `value` of field `name` as a float. Errors: `ConfigError`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         refuse(name, value, "a number")
     try:
@@ -151,7 +150,7 @@ def read_number(value: object, *, name: str) -> float:
 
 
 def read_token_ids(value: object, *, name: str) -> tuple[int, ...]:
-    """Return `value` of field `name` (null, an id, a list of ids) as ids. Errors: `ConfigError`."""
+    """Return the token ids in `value`: null, one id, or a list of ids. Errors: `ConfigError`."""
     if value is None:
         return ()
     ids = value if isinstance(value, list | tuple) else [value]
@@ -163,7 +162,7 @@ def read_token_ids(value: object, *, name: str) -> tuple[int, ...]:
 
 
 def refuse(name: str, value: object, allowed: str) -> NoReturn:
-    """Raise `ConfigError` with the field, the value found and the values allowed."""
+    """Raise `ConfigError` that names the field, the value found and the values allowed."""
     shown = repr(
         list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
     )
@@ -173,7 +172,7 @@ def refuse(name: str, value: object, allowed: str) -> NoReturn:
 
 def _require(config: Mapping[str, Any], name: str) -> Any:
     if config.get(name) is None:
-        raise ConfigError(f"config.json has no {name}; it is required and has no default")
+        raise ConfigError(f"config.json has no {name}; this field is required")
     return config[name]
 
 
@@ -185,11 +184,10 @@ def _read_one_token(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _read_dtype(config: Mapping[str, Any], *, notes: list[str]) -> str:
-    """Read the dtype of the unquantized weights."""
     value = config.get("dtype")
     value = config.get("torch_dtype") if value is None else value
     if value is None:
-        notes.append("config.json names no dtype: float32 is assumed")
+        notes.append("config.json states no dtype; float32 is assumed")
         return "float32"
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
@@ -200,7 +198,7 @@ def _read_dtype(config: Mapping[str, Any], *, notes: list[str]) -> str:
 def _read_rope(
     config: Mapping[str, Any], head_dim: int, *, default_theta: float, notes: list[str]
 ) -> dict[str, Any]:
-    """Read rope_theta and rotary_dim: MiniMax's own fields or transformers' `rope_parameters`."""
+    """Read rope_theta and rotary_dim from MiniMax's fields or transformers' `rope_parameters`."""
     parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = config.get(name)
@@ -233,7 +231,7 @@ def _read_rope(
             refuse("rotary_dim", rotary_dim, allowed)
     elif factor is None:
         notes.append(
-            f"config.json has neither rotary_dim nor partial_rotary_factor: all {head_dim} head "
+            f"config.json has neither rotary_dim nor partial_rotary_factor, so all {head_dim} head "
             f"dimensions rotate"
         )
     return {"rope_theta": rope_theta, "rotary_dim": rotary_dim}

@@ -13,9 +13,9 @@ from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 
 GENERATION_FILE, OVERRIDE = "generation_config.json", "--override-generation-config"
-_CLASS_DEFAULTS = (1, 2)  # in transformers' config classes
+_CLASS_DEFAULTS = (1, 2)  # default token ids of transformers' config classes
 _ABOVE_0 = math.ulp(0.0)
-_LIMITS = {  # default, lowest, highest
+_LIMITS = {  # field -> default, lowest value, highest value
     "temperature": (1.0, 0.0, 2.0),
     "top_p": (1.0, _ABOVE_0, 1.0),
     "min_p": (0.0, 0.0, 1.0),
@@ -24,19 +24,19 @@ _LIMITS = {  # default, lowest, highest
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Values of fields that a request omits; `top_k` 0 is off, `temperature` 0 is greedy."""
+    """Values of the sampling fields that a request omits."""
 
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0: off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
-    eos_token_ids: tuple[int, ...]  # the tokenizer's own first
-    warning: str | None = None  # the files disagree about the end tokens
+    eos_token_ids: tuple[int, ...]  # end tokens of the tokenizer are first
+    warning: str | None = None  # set if the files name different end tokens
 
 
 def read_generation_defaults(
@@ -47,14 +47,13 @@ def read_generation_defaults(
     override: Mapping[str, Any] | None = None,
     turn_end: str | None = None,
 ) -> GenerationDefaults:
-    """Read `folder`/generation_config.json, with the fields in `override` replaced.
+    """Read generation_config.json in `folder`, and replace the fields that `override` has.
 
-    Without the file, sampling has the values `absent`. Sampling fields that the file omits are off;
-    `do_sample: false` is greedy. An `eos_token_id` in `override` counts alone; otherwise the end
-    tokens are those of the tokenizer (its eos_token and `turn_end`), of the file and of config.json
-    together. Errors:
-    `ConfigError` with the field, the value and what is allowed; `CheckpointError` for a file that
-    is no JSON object.
+    If the file is missing, `absent` gives the values. A sampling field that the file omits is off,
+    and `do_sample: false` means greedy sampling. If `override` has an `eos_token_id`, it replaces
+    all end tokens. Otherwise the end tokens of the tokenizer (its eos_token and `turn_end`), of the
+    file and of config.json are joined. Raises `ConfigError` if a value is not allowed, and
+    `CheckpointError` if the file is not a JSON object.
     """
     path = None if folder is None else folder / GENERATION_FILE
     config = read_json_object(path) if path is not None and path.exists() else dict(absent)
@@ -71,7 +70,6 @@ def read_generation_defaults(
 
 
 def check_override(override: Mapping[str, Any]) -> None:
-    """Check the values of --override-generation-config. Errors: `ConfigError`."""
     _read_sampling(override, where=OVERRIDE)
     read_token_ids(override.get("eos_token_id"), name=f"{OVERRIDE}: eos_token_id")
 
@@ -79,16 +77,16 @@ def check_override(override: Mapping[str, Any]) -> None:
 def _join_ends(
     sampling: SamplingDefaults, found: Mapping[str, tuple[int, ...]]
 ) -> GenerationDefaults:
-    """Join the end tokens by file. Warn if they differ."""
+    """Join the end tokens in `found` (source -> ids). Add a warning if the sources differ."""
     own = found.get("the tokenizer", ())
     every = tuple(dict.fromkeys(token_id for ids in found.values() for token_id in ids))
-    # exporters write the config class's default where the tokenizer ends with another token
+    # some exporters write the default id of the config class instead of the tokenizer's end token
     joined = tuple(i for i in every if i in own or not own or i not in _CLASS_DEFAULTS)
     if len(set(map(frozenset, found.values()))) < 2:
         return GenerationDefaults(sampling=sampling, eos_token_ids=joined)
     named = ", ".join(f"{name} {_list_ids(ids)}" for name, ids in found.items())
     left = [token_id for token_id in every if token_id not in joined]
-    ignored = f"; {_list_ids(left)} is a default of the exporter and ignored" if left else ""
+    ignored = f"; {_list_ids(left)} is ignored as an exporter's default" if left else ""
     warning = (
         f"the checkpoint names different end tokens: {named}; answers end at {_list_ids(joined)}"
         f'{ignored} ({OVERRIDE} {{"eos_token_id": ...}} replaces them)'
@@ -101,9 +99,9 @@ def _list_ids(ids: Sequence[int]) -> str:
 
 
 def _read_tokenizer_ends(folder: Path, spec: ModelSpec, turn_end: str | None) -> tuple[int, ...]:
-    """Return the ids of the tokenizer's eos_token and of `turn_end`, as far as its files have them.
+    """Return the ids that the tokenizer's files give for its eos_token and for `turn_end`.
 
-    transformers 5 writes the ids into tokenizer.json alone.
+    Only tokenizer.json has the ids if transformers 5 wrote the files.
     """
     listed: list[tuple[str | None, object]] = []  # text and id of added tokens
     texts = {turn_end}

@@ -1,4 +1,4 @@
-"""The required form of an output: its grammar, and where its reasoning ends. Plain data."""
+"""Data classes of structured output: the grammar, and the tags around the reasoning."""
 
 import itertools
 import json
@@ -19,25 +19,25 @@ GrammarKind = Literal[
 
 MAX_TEXT_BYTES = 512 * 1024
 MAX_NESTING = 100  # levels of objects and arrays
-MAX_CALLS_NESTING = MAX_NESTING + 5  # of a tool_calls grammar, which wraps schemas
+MAX_CALLS_NESTING = MAX_NESTING + 5  # a tool_calls grammar adds levels around its schemas
 MAX_CHOICES = 2000
-MAX_GROUPS = 200  # groups of an expression within each other
+MAX_GROUPS = 200  # levels of nested groups in an expression
 
-# parts in which brackets are characters
+# parts of an expression whose brackets do not open or close a group
 _CLASS = r"\\.|\[(?:\\.|[^\]\\])*\]?"
 _NO_GROUPS = {
     "regex": re.compile(_CLASS, re.DOTALL),
     "ebnf": re.compile(_CLASS + r'|"(?:\\.|[^"\\])*"?|#[^\n]*', re.DOTALL),
 }
-_NOTES = frozenset({"title", "description", "$comment"})  # texts of schemas that limit nothing
+_NOTES = frozenset({"title", "description", "$comment"})  # keywords that do not limit an output
 UNWRITABLE = "an infinite number or a lone surrogate"
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of an output's content. `text` by kind:
+    """The grammar of an output's content. The kind determines the content of `text`:
 
-    json_object: nothing
-    json_schema: the schema as JSON; `strict`: refuse keywords that cannot be enforced
+    json_object: empty
+    json_schema: the schema as JSON; with `strict`, keywords that cannot be enforced are refused
     regex: an expression for the whole content
     choice: a JSON array of strings
     ebnf: GBNF rules with `root`
@@ -48,17 +48,18 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     kind: GrammarKind
     text: str = ""
     strict: bool = True
-    compact: bool | None = None  # JSON without white space between its parts; None: as served
+    # JSON without white space between its parts; None: the server's setting
+    compact: bool | None = None
 
     def check(self) -> None:
-        """Refuse too large or malformed text. Errors: `InvalidRequestError`."""
+        """Refuse text that is malformed or too large. Errors: `InvalidRequestError`."""
         if (
             len(self.text) > MAX_TEXT_BYTES
             or len(self.text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES
         ):
             refuse_grammar(
-                f"the {self.kind} has {len(self.text)} characters; at most {MAX_TEXT_BYTES} "
-                f"bytes are allowed"
+                f"the {self.kind} has {len(self.text)} characters; "
+                f"at most {MAX_TEXT_BYTES} bytes are allowed"
             )
         try:
             self.text.encode()
@@ -73,8 +74,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             )
             if depth > MAX_GROUPS:
                 refuse_grammar(
-                    f"the {self.kind} nests {depth} groups; at most {MAX_GROUPS} are allowed; "
-                    f"nest fewer"
+                    f"the {self.kind} nests groups {depth} levels deep; "
+                    f"at most {MAX_GROUPS} levels are allowed"
                 )
         if self.kind in ("json_schema", "choice", "structural_tag", "tool_calls"):
             self._check_json()
@@ -104,9 +105,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def written(value: object, *, kind: GrammarKind) -> str:
-    """Return a grammar's text as JSON, with infinite numbers as Python writes them.
+    """Return `value` as the JSON text of a grammar. Infinite numbers become `Infinity`.
 
-    Errors: `InvalidRequestError` if it is too large.
+    Raises `InvalidRequestError` if the text is too large.
     """
     count = num_chars(value)
     if count > MAX_TEXT_BYTES:
@@ -117,9 +118,10 @@ def written(value: object, *, kind: GrammarKind) -> str:
 
 
 def find_unwritable(value: object, *, mended: str = "") -> str | None:
-    """Return the place in a schema of a value that JSON in UTF-8 cannot hold; None without one.
+    """Return the path in a schema of the first value that UTF-8 JSON cannot hold, or None.
 
-    Texts that limit nothing do not count. `mended`: a character that replaced lone surrogates.
+    Titles, descriptions and comments are not checked. `mended` is a character that replaced lone
+    surrogates; a text that contains it is reported too.
     """
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
@@ -137,22 +139,22 @@ def find_unwritable(value: object, *, mended: str = "") -> str | None:
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A tag in an output. With a `token_id` its text in other tokens does not count."""
+    """A tag in an output. If `token_id` is set, only this token is the tag, not its text."""
 
     text: str
     token_id: int | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
-    """The reasoning of an output; its grammar begins after it."""
+    """The tags around the reasoning of an output. The grammar applies after the reasoning."""
 
-    state: Literal["open", "optional"]  # begins within reasoning; may begin with `opener`
+    # "open": the output starts within reasoning; "optional": it may start with `opener`
+    state: Literal["open", "optional"]
     opener: Marker
     closer: Marker
-    call_opener: Marker  # begins a call block; it also ends an open reasoning
-    # close a reasoning whose budget is spent; `closer` is among them
-    closing_ids: tuple[int, ...]
-    max_newlines: int  # between `closer` and the content
+    call_opener: Marker  # begins a call block, which also ends an open reasoning
+    closing_ids: tuple[int, ...]  # tokens, `closer` among them, that end it if the budget is spent
+    max_newlines: int  # most newlines between `closer` and the content
 
     def check(self, *, vocab_size: int) -> None:
         """Refuse token ids outside the vocabulary. Errors: `InvalidRequestError`."""
@@ -163,15 +165,15 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if not self.closing_ids or not all(0 <= token_id < vocab_size for token_id in ids):
             raise InvalidRequestError(
-                f"reasoning names tokens {ids}; at least one to close it is needed, and allowed "
-                f"are 0 to {vocab_size - 1}",
+                f"reasoning names the token ids {ids}; allowed are 0 to {vocab_size - 1}, and "
+                f"closing_ids needs one id or more",
                 param="reasoning",
                 code="invalid_value",
             )
 
 
 def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
-    """Parse JSON of limited nesting. Errors: `InvalidRequestError`."""
+    """Parse JSON that nests at most `max_nesting` levels. Errors: `InvalidRequestError`."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -187,12 +189,10 @@ def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
 
 
 def refuse_grammar(message: str) -> NoReturn:
-    """Raise `InvalidRequestError` for a grammar."""
     raise InvalidRequestError(message, param="grammar", code="invalid_grammar")
 
 
 def _count_nesting(value: Any) -> int:
-    """Count the levels of objects and arrays in a JSON value."""
     depth, level = 0, [value]
     while level := [node for node in level if isinstance(node, dict | list)]:
         depth += 1

@@ -1,4 +1,4 @@
-"""Read files of a checkpoint: anybody may have written them."""
+"""Read small files of a checkpoint. The checkpoint is not trusted."""
 
 import json
 from pathlib import Path
@@ -6,33 +6,36 @@ from typing import Any
 
 from negamax.base.errors import CheckpointError
 
-LFS_POINTER = b"version https://git-lfs"  # begins the text that Git leaves in place of a file
+LFS_POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
 MAX_BYTES = 64 * 2**20  # the index of the largest checkpoints is below 20 MiB
 
 
 def check_pointer(path: Path, data: bytes) -> None:
-    """Refuse a file whose first bytes are of a Git LFS pointer. Errors: `CheckpointError`."""
+    """Refuse a Git LFS pointer, given the first bytes of a file. Errors: `CheckpointError`."""
     if data.startswith(LFS_POINTER):
         raise CheckpointError(
-            f"{path} is a Git LFS pointer: the file itself is not downloaded",
+            f"{path} is a Git LFS pointer, so the file itself is not downloaded",
             hint=f"run `git lfs pull` in {path.parent}, or give the hub id",
         )
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a FIFO, socket, device or folder: opening or reading it may never end. Errors:
-    `CheckpointError`, also for a missing file.
+    """Raise `CheckpointError` for a path that is missing or not a regular file.
+
+    Reading a FIFO, socket or device might never end.
     """
     if not path.is_file():
-        found = "is no regular file" if path.exists() else "is missing"
+        found = "is not a regular file" if path.exists() else "is missing"
         raise CheckpointError(
             f"{path} {found}", hint="give the folder of a complete Hugging Face checkpoint"
         )
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a file beside the weights. Errors: `CheckpointError` for one that is
-    missing, no regular file, unreadable, too large or a Git LFS pointer.
+    """Return the bytes of a file of a checkpoint.
+
+    Raises `CheckpointError` if the file is missing, not a regular file, unreadable, larger than
+    `MAX_BYTES` or a Git LFS pointer.
     """
     check_regular(path)
     try:
@@ -42,13 +45,13 @@ def read_file(path: Path) -> bytes:
         raise CheckpointError.of_file(path, error) from error
     if len(data) > MAX_BYTES:
         size = max(path.stat().st_size, len(data))
-        raise CheckpointError(f"{path} has {size} bytes; allowed: {MAX_BYTES}")
+        raise CheckpointError(f"{path} has {size} bytes; at most {MAX_BYTES} are allowed")
     check_pointer(path, data[:64])
     return data
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read the object in `path`. Errors: `CheckpointError` for a missing or malformed file."""
+    """Read the JSON object in `path`. Errors: `CheckpointError`."""
     try:
         value = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
@@ -57,7 +60,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{path} holds {type(value).__name__}, not a JSON object",
+            f"{path} is a JSON {type(value).__name__}; an object is needed",
             hint="download the file again",
         )
     return value

@@ -1,7 +1,7 @@
-"""KV caches as layers declare them, and the one formula for their bytes.
+"""Descriptions of the KV caches of layers, and the formula for their bytes.
 
-A block is `block_size` tokens of every cache of every layer. It has one number in all caches, and
-one hash, that of its tokens (`scheduler/prefix_cache.py`).
+A block is `block_size` tokens of every cache of every layer. A block has the same number in all
+caches, and one hash of its tokens (`scheduler/prefix_cache.py`).
 """
 
 from collections.abc import Sequence
@@ -16,32 +16,31 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-# Calculated for H200: an exchange between ranks in each layer plus index queries of all heads;
-# memory bandwidth.
-_SHARDING_SECONDS, _BYTES_PER_SECOND = 4.5e-6, 4.25e12
+# calculated for H200: one exchange between ranks per layer, plus the index queries of all heads
+_SHARDING_SECONDS = 4.5e-6
+_BYTES_PER_SECOND = 4.25e12  # memory bandwidth of H200
 
 
 @dataclass(frozen=True)
 class KvCacheSpec:
     """One cache of one layer: `heads` vectors of `width` elements for each token."""
 
-    name: str  # used by the layer
-    heads: int  # of all ranks together
+    name: str  # the layer finds the cache by this name
+    heads: int  # sum over all ranks
     width: int  # elements
-    dtype: str | None = None  # None: of --kv-cache-dtype or --index-cache-dtype
-    block_tokens: int = 1  # the block size is a multiple
-    replicated: bool = False  # all heads on every rank
-    is_sharded: bool = False  # rank r of n has only the blocks b with b % n = r
-    # so many neighbouring ranks with copies of a head split its blocks likewise; each has a padding
-    # block before them
+    dtype: str | None = None  # None: the dtype of --kv-cache-dtype or --index-cache-dtype
+    block_tokens: int = 1  # the block size must be a multiple of this number
+    replicated: bool = False  # every rank stores all heads
+    is_sharded: bool = False  # rank r of n stores only the blocks b with b % n = r
+    # If n > 1, n neighbouring ranks share a head, and rank r of n stores the blocks b with
+    # b % n = r, after a padding block.
     holders: int = 1
-    is_index: bool = False  # holds the keys of top-k block selection
-    # nothing is read of sequences up to unread_tokens; each token reads at most most_read_tokens
-    unread_tokens: int = 0
-    most_read_tokens: int | None = None  # None: all
+    is_index: bool = False  # stores the keys of top-k block selection
+    unread_tokens: int = 0  # a decode step does not read sequences of up to this length
+    most_read_tokens: int | None = None  # most tokens that a decode step reads; None: all
 
     def local_heads(self, ranks: int) -> int:
-        """Return the heads on each of `ranks`; ranks beyond the heads hold copies."""
+        """Return how many heads each of `ranks` stores. Surplus ranks store copies of heads."""
         return self.heads if self.replicated else max(1, self.heads // ranks)
 
     def read_tokens(self, context: float) -> float:
@@ -57,17 +56,17 @@ class KvCacheSpec:
         return -(-num_blocks // ranks) if self.is_sharded else num_blocks
 
     def block_bytes(self, block_size: int, *, dtype: str, ranks: int) -> int:
-        """Return the mean bytes of a block on each of `ranks`; `dtype` if the cache names none."""
+        """Return the mean bytes of a block per rank. `dtype` applies unless the cache has one."""
         elements = self.local_heads(ranks) * block_size * self.width
         num_bytes = elements * ELEMENT_BYTES[self.dtype or dtype]
         return -(-num_bytes // (ranks if self.is_sharded else self.holders))
 
 
-KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # for each layer none, one or several
+KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # the caches of each layer, which may have none
 
 
 def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
-    """Return `caches` with `dtype` for the index caches that name no dtype of their own."""
+    """Return `caches` with `dtype` set in the index caches that state no dtype."""
     return [
         [replace(cache, dtype=cache.dtype or dtype) if cache.is_index else cache for cache in layer]
         for layer in caches
@@ -75,7 +74,7 @@ def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
 
 
 def split_over_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
-    """Return `caches` with keys and values split over `holders` ranks with copies of a head."""
+    """Return `caches` with the blocks of each head split over the `holders` ranks that share it."""
     return [
         [
             cache
@@ -88,7 +87,7 @@ def split_over_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
 
 
 def check_index_options(caches: KvCacheSpecs, *, dtype: str, sharding: str) -> None:
-    """Refuse options for index keys if `caches` have none. Errors: `ConfigError`."""
+    """Refuse options for index keys if the model has no index keys. Errors: `ConfigError`."""
     if any(cache.is_index for layer in caches for cache in layer):
         return
     if dtype != "auto":
@@ -101,9 +100,10 @@ def check_index_options(caches: KvCacheSpecs, *, dtype: str, sharding: str) -> N
 
 
 def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float:
-    """Return the tokens of a decode step (all sequences) from which sharded index keys are faster.
+    """Return the number of tokens from which a decode step is faster with sharded index keys.
 
-    From there, reading the index keys that a rank leaves to others takes as long as the exchange.
+    The tokens of all sequences count. At this number, the exchange between ranks takes as long as
+    reading the index keys that a rank does not store.
     """
     index = next((cache for layer in caches for cache in layer if cache.is_index), None)
     if index is None or ranks == 1:
@@ -115,14 +115,14 @@ def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float
 def shards_index(
     caches: KvCacheSpecs, asked: str, *, dtype: str, ranks: int, max_model_len: int
 ) -> bool:
-    """Whether ranks shard the index keys; "auto": if faster for `max_model_len` tokens."""
+    """Return whether ranks shard the index keys. "auto" shards from `sharding_crossover` on."""
     if asked != "auto":
         return asked == "on" and ranks > 1
     return max_model_len >= sharding_crossover(caches, dtype=dtype, ranks=ranks)
 
 
 def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int) -> int:
-    """Return the bytes of a block of all layers on each of `ranks`."""
+    """Return the bytes of a block on each of `ranks`, summed over all layers."""
     return sum(
         cache.block_bytes(block_size, dtype=dtype, ranks=ranks)
         for layer in caches
@@ -131,14 +131,14 @@ def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int
 
 
 def slot_bytes(context_length: int, block_size: int, *, item: int) -> int:
-    """Return the bytes of a request slot: ids of its tokens and blocks, `item` bytes each."""
+    """Return the bytes of a request slot: its token ids and block ids, of `item` bytes each."""
     return item * (context_length + 1 + -(-context_length // block_size))
 
 
 def choose_block_size(caches: KvCacheSpecs, asked: int | None, *, default: int) -> int:
-    """Return the block size `asked`, or the smallest from `default` that all caches allow.
+    """Return the block size `asked`, or the smallest allowed block size from `default` on.
 
-    Errors: `ConfigError` if a cache does not allow `asked`.
+    Raises `ConfigError` if a cache does not allow `asked`.
     """
     unit = lcm(*(cache.block_tokens for layer in caches for cache in layer))
     block_size = asked or -(-default // unit) * unit

@@ -13,7 +13,7 @@ from negamax.config.vision import VisionSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model's sizes; families add theirs. Errors: `ConfigError` if they contradict others."""
+    """The sizes of a model; a subclass per family adds fields. Errors: `ConfigError`."""
 
     architecture: str
     vocab_size: int
@@ -26,15 +26,15 @@ class ModelSpec:
     rope_theta: float
     rms_norm_eps: float
     max_position_embeddings: int  # tokens
-    dtype: str  # of the unquantized weights: bfloat16, float16 or float32
+    dtype: str  # dtype of the unquantized weights: bfloat16, float16 or float32
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationSpec | None
-    vision: VisionSpec | None = None  # None: images are not read
-    # for the log: what was ignored or assumed
+    vision: VisionSpec | None = None  # None: the model does not read images
+    # lines for the log about ignored and assumed fields
     notes: tuple[str, ...] = field(default=(), compare=False)
 
-    # whether decode context parallelism can shard its KV caches
+    # whether decode context parallelism can shard the KV caches of the family
     supports_dcp: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -69,28 +69,26 @@ class ModelSpec:
         return replace(self, num_layers=num_layers)
 
     def shard_index(self) -> Self:
-        """Return the model with its index keys sharded over the ranks, where it has any."""
+        """Return the spec with sharded index keys, if the family has index keys."""
         return self
 
     def kv_caches(self) -> KvCacheSpecs:
-        """Return the caches of each layer; by default keys and values of full attention."""
+        """Return the caches of each layer. The default is keys and values of full attention."""
         return [
             [KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v")]
         ] * self.num_layers
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """Return other widths that tensor parallelism splits, by their names in messages."""
+        """Return more widths that tensor parallelism splits: name for messages -> width."""
         return {}
 
     def expert_sizes(self) -> tuple[int, int] | None:
-        """Return the number of experts of a layer and their width; None without experts."""
+        """Return the number of experts of a layer and their width, or None without experts."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec(ModelSpec):
-    """A model with routed experts."""
-
     expert_width: int
     num_experts: int
     experts_per_token: int

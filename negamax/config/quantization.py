@@ -1,4 +1,4 @@
-"""A checkpoint's description of its quantization, uninterpreted; `quantization/` interprets it."""
+"""Read a checkpoint's description of its quantization. `quantization/` interprets the fields."""
 
 import json
 import re
@@ -10,12 +10,13 @@ from typing import Any
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.config.json_file import check_regular, read_file, read_json_object
 
-# Files beside config.json that describe the quantization: of ModelOpt and of ModelSlim.
+# ModelOpt and ModelSlim describe the quantization in these files beside config.json.
 MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.json"
 
-_OF_MLX = {"bits", "group_size"}  # without a method
-PROVENANCE = "negamax_conversion"  # key in config.json of what `negamax convert` did
-_ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")  # in ModelSlim's description
+_OF_MLX = {"bits", "group_size"}  # MLX writes these fields and no method
+PROVENANCE = "negamax_conversion"  # `negamax convert` describes the conversion under this key
+# path of keys to the rotation's file name in ModelSlim's description
+_ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."
 _NEURON_SCALE = f"{_NEURON_EXPERTS}down_proj.scale"
@@ -24,7 +25,7 @@ _LONGEST_HEADER = 100_000_000  # bytes, as safetensors allows
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """A method as the checkpoint names it, its fields, and the file."""
+    """A quantization method, its fields, and the file of the checkpoint that states them."""
 
     method: str
     fields: dict[str, Any]
@@ -34,18 +35,18 @@ class QuantizationSpec:
 def read_quantization(
     config: Mapping[str, Any], folder: Path | None = None
 ) -> QuantizationSpec | None:
-    """Read ModelSlim's description in `folder`, else config.json, else ModelOpt's file beside it.
+    """Read the description of the quantization, or return None if nothing is quantized.
 
-    ModelSlim leaves the description of its source in config.json. None: not quantized.
-
-    Errors: `ConfigError`, `CheckpointError` for a malformed description.
+    ModelSlim's file in `folder` takes precedence over config.json, because ModelSlim keeps the
+    description of its source in config.json. ModelOpt's file is read last. Raises `ConfigError` or
+    `CheckpointError` if the description is malformed.
     """
     found = config.get("quantization_config")
     for given in (found, config.get("quantization")):
         names = given.keys() if isinstance(given, Mapping) else {"quant_method"}
         if "quant_method" not in names and names >= _OF_MLX:
             raise ConfigError(
-                "the checkpoint is quantized by MLX, whose layout is not read",
+                "the checkpoint is quantized by MLX, whose layout is not supported",
                 hint="use a checkpoint for PyTorch: FP8 (MiniMaxAI/MiniMax-M2.5), AWQ, GPTQ, ...",
             )
     described = _read_beside(folder, DESCRIPTION, "modelslim")
@@ -58,7 +59,7 @@ def read_quantization(
             )
         if not (method := found.get("quant_method")):
             raise ConfigError(
-                f"model config: quantization_config has no method: quant_method is {method!r}",
+                f"model config: quantization_config has no quant_method (found: {method!r})",
                 hint="add quant_method, or remove quantization_config if no weight is quantized",
             )
         spec = QuantizationSpec(str(method), dict(found))
@@ -74,11 +75,11 @@ def _read_beside(folder: Path | None, name: str, method: str) -> QuantizationSpe
 
 
 def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
-    """Return the file in `folder` with the rotation of the residual stream; None: not rotated.
+    """Return the file in `folder` with the rotation of the residual stream, or None without one.
 
-    ModelSlim's description names it (`checkpoint/quarot.py`), or the config.json of a converted
-    checkpoint. Errors: as `read_quantization`, and `ConfigError` for a name that is not a
-    safetensors file inside the folder.
+    ModelSlim's description or the config.json of a converted checkpoint names the file
+    (`checkpoint/quarot.py`). Raises `ConfigError` if the file is not a safetensors file inside the
+    folder, and the errors of `read_quantization`.
     """
     described = read_quantization(config, folder)
     found: object = described and described.fields
@@ -90,17 +91,19 @@ def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
         return None
     path = PurePosixPath(str(found))
     if path.is_absolute() or ".." in path.parts:
-        raise ConfigError(f"{folder}: the rotation is in a file outside the folder: {str(path)!r}")
+        raise ConfigError(f"{folder}: the rotation file {str(path)!r} is outside the folder")
     if path.suffix != ".safetensors" or any(sign in str(path) for sign in "*?["):
         raise ConfigError(
-            f"{folder}: the rotation is in {str(path)!r}; allowed: the name of a safetensors file"
+            f"{folder}: the rotation file is {str(path)!r}; it must be one .safetensors file"
         )
     return str(path)
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a checkpoint's pattern of module names. Errors: `re.error`, also for a repeated group
-    with repeats or alternatives in it, which can take exponential time.
+    """Compile a checkpoint's pattern of module names.
+
+    Raises `re.error` for a malformed pattern, and for a repeated group that contains a repeat or an
+    alternative, because matching it can take exponential time.
     """
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
     plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)
@@ -112,14 +115,14 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
             if groups.pop():
                 groups[-1] = True
                 if plain[at + 1 : at + 2] in ("*", "+", "{"):
-                    raise re.error("a repeated group has repeats or alternatives in it", pattern)
+                    raise re.error("a repeated group contains repeats or alternatives", pattern)
         elif sign in "*+?{|":
             groups[-1] = True
     return re.compile(pattern)
 
 
 def _is_neuron(folder: Path) -> bool:
-    """Whether the files hold FP8 of Trainium. Their config.json is a copy of the source's."""
+    """Return whether the index names tensors of Neuron's FP8 experts; config.json does not tell."""
     try:
         return _NEURON_EXPERTS.encode() in read_file(folder / _INDEX)
     except CheckpointError:
@@ -138,7 +141,7 @@ def _make_neuron_spec(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
 
 
 def _are_rows(folder: Path) -> bool:
-    """Whether Neuron's experts have a scale per row: their stack has two dimensions."""
+    """Return whether Neuron's experts have a scale per row: their scales have two dimensions."""
     try:
         files = json.loads(read_file(folder / _INDEX))["weight_map"]
         name = next((each for each in files if each.endswith(_NEURON_SCALE)), _NEURON_SCALE)

@@ -1,14 +1,14 @@
-"""Other spellings in checkpoints, in one place: methods, data types, scales, types of text models.
+"""Spellings in checkpoints of methods, data types, scales and types of text models.
 
-To add a spelling, add a word here. `quantization/scheme.py` has those of module names,
-`models/<family>/names.py` those of tensors.
+To support another spelling, add it here. Spellings of module names are in
+`quantization/scheme.py`, spellings of tensor names in `models/<family>/names.py`.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# Quantization method -> other names for it -> the algorithm that the name is limited to ("": none).
-# Some names select kernels in other engines; here the platform selects them.
+# Quantization method -> other name of the method -> the only algorithm of that name ("": any).
+# Some of these names select kernels in other engines; here the platform selects kernels.
 METHODS: Mapping[str, Mapping[str, str]] = {
     "auto-round": dict.fromkeys(("inc", "intel/auto-round", "autoround"), ""),
     "awq": dict.fromkeys(("auto_awq", "awq_marlin", "cpu_awq", "marlin", "moe_wna16"), ""),
@@ -25,16 +25,16 @@ METHODS: Mapping[str, Mapping[str, str]] = {
     "neuron_fp8": {},
     "quark": {},
 }  # fmt: skip
-# AutoRound's data types. A suffix "_rceil" is a rounding mode.
+# AutoRound's data types -> other spellings. The suffix "_rceil" is a rounding mode.
 _DATA_TYPES = {
     "int": "int_sym int_asym",
     "fp": "fp8 fp8_sym fp8_e4m3 fp8_dynamic",
     "mx_fp": "mx_fp4 mx_fp8 mx_fp4e2m1 mx_fp8e4m3 mxfp4 mxfp8",
     "nv_fp": "nv_fp4 nvfp4 nv_fp4_with_static_gs",
 }
-# Both multiply the values, and mean the same of FP8 and MXFP8.
+# Two names of one tensor in FP8 and MXFP8 checkpoints. Scales of both names multiply the values.
 _SCALES = ("weight_scale", "weight_scale_inv")
-# Types that tools wrote into the `text_config` of a vision-language model.
+# Values of model_type that tools wrote into the `text_config` of a vision-language model.
 TEXT_TYPES = (None, "", "minimax_m2", "minimax_m3_vl")
 
 
@@ -44,7 +44,7 @@ def plain(name: str) -> str:
 
 
 def find_method(name: str) -> str:
-    """Return the method that a checkpoint calls `name`; an unknown name is returned as it is."""
+    """Return the method that a checkpoint calls `name`, or `name` itself if it is unknown."""
     given = plain(name)
     found = [method for method in METHODS if plain(method) == given] or [
         method for method, others in METHODS.items() if given in map(plain, others)
@@ -54,13 +54,13 @@ def find_method(name: str) -> str:
 
 
 def find_data_type(name: Any) -> str:
-    """Return AutoRound's data type `name` under its first spelling; "int" for none."""
+    """Return AutoRound's data type in the spelling of `_DATA_TYPES`, which is "int" by default."""
     given = str(name or "int").removesuffix("_rceil")
     return next((own for own, others in _DATA_TYPES.items() if given in others.split()), given)
 
 
 def other_scale(name: str) -> str | None:
-    """Return the other spelling of the scale `name`, with the names before it; None: not one."""
+    """Return tensor name `name` with the other spelling of the scale, or None for no scale."""
     module, _, last = name.rpartition(".")
     if last not in _SCALES:
         return None
@@ -68,7 +68,7 @@ def other_scale(name: str) -> str | None:
 
 
 def fill_strategy(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of compressed-tensors with its defaults for the ones that are missing."""
+    """Return the fields of compressed-tensors, with its defaults for missing fields."""
     size = weights.get("group_size")
     strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if weights.get("block_structure") is not None:

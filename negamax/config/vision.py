@@ -1,4 +1,4 @@
-"""The sizes of a vision tower, and of the projector behind it."""
+"""The sizes of a vision tower and its projector."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from negamax.config.fields import refuse
 class VisionSpec:
     """A vision transformer over patches, a projector, and an MLP that merges adjacent patches.
 
-    One image token stands for `spatial_merge_size` squared patches. Errors: `ConfigError` for
-    sizes that contradict others.
+    One image token stands for `spatial_merge_size` x `spatial_merge_size` patches. Errors:
+    `ConfigError`.
     """
 
     hidden_size: int
@@ -19,14 +19,14 @@ class VisionSpec:
     intermediate_size: int
     patch_size: int  # pixels of each side of a patch
     spatial_merge_size: int  # patches of each side of an image token
-    temporal_patch_size: int  # frames of a patch; an image repeats its only one
+    temporal_patch_size: int  # frames of a patch; an image is repeated as every frame
     projector_hidden_size: int
     text_hidden: int  # hidden size of the text model
     rope_theta: float
     layer_norm_eps: float
     image_token_id: int
-    image_start_id: int  # before the first token of an image,
-    image_end_id: int  # and after its last one
+    image_start_id: int  # token before the first image token of an image
+    image_end_id: int  # token after the last image token of an image
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -40,7 +40,7 @@ class VisionSpec:
 
     @property
     def patch_values(self) -> int:
-        """Values of a patch: three channels of all its pixels."""
+        """Numbers per patch: three channels of each pixel of each frame."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property

@@ -1,7 +1,7 @@
 """Conversion of a checkpoint: one file per layer, one matrix in memory at a time.
 
-An interrupted conversion is resumed: complete files are kept. config.json is written last, so a
-folder without it is never taken for a checkpoint.
+A conversion that was interrupted can be resumed; it keeps complete files. config.json is written
+last, so that the folder of an incomplete conversion is not mistaken for a checkpoint.
 """
 
 import errno
@@ -37,10 +37,10 @@ from negamax.quantization.detect import detect
 
 logger = get_logger(__name__)
 
-# Files that describe only the stored weights of the source.
+# Files that describe the stored weights of the source, and are not copied.
 _NOT_CARRIED = (
     "config.json", "*.index.json", ConversionRecord.NAME, "hf_quant_config.json",
-    "quant_model_description*",  # of ModelSlim
+    "quant_model_description*",  # ModelSlim
     "quantize_config.json", "quant_config.json", "quantization_config.json",  # GPTQ, AWQ, AutoRound
 )  # fmt: skip
 _CARRIED = (".json", ".jinja", ".txt", ".model")
@@ -49,12 +49,10 @@ _SPARE_BYTES = 64 * 2**20  # disk space for tokenizer, index and the file system
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion request. `target` None: keep the format."""
-
-    model: str  # as the user wrote it
-    folder: Path  # its folder
+    model: str  # MODEL as the user wrote it
+    folder: Path  # folder of MODEL
     destination: Path
-    target: Target | None
+    target: Target | None  # None: keep the formats of the source
     tp: int = 1
     ep: int = 1
     revision: str | None = None
@@ -63,7 +61,7 @@ class Conversion:
     command: str = ""
 
     def identity(self, source: Source) -> dict[str, Any]:
-        """Return the inputs that the result depends on, for config.json."""
+        """Return the inputs that determine the result. `convert` writes these to config.json."""
         return {
             "source": self.model,
             "revision": self.revision,
@@ -73,7 +71,7 @@ class Conversion:
             "to": None if self.target is None else self.target.name,
             "tensor_parallel_size": self.tp,
             "expert_parallel_size": self.ep,
-            # QuaRot's rotation of the residual stream, which conversion does not change.
+            # file with QuaRot's rotation of the residual stream, which a conversion keeps
             "rotation": rotation_file(source.config, self.folder),
             "version": self.version,
             "command": self.command,
@@ -81,10 +79,11 @@ class Conversion:
 
 
 def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> Source:
-    """Write the converted checkpoint; return the source.
+    """Write the converted checkpoint, and return the source.
 
-    Errors: `ConfigError` for a lossy path that is not allowed, a pointless path or an unusable
-    destination; `ResourceError` for too little disk space; those of a load.
+    Raises `ConfigError` if the conversion would round weights twice or change nothing, or if the
+    destination cannot be used. Raises `ResourceError` if the disk is too small, and
+    `CheckpointError` if the source is damaged.
     """
     source = Source(conversion.folder)
     _check_path(source, conversion)
@@ -93,18 +92,18 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     _check_place(conversion)
     others = _other_than_there(destination, identity)
     if others == []:
-        Source(destination)  # raises if files of it are missing or truncated
-        logger.info("%s is already converted from the same source", destination)
+        Source(destination)  # raises if the destination's files are missing or truncated
+        logger.info("%s already holds this conversion of the same source", destination)
         return source
     if others:
         raise ConfigError(
-            f"DST {destination} is another conversion (different: {', '.join(others)})",
-            hint="remove it, or give a new folder",
+            f"DST {destination} holds another conversion (different: {', '.join(others)})",
+            hint="remove the folder, or give a new one",
         )
     _check_content(destination)
     for reason in dict.fromkeys(reason for reason, _ in source.skipped):
         left = [name for why, name in source.skipped if why == reason]
-        logger.warning("left out %d tensors: %s (%s)", len(left), list_first(left), reason)
+        logger.warning("%d tensors are not copied: %s (%s)", len(left), list_first(left), reason)
     plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
     with _alone(destination), _disk_errors(destination):
@@ -121,14 +120,14 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock `folder`. Errors: `ConfigError` if another process writes to it."""
+    """Lock `folder`. Raises `ConfigError` if another process has locked it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
         raise ConfigError(
-            f"another process converts to {folder} at the moment", hint="wait until it is done"
+            f"another process is converting to {folder}", hint="wait until that process ends"
         ) from None
     finally:
         os.close(handle)
@@ -136,7 +135,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Translate write errors. Errors: `ResourceError` if the disk of `folder` is full."""
+    """Raise `ResourceError` in place of an `OSError` that reports a full disk."""
     try:
         yield
     except OSError as error:
@@ -144,15 +143,15 @@ def _disk_errors(folder: Path) -> Iterator[None]:
             raise
         raise ResourceError(
             f"{folder} cannot be written: {error.strerror}",
-            hint="free some space and run the same command again: finished files are kept",
+            hint="free some space and run the same command again; it keeps finished files",
         ) from error
 
 
 @dataclass(frozen=True)
 class _LayerStep:
-    """Write a layer, or the tensors outside the layers: one file for each rank."""
+    """The files of one layer, or of the tensors outside the layers: one file per rank."""
 
-    layer: int | None
+    layer: int | None  # None: the tensors outside the layers
     pieces: list[Piece]
     files: list[tuple[Path, Shard]]
 
@@ -178,11 +177,11 @@ def _run(
     destination: Path,
     progress: ShowProgress | None,
 ) -> None:
-    """Write the files that are not complete."""
+    """Write the files that the record does not list as complete."""
     finished = [step for step in plan if all(map(record.is_finished, step.paths))]
     _check_space(destination, [step for step in plan if step not in finished])
     if finished:
-        logger.info("%d of %d layers are finished and kept", len(finished), len(plan))
+        logger.info("%d of %d layers are finished already", len(finished), len(plan))
     done, total = 0, sum(piece.source_bytes for step in plan for piece in step.pieces)
     for step in plan:
         if step in finished:
@@ -202,10 +201,10 @@ def _plan(source: Source, conversion: Conversion) -> list[_LayerStep]:
     if target is not None and target.is_neuron:
         if conversion.tp > 1:
             raise ConfigError(
-                f"--to {target.name} with --tensor-parallel-size {conversion.tp}: the Neuron "
-                f"runtime splits the weights itself",
-                hint="leave --tensor-parallel-size out; to split it for the ranks of Negamax, "
-                "convert the result once more, without --to",
+                f"--to {target.name} does not support --tensor-parallel-size {conversion.tp}, "
+                f"because the Neuron runtime splits the weights itself",
+                hint="leave --tensor-parallel-size out; to split the result for Negamax, convert "
+                "the result a second time without --to",
             )
         return [
             _LayerStep(
@@ -228,7 +227,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_LayerStep]:
 
 
 def _write(step: _LayerStep, source: Source) -> Iterator[Piece]:
-    """Write the files of a layer piece by piece; unmap the source's data after each piece."""
+    """Write the files of a step piece by piece. Yield each piece after it is written."""
     with ExitStack() as stack:
         made_files = (
             TensorFile(path, step.planned(shard), shard.file_metadata(step.pieces))
@@ -245,13 +244,14 @@ def _write(step: _LayerStep, source: Source) -> Iterator[Piece]:
             yield piece
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_description(conversion: Conversion) -> None:
-    """Check a checkpoint without its weights, before they are downloaded.
+    """Check the source by its config files alone, before its weights are downloaded.
 
-    Errors: `ConfigError` if it cannot be read, or if the conversion would round it a second time.
+    Raises `ConfigError` if the checkpoint is not supported, or if the conversion would round its
+    weights a second time.
     """
     spec = read_spec(read_json_object(conversion.folder / "config.json"), conversion.folder)
     if (scheme := detect(spec.quantization)) is not None:
@@ -265,12 +265,12 @@ def check_description(conversion: Conversion) -> None:
 
 
 def _check_path(source: Source, conversion: Conversion) -> None:
-    """Refuse a path that is needlessly lossy or changes nothing. Errors: `ConfigError`."""
-    target, hint = conversion.target, "copy the folder, or add --allow-lossy to write it again"
+    """Refuse a conversion that rounds weights twice or changes nothing. Errors: `ConfigError`."""
+    target, hint = conversion.target, "copy the folder, or add --allow-lossy to convert anyway"
     architecture = source.spec.architecture
     if target is not None and target.is_neuron and architecture != minimax_m2.ARCHITECTURE:
         raise ConfigError(
-            f"--to {target.name} is a layout of MiniMax-M2; {conversion.model} is {architecture}",
+            f"--to {target.name} supports only MiniMax-M2; {conversion.model} is {architecture}",
             hint="choose another --to",
         )
     if conversion.allow_lossy:
@@ -280,7 +280,7 @@ def _check_path(source: Source, conversion: Conversion) -> None:
     if target is None:
         if is_split_so:
             raise ConfigError(
-                f"{conversion.model} is split for as many ranks already; there is nothing to "
+                f"{conversion.model} is already split for these sizes, so there is nothing to "
                 f"convert",
                 hint=hint,
             )
@@ -297,14 +297,14 @@ def _check_path(source: Source, conversion: Conversion) -> None:
         )
     if is_same and is_split_so:
         raise ConfigError(
-            f"{conversion.model} is stored as {target.name} already; there is nothing to convert",
+            f"{conversion.model} is already {target.name}, so there is nothing to convert",
             hint=hint,
         )
     _check_rounding(source.linear, conversion)
 
 
 def _check_rounding(modules: Mapping[str, TensorFormat], conversion: Conversion) -> None:
-    """Refuse to round `modules` (module -> stored format) again. Errors: `ConfigError`."""
+    """Refuse to round `modules` (name -> stored format) a second time. Errors: `ConfigError`."""
     target = conversion.target
     scheme = None if target is None else target.scheme()
     if target is None or scheme is None or conversion.allow_lossy:
@@ -318,20 +318,19 @@ def _check_rounding(modules: Mapping[str, TensorFormat], conversion: Conversion)
     }
     if rounded:
         raise ConfigError(
-            f"{conversion.model} is quantized already ({', '.join(sorted(rounded))}); --to "
-            f"{target.name} rounds it a second time, with a relative error of about "
-            f"{target.error:.1%} in addition to its present error",
+            f"{conversion.model} is already quantized ({', '.join(sorted(rounded))}); --to "
+            f"{target.name} would round the weights a second time and add a relative error of "
+            f"about {target.error:.1%}",
             hint="convert from bf16 weights, or add --allow-lossy",
         )
 
 
 def _check_place(conversion: Conversion) -> None:
-    """Refuse a destination that no conversion can use. Errors: `ConfigError`."""
     source, destination = conversion.folder.resolve(), conversion.destination.resolve()
     if destination == source or source in destination.parents:
         raise ConfigError(
-            f"DST {conversion.destination} lies in the source {conversion.model}",
-            hint="give a folder outside of it",
+            f"DST {conversion.destination} is inside the source {conversion.model}",
+            hint="give a folder outside of the source",
         )
     is_link = conversion.destination.is_symlink()  # the link may be broken
     if (destination.exists() or is_link) and not destination.is_dir():
@@ -339,10 +338,10 @@ def _check_place(conversion: Conversion) -> None:
 
 
 def _check_content(destination: Path) -> None:
-    """Refuse a folder that holds anything but a partial conversion. Errors: `ConfigError`."""
+    """Refuse a folder that is neither empty nor a partial conversion. Errors: `ConfigError`."""
     if destination.is_dir() and not (destination / ConversionRecord.NAME).exists():
         names = (path.name for path in destination.iterdir())
-        # The first write of the record may have been interrupted.
+        # A partial record file is allowed: its first write may have been interrupted.
         found = sorted(name for name in names if not name.startswith(ConversionRecord.NAME))
         if found:
             raise ConfigError(
@@ -356,16 +355,16 @@ def _check_space(destination: Path, plan: list[_LayerStep]) -> None:
     free = shutil.disk_usage(destination).free
     if needed + _SPARE_BYTES > free:
         raise ResourceError(
-            f"{destination} needs {format_bytes(needed + _SPARE_BYTES)} of disk, "
+            f"{destination} needs {format_bytes(needed + _SPARE_BYTES)} of disk space; "
             f"{format_bytes(free)} are free",
-            hint="free some space or give a DST on another disk; finished files are kept",
+            hint="free some space and run again (finished files are kept), or use another disk",
         )
 
 
 def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[str] | None:
     """Return the fields in which this conversion differs from the complete one in `destination`.
 
-    None: `destination` has no complete conversion.
+    Returns None if `destination` holds no complete conversion.
     """
     config, record = destination / "config.json", destination / ConversionRecord.NAME
     if not config.is_file() or record.exists():
@@ -374,7 +373,7 @@ def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[st
     return None if found is None else differences(identity, found)
 
 
-# --- beside the weights ---------------------------------------------------------------------------
+# --- index, config and other files ----------------------------------------------------------------
 
 
 def _write_indices(destination: Path, plan: list[_LayerStep]) -> None:
@@ -392,7 +391,8 @@ def _write_indices(destination: Path, plan: list[_LayerStep]) -> None:
 def _carry_files(folder: Path, destination: Path, *, description: str | None) -> None:
     """Copy tokenizer, chat template, generation config and licence.
 
-    The file `description` describes the stored weights, so it is not copied.
+    Files that describe the stored weights of the source are not copied, except the file
+    `description`.
     """
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -405,7 +405,7 @@ def _carry_files(folder: Path, destination: Path, *, description: str | None) ->
 
 def _carry_rotation(folder: Path, destination: Path, name: str) -> None:
     if not (folder / name).is_file():
-        logger.warning("%s is missing: the result can be served, without a draft", folder / name)
+        logger.warning("%s is missing; the result cannot be served with a draft", folder / name)
         return
     (destination / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(folder / name, destination / name)
@@ -413,7 +413,7 @@ def _carry_rotation(folder: Path, destination: Path, name: str) -> None:
 
 def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any]) -> dict[str, Any]:
     config = find_family(source.spec.architecture).own_config(source.config)
-    config.pop("auto_map", None)  # it names code files, which are not copied
+    config.pop("auto_map", None)  # this field names code files, which are not copied
     target = conversion.target
     kept = source.spec.quantization
     if target is None and kept is not None and kept.source == INDEX_NAME:

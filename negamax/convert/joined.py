@@ -1,4 +1,4 @@
-"""Reader that joins a checkpoint that is split for ranks."""
+"""Reader of checkpoints that are split for ranks, which joins the parts of each tensor."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
@@ -14,14 +14,14 @@ Entries = Mapping[str, TensorEntry]  # tensor name -> entry
 
 
 class JoiningReader(CheckpointReader):
-    """Reads tensors from the parts of all ranks."""
+    """Reads whole tensors from the parts of all ranks."""
 
     def __init__(self, ranks: Sequence[Entries]) -> None:
         super().__init__()
         self._ranks = ranks
 
     def read(self, entry: TensorEntry, region: Parts | None = None) -> Tensor:
-        """Read as `CheckpointReader.read` does; `entry` is that of any rank."""
+        """Read as `CheckpointReader.read` does. `entry` may belong to any rank."""
         wanted = region or tuple(map(range, entry.shape))
         found = []
         for mine in (entries[entry.name] for entries in self._ranks):
@@ -38,7 +38,7 @@ class JoiningReader(CheckpointReader):
 def join(ranks: Sequence[Entries]) -> dict[str, TensorEntry]:
     """Return, for each tensor, the entry of the rank with the largest part.
 
-    Errors: `CheckpointError` if the ranks' parts do not belong to one tensor.
+    Raises `CheckpointError` if the parts of the ranks do not make up the whole tensor.
     """
     joined = {}
     for name in dict.fromkeys(name for entries in ranks for name in entries):
@@ -47,7 +47,7 @@ def join(ranks: Sequence[Entries]) -> dict[str, TensorEntry]:
         if len(mine) < len(ranks) or not is_alike or not _covers(mine):
             files = ", ".join(dict.fromkeys(one.file.name for one in mine))
             raise CheckpointError(
-                f"the parts of {name} in {files} do not make one tensor",
+                f"the parts of {name} in {files} do not make up the whole tensor",
                 hint="convert the checkpoint again",
             )
         joined[name] = max(mine, key=lambda one: one.num_bytes)

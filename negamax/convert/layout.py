@@ -1,6 +1,6 @@
-"""Conversion plans: the tensors that replace each weight in the target, and how they are made.
+"""Conversion plans: the tensors of the target that replace each weight, and how to make them.
 
-A weight already stored in the target's format is copied bit by bit.
+A weight that is already stored in the target's format is copied unchanged.
 """
 
 from collections import defaultdict
@@ -25,20 +25,20 @@ _DTYPES = {spelled: getattr(torch, name) for name, spelled in SAFETENSORS_NAMES.
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of the target that are made together from the tensors that `read` returns."""
+    """Tensors of the target that `make` computes together from the tensors that `read` returns."""
 
-    slot: str | None  # the weight's slot; None: every rank has all of it
-    shape: tuple[int, ...]  # of the weight
+    slot: str | None  # slot of the weight; None: every rank stores the whole piece
+    shape: tuple[int, ...]  # shape of the weight
     format: TensorFormat
-    tensors: tuple[Planned, ...]  # the format's tensors
+    tensors: tuple[Planned, ...]  # the tensors of `format`
     read: Callable[[CheckpointReader], Mapping[str, Tensor]]
-    # tensors by name; called in any thread
+    # returns the tensors by name; may be called in any thread
     make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     source_bytes: int
 
 
 def pieces(source: Source, layer: int | None, target: Target | None) -> Iterator[Piece]:
-    """Yield the pieces of a layer. `target` None: every weight stays as stored."""
+    """Yield the pieces of a layer. If `target` is None, every weight is copied unchanged."""
     scheme = None if target is None else target.scheme()
     together: dict[tuple[str, tuple[int, ...]], list[Weight]] = defaultdict(list)
     for weight in source.read_layer(layer):
@@ -77,12 +77,12 @@ def _make_piece(
     planned: Iterable[Planned],
     make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> Piece:
-    """Make the piece of one weight; `make` returns tensors by the format's names."""
+    """Make the piece of one weight. `make` returns tensors by their names in the format."""
 
     def name(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {f"{weight.module}.{name}": tensor for name, tensor in make(read).items()}
 
-    shape, num_bytes = weight.spec.shape, weight.num_bytes
+    shape, num_bytes = weight.spec.shape, weight.move.num_bytes
     return Piece(weight.name, shape, stored, tuple(planned), weight.read, name, num_bytes)
 
 
@@ -97,10 +97,10 @@ def _copy(weight: Weight) -> Piece:
 
 
 def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
-    """Store a weight plain, in its stored dtype.
+    """Make the piece of a weight that the target stores unquantized.
 
-    Quantized weights become bf16. With `to_bf16`, so do all weights that the model does not hold in
-    fp32.
+    A quantized weight becomes bf16. An unquantized weight keeps its dtype. With `to_bf16` it
+    becomes bf16 too, unless the model needs fp32.
     """
     entry = weight.move.entries[0]
     narrowed = weight.format is not PLAIN or (to_bf16 and weight.spec.dtype is None)
@@ -137,18 +137,18 @@ def is_other_e4m3(one: TensorFormat, other: TensorFormat) -> bool:
 def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str, Tensor]:
     """Re-encode the same numbers, without NaN, in the E4M3 encoding of `stored`.
 
-    The same FNUZ bits mean half the OCP number. 0x80 is NaN in FNUZ and -0 in OCP; 0x7F is 240 in
-    FNUZ and NaN in OCP.
+    Equal bits mean half the number in FNUZ. The byte 0x80 is NaN in FNUZ and -0 in OCP. The byte
+    0x7F is 240 in FNUZ and NaN in OCP.
     """
     values, scale = (read[tensor.name] for tensor in stored.tensors[:2])
     bits, dtype = values.view(torch.uint8), getattr(torch, stored.values.dtypes[0])
     made: tuple[Tensor, Tensor]
-    # the file's dtype counts, not config.json
+    # config.json may state FNUZ for a file that states E4M3FN, so the file's dtype is checked too
     if dtype is torch.float8_e4m3fnuz and values.dtype is dtype:
         made = values, scale
     elif dtype is torch.float8_e4m3fnuz:
         made = bits.masked_fill(bits == 0x80, 0).view(dtype), scale * 2
-    elif (bits & 0x7F == 0x7F).any():  # the scale stays; values below 2^-7 may lose a bit
+    elif (bits & 0x7F == 0x7F).any():  # keeps the scale, and may round values below 2^-7
         made = values.view(torch.float8_e4m3fnuz).float().to(dtype), scale
     else:
         made = bits.view(dtype), scale / 2
@@ -156,7 +156,7 @@ def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str
 
 
 def read_together(weights: Sequence[Weight], reader: CheckpointReader) -> Mapping[str, Tensor]:
-    """Read the tensors of `weights`, under names that `split_read` takes apart."""
+    """Read the tensors of `weights`. Each name starts with the weight's index (`split_read`)."""
     return {
         f"{at} {name}": tensor
         for at, weight in enumerate(weights)
@@ -170,9 +170,9 @@ def split_read(read: Mapping[str, Tensor], at: int) -> dict[str, Tensor]:
 
 
 def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator[Piece]:
-    """Yield gate and up of an expert together, with one global scale.
+    """Yield the pieces of an expert's gate and up matrices, which get the same global scale.
 
-    Engines multiply both as one matrix, and vLLM uses the first one's scale for both.
+    Engines multiply gate and up as one matrix, and vLLM uses the global scale of gate for both.
     """
     for weight in weights:
         make = partial(_with_common_scale, weights, weight, stored)
@@ -182,7 +182,7 @@ def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator
 def _with_common_scale(
     weights: list[Weight], weight: Weight, stored: TensorFormat, read: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """Quantize `weight` with an extra row that holds the largest magnitude of all `weights`."""
+    """Quantize `weight` with an extra row that gives the global scale of all `weights`."""
     plain = [one.dequantize(split_read(read, at)) for at, one in enumerate(weights)]
     rows, columns = weight.shape
     below = torch.zeros(1, columns)

@@ -1,7 +1,7 @@
 """Layout of neuronx-distributed-inference: file names, tensor names and stacked experts.
 
-It follows `preprocess_minimax_m2_fp8.py`. FP8 blocks of MiniMax are rescaled as that script does:
-values become bf16, are divided by 448 / 240 and rounded to FP8; scales are multiplied by 448 / 240.
+The layout and the rescaling of MiniMax's FP8 blocks follow `preprocess_minimax_m2_fp8.py`. Values
+are converted to bf16, divided by 448 / 240 and rounded to FP8. Scales are multiplied by 448 / 240.
 """
 
 import re
@@ -23,7 +23,7 @@ from negamax.kernels.quantize.stored import encode
 from negamax.quantization.neuron import LARGEST, NEURON_BLOCKS
 
 _EXPERT = re.compile(r"(.*\.block_sparse_moe\.)experts\.(\d+)\.(w1|w2|w3)\.weight")
-# Matrices that are stored as one, and the name of the stack.
+# name of a stack -> matrices of an expert that the stack stores as one matrix
 _STACKED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 _RENAMED = (
     (re.compile(r"^model\."), ""),
@@ -33,12 +33,12 @@ _RENAMED = (
 
 
 def file_name(layer: int | None) -> str:
-    """Return the file of a layer, or of the tensors outside the layers."""
+    """Return the file name of a layer, or of the tensors outside the layers (`layer` None)."""
     return "model_extras.safetensors" if layer is None else f"model_layer{layer}.safetensors"
 
 
 def neuron_pieces(source: Source, layer: int | None, target: Target) -> Iterator[Piece]:
-    """Yield a layer's pieces. Errors: `ConfigError` if experts are not whole blocks wide."""
+    """Yield a layer's pieces. Raises `ConfigError` if an expert is not a multiple of 128 wide."""
     experts: dict[str, list[dict[str, Weight]]] = defaultdict(list)
     for weight in source.read_layer(layer):
         if match := _EXPERT.fullmatch(weight.name):
@@ -73,12 +73,12 @@ def _renamed(piece: Piece) -> Piece:
 
 
 def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
-    """Put matrices [I, K] of one expert beside each other, as [K, I], in one entry of a stack."""
+    """Make entry `number` of `count` in a stack: matrices [I, K] as [K, I], joined by columns."""
     rows, columns = weights[0].shape
     if rows % E4M3_GROUP or columns % E4M3_GROUP:
         raise ConfigError(
-            f"{weights[0].name} is {rows} x {columns}; the stacked experts of Neuron are made of "
-            f"whole blocks of {E4M3_GROUP}",
+            f"{weights[0].name} is {rows} x {columns}; the Neuron layout needs multiples of "
+            f"{E4M3_GROUP}",
             hint="choose another --to",
         )
 
@@ -94,12 +94,12 @@ def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
         Planned(f"{name}.{key}", dtype, shape, count=count, index=number)
         for key, (dtype, shape) in shapes.items()
     )
-    read, num_bytes = partial(read_together, weights), sum(one.num_bytes for one in weights)
+    read, num_bytes = partial(read_together, weights), sum(one.move.num_bytes for one in weights)
     return Piece(None, (), PLAIN, planned, read, make, num_bytes)
 
 
 def _transposed(weight: Weight, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return [K, I] in Trainium's FP8."""
+    """Return the tensors of `weight` as [K, I] in Trainium's FP8."""
     if weight.format == NEURON_BLOCKS:
         return tensors
     if weight.format == E4M3_BLOCKS:

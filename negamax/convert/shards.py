@@ -1,8 +1,9 @@
 """Checkpoints split for ranks: each rank has files with its part of every tensor.
 
-A part consists of whole entries of a format, with the same unit in both dimensions, so it holds
-what any device of the rank reads. If a border between ranks divides an entry, both ranks store it.
-A tensor that a rank does not read has size 0 in its files, so missing tensors are still found.
+A part consists of whole entries of its format, and its unit is the same in both dimensions. So it
+contains the data that any kind of device reads. If a border between ranks divides an entry, both
+ranks store this entry. A tensor that a rank does not read has size 0 in the rank's files, so that
+missing tensors are still noticed.
 """
 
 import json
@@ -30,10 +31,11 @@ Parts = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """The part that a rank reads. `layout` None: everything, in a checkpoint that is not split."""
+    """The part of a checkpoint that a rank stores."""
 
-    layout: ParallelLayout | None = None
-    regions: Mapping[str, Parts] | None = None  # slot name -> region; other slots read nothing
+    layout: ParallelLayout | None = None  # None: the checkpoint is not split
+    # slot name -> region to store; slots that are not listed store nothing; None: store everything
+    regions: Mapping[str, Parts] | None = None
 
     def file_name(self, number: int, count: int) -> str:
         if self.layout is None:
@@ -46,7 +48,7 @@ class Shard:
 
     @property
     def metadata(self) -> dict[str, int]:
-        """Return the index metadata: the split."""
+        """Return the metadata of the index, which describe the split."""
         if self.layout is None:
             return {}
         return {
@@ -56,7 +58,7 @@ class Shard:
         }
 
     def held(self, piece: Piece) -> Iterator[tuple[Planned, Parts]]:
-        """Return the tensors of `piece`, each with the part that the files hold."""
+        """Yield the tensors of `piece`, each with the part that the shard's file holds."""
         stored = {tensor.name: tensor for tensor in piece.format.tensors}
         for planned in piece.tensors:
             whole = tuple(map(range, planned.shape))
@@ -72,7 +74,7 @@ class Shard:
                 yield planned, stored[planned.name.rpartition(".")[2]].part(region)
 
     def file_metadata(self, pieces: Iterable[Piece]) -> dict[str, str]:
-        """Return header entries that name the tensors stored in part."""
+        """Return header metadata with shape and offset of each tensor that is stored in part."""
         parts = {
             planned.name: (planned.shape, [part.start for part in held])
             for piece in pieces
@@ -94,13 +96,14 @@ def _whole_units(stored: TensorFormat, region: Region, shape: tuple[int, ...]) -
 def make_shards(
     spec: ModelSpec, quantization: QuantizationSpec | None, *, tp: int, ep: int
 ) -> list[Shard]:
-    """Return one shard for each rank of a checkpoint of `spec` in another format.
+    """Return one shard per rank for a model of `spec` that is stored with `quantization`.
 
-    Errors: `ConfigError` for a split that the model does not support.
+    Raises `ConfigError` for a split that the model does not support.
     """
     if tp == ep == 1:
         return [Shard()]
-    # With index queries of all heads: a rank may read only its own.
+    # With sharded index keys a rank reads the index queries of all heads. These shards also serve
+    # ranks without sharded index keys, which read fewer index queries.
     spec = replace(spec, quantization=quantization).shard_index()
     kernels = resolve(platform=CPU, dtype=torch.bfloat16)
     shards = []

@@ -1,4 +1,4 @@
-"""A checkpoint as the converter reads it: checked as at load, one weight at a time."""
+"""The source of a conversion, which is checked like a load and read one weight at a time."""
 
 import math
 import re
@@ -27,14 +27,15 @@ from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-# Scales of keys, values and queries, which a load may skip, are copied for other engines.
+# Scales of keys, values and queries. The loader may skip them, but other engines need them.
 _OF_ATTENTION = re.compile(r"\.self_attn\.(?!.*(weight|input)_).*(scale|offset|zero_point)$")
 
 
 def is_linear(spec: WeightSpec, layer: int | None) -> bool:
-    """Return whether formats apply to the matrix.
+    """Return whether a conversion may quantize the weight.
 
-    They apply to matrices of layers that are multiplied in the compute dtype; a router is not.
+    A conversion may quantize matrices of layers that are multiplied in the compute dtype. Routers
+    are multiplied in fp32.
     """
     return len(spec.shape) == 2 and not spec.is_table and spec.dtype is None and layer is not None
 
@@ -43,14 +44,14 @@ def is_linear(spec: WeightSpec, layer: int | None) -> bool:
 class Weight:
     """One weight of the model and its stored tensors."""
 
-    name: str  # name of its slot
+    name: str  # name of the weight's slot
     spec: WeightSpec
     layer: int | None
     move: Move
 
     @property
     def module(self) -> str:
-        """Name of the module in quantization configs."""
+        """Name of the weight's module in quantization configs."""
         return self.name.removesuffix(f".{PLAIN.values.name}")
 
     @property
@@ -68,17 +69,13 @@ class Weight:
 
     @property
     def is_as_described(self) -> bool:
-        """Whether its values have a dtype of the format: some files declare FNUZ FP8 as FP8."""
+        """Whether the stored dtype is one of the format's. Some files declare FNUZ as E4M3FN."""
         stored, source = self.move.tensors[0]
         names = [SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes]
         return stored is PLAIN.values or source.entry.dtype in names
 
-    @property
-    def num_bytes(self) -> int:
-        return self.move.num_bytes
-
     def read(self, reader: CheckpointReader, rows: range | None = None) -> dict[str, Tensor]:
-        """Read the stored tensors by the format's names. `rows`: only these of a plain one."""
+        """Read the stored tensors by name. `rows` limits the rows of an unquantized matrix."""
         tensors = {}
         for stored, source in self.move.tensors:
             is_plain = stored is PLAIN.values
@@ -91,21 +88,21 @@ class Weight:
             check_tensor(found, source.entry, stored.role, self.move.stored_format)
             tensors[stored.name] = found
         for stored, source in self.move.tensors:
-            if stored.role is Role.ACTIVATION:  # the values do not depend on it
+            if stored.role is Role.ACTIVATION:  # copied for other engines
                 whole = tuple(map(range, stored.shape(self.shape)))
                 found = reader.read(source.entry, source.region(whole))
                 tensors[stored.name] = found.reshape(list(map(len, whole)))
         return tensors
 
     def is_zero(self, reader: CheckpointReader) -> bool:
-        """Return whether the bytes of a matrix's values are all 0. Reads a row if they are not."""
+        """Return whether all bytes of the matrix's values are 0. Usually one row is read."""
         stored, source = self.move.tensors[0]
         rows, columns = map(range, stored.shape(self.shape))
         parts = ((rows[:1], columns), (rows, columns))
         return all(is_zero(reader.read(source.entry, source.region(part))) for part in parts)
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Dequantize what `read` returned, to fp32. Errors: `CheckpointError` if not finite."""
+        """Dequantize `tensors` to fp32. Raises `CheckpointError` if a value is NaN or infinite."""
         if self.format is PLAIN:
             plain = tensors[PLAIN.values.name].float()
         else:
@@ -116,22 +113,21 @@ class Weight:
             names = ", ".join(entry.name for entry in self.move.entries)
             raise CheckpointError(
                 f"the checkpoint has values that are NaN or infinite: {names}",
-                hint="download the files again; if they are complete, the checkpoint itself is "
-                "broken",
+                hint="download the files again; if that does not help, the checkpoint is broken",
             )
         return plain
 
 
 class Source:
-    """The weights of the checkpoint in `folder`, by layer; split checkpoints are joined.
+    """The weights of the checkpoint in `folder`. The parts of a split checkpoint are joined.
 
-    Errors of the constructor: `ConfigError`, `CheckpointError` as at load.
+    The constructor raises the errors of a load: `ConfigError` and `CheckpointError`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config: dict[str, Any] = read_json_object(folder / "config.json")
-        # (the text model alone is converted)
+        # A conversion covers the text model only.
         self.spec: ModelSpec = replace(read_spec(self.config, folder), vision=None)
         self.scheme = detect(self.spec.quantization)
         names = import_names(self.spec)
@@ -140,7 +136,7 @@ class Source:
             name: WeightSlot(name, spec.shape, target=None, source=self._format(name, spec))
             for name, spec in specs.items()
         }
-        self.ranks = read_ranks(folder)  # ranks that it is split for
+        self.ranks = read_ranks(folder)  # ranks that the checkpoint is split for
         layouts = self.ranks or [ParallelLayout()]
         self._entries = [read_entries(folder, layout) for layout in layouts]
         entries = join(self._entries) if self.ranks else self._entries[0]
@@ -151,7 +147,7 @@ class Source:
         ]
         left = [(why, name) for why, those in plan.skipped.items() for name in those]
         scales = {name: why for why, name in left if _OF_ATTENTION.search(name)}
-        # Tensors that are copied as stored, by layer.
+        # layer -> tensors that are copied unchanged
         self.carried: dict[int | None, list[TensorEntry]] = {}
         for name, placement in names.place(scales, num_layers=self.spec.num_layers).items():
             self.carried.setdefault(names.layer_of(placement.slots[0]), []).append(entries[name])
@@ -167,14 +163,13 @@ class Source:
 
     @property
     def layers(self) -> Iterator[int | None]:
-        """Numbers of the layers, and None for the tensors outside the layers."""
+        """The layer numbers, followed by None for the tensors outside the layers."""
         return iter((*range(self.spec.num_layers), None))
 
     def read_layer(self, layer: int | None) -> list[Weight]:
         return [weight for weight in self.weights if weight.layer == layer]
 
     def check_holes(self, layer: int | None) -> None:
-        """Check the matrices of a layer for holes. Errors: `CheckpointError`."""
         with self.reader() as reader:
             zeros = {}
             for weight in self.read_layer(layer):
@@ -190,5 +185,5 @@ class Source:
 
     @property
     def linear(self) -> dict[str, TensorFormat]:
-        """Return module -> format, for matrices that formats apply to."""
+        """The stored format of each module that a conversion may quantize."""
         return {one.module: one.format for one in self.weights if one.is_linear}

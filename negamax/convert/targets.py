@@ -1,7 +1,7 @@
-"""Targets of `negamax convert --to`: each is the description written to config.json.
+"""Targets of `negamax convert --to`.
 
-The reader of that description determines the formats of the modules. So Negamax can
-read the files that it writes; vLLM and SGLang use their own readers. Imports no torch.
+A target is the quantization config that is written to config.json. `quantization/` reads this
+config to find the format of each module, as it does at load. This module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
 _HEAD_AND_ROUTER = ("lm_head", r"re:.*\.gate$")
-# Modules that published 4-bit checkpoints also leave in bf16.
+# Published 4-bit checkpoints leave attention in bf16 too.
 _ATTENTION = r"re:.*\.self_attn\..*"
 
 
@@ -24,22 +24,22 @@ class Target:
     """A conversion target.
 
     `error` is the relative error |W' - W| / |W| (Frobenius norm) of a matrix of normally
-    distributed weights, measured and checked by `tests/cpu/test_convert.py`.
+    distributed weights. `tests/cpu/test_convert.py` measures it.
     """
 
     name: str
     summary: str
     error: float
-    description: Mapping[str, Any] | None  # `quantization_config`; None: plain
+    description: Mapping[str, Any] | None  # `quantization_config`; None: not quantized
 
     @property
     def is_neuron(self) -> bool:
-        """Whether files and names are those of the Neuron SDK."""
+        """Whether the target has the files and tensor names of the Neuron SDK."""
         return self.description is not None and self.description["quant_method"] == "neuron_fp8"
 
     @property
     def limit(self) -> float:
-        """The largest error that the format explains; the factor allows for outliers."""
+        """Largest relative error of a correct conversion. The factor 4 allows for outliers."""
         return 4 * self.error
 
     @property
@@ -49,14 +49,18 @@ class Target:
         return QuantizationSpec(str(self.description["quant_method"]), dict(self.description))
 
     def scheme(self) -> Scheme | None:
-        """Return the format of each module; None: all are plain."""
+        """Return the format of each module, or None if no module is quantized."""
         return detect(self.quantization)
 
 
 def _compressed(
     format: str, *, rounds_inputs: bool = False, with_attention: bool = True, **weights: Any
 ) -> dict[str, Any]:
-    """Build a compressed-tensors description; inputs are rounded per token."""
+    """Build a quantization config of compressed-tensors.
+
+    With `rounds_inputs`, activations have a scale per token. Without `with_attention`, attention
+    stays unquantized.
+    """
     common = {
         "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
         "observer": "minmax", "observer_kwargs": {}, "symmetric": True,
@@ -88,7 +92,7 @@ _FP8_BLOCKS = {
     "modules_to_not_convert": _UNCONVERTED,
 }
 _ALL = (
-    Target("bf16", "plain bfloat16", 0.0017, None),
+    Target("bf16", "unquantized bfloat16", 0.0017, None),
     Target(
         "fp8-block",
         "FP8 with 128 x 128 blocks, MiniMax's own format", 0.027, _FP8_BLOCKS,
@@ -168,7 +172,6 @@ TARGETS = {target.name: target for target in _ALL}
 
 
 def find_target(name: str) -> Target:
-    """Return the target. Errors: `ConfigError` that lists the names."""
     if name not in TARGETS:
         raise ConfigError(f"--to is {name!r}; allowed: {', '.join(TARGETS)}")
     return TARGETS[name]

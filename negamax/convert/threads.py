@@ -1,4 +1,4 @@
-"""Thread pool for many matrices; PyTorch's own threads gain little on small ones."""
+"""Thread pool that processes several matrices at a time, one thread per matrix."""
 
 import os
 from collections import deque
@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-MOST_THREADS = 8  # each holds a few fp32 copies of a matrix
+MOST_THREADS = 8  # each thread holds a few fp32 copies of a matrix
 
 
 def run_in_order(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yield the results of `calls` in order; a few calls run ahead."""
+    """Yield the results of `calls` in order. Later calls run in other threads meanwhile."""
     count = min(MOST_THREADS, os.cpu_count() or 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

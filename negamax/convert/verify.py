@@ -17,30 +17,25 @@ from negamax.convert.targets import TARGETS, Target
 from negamax.convert.threads import run_in_order
 from negamax.formats.floats import PLAIN
 
-_PART_ELEMENTS = 2**18  # rows of a plain matrix, such as the embedding, compared at a time
+_PART_ELEMENTS = 2**18  # elements of an unquantized matrix that are compared at a time
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The change of one weight W.
-
-    `error` is |W' - W| / |W| by the Frobenius norm (0 if zeros stay zeros). The other fields are
-    the new format and whether format and dtype are unchanged.
-    """
+    """The change of one weight W to W' by a conversion."""
 
     name: str
-    format: str
-    error: float
-    is_copy: bool
+    format: str  # format of W'
+    error: float  # |W' - W| / |W| by the Frobenius norm; |W'| if W is 0
+    is_copy: bool  # W and W' have the same format and dtype
 
     @property
     def kind(self) -> str:
-        """The name without layer and expert numbers."""
+        """The weight's name with `*` in place of layer and expert numbers."""
         return _NUMBERED.sub("*", self.name)
 
     def limit(self, target: Target | None) -> float:
-        """Return the largest error that the conversion to `target` explains."""
         if target is None or self.is_copy:
             return 0.0
         return TARGETS["bf16"].limit if self.format == PLAIN.name else target.limit
@@ -48,8 +43,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class KindSummary:
-    """A summary of all weights of one kind."""
-
     kind: str
     format: str
     count: int
@@ -60,11 +53,11 @@ class KindSummary:
 def compare(
     source: Source, destination: Path, *, progress: ShowProgress | None = None
 ) -> list[Difference]:
-    """Compare every weight of `source` with that in `destination`. Errors: those of a load."""
+    """Compare all weights with those in `destination`. Errors: `ConfigError`, `CheckpointError`."""
     converted = Source(destination)
     theirs = {weight.name: weight for weight in converted.weights}
     found: list[Difference] = []
-    done, total = 0, sum(weight.num_bytes for weight in source.weights)
+    done, total = 0, sum(weight.move.num_bytes for weight in source.weights)
     for layer in source.layers:
         pairs = [(weight, theirs[weight.name]) for weight in source.read_layer(layer)]
         with source.reader() as reader, converted.reader() as their_reader:
@@ -79,14 +72,14 @@ def compare(
                 error = changed / size if size else changed
                 stored = [(each.format, each.move.entries[0].dtype) for each in (one, other)]
                 found.append(Difference(one.name, other.format.name, error, stored[0] == stored[1]))
-                done += one.num_bytes
+                done += one.move.num_bytes
                 if progress:
                     progress(done, total)
     return found
 
 
 def _parts(one: Weight, other: Weight) -> Iterator[range]:
-    """Yield the rows to compare at a time: a plain matrix may be as large as a layer."""
+    """Yield ranges of rows to compare at a time, because the embedding is as large as a layer."""
     count, size = one.spec.shape[0], math.prod(one.spec.shape)
     is_plain = one.format is PLAIN and other.format is PLAIN
     rows = max(1, _PART_ELEMENTS * count // size) if is_plain else count
@@ -102,7 +95,6 @@ def _norms(
 
 
 def group_by_kind(differences: Sequence[Difference]) -> list[KindSummary]:
-    """Summarize each kind, in the order of the weights."""
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in differences:
         groups[one.kind, one.format].append(one.error)

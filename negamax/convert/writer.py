@@ -1,7 +1,7 @@
 """Writer of safetensors files, piece by piece, and the record of complete files.
 
-All offsets are known before the first tensor is made, so a file of any size needs one matrix in
-memory. A file gets its name only after it is complete on disk.
+All offsets are known before the first tensor is made, so a file of any size needs memory for one
+matrix. A file is renamed to its final name when it is complete on disk.
 """
 
 import json
@@ -24,18 +24,18 @@ from negamax.checkpoint.reader import SAFETENSORS_NAMES, read_header
 from negamax.config.json_file import read_json_object
 
 _CHUNK_BYTES = 2**24
-_ALIGNMENT = 8  # of the data after the header
+_ALIGNMENT = 8  # bytes; alignment of the data after the header
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor of the file to write, or, with `count`, one entry of a stack."""
+    """A tensor of the file to write, or one entry of a stacked tensor."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    count: int = 0
-    index: int = 0
+    count: int = 0  # number of entries in the stack; 0: not stacked
+    index: int = 0  # index of this entry in the stack
 
     @property
     def num_bytes(self) -> int:
@@ -43,9 +43,9 @@ class Planned:
 
 
 class TensorFile(AbstractContextManager["TensorFile"]):
-    """A safetensors file of `tensors`, which `write` fills in any order.
+    """A safetensors file of `tensors`. Call `write` once per tensor, in any order.
 
-    The file gets its name when the context ends without an error.
+    The file is renamed to `path` when the context ends without an error.
     """
 
     def __init__(self, path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str]) -> None:
@@ -54,7 +54,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         self._places: dict[tuple[str, int], tuple[int, Planned]] = {}
         offset = 0
-        # Wide elements first, so that each tensor is aligned to its element size.
+        # Tensors with wide elements come first, so that each tensor is aligned to its element size.
         for tensor in sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.name, one.index)):
             place = tensor.name, tensor.index
             assert place not in self._places, f"{tensor.name} twice in {path.name}"
@@ -95,14 +95,14 @@ class TensorFile(AbstractContextManager["TensorFile"]):
 
 
 class ConversionRecord:
-    """Size and CRC-32 of the complete files in `folder`, by which a conversion is resumed."""
+    """Size and CRC-32 of each complete file in `folder`. A resumed conversion keeps these files."""
 
     NAME = "negamax_conversion.json"
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        """Read or start the record. `identity`: source and target of the conversion.
+        """Read or start the record. `identity` describes source and target of the conversion.
 
-        Errors: `CheckpointError` if the folder holds a part of another conversion.
+        Raises `CheckpointError` if the folder holds a part of another conversion.
         """
         self._path = folder / self.NAME
         self._identity = dict(identity)
@@ -120,7 +120,7 @@ class ConversionRecord:
         self._files = found["files"]
 
     def is_finished(self, path: Path) -> bool:
-        """Return whether `path` is complete: size, header and CRC-32 are as written."""
+        """Return whether size, header and CRC-32 of `path` are those of the written file."""
         expected = self._files.get(path.name)
         if expected is None or not path.is_file() or path.stat().st_size != expected[0]:
             return False
@@ -139,14 +139,14 @@ class ConversionRecord:
         write_json(self._path, {"conversion": self._identity, "files": self._files})
 
     def remove(self) -> None:
-        """Mark the conversion as complete."""
+        """Delete the record's file, which marks the conversion as complete."""
         self._path.unlink(missing_ok=True)
 
 
 def differences(identity: Mapping[str, Any], found: object) -> list[str]:
-    """Return the fields in which a conversion differs from `found`.
+    """Return the fields of `identity` that differ in `found`.
 
-    The source's name in the command does not count: the digest identifies its files.
+    Command, revision and name of the source are not compared: a digest identifies the source.
     """
     if not isinstance(found, Mapping):
         return list(identity)
@@ -155,7 +155,7 @@ def differences(identity: Mapping[str, Any], found: object) -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the record atomically."""
+    """Write `value` as JSON to `path`, and replace an existing file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(valid_unicode(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")

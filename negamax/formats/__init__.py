@@ -1,1 +1,1 @@
-"""Formats of stored weights and kinds of devices, as data. Imports no torch."""
+"""Formats of stored weights and kinds of devices, as data. This package does not import torch."""

@@ -1,8 +1,8 @@
 """Formats of plain, FP8 and FP4 values, under the names of the tools that write them.
 
-NVFP4 is E2M1 with an E4M3 scale per 16 columns and one number for the matrix; MXFP4 and MXFP8 are
-E2M1 and E4M3 with a power of two (E8M0) per 32 columns, as in the OCP Microscaling specification.
-Of two FP4 codes in a byte the low nibble is the even column.
+NVFP4 has E2M1 values, an E4M3 scale per 16 columns and one scale per matrix. MXFP4 has E2M1 values
+and MXFP8 has E4M3 values. The OCP Microscaling specification gives MXFP4 and MXFP8 one power of two
+(E8M0) per 32 columns as scale. A byte holds two FP4 codes: its low nibble is the even column.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3 = "float8_e4m3fn"
-E4M3_FNUZ = "float8_e4m3fnuz"  # of MI300: half the values of E4M3's bits, and 0x80 is NaN
-E4M3_MAX = 448.0  # its largest finite value; beyond it are only NaNs
-E4M3_GROUP = 128  # columns of activations, rows and columns of weights that share a scale
+E4M3_FNUZ = "float8_e4m3fnuz"  # MI300's E4M3: equal bits mean half the value, and 0x80 is NaN
+E4M3_MAX = 448.0  # largest finite value of E4M3, which has no infinity
+E4M3_GROUP = 128  # a scale covers 128 columns of activations, or 128 rows x 128 columns of weights
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
 E2M1 = "float4_e2m1"
-E8M0 = ("uint8", "float8_e8m0fnu")  # an exponent, in either spelling
+E8M0 = ("uint8", "float8_e8m0fnu")  # checkpoints store E8M0 exponents in one of these dtypes
 NVFP4_GROUP, MX_GROUP = 16, 32  # columns that share a scale
 PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)
-# MI300's values reach 240. Half of 448 keeps the bits of E4M3 blocks.
+# E4M3_FNUZ ends at 240. With 224, half of E4M3's 448, both dtypes round a block to equal bits.
 FNUZ_LARGEST = 224.0
 
 PLAIN = TensorFormat(
@@ -48,12 +48,12 @@ PLAIN = TensorFormat(
 
 
 def is_plain(stored: TensorFormat) -> bool:
-    """Return whether the matrix is stored as it is, in any floating-point dtype."""
+    """Return whether the matrix is stored unquantized, in any floating-point dtype."""
     return stored is PLAIN
 
 
 def plain(weight: Tensor) -> StoredWeight:
-    """Wrap weight [..., N, K] in the dtype in which it is multiplied."""
+    """Wrap an unquantized weight [..., N, K]. GEMMs run in its dtype."""
     return StoredWeight(PLAIN, {"weight": weight})
 
 
@@ -67,8 +67,8 @@ def fp8(
 ) -> TensorFormat:
     """Make an E4M3 format with one scale per part of the matrix that `scale` describes.
 
-    `input_scale` names a scale of the activations. `fnuz`: the bits are MI300's, even if the
-    files state the other dtype.
+    `input_scale` names a scale of the activations. With `fnuz` the bits are MI300's E4M3, even if
+    the files state float8_e4m3fn.
     """
     dtypes, also = ((E4M3_FNUZ, E4M3), ()) if fnuz else ((E4M3,), (E4M3_FNUZ,))
     return TensorFormat(
@@ -84,7 +84,7 @@ def fp8(
 
 
 def add_input_scale(stored: TensorFormat, name: str) -> TensorFormat:
-    """Add a scale of the activations to `stored`; they stay in the compute dtype."""
+    """Add a scale of the activations to `stored`. Activations stay in the compute dtype."""
     return replace(stored, tensors=(*stored.tensors, *_input_scale(name)))
 
 
@@ -94,8 +94,8 @@ def _input_scale(name: str | None) -> tuple[StoredTensor, ...]:
     return (StoredTensor(name, Role.ACTIVATION, FLOATS, PER_MATRIX, optional=True),)
 
 
-# The native format of the M2 family. In spite of its name `weight_scale_inv` multiplies. Blocks at
-# the lower and right edge may be ragged.
+# The native format of the M2 family. The scale `weight_scale_inv` multiplies, in spite of its name.
+# Blocks at the lower and right edge of a matrix may be smaller.
 E4M3_BLOCKS = fp8(
     "fp8_e4m3_block_128x128",
     (Dim(Axis.ROWS, E4M3_GROUP), Dim(Axis.COLUMNS, E4M3_GROUP)),
@@ -132,9 +132,9 @@ def nvfp4(
     divides: bool = False,
     input_scale: str | None = None,
 ) -> TensorFormat:
-    """Make the format of E2M1 with an E4M3 scale per 16 columns and one scale of the matrix.
+    """Make the format of E2M1 with an E4M3 scale per 16 columns and one scale per matrix.
 
-    `global_scale` names the latter; it multiplies, or `divides`.
+    `global_scale` names the scale of the matrix. With `divides` the E4M3 scales are divided by it.
     """
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),
@@ -155,7 +155,8 @@ def nvfp4(
 def use_rounded_activations(stored: TensorFormat) -> TensorFormat:
     """Return `stored` for a method that rounds activations to the element of the weights.
 
-    That is int8 or E4M3 with scales per row or matrix. Other formats are returned as they are.
+    Only int8 and E4M3 with scales per row or per matrix change. The function returns other formats
+    unchanged.
     """
     scales = [tensor for tensor in stored.tensors if tensor.role is Role.SCALE]
     is_grouped = any(scale.axis(Axis.COLUMNS) is not None for scale in scales)

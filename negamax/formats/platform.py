@@ -1,4 +1,4 @@
-"""Kinds of devices: their features, and the refusal of those that Negamax does not run on."""
+"""Kinds of devices, their features, and the check that Negamax supports a device."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,22 +7,22 @@ from negamax.base.errors import ConfigError
 
 
 class Feature(StrEnum):
-    """A requirement that a kernel may have of a device (`Kernel.requires`)."""
+    """A device feature that a kernel may require (`Kernel.requires`)."""
 
-    CPU = "cpu"  # kernels of the host: oneDNN, native functions
+    CPU = "cpu"  # the device runs oneDNN and the C functions of `kernels/native`
     TRITON = "triton"  # a GPU for which Triton compiles
     BF16 = "bf16"  # tensor cores multiply bf16
     INT8 = "int8"  # tensor cores multiply int8
-    FP8 = "fp8"  # tensor cores multiply e4m3, in either form
-    E4M3FN = "e4m3fn"  # e4m3 is e4m3fn, as in checkpoints; otherwise e4m3fnuz
-    SPIN_WAIT = "spin_wait"  # a program may wait for writes of other programs of its launch
+    FP8 = "fp8"  # tensor cores multiply e4m3fn or e4m3fnuz
+    E4M3FN = "e4m3fn"  # the FP8 type is e4m3fn, as in checkpoints; without it: e4m3fnuz
+    SPIN_WAIT = "spin_wait"  # a program may wait for writes of other programs of the same launch
     PEER_MEMORY = "peer_memory"  # a kernel writes the memory of other GPUs
     PDL = "pdl"  # programmatic dependent launch
     TMA = "tma"  # tensor memory accelerator
     CUBLAS_BLOCK_FP8 = "cublas_block_fp8"  # cuBLAS multiplies FP8 with scales per block
 
 
-# the compute capability from which an NVIDIA GPU has a feature
+# feature -> lowest compute capability of NVIDIA GPUs that have it
 _NVIDIA = {
     Feature.SPIN_WAIT: (7, 0),
     Feature.PEER_MEMORY: (7, 0),
@@ -43,8 +43,6 @@ MEASURED_ARCHS = ("sm_90",)  # architectures on which kernels were tested and ti
 
 @dataclass(frozen=True)
 class Platform:
-    """One kind of device."""
-
     vendor: str  # "cpu", "nvidia", "amd"
     name: str
     arch: str  # "cpu", "sm_90", "gfx942"
@@ -55,18 +53,16 @@ class Platform:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """NVIDIA's (major, minor)."""
         assert self.vendor == "nvidia", self
         return divmod(int(self.arch.removeprefix("sm_")), 10)
 
     @property
     def is_measured(self) -> bool:
-        """Whether the kernels were tested and measured on such a device."""
+        """Whether the kernels were tested and measured on devices of this architecture."""
         return self.vendor == "cpu" or self.arch in MEASURED_ARCHS
 
     @property
     def label(self) -> str:
-        """The device in words."""
         if self.vendor == "cpu":
             return self.name
         if self.vendor == "amd":
@@ -74,7 +70,6 @@ class Platform:
         return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
 
     def missing(self, requires: frozenset[Feature]) -> list[str]:
-        """Return the features of `requires` that this device lacks, by name."""
         return sorted(requires - self.features)
 
     def check(self, *, fp8_cache: bool) -> None:
@@ -91,24 +86,24 @@ class Platform:
         """Refuse a GPU without bf16, or without FP8 for an FP8 cache. Errors: `ConfigError`."""
         if Feature.BF16 not in self.features:
             raise ConfigError(
-                f"{self.label} has no bfloat16 arithmetic; 8.0 or higher is needed",
+                f"{self.label} has no bfloat16 arithmetic; compute capability 8.0 or higher has it",
                 hint="use another GPU, or --device cpu",
             )
         if fp8_cache and Feature.E4M3FN not in self.features:
             raise ConfigError(
-                f"{self.label} has no FP8 KV cache; 8.9 or higher is needed",
+                f"{self.label} does not support an FP8 KV cache; compute capability 8.9 does",
                 hint="drop --kv-cache-dtype",
             )
 
 
-# Warps and multiprocessors are those of Triton's interpreter, which simulates a small GPU.
+# The warp size and multiprocessors describe the small GPU that Triton's interpreter simulates.
 CPU = Platform("cpu", "CPU", "cpu", 32, 2, 2**20, frozenset({Feature.CPU}))
 
 
 def nvidia(
     capability: tuple[int, int], *, name: str, multiprocessors: int = 132, shared_memory: int = 0
 ) -> Platform:
-    """Describe an NVIDIA GPU; `shared_memory` is bytes per multiprocessor."""
+    """Describe an NVIDIA GPU. `shared_memory` is in bytes per multiprocessor."""
     features = {feature for feature, least in _NVIDIA.items() if capability >= least}
     if capability == (9, 0):
         features.add(Feature.CUBLAS_BLOCK_FP8)
@@ -120,7 +115,7 @@ def nvidia(
 
 
 def amd(arch: str, *, name: str, multiprocessors: int, shared_memory: int) -> Platform:
-    """Describe an AMD GPU of this architecture ("gfx942")."""
+    """Describe an AMD GPU of architecture `arch`, for example "gfx942"."""
     features = _AMD.get(arch, frozenset())
     return Platform(
         "amd", name, arch, 64, multiprocessors, shared_memory, features | {Feature.TRITON}

@@ -1,4 +1,4 @@
-"""Which formats kernels read as they are stored (`Kernel.reads`)."""
+"""Functions that decide whether a kernel reads a format without conversion (`Kernel.reads`)."""
 
 from negamax.formats.floats import E2M1, E4M3, E4M3_BLOCKS
 from negamax.formats.platform import Feature, Platform
@@ -9,14 +9,14 @@ _PACKED_GROUPS = frozenset({16, 32, 64, 128})  # columns that share a scale
 
 
 def reads_e4m3_blocks(stored: TensorFormat) -> bool:
-    """Return whether a matrix is E4M3 with an fp32 scale per 128 x 128 block, in any spelling."""
+    """Return whether a matrix is E4M3 with an fp32 scale per 128 x 128 block, under any names."""
     return stored.element == E4M3 and [
         (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors if tensor.is_kept
     ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]
 
 
 def reads_packed(stored: TensorFormat) -> bool:
-    """Return whether weight-only kernels read it: 4 or 8 bits, scales per row or row and group."""
+    """Return whether weight-only kernels read 4 or 8 bits with these scales without conversion."""
     scales = [t for t in stored.tensors if t.role is Role.SCALE and t.level == 1]
     groups = {dim.unit for t in scales for dim in t.dims if dim.axis is Axis.COLUMNS}
     return (
@@ -33,8 +33,8 @@ def reads_w8a8(stored: TensorFormat, *, element: str) -> bool:
 
 
 def is_kept(stored: TensorFormat, platform: Platform) -> bool:
-    """Return whether the kernels of `platform` read this format as it is stored.
+    """Return whether the kernels of `platform` read this format without conversion.
 
-    Without tensor cores for the element they multiply in the compute dtype: weight-only.
+    On GPUs without tensor cores for the element, weight-only kernels multiply in the compute dtype.
     """
     return Feature.TRITON in platform.features and stored.stacks and reads_packed(stored)

@@ -1,8 +1,8 @@
-"""Formats as data: which tensors a checkpoint holds of a matrix, and what their entries mean.
+"""`TensorFormat` describes the tensors that a checkpoint stores for one matrix [rows, columns].
 
-A `TensorFormat` lists the tensors of one matrix [rows, columns]. Each dimension of such a tensor
-has one entry for a fixed number of the matrix's rows or columns. The loader, the layers and the
-synthetic weights derive shapes, shards of ranks and parts of fused matrices from these numbers.
+Along each dimension, one entry of a stored tensor stands for a fixed number of rows or columns of
+the matrix. The loader, the layers and the synthetic weights derive shapes, shards of ranks and
+parts of fused matrices from these numbers.
 `kernels.quantize.stored` decodes and encodes the tensors.
 """
 
@@ -31,7 +31,7 @@ class Axis(Enum):
 
     ROWS = 0
     COLUMNS = 1
-    FIXED = 2  # neither: every rank holds all of it
+    FIXED = 2  # neither rows nor columns: every rank holds the whole dimension
 
 
 class Role(Enum):
@@ -42,19 +42,19 @@ class Role(Enum):
     ZERO_POINT = "zero point"
     PERMUTATION = "permutation"  # the group of each column
     SHAPE = "shape"
-    ACTIVATION = "activation"  # of activations, which stay unquantized: never read
+    ACTIVATION = "activation"  # scale of activations; never read, as they stay unquantized
 
 
 class Known(Enum):
-    """Entries that the format fixes. The loader compares them and does not keep them."""
+    """Content that the format fixes. The loader checks the tensor for it and drops the tensor."""
 
     ZEROS = "zeros"
-    SHAPE = "shape"  # of the matrix
+    SHAPE = "shape"  # the shape of the matrix
     GROUPS_IN_ORDER = "groups in order"  # the group of each column: c // `StoredTensor.group`
 
 
 class CodePacking(Enum):
-    """How the tensor of values holds codes."""
+    """How the tensor of values packs codes into its entries."""
 
     ENTRIES = "one code per entry"
     NIBBLES = "two columns per byte, the low half first"
@@ -68,30 +68,33 @@ class GlobalScale(Enum):
 
     MULTIPLIES = "multiplies"
     DIVIDES = "divides"
-    IS_INCLUDED = "is included"  # it is the scale of the activations, and stored scales include it
+    IS_INCLUDED = "is included"  # none: it scales activations, and level-1 scales include it
 
 
 @dataclass(frozen=True)
 class Rounding:
     """How a plain matrix is quantized to a format."""
 
-    largest: float = 0.0  # what the largest magnitude of a block becomes; 0: the element's largest
+    # a block's largest magnitude is scaled to this value; 0: the largest value of the element type
+    largest: float = 0.0
     to_powers: bool = False  # scales are powers of two
 
 
 @dataclass(frozen=True)
 class Dim:
-    """A dimension with one entry for `unit` rows or columns; `FIXED` has `unit` entries."""
+    """A dimension of a stored tensor, with one entry for `unit` rows or columns of the matrix.
+
+    A dimension over `Axis.FIXED` has `unit` entries.
+    """
 
     axis: Axis
     unit: int = 1
 
     def size(self, shape: tuple[int, int]) -> int:
-        """Return the number of entries for a matrix of this shape."""
         return self.unit if self.axis is Axis.FIXED else -(-shape[self.axis.value] // self.unit)
 
     def part(self, region: Region) -> range:
-        """Return the entries of the part `region` of a matrix; it must start at an entry."""
+        """Return the entries for the part `region` of a matrix, which must start at an entry."""
         if self.axis is Axis.FIXED:
             return range(self.unit)
         part = region[self.axis.value]
@@ -107,76 +110,75 @@ class StoredTensor:
 
     name: str  # after the module's name in a checkpoint
     role: Role
-    # PyTorch's names; the tensor is kept in the first, which holds the values of all
+    # PyTorch's names of the allowed dtypes; the loader keeps the tensor in the first of the names
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
     also: tuple[str, ...] = ()  # dtypes with other values, read only to dequantize the matrix
-    level: int = 1  # 2: scales the scales
-    optional: bool = False  # a checkpoint may lack it; it is not kept then
+    level: int = 1  # 1: scales the values; 2: scales the scales
+    optional: bool = False  # a checkpoint may lack this tensor
     known: Known | None = None
     group: int = 0  # columns per group of a permutation, -1 for all
 
     @property
     def is_kept(self) -> bool:
-        """Whether the values of the matrix depend on it."""
+        """Whether the values of the matrix depend on this tensor."""
         return self.role is not Role.ACTIVATION and self.known is None
 
     @property
     def is_number(self) -> bool:
-        """Whether it is one number per matrix."""
+        """Whether the tensor is one number per matrix."""
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
-        """Return its form in a fused parameter: a single number is held once per row."""
+        """Return this tensor for a fused parameter, with a number per matrix repeated per row."""
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         return tuple(dim.size(shape) for dim in self.dims)
 
     def part(self, region: Region) -> tuple[range, ...]:
-        """Return its entries for the part `region` of the matrix."""
+        """Return the entries along each dimension for the part `region` of the matrix."""
         return tuple(dim.part(region) for dim in self.dims)
 
     def axis(self, axis: Axis) -> int | None:
-        """Return the dimension that runs over `axis`, if any."""
+        """Return the index of the dimension that runs over `axis`, or None."""
         return next((n for n, dim in enumerate(self.dims) if dim.axis is axis), None)
 
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """One way to store a matrix. `name` gives element and groups, never "fp8" alone."""
+    """One way to store a matrix. `name` states the element type and the groups of scales."""
 
     name: str
-    element: str  # of the matrix: "float8_e4m3fn", "uint4"
-    tensors: tuple[StoredTensor, ...]  # the values first
+    element: str  # element type of the matrix: "float8_e4m3fn", "uint4"
+    tensors: tuple[StoredTensor, ...]  # the tensor of values is first
     packing: CodePacking = CodePacking.ENTRIES
     zero_offset: int = 0  # added to stored zero points
     global_scale: GlobalScale = GlobalScale.MULTIPLIES
-    # how matrices are quantized to it; None: it is only read
+    # how to quantize a matrix to this format; None: Negamax only reads this format
     rounding: Rounding | None = field(default=None, compare=False)
     # returns the format with groups of fewer columns; None: groups cannot change
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
-    # how the method rounds activations; None: not at all
+    # how the method rounds activations; None: activations are not rounded
     activation: ActivationFormat | None = None
-    # the format in the checkpoint of matrices that are quantized during loading; None: this format
+    # format in the checkpoint, if matrices are quantized during loading; None: this format
     made_of: TensorFormat | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} says no scale"
+        assert self.name not in ("fp8", "int8", "int4", "fp4"), f"{self.name!r} names no scale"
         assert not any(tensor.optional and tensor.is_kept for tensor in self.tensors)
 
     def __hash__(self) -> int:
         return hash(self.name)  # hashing all fields is slow for 50,000 matrices
 
     def find(self, role: Role, *, level: int = 1) -> StoredTensor | None:
-        """Return the tensor of this role that is kept, if any."""
         return next(
             (t for t in self.tensors if (t.role, t.level) == (role, level) and t.is_kept), None
         )
 
     @property
     def is_online(self) -> bool:
-        """Whether matrices are quantized to it during loading."""
+        """Whether the loader quantizes matrices to this format."""
         return self.made_of is not None
 
     @property
@@ -184,7 +186,7 @@ class TensorFormat:
         return self.tensors[0]
 
     def is_held_as(self, other: TensorFormat) -> bool:
-        """Return whether all tensors have the same names, and kept tensors the same meaning."""
+        """Return whether both formats name the same tensors and keep tensors of equal meaning."""
         return (
             all(
                 getattr(self, name) == getattr(other, name)
@@ -199,15 +201,15 @@ class TensorFormat:
 
     @property
     def permuted(self) -> bool:
-        """Whether a stored order assigns columns to groups: then scales are read in full."""
+        """Whether a stored permutation assigns columns to groups, so that ranks read all scales."""
         return any(t.role is Role.PERMUTATION and t.is_kept for t in self.tensors)
 
     @property
     def stacks(self) -> bool:
-        """Whether matrices can be stacked into one.
+        """Whether several matrices of this format can be stacked into one.
 
         Each kept tensor must run over the rows, and its first dtype must hold the values or bits of
-        the others.
+        its other dtypes.
         """
         held = [tensor for tensor in self.tensors if tensor.is_kept]
         return all(
@@ -218,26 +220,25 @@ class TensorFormat:
 
     @property
     def has_offset_codes(self) -> bool:
-        """Whether integers are stored plus 2^(bits - 1), so that zeros are not stored as 0."""
+        """Whether integers are stored plus 2^(bits - 1), so that the stored code of 0 is not 0."""
         return self.packing is CodePacking.WORDS and self.element.startswith("int")
 
     def unit(self, axis: Axis) -> int:
-        """Return the rows or columns that must not be split, because they share an entry."""
+        """Return how many consecutive rows or columns share entries and must not be split."""
         return math.lcm(*(d.unit for tensor in self.tensors for d in tensor.dims if d.axis is axis))
 
     @property
     def width_unit(self) -> int:
-        """The unit of a width that is the rows of one matrix and the columns of the next."""
+        """Unit in which to split a width that is the rows of one matrix and columns of the next."""
         return math.lcm(self.unit(Axis.ROWS), self.unit(Axis.COLUMNS))
 
     def split_width(
         self, columns: int, reads: Callable[[TensorFormat], bool]
     ) -> tuple[TensorFormat, int]:
-        """Split a width that is the rows of one matrix and the columns of the next: `columns` per
-        rank.
+        """Split a width, the rows of one matrix and the columns of the next, to `columns` per rank.
 
-        Returns the format of the next matrix, and the unit of the split. Groups that the split
-        would cut become smaller ones, each with a copy of the scale, if the kernel `reads` them.
+        Returns the format of the next matrix, and the unit of the split. If the split would cut
+        groups and the kernel `reads` smaller groups, each smaller group gets a copy of the scale.
         """
         held = self
         if self.regroup is not None and columns % self._group:
@@ -252,7 +253,7 @@ class TensorFormat:
         return max(d.unit for scale in scales for d in scale.dims if d.axis is Axis.COLUMNS)
 
     def enclose(self, region: Region, shape: tuple[int, int]) -> Region:
-        """Return the smallest part of a matrix that holds `region` and splits no entry."""
+        """Return the smallest part of a matrix that contains `region` and splits no entry."""
         rows, columns = (
             _enclose(part, self.unit(axis), total)
             for part, axis, total in zip(region, (Axis.ROWS, Axis.COLUMNS), shape, strict=True)
@@ -260,9 +261,9 @@ class TensorFormat:
         return rows, range(shape[1]) if self.permuted else columns
 
     def quantized_alone(self, region: Region, shape: tuple[int, int]) -> Region:
-        """Return the smallest part that holds `region` and quantizes to the same values alone.
+        """Return the smallest part of a matrix that contains `region` and can be quantized alone.
 
-        Elements that share a scale stay together.
+        Quantizing the part gives the values that quantizing the whole matrix gives.
         """
         scales = [tensor for tensor in self.tensors if tensor.role is Role.SCALE]
         rows, columns = (
@@ -274,7 +275,7 @@ class TensorFormat:
         return rows, columns
 
     def bytes_per_weight(self, shape: tuple[int, int]) -> float:
-        """Return the bytes of all kept tensors of a matrix of `shape`, per element."""
+        """Return the bytes of all kept tensors of a matrix of `shape`, divided by its elements."""
         stored = sum(
             math.prod(t.held().shape(shape)) * ITEM_BYTES[t.dtypes[0]]
             for t in self.tensors
@@ -285,27 +286,26 @@ class TensorFormat:
 
 @dataclass(frozen=True)
 class ActivationFormat:
-    """Rounded activations: an fp32 scale per token and, unless 0, per `group` columns."""
+    """Rounded activations with an fp32 scale per token and group of columns."""
 
     element: str
-    group: int
+    group: int  # columns that share a scale; 0: all columns
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Matrices [..., rows, columns] in memory, as tensors by their names in a checkpoint."""
+    """Matrices [..., rows, columns] in memory: a tensor for each name in a checkpoint."""
 
     format: TensorFormat
     tensors: Mapping[str, Tensor]
 
     @property
     def values(self) -> Tensor:
-        """The tensor of values; plain weights have no other."""
+        """The tensor of values, the only tensor of a plain weight."""
         return self.tensors[self.format.values.name]
 
     @property
     def scale(self) -> Tensor:
-        """The first-level scales."""
         (scale,) = (t for t in self.format.tensors if t.role is Role.SCALE and t.level == 1)
         return self.tensors[scale.name]
 

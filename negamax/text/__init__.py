@@ -1,1 +1,1 @@
-"""Tokenizer, chat template, detokenizer, output parser and grammars, without model families."""
+"""Tokenizer, chat template, detokenizer, output parser and grammars, for all model families."""

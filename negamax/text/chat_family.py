@@ -8,16 +8,15 @@ from negamax.text.parser.output_format import OutputFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFamily:
-    """The chat format of a model family: prompts and answers."""
-
-    title: str  # for people
+    title: str  # name of the family in messages
     output: OutputFormat  # tags, and the reader of call blocks
-    call_style: type[CallStyle]  # how grammars write calls
+    call_style: type[CallStyle]  # writes the grammar of tool calls
     closing_text: str  # text that ends the reasoning, as the models write it
-    token_tags: frozenset[str] = frozenset()  # tags that count in grammars only as tokens
+    # Grammars recognize these tags only as tokens, and every other tag also as text.
+    token_tags: frozenset[str] = frozenset()
     always_thinks: bool = False  # every prompt ends within the reasoning
-    parser_names: tuple[str, ...]  # its names in vLLM and SGLang
-    # input other than text ("image", "video"), not supported yet
+    parser_names: tuple[str, ...]  # names of the family's parsers in vLLM and SGLang
+    # input besides text that models of the family can read ("image", "video")
     sees: tuple[str, ...] = ()
-    # names of reasoning parsers that leave reasoning in the content
+    # names in vLLM and SGLang of reasoning parsers that leave the reasoning in the content
     append_names: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Render conversations to prompt text by the checkpoint's Jinja template, in a sandbox."""
+"""Render conversations to prompts with the checkpoint's Jinja template, in a sandbox."""
 
 import datetime
 import functools
@@ -26,12 +26,12 @@ from negamax.text.tokenizer import token_text
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 
 _NOT_ASCII = re.compile(rf"[^\x00-\x7f{ESCAPE}]+")
-_MESSAGE_CHARS = 2000  # of a template's error
+_MESSAGE_CHARS = 2000  # longest text of a template's error
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class _GenerationTag(Extension):
-    """Renders {% generation %}, which marks an answer for training, as its content."""
+    """Renders the content of {% generation %}, a tag that marks answers for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -52,8 +52,10 @@ class ChatTemplate:
         origin: str = "chat template",
         is_trusted: bool = True,
     ) -> None:
-        """`variables` are always defined; `origin` names `source`. Only a trusted template runs in
-        this process. Errors: `CheckpointError`.
+        """Compile `source`. A template that is not trusted runs in another process (`Confined`).
+
+        `variables` are defined in every call. `origin` names the template in messages. Raises
+        `CheckpointError` if the template has a syntax error.
         """
         self.source = source
         self._confined: Confined | None = None
@@ -79,21 +81,22 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
                 f"{origin} has a syntax error in line {error.lineno}: {_shorten(error.message)}",
-                hint="correct the template, or give another one with --chat-template",
+                hint="correct the template, or replace it with --chat-template FILE",
             ) from error
 
     @classmethod
     def from_folder(cls, path: Path, override: Path | None = None) -> Self | None:
-        """Read the template of the checkpoint folder `path`; None without one.
+        """Read the chat template of the checkpoint folder `path`, or return None if it has none.
 
-        It is the file `override`, else `chat_template.jinja`, else `chat_template` of
-        chat_template.json or tokenizer_config.json (of several, "default" or the only one).
-        Errors: `ConfigError` for an unreadable override, `CheckpointError` for a broken file of the
-        checkpoint, and for several templates without a default.
+        The first of these sources counts: the file `override`, `chat_template.jinja`, the field
+        `chat_template` of chat_template.json, and this field of tokenizer_config.json. If a field
+        lists several templates, the one named "default" counts. Raises `ConfigError` if a template
+        file cannot be read. Raises `CheckpointError` if another file is malformed, or if a list of
+        several templates has no default.
         """
         is_trusted = path in EMBEDDED.values()
         config_file = path / "tokenizer_config.json"
-        # the tokenizer refuses a folder without it
+        # If this file is missing, the tokenizer refuses the folder.
         config = read_json_object(config_file) if config_file.exists() else {}
         variables = {
             name: text
@@ -112,7 +115,7 @@ class ChatTemplate:
                     hint="give a UTF-8 text file",
                 ) from error
             return cls(source, variables=variables, origin=str(file), is_trusted=is_trusted)
-        beside = path / "chat_template.json"  # of older processors
+        beside = path / "chat_template.json"  # older processors of transformers write this file
         if beside.exists():
             config_file, config = beside, read_json_object(beside)
         entry = config.get("chat_template")
@@ -128,24 +131,24 @@ class ChatTemplate:
             entry = entry.get("default") if len(names) > 1 else entry[names[0]]
             if entry is None:
                 raise CheckpointError(
-                    f"{origin} has no default; it has {', '.join(map(str, names))}",
-                    hint="write one of them into a file, and give it with --chat-template",
+                    f"{origin} has several templates and no default: {', '.join(map(str, names))}",
+                    hint="write one of these templates to a file, and use --chat-template FILE",
                 )
         if not entry:
             return None
         if not isinstance(entry, str):
             raise CheckpointError(
-                f"{origin} is a {type(entry).__name__}, text is needed", hint="use --chat-template"
+                f"{origin} is a {type(entry).__name__}; text is needed",
+                hint="use --chat-template FILE",
             )
         return cls(entry, variables=variables, origin=origin, is_trusted=is_trusted)
 
     def reads(self, variable: str) -> bool:
-        """Whether the template uses `variable`, which a request may set."""
         return variable in self.variables
 
     @functools.cached_property
     def has_root_role(self) -> bool:
-        """Whether the template shows messages with the role root, which M3 ranks above system."""
+        """Whether the template shows messages of the role root, which M3 ranks above system."""
         mark = "text-of-the-root"
         try:
             return mark in self.render(
@@ -156,7 +159,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def shows_earlier_thinking(self) -> bool:
-        """Whether the template shows the thinking before the last user message; M2's does not."""
+        """Whether the template shows reasoning from before the last user message, as M3's does."""
         mark, user = "what-was-thought", {"role": "user", "content": "text"}
         answer = {"role": "assistant", "content": "text", "reasoning_content": mark}
         try:
@@ -176,9 +179,9 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation from `normalize_messages` to valid Unicode.
 
-        With `escaper`, control tokens in the conversation are escaped (`text.escaping`). `kwargs`
-        are template variables. Errors: `InvalidRequestError` if the template refuses the
-        conversation or fails.
+        An `escaper` escapes control tokens in the conversation (`text.escaping`); the result then
+        contains escapes. `kwargs` are template variables. Raises `InvalidRequestError` if the
+        template refuses the conversation or fails.
         """
         check_template_kwargs(kwargs)
         if escaper is not None:
@@ -194,12 +197,12 @@ class ChatTemplate:
     def render_values(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """Render in this process, without escapes. Errors: as of `render`, and `MemoryError`."""
+        """Render in this process. Raises `MemoryError` and the errors of `render`."""
         try:
             return self._template.render({**self._defined, **variables}, messages=messages)
         except (InvalidRequestError, MemoryError):
             raise
-        # the checkpoint's code on the client's values: any failure answers this request
+        # The template is code of the checkpoint, so any of its failures ends only this request.
         except Exception as error:
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {_shorten(error)}",
@@ -209,23 +212,23 @@ class ChatTemplate:
 
 
 def require_template(template: ChatTemplate | None) -> ChatTemplate:
-    """Return `template`. Errors: `InvalidRequestError` for a model without one."""
+    """Return `template`. Raises `InvalidRequestError` if the model has no template."""
     if template is None:
         raise InvalidRequestError(
             "this model has no chat template",
-            hint="give one with --chat-template FILE, or continue text without one: "
+            hint="start with --chat-template FILE, or use an interface without a template: "
             "/v1/completions, negamax generate --raw, LLM.generate",
         )
     return template
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse template variables of a client that would replace the conversation."""
+    """Raise `InvalidRequestError` for template variables that would replace the conversation."""
     taken = sorted(RESERVED_KWARGS & kwargs.keys())
     if taken:
         raise InvalidRequestError(
-            f"chat_template_kwargs must not contain {', '.join(taken)}; use the request field of "
-            f"that name",
+            f"chat_template_kwargs must not contain {', '.join(taken)}; use the request fields "
+            f"with these names",
             param="chat_template_kwargs",
         )
 

@@ -1,10 +1,9 @@
-"""Call a checkpoint's chat template and tokenizer, and the image decoder, in processes with limits
-of time and memory.
+"""Run chat templates, tokenizers and the image decoder in processes with limits.
 
-Anybody may have written templates and images: they can loop, and allocate without end. One process
+Templates, tokenizers and images are not trusted: they may need unlimited time or memory. A process
 loads the template, the tokenizer or the decoder and forks children (`text.confined_process`). A
-child answers one call at a time; the kernel ends it when it has used up a limit, and the call is
-refused.
+child answers one call at a time. The kernel ends a child that exceeds a limit of time or memory,
+and the call is refused.
 """
 
 import json
@@ -19,17 +18,18 @@ from negamax.base.errors import CheckpointError, InvalidRequestError, NegamaxErr
 from negamax.base.supervision import Supervised
 
 LOAD_SECONDS, LOAD_BYTES = 10.0, 2 << 30
-ANSWER, ERROR = b"a", b"e"  # first bytes
-IMAGE_DECODER = "image decoder"  # a kind
+ANSWER, ERROR = b"a", b"e"  # first byte of a message from a child
+IMAGE_DECODER = "image decoder"  # value of `kind`
 _IMAGE_SECONDS, _IMAGE_BYTES, _MOST_IMAGE_ANSWER = 8.0, 3 << 29, 48 << 20
-_SLOWEST = 20.0  # elapsed seconds per second of processor time
+_SLOWEST = 20.0  # most elapsed seconds per second of processor time
 _MOST_MEMORY = min(4 << 30, env.main_memory() // 4)
 
 
 def compute_limits(kind: str, num_bytes: int) -> tuple[float, int, int]:
-    """Return the limits of a call with `num_bytes`: processor seconds, bytes of memory, and bytes
-    of the answer. Dense texts take 2 s per MiB to tokenize, and 430 bytes per byte; the largest
-    images take 3 s and 1 GB.
+    """Return the limits of a call: processor seconds, bytes of memory, and bytes of the answer.
+
+    `num_bytes` is the size of the arguments. Tokenizing dense text takes 2 s per MiB, and 430 bytes
+    of memory per byte. The largest images take 3 s and 1 GB.
     """
     if kind == IMAGE_DECODER:
         return _IMAGE_SECONDS, min(_IMAGE_BYTES, _MOST_MEMORY), _MOST_IMAGE_ANSWER
@@ -43,7 +43,7 @@ def pack_error(error: NegamaxError) -> bytes:
 
 
 def _ask(connection: Connection, job: bytes, *, seconds: float, most: int) -> bytes:
-    """Return the answer or the error as bytes. Errors: `OSError`, `EOFError`."""
+    """Send `job` and return the answer. Raises `OSError` or `EOFError` if no answer arrives."""
     connection.send_bytes(job)
     if not connection.poll(_SLOWEST * seconds):
         raise EOFError
@@ -57,37 +57,37 @@ def _unpack(answer: bytes, failure: type[NegamaxError]) -> bytes:
 
 
 class Confined:
-    """A template, a tokenizer or a decoder in processes with limits. Threads may share it."""
+    """A function that runs in processes with limits. Threads may share an object of this class."""
 
     def __init__(self, kind: str, *setup: Any, origin: str, has_secrets: bool = True) -> None:
-        """`kind`, `setup`: as of `confined_process.load`; `origin` names it in messages;
-        `has_secrets`: as of `supervision.spawn`.
+        """`kind` and `setup` are the arguments of `confined_process.load`. `origin` is a name for
+        messages. `has_secrets` is an argument of `supervision.spawn`.
         """
         self._has_secrets = has_secrets
         self._setup = json.dumps([kind, *setup]).encode()
         self._kind, self._origin = kind, origin
         self._lock = threading.Lock()
         self._process: Supervised | None = None
-        self._source: Connection  # to the process, which forks
+        self._source: Connection  # connection to the process that forks children
         self._facts: Any = None
-        self._idle: list[Connection] = []  # one for each of the server's threads at most
+        self._idle: list[Connection] = []  # idle children; at most one per thread of the server
 
     def load(self) -> Any:
-        """Load it and return its facts. Errors: `CheckpointError`."""
+        """Load the code, and return the facts about it. Raises `CheckpointError` if that fails."""
         with self._lock:
             self._load()
             return self._facts
 
     def call(self, *arguments: object) -> bytes:
-        """Call its function with JSON values.
+        """Call the function with JSON values, and return its answer.
 
-        Errors: `InvalidRequestError` from the function and for a call that used up its limits,
-        `CheckpointError` as of `load`.
+        Raises `InvalidRequestError` if the function raises it, or if the call exceeds a limit.
+        Raises `CheckpointError` if loading fails.
         """
         try:
-            job = json.dumps(arguments).encode()  # in ASCII: escaped texts hold lone surrogates
+            job = json.dumps(arguments).encode()  # ASCII, because escapes are lone surrogates
         except (TypeError, ValueError) as error:
-            raise InvalidRequestError(f"only JSON values can be rendered: {error}") from None
+            raise InvalidRequestError(f"messages hold a value that is not JSON: {error}") from None
         seconds, memory, most = compute_limits(self._kind, len(job))
         try:
             child = self._take()
@@ -96,7 +96,7 @@ class Confined:
         except (OSError, EOFError) as error:
             raise InvalidRequestError(
                 f"the {self._kind} failed on this request, or used more than {seconds:.1f} s of "
-                f"processor time or {memory >> 20} MiB",
+                f"processor time or {memory >> 20} MiB of memory",
                 hint=f"send {'other images' if self._kind == IMAGE_DECODER else 'a shorter text'}",
                 code="template_limit",
             ) from error
@@ -114,13 +114,13 @@ class Confined:
             with theirs:
                 try:
                     send_handle(self._source, theirs.fileno(), pid)
-                except OSError:  # the process has ended; the next call starts another
+                except OSError:  # the process has ended; the next call starts a new process
                     self._process = None
                     raise
             return child
 
     def _load(self) -> int:
-        """Start the process unless it runs. Return its id."""
+        """Start the process unless it is running, and return its process id."""
         if self._process is None:
             self._source, theirs = Pipe()
             with theirs:
@@ -138,9 +138,9 @@ class Confined:
                 if isinstance(error, CheckpointError):
                     raise
                 raise CheckpointError(
-                    f"{self._origin} cannot be loaded in {LOAD_SECONDS:.0f} s and "
-                    f"{LOAD_BYTES >> 20} MiB",
-                    hint="give another one",
+                    f"{self._origin} cannot be loaded in {LOAD_SECONDS:.0f} s with "
+                    f"{LOAD_BYTES >> 20} MiB of memory",
+                    hint="use another file or checkpoint",
                 ) from error
             self._process = process
         return self._process.pid

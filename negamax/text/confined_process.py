@@ -1,7 +1,7 @@
 """The process of a `text.confined.Confined`: `python -m negamax.text.confined_process FD`.
 
-It loads a template or a tokenizer and forks children, which share its memory. It has one thread and
-ends with its parent.
+The process loads a template, a tokenizer or the image decoder, and forks children that share its
+memory. The process has one thread and ends when its parent ends.
 """
 
 import gc
@@ -27,18 +27,20 @@ from negamax.text.tokenizer import Tokenizer
 
 
 def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
-    """Return the facts and the function of a "chat template" (source, variables, name), a
-    "tokenizer" (folder) or an "image decoder". Errors: `CheckpointError`.
+    """Return facts and the function of a `kind` of code. Errors: `CheckpointError`.
+
+    "chat template" has the `setup` (source, variables, name), "tokenizer" has (folder), and "image
+    decoder" has none.
     """
     if kind == confined.IMAGE_DECODER:
-        from negamax.images.decode import decode_image  # Pillow, which only this kind loads
+        from negamax.images.decode import decode_image  # imports Pillow, which only this kind needs
 
         return None, decode_image
     if kind == "tokenizer":
         tokenizer = Tokenizer.from_folder(Path(setup[0]), is_trusted=True)
 
         def encode(parts: list[str]) -> bytes:
-            """Return the counts and then the ids of the parts."""
+            """Return the number of ids of each part, followed by the ids, all as uint32."""
             found = tokenizer.encode_parts(parts)
             return b"".join(ids.tobytes() for ids in (array("I", map(len, found)), *found))
 
@@ -66,20 +68,20 @@ def main(fd: int) -> None:
         control.send_bytes(confined.pack_error(error))
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
-    gc.freeze()  # else a collection in a child copies all pages
+    gc.freeze()  # without this, a garbage collection in a child copies all pages
     control.send_bytes(confined.ANSWER + json.dumps(facts).encode())
     with suppress(EOFError):
         while True:
             handle = recv_handle(control)
             if os.fork() == 0:
                 control.close()
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print where they failed
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide what failing libraries print
                 serve(Connection(handle), setup[0], function)
             os.close(handle)
 
 
 def serve(connection: Connection, kind: str, function: Callable[..., bytes]) -> None:
-    """Answer calls until the parent closes the connection; any failure ends this process."""
+    """Answer calls until the parent closes the connection. Any failure ends this process."""
     try:
         while True:
             job = connection.recv_bytes()
@@ -92,14 +94,15 @@ def serve(connection: Connection, kind: str, function: Callable[..., bytes]) -> 
             if len(answer) > most:
                 break
             connection.send_bytes(answer)
-    except BaseException:  # of Rust's panics, too
+    except BaseException:  # panics of Rust libraries are no `Exception`
         pass
     exit_now(1)
 
 
 def _limit(seconds: float, num_bytes: int) -> None:
-    """Let the kernel end this process after `seconds` of processor time, and (on Linux) refuse it
-    more than `num_bytes` of further memory.
+    """Set limits for this process: `seconds` of processor time and `num_bytes` of further memory.
+
+    The kernel ends the process after that time. The limit of memory works on Linux only.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Convert token ids to text while they arrive: whole UTF-8 characters, up to a stop string."""
+"""Convert token ids to text while they arrive. The text consists of whole UTF-8 characters."""
 
 import codecs
 from collections import deque
@@ -12,23 +12,21 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class TextPiece(msgspec.Struct, frozen=True, gc=False):
-    """A stretch of generated text. `token_id`: the piece is the whole text of that one token."""
-
     text: str
-    token_id: int | None
+    token_id: int | None  # set if the piece is the whole text of this token
 
 
-# Texts of tokens that are whole characters in any place, by token id: decoded once.
+# Token id -> piece, for tokens whose bytes are whole characters. Each token is decoded once.
 _whole_pieces: WeakKeyDictionary[Tokenizer, dict[int, TextPiece]] = WeakKeyDictionary()
 
 
 class Detokenizer:
     """Converts the token ids of one answer to text, incrementally and in linear time.
 
-    The joined pieces are `tokenizer.decode` of all ids, truncated at the first stop string. The
-    first complete stop string ends the text (the longer of two that end together), regardless of
-    token borders. Text is held back only while it may become a stop string. A stop string that ends
-    before token `min_tokens` does not count. No piece follows once `matched_stop` is set.
+    The joined pieces are `tokenizer.decode` of all ids, truncated at the first stop string. A stop
+    string may begin and end within tokens. If two stop strings end at the same character, the
+    longer one counts. Stop strings that end before token `min_tokens` are ignored. Text is held
+    back only while it may become a stop string. After `matched_stop` is set, no piece follows.
     """
 
     __slots__ = (
@@ -61,7 +59,7 @@ class Detokenizer:
         self.matched_stop: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int]) -> list[TextPiece]:
-        """Take the next tokens; return the text that cannot become a stop string."""
+        """Take the next tokens, and return the text that cannot become a stop string."""
         ready: list[TextPiece] = []
         for token_id in token_ids:
             if self.matched_stop is not None:
@@ -76,7 +74,7 @@ class Detokenizer:
         return ready
 
     def finish(self) -> list[TextPiece]:
-        """End the answer; return the held text. An incomplete character becomes U+FFFD."""
+        """End the answer, and return the held text. An incomplete character becomes U+FFFD."""
         ready: list[TextPiece] = []
         if self._mid_character:
             self._advance(self._unfinished_character(), ready)
@@ -88,7 +86,7 @@ class Detokenizer:
         if not raw:
             return []
         pieces: list[TextPiece] = []
-        # the incomplete character ends here, so this token is separate
+        # The token does not continue the incomplete character, which ends as U+FFFD.
         if self._mid_character and not 0x80 <= raw[0] < 0xC0:
             pieces.append(self._unfinished_character())
         is_whole = not self._mid_character
@@ -107,7 +105,7 @@ class Detokenizer:
         return TextPiece(text, None)
 
     def _advance(self, piece: TextPiece, ready: list[TextPiece]) -> None:
-        """Append `piece`, search for a stop string, and move certain text to `ready`."""
+        """Append `piece`, search for a stop string, and move final text to `ready`."""
         if self._stops is None:
             ready.append(piece)
             return
@@ -130,7 +128,7 @@ class Detokenizer:
     def _release(
         self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False
     ) -> None:
-        """Move the first `num_chars` held characters to `ready`. A tag token stays whole."""
+        """Move the first `num_chars` held characters to `ready`. Added tokens are never split."""
         while num_chars > 0:
             piece = self._held[0]
             if len(piece.text) <= num_chars:

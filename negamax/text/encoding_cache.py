@@ -1,7 +1,7 @@
-"""Caches token ids, so that only the new part of a conversation is tokenized.
+"""Cache of token ids, so that only the new part of a conversation is tokenized.
 
-A turn repeats all turns before it. No token crosses a control token, so the token ids of the parts
-between control tokens can be cached separately.
+The prompt of a turn repeats all earlier turns. No token spans the border of a control token, so the
+token ids of the parts between control tokens can be cached separately.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-KEPT_CHARS = 256  # longer parts are cached
+KEPT_CHARS = 256  # parts with more characters are cached
 CACHE_BYTES = 64 << 20
 
-_RUN_CHARS = 1024  # short stretches share a part up to this many characters
+_RUN_CHARS = 1024  # texts between control tokens are joined to parts of about this length
 _DIGEST_BYTES = 32
-_ENTRY_BYTES = 512  # of an entry besides its token ids, rounded up
+_ENTRY_BYTES = 512  # size of an entry without its token ids, rounded up
 
 
 class EncodingCache:
-    """Encodes by `tokenizer`, and caches the latest used long parts. Threads may share it."""
+    """Encodes with `tokenizer`, and caches long parts of texts. Threads may share an object."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = CACHE_BYTES) -> None:
-        """`max_bytes` bounds digests, token ids and Python's objects around them."""
+        """`max_bytes` limits the memory of all entries."""
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._entries: OrderedDict[bytes, array[int]] = OrderedDict()  # least recently used first
@@ -40,8 +40,8 @@ class EncodingCache:
     ) -> list[int]:
         """Return `tokenizer.encode(text)`, or `tokenizer.encode_escaped(text)` with `is_escaped`.
 
-        Only texts with the same `salt` share entries, so that timing reveals nothing about others'
-        texts.
+        Texts with different `salt` share no entries, so the time of a call reveals nothing about
+        texts with another `salt`.
         """
         if not is_escaped:
             text = valid_unicode(text)
@@ -57,7 +57,7 @@ class EncodingCache:
         unknown = [part for part, ids in zip(parts, found, strict=True) if ids is None]
         left = None if max_tokens is None else max_tokens - num_known
         try:
-            # without the lock: at worst two threads encode the same part
+            # Two threads may encode the same part, because the lock is not held here.
             encoded = iter(self._tokenizer.encode_parts(unknown, max_tokens=left))
         except TooManyTokensError as error:
             raise TooManyTokensError(num_known + error.count) from None
@@ -70,13 +70,15 @@ class EncodingCache:
         return ids
 
     def _split(self, text: str) -> Iterator[str]:
-        """Yield long stretches without control tokens, and groups of short ones with control
-        tokens.
+        """Split `text` at control tokens.
 
-        Later text does not move the end of a part, so a longer text begins with the same parts.
+        A long text between two control tokens is a part. Short texts are joined to a part together
+        with the control tokens around them. A longer text that begins with `text` gives the same
+        parts, except for the last one.
         """
         assert self._tokenizer.cuts is not None
-        start = stretch = 0  # starts of the part, and of the stretch since the last control token
+        # `start` begins the current part, `stretch` the text since the last control token.
+        start = stretch = 0
         for token in find_all(self._tokenizer.cuts, text, longest=self._tokenizer.longest_added):
             if token.start() - stretch > KEPT_CHARS:
                 if start < stretch:
@@ -100,7 +102,7 @@ class EncodingCache:
         return known
 
     def _keep(self, digest: bytes, ids: array[int]) -> None:
-        """Add an entry and evict the oldest. Entries above half of the limit are not cached."""
+        """Add an entry and evict the oldest entries. Skip an entry above half of the limit."""
         if _count_bytes(ids) > self._max_bytes // 2:
             return
         with self._lock:

@@ -1,10 +1,10 @@
-"""Keeps text that spells a control token as text.
+"""Escapes that keep control tokens in a conversation as ordinary text.
 
 A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...). A
-string that spells such a token would end its turn and begin another. So an escape character breaks
-such spellings before rendering. The remaining whole spellings in the prompt are the template's own.
-`Tokenizer.encode_escaped` converts those to control tokens, and all else to plain text without
-escapes.
+string that contains the text of such a token would end its turn and begin another turn. So before
+rendering, `TokenEscaper` inserts an escape character into all such texts. Control tokens that the
+template itself writes contain no escape. `Tokenizer.encode_escaped` encodes control tokens without
+escapes as tokens. It removes the escapes from other text and encodes this text as ordinary text.
 """
 
 import re
@@ -14,8 +14,8 @@ from typing import Any
 from negamax.base.pieces import replace_all
 from negamax.base.unicode import valid_unicode
 
-ESCAPE = "\udfff"  # a lone surrogate: no client can send it, since valid text has none
-# in calls: M3's templates write names of parameters between < and >
+ESCAPE = "\udfff"  # a lone surrogate, which valid text of a client cannot contain
+# Fields of a call whose strings M3's template writes between < and >.
 _INSERTED = frozenset({"name", "arguments"})
 
 
@@ -24,23 +24,23 @@ def unescape(text: str) -> str:
 
 
 class TokenEscaper:
-    """Escapes the spellings of added tokens in a conversation. Threads may share it.
+    """Escapes the texts of added tokens in a conversation.
 
-    The model itself wrote the assistant's messages: their tags of thinking and calls stay tokens.
+    Tags of reasoning and tool calls in the assistant's messages stay tokens, because the model
+    wrote these messages. Threads may share an object of this class.
     """
 
     def __init__(self, added: Iterable[str], *, structure: Iterable[str]) -> None:
-        """`added`: texts of all added tokens; `structure`: those that models write in answers."""
+        """`added` are the texts of all added tokens, `structure` those of tags in answers."""
         texts = frozenset(added) - {""}
         self._all = _Spellings(texts)
         self._control = _Spellings(texts - frozenset(structure))
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Escape messages in normal form; roles stay as they are."""
+        """Escape all strings of messages from `normalize_messages`, except roles."""
         return [self._message(message) for message in messages]
 
     def value(self, value: Any) -> Any:
-        """Escape tools or template variables."""
         return _escape(value, self._all)
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class TokenEscaper:
 
 
 class _Spellings:
-    """Texts of tokens, found whole in a string and partly at its ends."""
+    """Finds texts of tokens: whole within a string, and parts of a text at the string's ends."""
 
     def __init__(self, texts: frozenset[str]) -> None:
         longest_first = sorted(texts, key=len, reverse=True)
@@ -67,7 +67,7 @@ class _Spellings:
         self._longest = max(map(len, texts), default=0)
 
     def escaped(self, text: str, *, is_inserted: bool = False) -> str:
-        """Escape every spelling in `text`. `is_inserted`: it may be the middle of a spelling."""
+        """Escape token texts in `text`, which may be the middle of one if `is_inserted`."""
         text = valid_unicode(text)
         if self._whole is None or not text:
             return text
@@ -78,7 +78,7 @@ class _Spellings:
 
 
 def _break(match: re.Match[str]) -> str:
-    """Add an escape after each character: overlapping spellings are broken, too."""
+    """Add an escape after each character, which also breaks overlapping texts of tokens."""
     return "".join(character + ESCAPE for character in match[0])
 
 
@@ -89,7 +89,7 @@ def _escape(
     is_inserted: bool = False,
     inserted: frozenset[str] = frozenset(),
 ) -> Any:
-    """Escape all strings of a JSON value; templates put values of keys `inserted` into tags."""
+    """Escape all strings of a JSON value. Templates write values of keys `inserted` into tags."""
     if isinstance(value, str):
         return spellings.escaped(value, is_inserted=is_inserted)
     if isinstance(value, Mapping):

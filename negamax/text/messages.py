@@ -1,4 +1,4 @@
-"""Normalizes clients' conversations for MiniMax's templates without losing content."""
+"""Normalization of clients' conversations for MiniMax's chat templates."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,23 +12,23 @@ from negamax.text.parser.schema_values import parse_json
 
 INSTRUCTION_ROLES = ("root", "system", "developer")
 ROLES = (*INSTRUCTION_ROLES, "user", "assistant", "tool")
-# Tags of reasoning in the content, of all families in the registry.
+# Reasoning tags of all model families in the registry.
 THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))
 
-# become reasoning_content
+# fields of a message that may hold its reasoning
 _REASONING = ("reasoning", "reasoning_text", "reasoning_details", "thinking", "thinking_blocks")
-_KIND_CHARS = 60  # of a type in a note
+_KIND_CHARS = 60  # longest type of a part that is shown in a note
 _QUOTES = tuple("`'\"“‘«")
 
-# by type of the part
+# type of a part -> field with its text
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-RAW_ARGUMENTS = "arguments"  # the parameter of a call whose arguments are not a JSON object
+RAW_ARGUMENTS = "arguments"  # name of the parameter for arguments that are not a JSON object
 
-# parts of an answer by type of other servers and client libraries
+# types of parts that other servers and client libraries write
 _THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoning_text")
 _CALLS = ("tool_use", "tool_call", "tool-call", "function_call")
 _RESULTS = ("tool_result", "tool-result", "function_call_output")
-_HIDDEN = ("redacted_thinking", "redacted_reasoning")  # only other servers can read them
+_HIDDEN = ("redacted_thinking", "redacted_reasoning")  # encrypted by another server
 _THOUGHT_FIELDS = (*_THOUGHTS, "text", "content", "summary")
 _CONTENT_FIELDS = ("text", "content", "output", "result", "value")
 
@@ -40,7 +40,7 @@ _NOTES = {
 }
 _LONGEST = "max_long_side_pixel"
 _IMAGE_FIELDS = ("image_url", "source", "data", "url")
-_UNSEEN = {  # by type of the part, in all dialects
+_UNSEEN = {  # type of a part in any dialect -> key of `_NOTES`
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
     **dict.fromkeys(("document", "file", "input_file", "container_upload"), "document"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "recording"),
@@ -50,11 +50,9 @@ _UNSEEN = {  # by type of the part, in all dialects
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image of a message."""
-
     source: str  # data URL or URL, not checked yet
-    place: str  # in the request
-    longest: int | None = None  # pixels of the longer side after resizing, at most
+    place: str  # path of the part in the request
+    longest: int | None = None  # most pixels of the longer side after resizing
 
 
 def normalize_messages(
@@ -66,28 +64,29 @@ def normalize_messages(
 ) -> list[dict[str, Any]]:
     """Return messages in the form that MiniMax's templates render without loss.
 
-    - Root, system and developer messages at the start become one system message, root texts first,
-      joined by empty lines. With `has_root` (the template has that role), root texts become a root
-      message before it.
-    - A later instruction becomes a note (`system_note`): at the end of the tool result before it,
-      else a user message. Templates would drop it silently. At the start it would change the cached
-      prefix, and a user message within a tool loop would hide the thinking of that loop. One
-      without text is left out.
-    - Content null or missing is "". Parts with text become type text. Images become parts of type
-      image and are appended to `images` in the order of the prompt; None: the server reads none.
+    - Root, system and developer messages at the start become one system message. Root texts come
+      first, and empty lines separate the texts. If the template has the role root (`has_root`),
+      root texts become a root message before the system message.
+    - A later instruction becomes a note (`system_note`), because templates would drop the message.
+      The note is appended to the tool result before it, because a user message within a tool loop
+      would hide the reasoning of that loop. Without a tool result the note is a user message. An
+      instruction without text is left out.
+    - Null or missing content becomes "". Parts with text become parts of type text. Images become
+      parts of type image and are appended to `images` in the order of the prompt. If `images` is
+      None, the server does not read images.
     - Other images, documents, recordings and videos become notes (`unseen_note`), unless models of
-      `family` could see them. Other parts without text become notes, too; in answers they are
-      omitted.
-    - Reasoning in `reasoning_content`, another field of this purpose, reasoning parts, or a think
-      block that begins the content becomes `reasoning_content`.
-    - Parts that are tool calls count where the message has no `tool_calls`; parts that are results
-      become tool messages.
-    - Arguments of tool calls become mappings. Empty text and null are no arguments. Anything else
-      that is not a JSON object, such as truncated arguments, becomes one parameter with its text
-      (`RAW_ARGUMENTS`).
-    - Tool results follow their calls in the order of the calls; instructions between them come
-      after them.
-    Errors: `InvalidRequestError` naming the message, for everything that a template would drop,
+      `family` can read such parts. Other parts without text become notes in messages of users and
+      tools, and are left out of answers.
+    - Reasoning in `reasoning_content`, in a similar field, in reasoning parts or in a think block
+      at the start of the content becomes `reasoning_content`.
+    - Parts that are tool calls become `tool_calls` if the message has no `tool_calls`. Parts that
+      are tool results become tool messages.
+    - Arguments of tool calls become mappings; empty text and null become empty mappings. Other
+      values, such as truncated JSON, become one parameter with the text (`RAW_ARGUMENTS`).
+    - Tool results follow their calls in the order of the calls. Instructions between tool results
+      follow the last result.
+
+    Raises `InvalidRequestError`, which names the message, for input that a template would drop,
     misplace or change.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
@@ -112,9 +111,10 @@ def normalize_messages(
 
 
 def find_image(part: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """Return an image part of any dialect in normal form; None for other parts.
+    """Return an image part of any dialect in normal form, or None for other parts.
 
-    `place` begins with the message. Errors: `InvalidRequestError` with the place.
+    `place` is the path of the part, which begins with the message. Raises `InvalidRequestError`
+    that names the place.
     """
     if _UNSEEN.get(str(part.get("type"))) != "image":
         return None
@@ -130,7 +130,7 @@ def find_image(part: Mapping[str, Any], place: str) -> dict[str, Any] | None:
         found = f"data:;base64,{found}"
     if not isinstance(found, str):
         raise InvalidRequestError(
-            f"{place} is an image without data; send a data URL in base64, not the id of a file",
+            f"{place} is an image without data; send a data URL in base64 instead of a file id",
             param=place,
             code="invalid_image",
         )
@@ -139,7 +139,7 @@ def find_image(part: Mapping[str, Any], place: str) -> dict[str, Any] | None:
     is_known = isinstance(longest, int) and low <= longest <= high and longest % SIDE == 0
     if longest is not None and not is_known:
         raise InvalidRequestError(
-            f"{place}.{_LONGEST} is {longest!r}; allowed: multiples of {SIDE}, {low} to {high}",
+            f"{place}.{_LONGEST} is {longest!r}; allowed: multiples of {SIDE} from {low} to {high}",
             param=place,
             code="invalid_value",
         )
@@ -153,21 +153,22 @@ def _has_images(content: str | list[Any]) -> bool:
 
 
 def system_note(text: str) -> str:
-    """Write an instruction in the middle of a conversation as user text."""
+    """Return the user text for an instruction in the middle of a conversation."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = "") -> str | None:
-    """Return the note that replaces a part of this type, if it is not text; None for other types.
+    """Return the note that replaces a part of type `kind`, or None if `kind` is not of `_UNSEEN`.
 
-    A refusal would end the session. Errors: `InvalidRequestError` with the `place` of a part that
-    models of `family` can read: a note would make their answers wrong.
+    A note lets the session continue, which a refusal would end. But if models of `family` can read
+    such a part, the function raises `InvalidRequestError` that names `place`, because the answer to
+    a note would be wrong.
     """
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:
-        reads, hint = "this engine reads text only", "start it with --encoder-cache-tokens 32768"
+        reads, hint = "this engine reads text only", "start with --encoder-cache-tokens 32768"
         if media == "video":
-            reads, hint = "Negamax reads no videos", "send text or images"
+            reads, hint = "Negamax does not read videos", "send text or images"
         raise InvalidRequestError(
             f"{place} has type {kind!r}; {family.title} supports it, but {reads}",
             hint=hint,
@@ -178,14 +179,14 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
 
 
 def is_unseen(value: Mapping[str, Any]) -> bool:
-    """Whether the model cannot read the part `value`."""
+    """Return whether no model can read the part `value`."""
     return value.get("type") in _HIDDEN or unseen_note(value.get("type")) is not None
 
 
 def find_text(part: Mapping[str, Any], fields: Sequence[str] = _CONTENT_FIELDS) -> str:
     """Return the text of a part or item of any type: the first of `fields` with text, or "".
 
-    The value of a field may also be such a part, or a list of them.
+    The value of a field may be text, an object with the field "text", or a list of both.
     """
     for field in fields:
         value = part.get(field)
@@ -197,22 +198,23 @@ def find_text(part: Mapping[str, Any], fields: Sequence[str] = _CONTENT_FIELDS) 
 
 
 def find_thought(part: Mapping[str, Any]) -> str | None:
-    """Return the text of a part of an answer that is reasoning; None for other parts."""
+    """Return the text of a reasoning part of an answer, or None for other parts."""
     return find_text(part, _THOUGHT_FIELDS) if part.get("type") in _THOUGHTS else None
 
 
 def show_unknown(part: Mapping[str, Any]) -> str:
-    """Return the text of a part of unknown type, or a note. A refusal would end the session."""
+    """Return the text of a part of unknown type, or a note if the part has no text."""
     kind = str(part.get("type"))[:_KIND_CHARS]
     return find_text(part) or f"[a part of type {kind!r}, which this model cannot read]"
 
 
 def split_inline_reasoning(content: str) -> tuple[str | None, str]:
-    """Split an answer with thinking in its content into reasoning and content.
+    """Split an answer with reasoning tags in its content into reasoning and content.
 
-    A think block at the beginning is the reasoning. A later block is quoted, and so is a closer
-    without an opener after a quotation mark. Then the reasoning is "", so that templates do not
-    split the content there. None: the template decides.
+    A think block at the start is the reasoning. A later think block is a quotation, and so is a
+    closing tag after a quotation mark if no opening tag precedes it. The reasoning is "" for a
+    quotation, so that templates do not split the content at its tags. The reasoning is None for
+    other content, which a template may split itself.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:
@@ -231,7 +233,7 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
 def _check_message(
     message: Any, i: int, family: ChatFamily | None, takes_images: bool
 ) -> dict[str, Any]:
-    """Normalize the fields of one message."""
+    """Check and normalize the fields of one message."""
     if not isinstance(message, Mapping):
         _refuse(i, f"is a {type(message).__name__}; send an object with role and content")
     role = message.get("role")
@@ -240,13 +242,13 @@ def _check_message(
     checked = {key: value for key, value in message.items() if key not in _REASONING}
     given = message.get("content")
     if role != "assistant":
-        # Templates show each part of a result separately.
+        # Templates separate the parts of a tool result, so its notes need no line of their own.
         joins = role != "tool"
         checked["content"] = _read_content(
             given, i, family, joins_notes=joins, takes_images=takes_images
         )
         if checked.pop("tool_calls", None) not in (None, []):
-            problem = f"is in a {role} message; only assistant messages call tools"
+            problem = f"is in a {role} message; only assistant messages may have it"
             _refuse(i, problem, field="tool_calls")
         return checked
     thoughts: list[str] = []
@@ -256,7 +258,7 @@ def _check_message(
     if not reasoning and inline is not None:
         reasoning = inline or reasoning or ""
         content = rest
-    elif inline and inline == (reasoning or "").strip("\n"):  # the client sent it twice
+    elif inline and inline == (reasoning or "").strip("\n"):  # sent twice by the client
         content = rest
     checked["content"] = content
     checked.pop("reasoning_content", None)
@@ -270,7 +272,7 @@ def _check_message(
 
 
 def _split_results(message: Any) -> list[Any]:
-    """Split the parts that are results of tools from a user message, as messages before it."""
+    """Move the parts of a user message that are tool results to tool messages before it."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list) or message.get("role") != "user":
         return [message]
@@ -294,7 +296,7 @@ def _split_results(message: Any) -> list[Any]:
 
 
 def _find_calls(content: Any) -> list[dict[str, Any]]:
-    """Return the parts of an answer that are calls, in the shape of `tool_calls`."""
+    """Return the parts of an answer that are tool calls, in the form of `tool_calls`."""
     calls = []
     for part in content if isinstance(content, list) else ():
         if isinstance(part, Mapping) and part.get("type") in _CALLS:
@@ -320,9 +322,9 @@ def _read_content(
     joins_notes: bool = True,
     takes_images: bool = False,
 ) -> str | list[Any]:
-    """Return content as text or text parts, with notes on lines of their own.
+    """Return content as text or as text parts. Each note is on its own line (`joins_notes`).
 
-    The thinking of an answer goes to `thoughts`; None: the message is not an answer.
+    The reasoning parts of an answer are appended to `thoughts`, which is None for other messages.
     """
     if content is None or content == []:
         return ""
@@ -351,7 +353,7 @@ def _read_content(
         elif isinstance(part, str):
             text = part
         elif not isinstance(part, Mapping):
-            problem = f"is a {type(part).__name__}; allowed are texts and parts with a type"
+            problem = f"is a {type(part).__name__}; send text or an object with a type"
             _refuse(i, problem, field=f"content[{j}]")
         elif thoughts is None:
             text = show_unknown(part)
@@ -373,7 +375,7 @@ def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
 
 
 def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
-    """Return the first reasoning with text; "" for an empty one, None without any."""
+    """Return the first reasoning with text, or "" for an empty one, or None without reasoning."""
     named: list[str] = []
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)
@@ -402,7 +404,7 @@ def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
         where = f"tool_calls[{j}]"
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(call, Mapping) and isinstance(custom := call.get("custom"), Mapping):
-            arguments = {"input": custom.get("input")}  # its one argument, as in Responses
+            arguments = {"input": custom.get("input")}  # the Responses API has the same form
             function = {"name": custom.get("name"), "arguments": arguments}
         if not isinstance(function, Mapping):
             _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
@@ -432,7 +434,7 @@ def _read_arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check that each call is answered once, in call order; drop truncated calls without result."""
+    """Put one result after each call, in call order. Drop truncated calls without result."""
     ordered: list[dict[str, Any]] = []
     i = 0
     while i < len(messages):
@@ -442,7 +444,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _refuse(i, f"answers no call; {problem}")
         ordered.append(message)
         i += 1
-        if "tool_calls" in message and i < len(messages):  # a conversation may end with calls
+        if "tool_calls" in message and i < len(messages):  # calls at the end need no results
             end = i
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1
@@ -459,7 +461,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_truncated(call: Mapping[str, Any]) -> bool:
-    """Whether a call's arguments were not a JSON object."""
+    """Return whether the call's arguments were not a JSON object."""
     return set(call["function"]["arguments"]) == {RAW_ARGUMENTS}
 
 
@@ -472,21 +474,21 @@ def _order_results(
             continue
         call_id = messages[i].get("tool_call_id")
         if not isinstance(call_id, str) or call_id not in results:
-            problem = f"is {call_id!r}; the calls before it are {list(results)}"
+            problem = f"is {call_id!r}; the calls before this message are {list(results)}"
             _refuse(i, problem, field="tool_call_id")
         if results[call_id] is not None:
-            problem = f"is {call_id!r}, which was answered already; answer each call once"
+            problem = f"is {call_id!r}, which has a result already; send one result per call"
             _refuse(i, problem, field="tool_call_id")
         results[call_id] = messages[i]
     missing = [call_id for call_id, result in results.items() if result is None]
     if missing:
-        remedy = "send a tool message for each, right after it"
+        remedy = "send one tool message per call, directly after the assistant message"
         _refuse(start - 1, f"has calls without a result: {missing}; {remedy}", field="tool_calls")
     return (result for result in results.values() if result is not None)
 
 
 def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> list[dict[str, Any]]:
-    """Join the instructions at the start; make notes of later ones."""
+    """Join the instructions at the start, and replace later instructions by notes."""
     num_leading = next(
         (i for i, m in enumerate(messages) if m["role"] not in INSTRUCTION_ROLES), len(messages)
     )
@@ -494,7 +496,7 @@ def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> li
     others = [message for message in messages[:num_leading] if message["role"] != "root"]
     groups = [("root", roots), ("system", others)] if has_root else [("system", roots + others)]
     placed = [_join(group, role=role) for role, group in groups if group]
-    notes: list[str] = []  # for the tool result placed last
+    notes: list[str] = []  # to append to the last message of `placed`, a tool result
     for message in messages[num_leading:]:
         if message["role"] not in INSTRUCTION_ROLES:
             _attach(notes, placed)
@@ -518,7 +520,7 @@ def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> li
 
 
 def _attach(notes: list[str], placed: list[dict[str, Any]]) -> None:
-    """Move `notes` to the end of the tool result placed last."""
+    """Append `notes` to the last message of `placed`, a tool result, and clear `notes`."""
     if not notes:
         return
     content = placed[-1]["content"]
@@ -531,7 +533,7 @@ def _attach(notes: list[str], placed: list[dict[str, Any]]) -> None:
 
 
 def _join(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
-    """Merge messages: join their texts, and keep the last value of other fields."""
+    """Merge messages: join their texts, and keep the last value of every other field."""
     joined: dict[str, Any] = {}
     for message in messages:
         joined |= message
@@ -547,7 +549,7 @@ def _join(messages: list[dict[str, Any]], *, role: str) -> dict[str, Any]:
 
 
 def plain_text(content: str | list[Any]) -> str:
-    """Return the text of a message's content in normal form."""
+    """Return the text of a normalized message's content."""
     parts = [content] if isinstance(content, str) else content
     return "".join(part if isinstance(part, str) else part.get("text", "") for part in parts)
 

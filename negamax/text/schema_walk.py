@@ -1,4 +1,4 @@
-"""Walks JSON schemas: references within a document, alternatives, and allowed types."""
+"""Functions that walk JSON schemas: references, alternatives and allowed types."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 
-# of JSON values; all others are objects
+# type of a value that `json` parsed -> JSON type; other values are objects
 _TYPE_NAMES = {
     type(None): "null",
     bool: "boolean",
@@ -15,7 +15,7 @@ _TYPE_NAMES = {
     str: "string",
     list: "array",
 }
-# keywords that limit values of one type
+# JSON type -> keywords that limit only values of this type
 _KEYWORDS = {
     "object": {
         "properties", "patternProperties", "additionalProperties", "required", "propertyNames",
@@ -32,7 +32,7 @@ _BRANCHES = ("anyOf", "oneOf", "allOf")
 
 
 def resolve_pointer(reference: str, *, root: Any) -> Any:
-    """Return the part of `root` that `reference` names (`#/$defs/Point`), or None."""
+    """Return the part of `root` that `reference` names (such as `#/$defs/Point`), or None."""
     home = root.get("$id") if isinstance(root, Mapping) else None
     if isinstance(home, str) and home:
         reference = reference.removeprefix(home)
@@ -53,7 +53,7 @@ def resolve_pointer(reference: str, *, root: Any) -> Any:
 
 
 def _find_anchor(name: str, *, root: Any) -> Any:
-    """Return the definition of `root` with an `$anchor`, or None."""
+    """Return the definition in `root` whose `$anchor` is `name`, or None."""
     for keyword in ("$defs", "definitions"):
         parts = root.get(keyword) if isinstance(root, Mapping) else None
         for part in parts.values() if isinstance(parts, Mapping) else ():
@@ -63,7 +63,7 @@ def _find_anchor(name: str, *, root: Any) -> Any:
 
 
 def walk_alternatives(schemas: Iterable[Any], *, root: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield `schemas` and everything reachable by anyOf, oneOf, allOf and references, each once."""
+    """Yield `schemas` and all schemas that anyOf, oneOf, allOf and `$ref` lead to, each once."""
     stack = list(schemas)
     seen: set[int] = set()
     while stack:
@@ -81,7 +81,7 @@ def walk_alternatives(schemas: Iterable[Any], *, root: Any) -> Iterator[Mapping[
 
 
 def find_types(schemas: Iterable[Any], *, root: Any) -> frozenset[str]:
-    """Return all JSON types that any of `schemas` or their alternatives allows."""
+    """Return the JSON types that at least one of `schemas` or their alternatives allows."""
     found: set[str] = set()
     for node in walk_alternatives(schemas, root=root):
         declared = node.get("type")
@@ -99,7 +99,7 @@ def type_name(value: Any) -> str:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    """Return whether two JSON values are equal. 1 equals 1.0, but 1 does not equal true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -110,13 +110,13 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def infer_type(node: Mapping[str, Any]) -> str | None:
-    """Return the only type whose values the keywords of `node` limit, or None."""
+    """Return the JSON type that all keywords of `node` apply to, or None without a single type."""
     found = {name for name, keywords in _KEYWORDS.items() if not keywords.isdisjoint(node)}
     return found.pop() if len(found) == 1 else None
 
 
 def _implied_types(node: Mapping[str, Any]) -> set[str]:
-    """Return the types of the listed values, or the type that the keywords imply."""
+    """Return the types of the values in enum and const, or the type that the keywords imply."""
     values = node["enum"] if isinstance(node.get("enum"), list) else []
     if "const" in node:
         values = [*values, node["const"]]

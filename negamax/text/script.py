@@ -1,7 +1,7 @@
 """Scripted answers: `--script` replaces the model.
 
-A script is a TOML file of rules; the first rule that matches the prompt answers it. It serves to
-try a client, such as a coding agent with long prompts, without the hardware for a model.
+A script is a TOML file of rules. The first rule that matches a prompt gives the answer. Scripts let
+you try a client, such as a coding agent with long prompts, without the hardware for a model.
 """
 
 import re
@@ -29,18 +29,18 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Conditions and the answer. An absent condition always holds."""
+    """An answer, and conditions for it. A condition that is absent always holds."""
 
-    role: Literal["user", "tool"] | None = None  # tool: results followed the last answer
-    message: str | None = None  # regular expression, searched in the messages after the last answer
-    # regular expression, searched in the whole prompt with tools and system prompt
-    prompt: str | None = None
+    # "tool": tool results follow the last answer of the prompt; "user": only user messages follow
+    role: Literal["user", "tool"] | None = None
+    message: str | None = None  # regular expression for the messages after the last answer
+    prompt: str | None = None  # regular expression for the prompt, with tools and system prompt
     thinking: str = ""
     content: str = ""
     calls: list[ScriptedCall] = msgspec.field(name="call", default_factory=list)
 
     def fits(self, prompt: str, *, role: str, message: str) -> bool:
-        """Whether the rule answers `prompt`, whose new messages are `message` by `role`."""
+        """Return whether the conditions hold for `prompt`, whose new messages are `message`."""
         return (
             self.role in (None, role)
             and (self.message is None or re.search(self.message, message) is not None)
@@ -50,12 +50,12 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: list[Rule] = msgspec.field(name="rule")
-    context_length: int = 196_608  # tokens, prompt and output
-    tokens_per_second: float = 60.0  # of each stream
+    context_length: int = 196_608  # tokens of prompt and output together
+    tokens_per_second: float = 60.0  # rate of each stream
 
 
 def read_script(name: str) -> Script:
-    """Read the script in file `name`, or the bundled one of that name. Errors: `ConfigError`."""
+    """Read the script in file `name`, or the bundled script `name`. Errors: `ConfigError`."""
     bundled = BUNDLED_SCRIPTS / f"{name}.toml"
     file = bundled if re.fullmatch(r"\w+", name) and bundled.is_file() else Path(name)
     try:
@@ -69,18 +69,18 @@ def read_script(name: str) -> Script:
             f"--script is {name!r}, which cannot be read: {error.strerror}",
             hint=f"give a TOML file, or the name of a bundled script: {known}",
         ) from None
-    except (ValueError, re.error) as error:  # not UTF-8, TOML or a script
+    except (ValueError, re.error) as error:  # not UTF-8, not TOML, or not a script
         raise ConfigError(f"the script {str(file)!r} is not valid: {error}") from None
     if not script.rules or script.context_length < 2 or not script.tokens_per_second > 0:
         raise ConfigError(
-            f"the script {str(file)!r} needs a rule, a context_length of 2 or more and a "
-            f"tokens_per_second above 0"
+            f"the script {str(file)!r} needs at least one rule, a context_length of 2 or more and "
+            f"a tokens_per_second above 0"
         )
     return script
 
 
 class ScriptedAnswers:
-    """Answers prompts by the rules of a script, written by the model's template."""
+    """Answers prompts by the rules of a script. The model's template writes the answers."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ScriptedAnswers:
         self._bodies = [_render_body(rule, template, output_format) for rule in script.rules]
 
     def answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens of the answer and the end of the turn; or the end alone."""
+        """Return the tokens of the answer, and the end token. No rule fits: only the end token."""
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
         role, message = find_new_messages(prompt, self._format)
         for rule, body in zip(self._script.rules, self._bodies, strict=True):
@@ -107,17 +107,17 @@ class ScriptedAnswers:
         return [self._eos]
 
     def _open(self, rule: Rule, body: str, prompt: str) -> str:
-        """Return the answer from the end of the prompt; `body` begins with the end of thinking."""
+        """Return the text that follows `prompt`. `body` begins with the closing think tag."""
         if self._format.opens_reasoning(prompt):
             return rule.thinking + body
         return body.partition(self._format.think_close)[2].lstrip("\n")
 
 
 def find_new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
-    """Return (role, text) of the messages after the last answer; "tool" if one is a result."""
+    """Return role and text of the messages after the last answer. A tool result gives "tool"."""
     turns = [turn.partition("\n") for turn in prompt.split(output_format.turn_open)[1:]]
     if turns and turns[-1][0] == output_format.assistant:
-        turns.pop()  # the open turn of the answer
+        turns.pop()  # the open turn, in which the answer will be
     last_answer = max(
         (i for i, (role, _, _) in enumerate(turns) if role == output_format.assistant), default=-1
     )
@@ -129,7 +129,7 @@ def find_new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, st
 
 
 def _render_body(rule: Rule, template: ChatTemplate, output_format: OutputFormat) -> str:
-    """Return the answer of `rule` from the closing think tag on."""
+    """Render the answer of `rule`, and return its text from the closing think tag on."""
     calls = [
         {
             "type": "function",

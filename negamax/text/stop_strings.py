@@ -1,4 +1,4 @@
-"""Finds the first stop string in growing text, and ends content there."""
+"""Search for the first stop string in text that arrives in pieces."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,22 +7,22 @@ from negamax.base.errors import InvalidRequestError
 
 
 class StopMatcher:
-    """Aho-Corasick automaton of the stop strings: one step per character, for any number of
-    strings.
+    """Aho-Corasick automaton of the stop strings, with one step per character.
 
-    A state is the longest suffix of the text that begins a stop string; state 0 is the empty one.
+    A state stands for the longest suffix of the text that begins a stop string. State 0 stands for
+    the empty suffix.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Errors: `InvalidRequestError` for an empty stop string."""
+        """Build the automaton. Raises `InvalidRequestError` for an empty stop string."""
         if "" in stops:
             raise InvalidRequestError(
                 "stop has an empty string; give each stop string at least 1 character", param="stop"
             )
-        self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # state of the longest proper suffix
-        self._depth = [0]
-        self._match: list[str | None] = [None]  # longest stop string that ends in this state
+        self._next: list[dict[str, int]] = [{}]  # by state: character -> next state
+        self._fallback = [0]  # by state: state of the longest proper suffix
+        self._depth = [0]  # by state: length of the suffix
+        self._match: list[str | None] = [None]  # by state: longest stop string that ends there
         for stop in stops:
             self._insert(stop)
         queue = deque(self._next[0].values())
@@ -35,19 +35,19 @@ class StopMatcher:
                 queue.append(child)
 
     def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
-        """Walk `text`; return the first complete stop string, its end offset, the new state."""
+        """Read `text`. Return the first stop string or None, its end, and the new state."""
         for offset, char in enumerate(text):
             state = self._step(state, char)
             matched = self._match[state]
             if matched is not None and may_match:
                 return matched, offset + 1, state
-        # a complete stop string that was ignored is no longer a beginning
+        # After a complete stop string that was ignored, only a shorter suffix may become another.
         while state and not self._next[state]:
             state = self._fallback[state]
         return None, len(text), state
 
     def depth(self, state: int) -> int:
-        """Return the number of characters to hold back in `state`."""
+        """Return the number of characters to hold back in `state`, the length of its suffix."""
         return self._depth[state]
 
     def _insert(self, stop: str) -> None:
@@ -70,7 +70,7 @@ class StopMatcher:
 
 
 class StoppableText:
-    """Emits content up to the first stop string, holding what may become one."""
+    """Emits content up to the first stop string. Holds back text that may become a stop string."""
 
     __slots__ = (
         "_held", "_is_before_word", "_is_included", "_out", "_state", "_stops", "matched",
@@ -80,7 +80,7 @@ class StoppableText:
     def __init__(
         self, out: Callable[[str], None], stops: StopMatcher, *, is_included: bool
     ) -> None:
-        """`is_included`: the stop string is emitted, too."""
+        """`out` receives the text. With `is_included` the text includes the stop string."""
         self._out = out
         self._stops = stops
         self._is_included = is_included
@@ -91,7 +91,7 @@ class StoppableText:
         self.matched: str | None = None  # the stop string that ended the text
 
     def write(self, text: str) -> None:
-        """Take more text; text after a stop string is dropped."""
+        """Take more text. Text after a stop string is dropped."""
         if self.matched is not None:
             return
         if self._is_before_word:
@@ -110,19 +110,18 @@ class StoppableText:
             self._out(text[:end])
 
     def release(self) -> None:
-        """End or interrupt the text, and emit the held text."""
+        """Emit the held text, because the content ends or is interrupted."""
         if self._held:
             self._out(self._held)
         self._held = ""
         self._state = 0
 
     def begin(self, *, is_before_word: bool) -> None:
-        """Begin the text (again); `is_before_word`: white space is layout there."""
+        """Begin or continue content. `is_before_word`: leading white space is in no stop string."""
         self.release()
         self._is_before_word = is_before_word
 
     def _emit_space(self, text: str) -> str:
-        """Emit the leading white space of `text`; return the rest."""
         rest = text.lstrip()
         if len(rest) < len(text):
             self._out(text[: len(text) - len(rest)])

@@ -21,39 +21,39 @@ from negamax.config.json_file import read_file, read_json_object
 from negamax.text.confined import Confined
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 
-# Tokens of an answer's structure. They stay in the text even if a re-saved checkpoint flags them as
-# control tokens: the parser needs them.
+# Tokens of an answer's structure. The parser needs these tokens, so they stay in the text even if a
+# checkpoint flags them as control tokens.
 STRUCTURE_TOKENS = frozenset({
     "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>", "<mm:think>",
     "</mm:think>", "]<]minimax[>[",
 })  # fmt: skip
 
-# Parts of a tokenizer that process each piece between added tokens separately.
+# Types of parts of a tokenizer that process each text between added tokens separately.
 _LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
 _LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
-_POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # on ids
+_POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # do not change ids
 
-# Every text of a conversation is compared with the ends of all added tokens.
+# Limits, because every text of a conversation is compared with parts of all added tokens.
 MAX_ADDED_TOKENS, MAX_ADDED_CHARS = 4096, 65_536
 
 _REMEDY = "download the checkpoint again, or copy the file from the original repository"
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than allowed."""
-
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} tokens or more")
         self.count = count
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer. Threads may share it."""
+    """A byte-level BPE tokenizer. Threads may share an object of this class."""
 
     def __init__(
         self, definition: str, *, config: Mapping[str, Any], source: str = "tokenizer.json"
     ) -> None:
-        """`definition`: text of tokenizer.json (`source`); `config`: tokenizer_config.json."""
+        """`definition` is the text of tokenizer.json, `config` the object in
+        tokenizer_config.json. `source` names the definition in messages. Errors: `CheckpointError`.
+        """
         try:
             self._backend = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # the library raises bare Exception for every defect
@@ -76,8 +76,8 @@ class Tokenizer:
         size = sum(map(len, self._added.values()))
         if len(self._added) > MAX_ADDED_TOKENS or size > MAX_ADDED_CHARS:
             raise CheckpointError(
-                f"{source} adds {len(self._added)} tokens of {size} characters; allowed: "
-                f"{MAX_ADDED_TOKENS} of {MAX_ADDED_CHARS}",
+                f"{source} adds {len(self._added)} tokens with {size} characters in all; at most "
+                f"{MAX_ADDED_TOKENS} tokens with {MAX_ADDED_CHARS} characters are allowed",
                 hint="use a MiniMax checkpoint",
             )
         self._bytes = {token_id: text.encode() for token_id, text in self._added.items()}
@@ -88,15 +88,16 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path, *, is_trusted: bool | None = None) -> Self:
-        """Read a checkpoint's tokenizer. Only a trusted one (None: an embedded model's) encodes in
-        this process; another is first loaded under limits. Errors: `CheckpointError` naming the
-        file.
+        """Read a checkpoint's tokenizer. Raises `CheckpointError` that names the file.
+
+        Only a trusted tokenizer encodes in this process. If `is_trusted` is None, the tokenizers of
+        embedded models are trusted. Other tokenizers encode in processes with limits (`Confined`).
         """
         file, confined = path / "tokenizer.json", None
         if not (path in EMBEDDED.values() if is_trusted is None else is_trusted):
             confined = Confined("tokenizer", str(path.absolute()), origin=str(file))
             confined.load()
-        read_json_object(file)  # checked, the text is used
+        read_json_object(file)  # raises if the file is malformed
         config = read_json_object(path / "tokenizer_config.json")
         tokenizer = cls(read_file(file).decode("utf-8-sig"), config=config, source=str(file))
         tokenizer._confined = confined
@@ -104,31 +105,32 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether a process with limits encodes, for which a thread should wait."""
+        """Whether another process encodes. An event loop should then encode in a thread."""
         return self._confined is not None
 
     def encode(
         self, text: str, *, allow_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of `text`, without added start or end tokens. Errors:
-        `TooManyTokensError`, and `InvalidRequestError` as of `Confined.call`.
+        """Return the token ids of `text`, without added start or end tokens.
 
-        Texts of added tokens (`[e~[`, `<think>`, …) become those tokens; with `allow_special=False`
-        they are ordinary text. A lone surrogate counts as U+FFFD.
+        The text of an added token (`[e~[`, `<think>`, …) becomes this token. With
+        `allow_special=False` it is ordinary text. A lone surrogate becomes U+FFFD. Raises
+        `TooManyTokensError`, and the errors of `Confined.call`.
         """
         if self._confined is not None:
             assert allow_special
             return self.encode_escaped(valid_unicode(text), max_tokens=max_tokens)
         backend = self._backend if allow_special else self._plain_backend
-        # fast: no offsets
+        # `encode_batch_fast` computes no offsets
         (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
-        _check_count(len(encoding), max_tokens)  # before a list of millions of ids is made
+        _check_count(len(encoding), max_tokens)  # checked before `ids` makes a long list
         return encoding.ids
 
     def encode_escaped(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Return the token ids of an escaped prompt (`text.escaping`). Errors: as of `encode`.
+        """Return the token ids of an escaped prompt (`text.escaping`). Raises errors as `encode`.
 
-        Whole added tokens become those tokens; all else is ordinary text without the escapes.
+        The text of an added token without escapes becomes this token. All other text is ordinary
+        text, from which the escapes are removed.
         """
         if self._confined is not None:
             return self.encode_parts([text], max_tokens=max_tokens)[0].tolist()
@@ -146,7 +148,7 @@ class Tokenizer:
     def encode_parts(
         self, parts: Sequence[str], *, max_tokens: int | None = None
     ) -> list[array[int]]:
-        """Encode parts of an escaped prompt, with `max_tokens` in all. Errors: as of `encode`."""
+        """Encode parts of an escaped prompt with `max_tokens` in all. Raises errors as `encode`."""
         if self._confined is not None and parts:
             numbers = array("I", self._confined.call(parts))
             _check_count(len(numbers) - len(parts), max_tokens)
@@ -163,11 +165,10 @@ class Tokenizer:
 
     @functools.cached_property
     def escaper(self) -> TokenEscaper:
-        """Keeps texts of a conversation from becoming added tokens."""
         return TokenEscaper(self._added_ids, structure=STRUCTURE_TOKENS)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids` without control tokens; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `ids` without control tokens. Invalid UTF-8 becomes U+FFFD."""
         kept = (i for i in ids if not (skip_special_tokens and i in self._special))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
 
@@ -176,11 +177,11 @@ class Tokenizer:
         return self._backend.token_to_id(text)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, "" for padding; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of one token, or "" for an unused id. Invalid UTF-8 becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes of one token, empty for the vocabulary's padding."""
+        """Return the exact bytes of one token. An id without a token gives no bytes."""
         known = self._bytes.get(token_id)
         if known is None:
             is_token = 0 <= token_id < self.vocab_size
@@ -189,25 +190,26 @@ class Tokenizer:
         return known
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` drops this token; `<think>` and the call tags are kept."""
+        """Return whether `skip_special_tokens` drops this token. `STRUCTURE_TOKENS` are kept."""
         return token_id in self._special
 
     def is_added(self, token_id: int) -> bool:
-        """Whether this is a control token or a visible tag, added beside the BPE vocabulary."""
+        """Return whether this token is an added token: a control token or a tag."""
         return token_id in self._added
 
     @functools.cached_property
     def cuts(self) -> re.Pattern[str] | None:
-        """Pattern of the added tokens at whose ends a text can be split for encoding; None: none.
+        """Pattern of the added tokens at which a text can be split before it is encoded.
 
-        The token ids of the parts, joined, are those of the whole.
+        The joined token ids of the parts equal the token ids of the whole text. The pattern is
+        None if the tokenizer does not allow such a split.
         """
-        # Tokens found after normalization are searched between those found before it, so they are
-        # no ends.
+        # The tokenizer searches normalized tokens last, in the text between the other added tokens,
+        # so a split at a normalized token could change the result.
         added = self._backend.get_added_tokens_decoder().values()
         found_first = [token for token in added if not token.normalized]
         looks_beyond = any(one.lstrip or one.rstrip or one.single_word for one in found_first)
-        # the longest match counts
+        # longest first, because the tokenizer prefers the longest match
         texts = sorted({token.content for token in found_first} - {""}, key=len, reverse=True)
         if not texts or looks_beyond or not _works_locally(self._definition):
             return None
@@ -220,7 +222,6 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_added(self) -> int:
-        """Characters of the longest added token."""
         return max(map(len, self._added_ids), default=1)
 
     @functools.cached_property
@@ -229,13 +230,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Pattern of all added tokens, the longest first; without any it matches nothing."""
+        """Pattern of all added tokens, longest first. Without tokens it matches nothing."""
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The same BPE without added tokens. Both share the vocabulary, so it costs little."""
+        """The same BPE without added tokens, which needs little memory beside the vocabulary."""
         plain = tokenizers.Tokenizer(self._backend.model)
         if self._backend.normalizer is not None:
             plain.normalizer = self._backend.normalizer
@@ -252,7 +253,7 @@ class Tokenizer:
         if token_id is None:
             shown = value if text is None else text
             raise CheckpointError(
-                f"tokenizer_config.json names {field} {shown!r}, which {source} does not have",
+                f"{field} in tokenizer_config.json is {shown!r}, which is no token of {source}",
                 hint=_REMEDY,
             )
         return token_id
@@ -264,13 +265,13 @@ def _check_count(count: int, max_tokens: int | None) -> None:
 
 
 def token_text(value: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json: itself, or an object's content."""
+    """Return the text of a token in tokenizer_config.json: the value, or its field "content"."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
 
 def _make_byte_alphabet() -> dict[str, int]:
-    """Map byte-level characters to bytes: printable Latin-1 to itself, others from U+0100."""
+    """Map the characters of byte-level spellings (printable Latin-1, and U+0100 on) to bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     moved = {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -281,7 +282,7 @@ _BYTE_OF = _make_byte_alphabet()
 
 
 def _decode_spelling(spelling: str) -> bytes:
-    """Return the bytes of a byte-level spelling; UTF-8 with a character outside the alphabet."""
+    """Return the bytes of a byte-level spelling, or its UTF-8 if a character is no byte."""
     try:
         return bytes([_BYTE_OF[char] for char in spelling])
     except KeyError:
@@ -295,13 +296,13 @@ def _check_byte_level(definition: Mapping[str, Any], *, source: str) -> None:
     if not isinstance(model, Mapping) or model.get("type") != "BPE" or kinds != ["ByteLevel"]:
         found = f"{model.get('type') if isinstance(model, Mapping) else None} with decoder {kinds}"
         raise CheckpointError(
-            f"{source} holds {found}; only byte-level BPE is supported",
+            f"{source} is a {found}; only byte-level BPE is supported",
             hint="use a MiniMax checkpoint",
         )
 
 
 def _works_locally(definition: Mapping[str, Any]) -> bool:
-    """Whether text on one side of an added token never influences tokens on the other."""
+    """Return whether text before an added token never changes the tokens after it."""
     changes_all = definition.get("truncation") or definition.get("padding")
     if changes_all or definition["model"].get("dropout"):
         return False
@@ -313,7 +314,6 @@ def _works_locally(definition: Mapping[str, Any]) -> bool:
 
 
 def _list_kinds(part: Mapping[str, Any] | None) -> set[str]:
-    """Return the types of a part of the definition and of its inner parts."""
 
     def walk(part: Mapping[str, Any]) -> Iterator[str]:
         yield str(part.get("type"))
@@ -325,7 +325,7 @@ def _list_kinds(part: Mapping[str, Any] | None) -> set[str]:
 
 
 def _read_special_flags(config: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the `special` flags of tokenizer_config.json by text; they overrule tokenizer.json."""
+    """Return the `special` flags in tokenizer_config.json, which override tokenizer.json."""
     entries = config.get("added_tokens_decoder")
     if not isinstance(entries, Mapping):
         return {}

@@ -150,7 +150,7 @@ def test_draft_in_a_subfolder_is_fetched_if_asked_for(
 
 def test_hub_errors_are_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> None:
     refused = {
-        "lab/nothing": ("is not on the hub, or private", "check the name"),
+        "lab/nothing": ("does not exist on the hub, or is private", "check the name"),
         "lab/model@v9": ("at revision 'v9' does not exist on the hub", "check --revision"),
         "lab/gated": ("is gated on the hub", "hf auth login"),
         "lab/token": ("cannot be fetched: HfHubHTTPError", "check HF_TOKEN"),
@@ -167,7 +167,7 @@ def test_hub_errors_are_one_line_with_a_remedy(hub: TinyHub, tmp_path: Path) -> 
     for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
         nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", **offline}
         (line,) = resolve_all(nowhere, tmp_path, "lab/model")
-        words = "is not in the local cache and the hub cannot be reached"
+        words = "is not in the local cache, and the hub cannot be reached"
         assert line.startswith(f"ConfigError model 'lab/model' {words}")
         assert "give a local folder" in line
 
@@ -297,7 +297,7 @@ def test_invalid_names_are_refused_without_asking_the_hub(model: str) -> None:
 def test_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"is a file .give the folder that holds it, /"):
+    with pytest.raises(ConfigError, match=r"is a file; a folder is needed .give /"):
         resolve_model(str(path))
 
 
@@ -336,9 +336,9 @@ def test_modelscope_errors_are_one_line_remedies(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     for cache, model, offline, words in (
-        ("", "lab/nothing", {}, "ConfigError model 'lab/nothing' is not on ModelScope, or private"),
+        ("", "lab/nothing", {}, "ConfigError model 'lab/nothing' does not exist on ModelScope"),
         ("", "lab/model", {"HF_HUB_OFFLINE": "1"},
-         "ConfigError model 'lab/model' is not in ModelScope's local cache"),
+         "ConfigError model 'lab/model' is not in ModelScope's cache; offline mode is on"),
         ("file", "lab/model", {}, "ResourceError model 'lab/model' cannot be stored: "),
     ):  # fmt: skip
         environment = {**modelscope.environment, **offline}

@@ -93,7 +93,7 @@ def test_kept_weights_dequantize_to_the_plain_ones(tmp_path: Path, tp: int, ep: 
         count = 4 + 3 * SPEC.num_experts // ep
         assert (report.num_kept, report.num_dequantized) == (count, 0)
         assert (plain_report.num_kept, plain_report.num_dequantized) == (0, count)
-        assert f"{count} of them weights kept as fp8_e4m3_block_128x128" in report.summary()
+        assert f"kept {count} weights as stored (fp8_e4m3_block_128x128)" in report.summary()
         assert sum(values.dtype == FP8 for values in kept.values()) == count
         for name, expected in plain.items():
             values, scale = kept[name], kept.get(f"{name}_scale_inv")
@@ -174,7 +174,7 @@ def test_excluded_modules_stay_plain(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert layers[0].attention.activation is None
     assert mixtures(layers)[0].activation == E4M3_GROUPS
     assert report.num_dequantized == 2
-    assert "2 of them fp8_e4m3_block_128x128, dequantized to the compute dtype" in report.summary()
+    assert "dequantized 2 weights to the compute dtype (fp8_e4m3_block_128x128)" in report.summary()
     (line,) = [text for text in caplog.messages if "are dequantized" in text]
     assert re.fullmatch(
         r"2 weights \(fp8_e4m3_block_128x128, .* MiB\) are dequantized to the compute dtype, one "

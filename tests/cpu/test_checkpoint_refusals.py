@@ -75,7 +75,7 @@ MISFITS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "two spellings": (
         lambda t: {**t, GATE.replace("block_sparse_moe", "mlp"): t[GATE].clone()},
-        "are the same weight, " + GATE,
+        "both hold the weight " + GATE,
     ),
     "shape": (
         lambda t: {**t, K_PROJ: torch.zeros(48, 32)},
@@ -120,7 +120,7 @@ def test_misfits_are_named(tmp_path: Path, name: str) -> None:
         ),
         (
             "lm_head.weight_scale_inv", torch.ones(1, 1),
-            r"not part of this model: lm_head\.weight_scale_inv .config.json says .* stored plain",
+            r"not part of this model: lm_head\.weight_scale_inv .config.json .* not quantized",
         ),
         (
             "model.norm.bias_scale_inv", torch.ones(1),
@@ -139,12 +139,10 @@ def test_broken_scales_refused(
 
 def test_checkpoint_with_more_layers_than_its_config_is_refused(tmp_path: Path) -> None:
     tensors = random_tensors(tiny_spec(num_hidden_layers=4))
-    message = r"num_hidden_layers in config.json is 2; the checkpoint has 2 more, up to layer 3 "
-    refused(tmp_path, tensors, message + r"\(44 tensors, first model\.layers\.[23]\.")
+    message = r"config.json is 2, but the checkpoint has 44 tensors of .* layer 3 "
+    refused(tmp_path, tensors, message + r"\(first: model\.layers\.[23]\.")
     tensors["model.layers.2.enorm.weight"] = torch.ones(48)  # Layer 2 predicts further tokens.
-    refused(
-        tmp_path, tensors, r"has 1 more, up to layer 3 \(22 tensors, .*set num_hidden_layers to 4"
-    )
+    refused(tmp_path, tensors, r"has 22 tensors .* up to layer 3 .*set num_hidden_layers to 4")
     tensors["model.layers.3.eh_proj.weight"] = torch.ones(48, 96)
     load(save_single(tmp_path, tensors))
 
@@ -230,7 +228,7 @@ def test_values_that_the_compute_dtype_cannot_hold_are_refused(tmp_path: Path) -
     tensors["model.norm.weight"][3] = 1e5
     save_single(tmp_path, tensors)
     load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: its values are too large"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: some values are too large"):
         load_weights(SlotModel(SPEC, dtype=torch.float16).weight_slots(), SPEC, tmp_path)
 
 
@@ -258,7 +256,7 @@ def tensors_file(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (0, "not a safetensors file, or truncated: 0 bytes"),
+        (0, "truncated or not a safetensors file; it has 0 bytes"),
         (5, "truncated"),
         (100, "truncated"),
         (-1, "truncated or damaged"),
@@ -274,13 +272,13 @@ def tensors_file(
         (tensors_file(b"1234", x=([2], [0, 4])), "cannot have 4 bytes"),
         (tensors_file(b"12345", x=([1], [0, 4])), "truncated or damaged"),
         (tensors_file(b"1234", x=([1], [0, 4]), y=([1], [0, 4])),
-         "y begins at byte 0 of the data and the tensor before it ends at 4"),
+         "y begins at byte 0 of the data; expected: 4"),
         (tensors_file(b"12345678", x=([1], [4, 8])), "x begins at byte 4 "),
         (tensors_file(name="x\\u001b[2J", x=([0], [0, 0])),
-         r"name of a tensor is 'x.{1,2}x1b\[2J'"),
-        (tensors_file(name="x" * 2000, x=([0], [0, 0])), "name of a tensor is 'x{200}'"),
-        (tensors_file(x=([2] * 1_000_000, [0, 0])), "x has 1000000 dimensions; allowed: 64"),
-        (tensors_file(x=([2**63, 0], [0, 0])), "has shape"),
+         r"tensor name is .* printable: 'x.{1,2}x1b\[2J'"),
+        (tensors_file(name="x" * 2000, x=([0], [0, 0])), "tensor name is too long .*: 'x{200}'"),
+        (tensors_file(x=([2] * 1_000_000, [0, 0])), "x has 1000000 dimensions; at most 64"),
+        (tensors_file(x=([2**63, 0], [0, 0])), "invalid shape"),
         (header_file(b'{%s, "0": 0}' % b", ".join(b'"%d": 0' % i for i in range(30_000, -1, -1))),
          "0 occurs twice"),
     ],
@@ -308,7 +306,7 @@ def test_endless_files_are_refused(
     rotation = {"rotation": "rotation.safetensors"}
     (tmp_path / "config.json").write_text(json.dumps({"negamax_conversion": rotation}))
     make(tmp_path / name)
-    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
         READERS[name](tmp_path)
 
 
@@ -318,7 +316,7 @@ def test_folders_without_weights_are_refused_with_their_content(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"no model\.safetensors, .*--load-format synthetic"):
         check(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"it has pytorch_model\.bin \(only safetensors"):
+    with pytest.raises(CheckpointError, match=r"it has pytorch_model\.bin \(use a checkpoint in"):
         check(tmp_path)
 
 
@@ -349,10 +347,10 @@ HEAD = "lm_head.weight"
         ),
         (
             lambda m: {**m, "x": "model-00003.safetensors"},
-            r"1 are missing: model-00003\.safetensors .finish",
+            r"of which 1 cannot be found: model-00003\.safetensors .finish",
         ),
         (lambda m: {**m, "x": "../secret.safetensors"}, r"of another folder: '\.\./secret"),
-        (lambda m: {**m, "x": "sub/a.safetensors"}, r"'sub/a\.safetensors' \(weights are read"),
+        (lambda m: {**m, "x": "sub/a.safetensors"}, r"'sub/a\.safetensors' \(move all weight"),
         (lambda m: {**m, "x": 3}, "no weight_map"),
         (lambda m: {}, "no weight_map"),
     ],
@@ -377,7 +375,7 @@ def test_index_may_name_files_with_a_leading_dot(tmp_path: Path) -> None:
     [
         (
             lambda folder: shutil.copy(folder / FILES[0], folder / FILES[1].replace("2", "3", 1)),
-            True, r"there are 1 more: model-00003-of-00002\.safe",
+            True, r"omits files of the same set: model-00003-of-00002\.safe",
         ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
@@ -385,7 +383,7 @@ def test_index_may_name_files_with_a_leading_dot(tmp_path: Path) -> None:
         ),
         (
             lambda folder: (folder / FILES[1]).unlink(),
-            False, r"are missing from .* \(there are 1 of the 2 files",
+            False, r"are missing from .* \(files are missing: there are 1, .*-of-00002",
         ),
         (
             lambda folder: [

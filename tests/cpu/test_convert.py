@@ -268,10 +268,10 @@ def test_complete_conversion_is_not_repeated(bf16: Path, converted: dict[str, Pa
 @pytest.mark.parametrize(
     ("first", "to", "message"),
     [
-        ("fp8-block", "fp8-block", "is stored as fp8-block already"),
-        ("bf16", "bf16", "is stored as bf16 already"),
-        ("int4", "fp8-block", r"quantized already .*int4.* error of about 2\.7%.*--allow-lossy"),
-        ("fp8-block", "int4", r"rounds it a second time, with a relative error of about 11\.1%"),
+        ("fp8-block", "fp8-block", "is already fp8-block"),
+        ("bf16", "bf16", "is already bf16"),
+        ("int4", "fp8-block", r"already quantized .*int4.* error of about 2\.7%.*--allow-lossy"),
+        ("fp8-block", "int4", r"a second time and add a relative error of about 11\.1%"),
     ],
 )
 def test_lossy_or_pointless_path_is_refused(
@@ -286,8 +286,8 @@ def test_unusable_destinations_are_refused(
     bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for destination, message in (
-        (bf16 / "out", "lies in the source"),
-        (bf16, "lies in the source"),
+        (bf16 / "out", "is inside the source"),
+        (bf16, "is inside the source"),
         (tmp_path, "has other content: file"),
         (tmp_path / "file", "is not a folder"),
         (tmp_path / "link", "is not a folder"),
@@ -298,7 +298,7 @@ def test_unusable_destinations_are_refused(
         with pytest.raises(ConfigError, match=message):
             convert(conversion(bf16, destination, "int8"))
     monkeypatch.setattr(converting, "_SPARE_BYTES", 2**60)
-    with pytest.raises(ResourceError, match=r"needs \d+\.\d GiB of disk, .* are free"):
+    with pytest.raises(ResourceError, match=r"needs \d+\.\d GiB of disk space; .* are free"):
         convert(conversion(bf16, tmp_path / "out", "int8"))
 
 
@@ -340,9 +340,9 @@ def test_conversion_of_another_source_or_target_is_not_resumed(tmp_path: Path) -
     with edited(source / FILES[0]) as tensors:
         for tensor in tensors.values():
             tensor.neg_()
-    with pytest.raises(ConfigError, match=r"is another conversion \(different: source_digest\)"):
+    with pytest.raises(ConfigError, match=r"holds another conversion \(different: source_digest\)"):
         convert(conversion(source, tmp_path / "done", "int8"))
-    with pytest.raises(ConfigError, match="lies in the source"):
+    with pytest.raises(ConfigError, match="is inside the source"):
         convert(conversion(tmp_path / "done", tmp_path / "done", "int8"))
     with pytest.raises(CheckpointError, match=r"another conversion \(different: source_digest\)"):
         convert(conversion(source, tmp_path / "begun", "int8"))
@@ -406,8 +406,8 @@ def test_second_rounding_is_refused_before_the_download(
     monkeypatch.setattr("negamax.cli.convert.resolve_model", resolve)
     line = ["convert", "lab/model", str(tmp_path / "out"), "--source", "modelscope"]
     for to, more, words in (
-        ("fp8-fnuz", [], "already (fp8_e4m3_block_128x128, packed_int4_group_32); --to fp8-fnuz"),
-        ("int4", [], "already (packed_int4_group_32); --to int4 rounds it"),
+        ("fp8-fnuz", [], "(fp8_e4m3_block_128x128, packed_int4_group_32); --to fp8-fnuz"),
+        ("int4", [], "already quantized (packed_int4_group_32); --to int4 would round"),
         ("int4", ["--allow-lossy"], "weights are fetched"),
         ("bf16", [], "weights are fetched"),
     ):
@@ -420,7 +420,7 @@ def test_second_rounding_is_refused_before_the_download(
 
 def test_two_conversions_do_not_share_a_folder(bf16: Path, tmp_path: Path) -> None:
     def progress(done: int, total: int) -> None:
-        with pytest.raises(ConfigError, match="another process converts to"):
+        with pytest.raises(ConfigError, match="another process is converting to"):
             convert(conversion(bf16, tmp_path / "out", "int8"))
 
     convert(conversion(bf16, tmp_path / "out", "int8"), progress=progress)
@@ -443,7 +443,7 @@ def test_memory_is_at_most_two_layers(tmp_path: Path) -> None:
     }  # fmt: skip
     few = {**sizes, "num_hidden_layers": 1, "num_local_experts": 4, "vocab_size": 64}
     sources = [write_source(tmp_path / "few", **few), write_source(tmp_path / "many", **sizes)]
-    layer = sum(weight.num_bytes for weight in Source(sources[1]).read_layer(0))
+    layer = sum(weight.move.num_bytes for weight in Source(sources[1]).read_layer(0))
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     child = context.Process(target=peak, args=(sources, results))
@@ -487,4 +487,4 @@ def test_command_prints_its_plan_and_verifies_each_value(
         assert words in capsys.readouterr().err
     file.unlink()
     assert main(line[:-1]) == 2
-    assert f"1 are missing: {file.name}" in capsys.readouterr().err
+    assert f"1 cannot be found: {file.name}" in capsys.readouterr().err

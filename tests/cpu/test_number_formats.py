@@ -147,7 +147,7 @@ def test_load_dequantizes_as_the_op_to_the_bit(rows: int, columns: int) -> None:
 
 def test_format_name_must_include_the_scale() -> None:
     assert reads_e4m3_blocks(E4M3_BLOCKS)
-    with pytest.raises(AssertionError, match="'fp8' says no scale"):
+    with pytest.raises(AssertionError, match="'fp8' names no scale"):
         replace(E4M3_BLOCKS, name="fp8")
 
 

@@ -163,9 +163,9 @@ def test_the_rotation_is_read_from_the_file_that_the_description_names(tmp_path:
     (tmp_path / FILE).unlink()
     for broken in (2 * ROTATION, ROTATION[:5]):
         save_file({"global_rotation": broken.contiguous()}, tmp_path / FILE)
-        with pytest.raises(CheckpointError, match=r"global_rotation \[\d+, 32\] is no rotation"):
+        with pytest.raises(CheckpointError, match=r"global_rotation \[\d+, 32\] is not a square"):
             read_rotation(tmp_path)
-    outside, allowed = "outside the folder", "allowed: the name of a safetensors file"
+    outside, allowed = "outside the folder", "must be one .safetensors file"
     refused = dict.fromkeys(
         ("../quarot.safetensors", "optional/../../x", "/x.safetensors"), outside
     )

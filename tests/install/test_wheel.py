@@ -131,7 +131,7 @@ def test_unavailable_hub_ids_are_refused_in_a_line(installed: Installation, hub:
     offline = {**hub.environment, "HF_HUB_OFFLINE": "1"}
     unreachable = {**hub.environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     cases: list[tuple[Sequence[str], Mapping[str, str], str]] = [
-        (["lab/nothing"], hub.environment, "is not on the hub, or private"),
+        (["lab/nothing"], hub.environment, "does not exist on the hub, or is private"),
         (["lab/model", "--revision", "v9"], hub.environment, "does not exist on the hub"),
         (["lab/token"], hub.environment, "check HF_TOKEN"),
         (["lab/cut"], hub.environment, "cannot be fetched: "),

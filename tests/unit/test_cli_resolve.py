@@ -200,14 +200,14 @@ M2 = json.loads((EMBEDDED["nano"] / "config.json").read_text())
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("M2-Q4.gguf", "GGUF", "is GGUF, which is not read (use a checkpoint in safetensors: FP8"),
+        ("M2-Q4.gguf", "GGUF", "in the format GGUF, which is not supported (use a checkpoint in"),
         ("snapshots/abc/config.json", "{}", "the checkpoint is in snapshots/abc (give "),
-        ("adapter_config.json", "{}", "holds an adapter; adapters are not loaded (merge it"),
-        ("config.json", LFS, "is a Git LFS pointer: the file itself is not downloaded (run `git"),
+        ("adapter_config.json", "{}", "holds an adapter; adapters are not supported (merge the"),
+        ("config.json", LFS, "is a Git LFS pointer, so the file itself is not downloaded (run"),
         (
             "config.json",
             json.dumps({**M2, "quantization": MLX}),
-            "is quantized by MLX, whose layout is not read",
+            "is quantized by MLX, whose layout is not supported",
         ),
         ("config.json", json.dumps({**M2, "quantization_config": MLX}), "is quantized by MLX"),
     ],

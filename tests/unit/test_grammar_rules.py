@@ -43,8 +43,8 @@ def check(params: SamplingParams) -> None:
         ("json_schema", "[1]", "a list; an object or a boolean"),
         ("json_schema", nested(MAX_NESTING), f"{MAX_NESTING + 1} levels"),
         ("json_schema", nested(50_000), "nested too deeply"),
-        ("regex", "(" * 201 + "a" + ")" * 201, "201 groups"),
-        ("ebnf", "root ::= " + "(" * 35_000, "35000 groups"),
+        ("regex", "(" * 201 + "a" + ")" * 201, "201 levels"),
+        ("ebnf", "root ::= " + "(" * 35_000, "35000 levels"),
         ("choice", "[]", "one or more"),
         ("choice", '["a", 1]', "strings"),
         ("choice", json.dumps(["x"] * 2001), "2001 strings"),
@@ -197,7 +197,7 @@ def test_tool_without_followable_schema_is_free_with_a_warning(
         grammar = tool_grammar([*tools, followed], M2Calls(TAG_IDS), choice="required")
         assert grammar is not None
         assert "followed" in structural_tag(grammar, None, CALL_STYLES)
-    assert len(caplog.messages) == len(tools) and "'g2' are free" in caplog.messages[0]
+    assert len(caplog.messages) == len(tools) and "'g2' do not follow" in caplog.messages[0]
     assert tag_of(tools[0]) == tag_of({"name": "g0"})
 
 

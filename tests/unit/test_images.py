@@ -250,7 +250,7 @@ def test_requests_may_set_the_longest_side(builder: PromptBuilder) -> None:
         ({"type": "image_url", "image_url": "file:///etc/passwd"}, InvalidRequestError, "neither"),
         ({"type": "image_url", "image_url": "/etc/passwd"}, InvalidRequestError, "neither"),
         ({"type": "image_url", "image_url": "http://h/a"}, InvalidRequestError, "opens none"),
-        ({"type": "video_url", "video_url": "x"}, InvalidRequestError, "reads no videos"),
+        ({"type": "video_url", "video_url": "x"}, InvalidRequestError, "does not read videos"),
     ],
 )
 def test_refusals_name_the_part(

@@ -342,6 +342,6 @@ def test_split_files_without_all_query_heads_are_refused(tmp_path: Path) -> None
     index = tmp_path / split.RANK_INDEX_NAME.format(0)
     index.write_text(json.dumps({"metadata": sizes, "weight_map": {}}))
     split.check_split(tmp_path, ParallelLayout(tp=8))
-    words = r"only their own query heads; .*-size is 2 \(leave it out"
+    words = r"only their own query heads, but .*-size is 2 \(leave the option out"
     with pytest.raises(CheckpointError, match=words):
         split.check_split(tmp_path, ParallelLayout(tp=8, dcp=2))

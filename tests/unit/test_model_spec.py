@@ -196,7 +196,7 @@ M3_SIZES = (
     "shared_intermediate_size", "num_local_experts",
 )  # fmt: skip
 SPARSE_SIZES = ("index_dim", "num_index_heads", "topk_blocks", "block_size", "attention_freq")
-NO_METHOD = "no method: quant_method is None"
+NO_METHOD = "no quant_method (found: None"
 ALL_REFUSED = [
     *((change(M2, **{field: value}), words) for field, value, words in REFUSED),
     *((change(M3_TEXT, **{field: value}), words) for field, value, words in REFUSED_BY_M3),
@@ -273,7 +273,7 @@ def test_absent_fields_get_the_defaults_of_the_architecture() -> None:
 def test_unknown_fields_are_noted() -> None:
     spec = read_spec(change(M2, zebra=1, apple={"a": 2}))
     (note,) = spec.notes
-    assert note == "config.json fields that this version does not know and ignores: apple, zebra"
+    assert note == "these fields of config.json are unknown and ignored: apple, zebra"
     assert spec == read_spec(M2)
     spec = read_spec(change(M3, apple=1, text_config=change(M3_TEXT, zebra=2)))
     assert [note.rpartition(": ")[2] for note in spec.notes] == ["zebra", "apple"]

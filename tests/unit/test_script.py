@@ -95,7 +95,7 @@ def test_rules_match_messages_since_the_last_answer() -> None:
         ("[[rule]]\nmesage = 'x'", "mesage"),
         ("[[rule]]\nmessage = '('", "not valid"),
         ("[[rule]]\nrole = 'system'", "role"),
-        ("rule = []", "needs a rule"),
+        ("rule = []", "needs at least one rule"),
         ("tokens_per_second = 0.0\n[[rule]]", "tokens_per_second"),
         ("[[rule", "not valid"),
     ],

@@ -127,7 +127,7 @@ def test_unsupported_or_inconsistent_tokenizer_is_refused(tmp_path: Path, defini
 
 def test_named_tokens_must_exist_and_may_be_absent(tmp_path: Path) -> None:
     config = json.dumps({"eos_token": {"content": "<gone>"}})
-    with pytest.raises(CheckpointError, match=r"eos_token '<gone>'"):
+    with pytest.raises(CheckpointError, match=r"eos_token .* is '<gone>'"):
         Tokenizer.from_folder(write(tmp_path, config=config))
     tokenizer = Tokenizer.from_folder(write(tmp_path, config="{}"))
     assert tokenizer.bos_token_id is None

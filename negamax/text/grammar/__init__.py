@@ -1,1 +1,1 @@
-"""Grammars that the engine enforces, in the compiler's form."""
+"""Grammars of structured output, written for the compiler xgrammar."""

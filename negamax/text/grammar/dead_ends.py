@@ -1,4 +1,4 @@
-"""Finds, at compile time, grammars in which an output can get stuck."""
+"""Search for dead ends: points of a grammar from which an output can never end."""
 
 import json
 from collections import defaultdict
@@ -11,7 +11,8 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# of xgrammar's serialized grammars: 0.2.8 and 0.2.9, which differ in fields that are not read here
+# Versions of serialized grammars that xgrammar 0.2.8 and 0.2.9 write. The fields that this module
+# reads are the same in both versions.
 VERSIONS = ("v16", "v18")
 
 RuleT = TypeVar("RuleT", bound=Hashable)
@@ -20,35 +21,36 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 class _Kind(IntEnum):
-    """Expressions of a serialized grammar, and the integers of each."""
+    """Kinds of expressions in a serialized grammar. The comments list the integers of a kind."""
 
     STRING = 0  # bytes
-    CHARACTERS = 1  # whether the class is negated; then first and last of each range
-    ANY_CHARACTERS = 2  # the same, repeated
+    CHARACTERS = 1  # 1 if the class is negated; first and last character of each range
+    ANY_CHARACTERS = 2  # any number of characters of a class; integers as in CHARACTERS
     EMPTY = 3
     RULE = 4  # number of the rule
     SEQUENCE = 5  # expressions
     CHOICES = 6  # expressions
-    TAG_DISPATCH = 7  # (trigger, rule) for each tag; whether more may follow; excluded texts
+    TAG_DISPATCH = 7  # (trigger, rule) of each tag; 1 if more tags may follow; excluded texts
     REPEAT = 8  # a rule; least and most times
     TOKEN = 9  # the allowed tokens
-    TOKEN_TAG_DISPATCH = 11  # number of tags; (token, rule) for each; the same; excluded tokens
+    # number of tags; (token, rule) of each tag; 1 if more tags may follow; excluded tokens
+    TOKEN_TAG_DISPATCH = 11
 
 
 class _Symbol(NamedTuple):
-    """A part of an alternative: a `rule`, or text or tokens."""
+    """A part of an alternative: a `rule`, or, if `rule` is None, text or tokens."""
 
     rule: int | None = None
     is_optional: bool = False
-    can_end: bool = True  # without a rule: whether it can produce a finite text
-    writes: bool = True  # without a rule: whether it produces any text
+    can_end: bool = True  # text or tokens can be produced
+    writes: bool = True  # the produced text is not empty
 
 
 def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
-    """Return why an output may reach a point without an allowed token or an end; None if it cannot.
+    """Return a message if an output can reach a dead end, else None.
 
-    `stop_token_ids` end an output; the grammar does not use them as tags. Takes linear time in the
-    size of the grammar.
+    At a dead end the output cannot end and may have no allowed token. The grammar does not use
+    `stop_token_ids` as tags. The search takes time linear in the size of the grammar.
     """
     grammar = json.loads(serialized)
     if grammar["__VERSION__"] not in VERSIONS:
@@ -69,18 +71,18 @@ def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | 
     can_end = [rule in finite for rule in range(len(rules))]
     root = grammar["root_rule_id"]
     if not can_end[root]:
-        return "no output can follow the grammar to an end"
+        return "the grammar allows no output of finite length"
     stuck = _find_stuck(rules, root, can_end, _find_writing(rules, can_end))
     if stuck is None:
         return None
-    return f"an output may begin what it cannot end (rule {grammar['rules'][stuck][0]!r})"
+    return f"rule {grammar['rules'][stuck][0]!r} of the grammar can begin an output without an end"
 
 
 @cache
 def _warn_of_version(version: str) -> None:
     logger.warning(
-        "grammars without an end are not refused: xgrammar writes version %s of grammars, and "
-        "Negamax reads %s; install xgrammar 0.2.9",
+        "Negamax cannot refuse grammars without an end, because the installed xgrammar writes "
+        "version %s and Negamax reads %s; install xgrammar 0.2.9",
         version,
         " and ".join(VERSIONS),
     )
@@ -126,7 +128,7 @@ def _read_symbol(part: list[int], stop_token_ids: frozenset[int]) -> _Symbol:
 
 
 def _has_characters(items: list[int]) -> bool:
-    """Whether a class of characters is not empty."""
+    """Return whether a class of characters is not empty."""
     is_negated, *ends = items
     ranges = sorted(zip(ends[::2], ends[1::2], strict=True))
     if not is_negated:
@@ -140,7 +142,7 @@ def _has_characters(items: list[int]) -> bool:
 
 
 def find_finite(ways: Iterable[tuple[RuleT, Collection[RuleT]]]) -> set[RuleT]:
-    """Return the rules that produce a finite text; `ways`: rules, and the rules that each needs."""
+    """Return the rules that produce a finite text. `ways` are pairs (rule, rules that it needs)."""
     finite: set[RuleT] = set()
     found: list[RuleT] = []
     users: dict[RuleT, list[tuple[RuleT, list[int]]]] = defaultdict(list)
@@ -193,7 +195,7 @@ def _can_end(symbol: _Symbol, can_end: list[bool]) -> bool:
 def _find_stuck(
     rules: list[list[list[_Symbol]]], root: int, can_end: list[bool], writes: list[bool]
 ) -> int | None:
-    """Return a rule reachable from `root` that produces text and then cannot end."""
+    """Return a rule, reachable from `root`, that can produce text and then cannot end, or None."""
     seen, waiting = {root}, [root]
     while waiting:
         owner = waiting.pop()

@@ -1,7 +1,8 @@
-"""Writes grammars (GBNF) of JSON, and of texts in a regular language, from the shapes of schemas.
+"""Writer of GBNF grammars for JSON that follows a schema, and for texts of a regular language.
 
-Numbers are written without needless fractions and exponents, members in the order of the schema.
-Strings with length limits contain only the escapes that JSON requires, to count characters.
+Numbers have no needless fractions and exponents. Members of objects are in the order of the schema.
+Strings with length limits have only the escapes that JSON requires, so that rules can count their
+characters.
 """
 
 import json
@@ -35,12 +36,12 @@ from negamax.text.grammar.tag_formats import MAX_WHITESPACE, Format
 
 _ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _LITERAL: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST_CHARACTER))
-_RAW: Ranges = ((0x01, 0xD7FF), (0xE000, LAST_CHARACTER))  # the compiler ends texts at NUL
+_RAW: Ranges = ((0x01, 0xD7FF), (0xE000, LAST_CHARACTER))  # without NUL, where xgrammar ends texts
 _HEX = "0123456789abcdef"
 
-_BLOCK = 8  # characters of a long run whose count ends in the rule above
-_MAX_CHAIN = 3 * _BLOCK  # longer runs are written in blocks
-_MAX_PLAIN_STATES = 128  # larger automata are written as expressions, if they can be
+_BLOCK = 8  # characters per block of a long run
+_MAX_CHAIN = 3 * _BLOCK  # longer runs are written as repeated blocks
+_MAX_PLAIN_STATES = 128  # a language with more states is written as an expression if it has one
 
 _COMMON = r"""
 text ::= "\"" letters
@@ -53,17 +54,18 @@ number ::= integer ("." [0-9]+)? ([eE] [+\-]? [0-9]+)?
 
 
 class _Alternative(NamedTuple):
-    """One way to write a rule; it needs a text of each of `rules`."""
+    """One alternative of a rule: its GBNF, and the rules that it refers to."""
 
     text: str
     rules: tuple[str, ...] = ()
 
 
 class Rules:
-    """Rules of one grammar. `ahead`: in JSON, the expression of what follows a string or number.
+    """The rules of one grammar.
 
-    Without it, the compiler cannot decide in advance about tokens that go beyond the value. It then
-    tries each of them at every mask.
+    For JSON, `ahead` is a lookahead expression of the text that follows a string or number. With
+    `ahead` the compiler decides in advance about tokens that extend beyond a value. Without `ahead`
+    the matcher tries each such token for every mask.
     """
 
     def __init__(self, languages: Languages, *, ahead: str | None = None) -> None:
@@ -72,8 +74,8 @@ class Rules:
         self._rules: dict[str, list[_Alternative]] = {}
         self._classes: dict[Ranges, list[str]] = {}
         self._chains: dict[tuple[Ranges, str], str] = {}
-        self._written: dict[tuple[int, str], str] = {}  # rules of languages
-        self.is_risky = False  # whether the compiler may take long
+        self._written: dict[tuple[int, str], str] = {}  # (language, text after it) -> rule
+        self.is_risky = False  # the compiler may take long
 
     def define(self, name: str, alternatives: Iterable[_Alternative]) -> str:
         self._rules[name] = list(alternatives)
@@ -83,12 +85,12 @@ class Rules:
         return f"{kind}_{len(self._rules)}"
 
     def write(self, root: str, *, common: str = "") -> str:
-        """Return the grammar whose texts are those of `root`, without rules that cannot end."""
+        """Return the grammar that starts with rule `root`, without alternatives that cannot end."""
         rules = self._rules.items()
         finite = find_finite((name, set(way.rules)) for name, ways in rules for way in ways)
         if root not in finite:
             refuse_grammar(
-                "no output can follow the JSON schema to an end; make references to itself "
+                "the JSON schema allows no output of finite length; make references to itself "
                 "optional or nullable"
             )
         lines, waiting = [f"root ::= {root}"], deque([(root, 0)])
@@ -106,10 +108,11 @@ class Rules:
         return "\n".join(lines) + common
 
     def add_language(self, language: Language, *, after: str = "") -> str:
-        """Return a rule of the texts of `language`, followed by `after`.
+        """Add a rule for the texts of `language`, followed by `after`, and return its name.
 
-        The compiler's masks are fast where each character leads to the next rule. Long runs are
-        written in blocks, because it computes one mask per rule.
+        The rules form an automaton with one rule per state, for which the compiler computes masks
+        quickly. Long runs of one character class are written in blocks, because the compiler
+        computes one mask per rule.
         """
         key = (language.ended, after)
         if key in self._written:
@@ -124,7 +127,7 @@ class Rules:
             if states is not None:
                 self._add_states(name, states, after=after)
             else:
-                assert language.plain is not None, "its states were counted"
+                assert language.plain is not None, "a language without expression has few states"
                 self.define(name, [_Alternative(f"{self._spell(language.plain)} {after}")])
         self._written[key] = name
         return name
@@ -139,7 +142,7 @@ class Rules:
             self.define(own, ways)
 
     def _add_run(self, ranges: Ranges, least: int, most: int | None, *, after: str) -> str:
-        """Return a rule of `least` to `most` characters of a class, followed by `after`."""
+        """Add a rule for `least` to `most` characters of `ranges`, followed by `after`."""
         parts = []
         if least >= _BLOCK:
             parts.append((self._add_chain(ranges, _BLOCK), f"{{{least // _BLOCK}}}"))
@@ -160,7 +163,7 @@ class Rules:
         return self.define(self.new_name("words"), [way])
 
     def _add_chain(self, ranges: Ranges, length: int, *, last: str = "") -> str:
-        """Return a rule of `length` characters; with `last`, of at most as many before it."""
+        """Add a rule for `length` characters, or for at most `length` that precede `last`."""
         start = self._chains.setdefault(
             (ranges, last), f"{'tail' if last else 'block'}_{len(self._chains)}"
         )
@@ -173,7 +176,7 @@ class Rules:
         return f"{start}_{length}"
 
     def _spell(self, part: int) -> str:
-        """Return an expression without markers and complements."""
+        """Return the GBNF of the expression `part`, which has no markers and complements."""
         pieces = []
         while True:
             match self._languages.nodes[part]:
@@ -189,7 +192,7 @@ class Rules:
                 case "repeat", int() as inner, least, most:
                     limits = f"{{{least},{'' if most is None else most}}}"
                     repeated = self._spell(inner)
-                    # several counters at a time
+                    # Nested repeats are slow, because the matcher keeps several counters.
                     self.is_risky |= limits not in ("{0,1}", "{0,}", "{1,}") and "{" in repeated
                     pieces.append(f"({repeated}){limits}")
                 case _:
@@ -197,12 +200,12 @@ class Rules:
             return " ".join(pieces)
 
     def _write_step(self, ranges: Ranges, following: str) -> list[_Alternative]:
-        """Return one character before a rule. A group of the ways would be a rule of its own."""
+        """Return alternatives for one character of `ranges`, followed by the rule `following`."""
         ways = self._spell_class(ranges)
         return [_Alternative(f"{way} {following}", (following,)) for way in ways]
 
     def _spell_class(self, ranges: Ranges) -> list[str]:
-        """Return the ways to write one character of `ranges`, in JSON with escapes."""
+        """Return the ways to write one character of `ranges`. In JSON, escapes are among them."""
         if ranges in self._classes:
             return self._classes[ranges]
         literal = _intersect(ranges, _RAW if self._ahead is None else _LITERAL)
@@ -223,7 +226,7 @@ class Rules:
 def json_format(
     schemas: Schemas, shapes: Sequence[Shape], *, whitespace: int = MAX_WHITESPACE
 ) -> Format:
-    """Return JSON of one of `shapes`. Errors: `InvalidRequestError`."""
+    """Return the format of JSON that has one of `shapes`. Errors: `InvalidRequestError`."""
     rules = JsonRules(schemas, whitespace=whitespace)
     text = rules.write(shapes)
     schemas.budget.spend(num_bytes=len(text))
@@ -232,7 +235,7 @@ def json_format(
 
 
 def words_format(schemas: Schemas, language: Language) -> Format:
-    """Return the texts of `language`, without quotes and escapes."""
+    """Return the format of texts in `language`, without quotes and escapes."""
     rules = Rules(schemas.languages)
     text = rules.write(rules.add_language(language))
     schemas.budget.spend(num_bytes=len(text))
@@ -241,7 +244,7 @@ def words_format(schemas: Schemas, language: Language) -> Format:
 
 
 class JsonRules:
-    """The grammar of JSON that follows a schema, with at most `whitespace` between its parts."""
+    """Grammar of JSON with a schema. At most `whitespace` characters separate parts of the JSON."""
 
     def __init__(self, schemas: Schemas, *, whitespace: int) -> None:
         self._schemas = schemas
@@ -261,7 +264,7 @@ class JsonRules:
         return self._rules.is_risky
 
     def write(self, shapes: Sequence[Shape]) -> str:
-        """Return the grammar of values of one of `shapes`. Errors: `InvalidRequestError`."""
+        """Return the grammar of values with one of `shapes`. Errors: `InvalidRequestError`."""
         self._define("start", shapes)
         while self._waiting:
             name, following = self._waiting.pop()
@@ -274,7 +277,7 @@ class JsonRules:
         self._rules.define(name, ways)
 
     def _name(self, nodes: Nodes) -> str:
-        """Return the rule of values that follow `nodes`."""
+        """Return the name of the rule for values that follow all schemas in `nodes`."""
         key = frozenset(map(id, nodes))
         if key not in self._names:
             self._names[key] = f"value_{len(self._names)}"
@@ -347,10 +350,12 @@ class JsonRules:
         *,
         is_tuple: bool,
     ) -> str:
-        """Return a rule of entries in order, each with whether it is required, and of others.
+        """Add rules for the members of an object or the items of an array. Return the first rule.
 
-        Entries of a tuple may end early; other ones may be left out. A rule knows its place and how
-        many entries were written, up to the limits of `shape`.
+        `entries` are the listed members or items in order, each with a flag that it is required.
+        The rule `other` writes one entry that is not listed. A tuple may end after any entry; an
+        object may leave out entries that are not required. The name of a rule states the place of
+        the next entry and the number of entries before it, up to the limits of `shape`.
         """
         start, rules, length = self._rules.new_name("entries"), self._rules, len(entries)
         least, most = shape.least, shape.most
@@ -367,7 +372,7 @@ class JsonRules:
             return _Alternative(f"{lead} {text} {following}", (*needed, following))
 
         def write_end(count: int) -> list[_Alternative]:
-            """Return what follows the listed entries, of which `count` were written."""
+            """Return the alternatives after the listed entries, of which `count` were written."""
             ways = [_Alternative(self._space if count else '""')] if count >= least else []
             if other is None or (most is not None and count >= most):
                 return ways
@@ -390,7 +395,8 @@ class JsonRules:
             skipped = name_of(place + 1, count)
             return ways if is_required else [*ways, _Alternative(skipped, (skipped,))]
 
-        # listed one by one: a chain of rules that may be empty is slow to compile
+        # The first rule lists all entries that may come first, because a chain of rules that may be
+        # empty is slow to compile.
         first = next((place for place, (_, needed) in enumerate(entries) if needed), length)
         begin = [] if is_tuple or most == 0 else [write_entry(place, 0) for place in range(first)]
         rules.define(name_of(0, 0), [*begin, *write_rest(0 if is_tuple else first, 0)])
@@ -401,7 +407,7 @@ class JsonRules:
         return name_of(0, 0)
 
     def _write_other(self, shape: ObjectShape) -> str | None:
-        """Return a rule of one member that is not listed."""
+        """Add a rule for one member that is not listed, or return None if there can be none."""
         ways = []
         for language, nodes in shape.others:
             value = self._name(nodes)
@@ -411,17 +417,16 @@ class JsonRules:
 
 
 def spell_json(value: Any) -> str:
-    """Return JSON without escapes that it does not need. Errors: `InvalidRequestError`."""
+    """Return `value` as JSON without needless escapes. Errors: `InvalidRequestError`."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        refuse_grammar(f"the JSON schema lists {value!r}, which is no finite number")
+        refuse_grammar(f"the JSON schema lists {value!r}, which is not a finite number")
     has_surrogates = any(0xD800 <= ord(char) < 0xE000 for char in text)
-    return json.dumps(value) if has_surrogates else text  # only escapes represent them
+    return json.dumps(value) if has_surrogates else text  # surrogates need escapes
 
 
 def _quote(text: str) -> str:
-    """Return a text as GBNF."""
     return '"' + "".join(_escape_code(ord(char)) for char in text) + '"'
 
 

@@ -1,8 +1,9 @@
-"""Reads JSON schemas into shapes: one JSON type each, with all keywords that limit it merged.
+"""Converts JSON schemas to shapes (`text.grammar.shapes`).
 
-References, allOf, anyOf, oneOf and keywords beside them are resolved, so that the writers of
-grammars (`json_rules`, `tool_calls`) see no other schema. Keywords that no grammar can enforce are
-refused by name in strict schemas and ignored in others.
+A shape describes values of one JSON type, and merges all keywords that limit these values. The
+conversion resolves references, allOf, anyOf and oneOf, so the writers of grammars (`json_rules`,
+`tool_calls`) handle shapes only. Keywords that a grammar cannot enforce are refused in strict
+schemas and ignored in other schemas.
 """
 
 import itertools
@@ -42,21 +43,21 @@ from negamax.text.grammar.shapes import (
 )
 from negamax.text.schema_walk import TYPES, infer_type, is_equal, resolve_pointer, type_name
 
-# Keywords that a grammar cannot enforce: it would have to remember or exclude values.
+# Keywords that a grammar cannot enforce, because it cannot remember or exclude values.
 NOT_ENFORCED = (
     "not", "contains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies",
     "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 
-MAX_LEVELS = 100  # of references and alternatives within each other
-MAX_DIGITS = 40  # of a bound of numbers
-MAX_PATTERNS = 4  # of names of one object
+MAX_LEVELS = 100  # levels of nested references and alternatives
+MAX_DIGITS = 40  # digits of a bound of numbers
+MAX_PATTERNS = 4  # patterns for names of members of one object
 MAX_EXCLUDED = 400  # characters of names that an automaton excludes
-_MAX_COMPARED_LEVELS = 3  # to tell alternatives apart
+_MAX_COMPARED_LEVELS = 3  # levels of schemas that are compared to tell alternatives apart
 
 
 class Schemas:
-    """The schemas of one document. `infers`: keywords imply a type, as if not strict."""
+    """The schemas of one document. With `infers`, keywords imply the type if none is stated."""
 
     def __init__(
         self, root: Any, *, strict: bool, infers: bool | None = None, budget: Budget | None = None
@@ -66,17 +67,17 @@ class Schemas:
         self.languages = Languages()
         self._shapes: dict[frozenset[int], list[Shape]] = {}
         self._patterns: dict[str, Language | None] = {}
-        self._made: dict[tuple[object, ...], Any] = {}  # derived schemas, by their origin
-        self._kept: list[Nodes] = []  # keeps the identity of schemas
-        self._choices: list[list[list[Nodes]]] = []  # branches of oneOf, not compared yet
+        self._made: dict[tuple[object, ...], Any] = {}  # origin -> derived schema
+        self._kept: list[Nodes] = []  # keeps schemas alive, because keys contain their `id`
+        self._choices: list[list[list[Nodes]]] = []  # branches of oneOf that are not compared yet
         self._compared: set[int] = set()
         self._level = 0
 
     def shapes(self, nodes: Nodes) -> list[Shape]:
-        """Return the shapes of values that follow all `nodes`; none: no value does.
+        """Return the shapes of values that follow all `nodes`. No shape means no such value.
 
-        Errors: `InvalidRequestError` above the budget; in strict schemas for a keyword that cannot
-        be enforced and for a dangling reference.
+        Raises `InvalidRequestError` above the budget. If the schema is strict, a reference without
+        a target and a keyword that cannot be enforced raise it too.
         """
         key = frozenset(map(id, nodes))
         found = self._shapes.get(key)
@@ -104,24 +105,24 @@ class Schemas:
     # --- alternatives ---
 
     def _expand(self, node: Any, path: tuple[int, ...]) -> list[Nodes]:
-        """Return the alternatives of `node`: schemas without references and alternatives."""
+        """Return the alternatives of `node`: groups of schemas that a value follows together."""
         if not isinstance(node, Mapping):
             if self.strict and not isinstance(node, bool):
                 refuse_grammar(
-                    f"the JSON schema holds a {type(node).__name__} where a schema is needed"
+                    f"the JSON schema has a {type(node).__name__} where a schema is needed"
                 )
             return [] if node is False else [()]
         if id(node) in path:
             if self.strict:
                 refuse_grammar(
-                    "the JSON schema holds a reference that only leads to itself; make such "
+                    "the JSON schema has a reference that only leads to itself; make such "
                     "references optional or nullable, so that an output can end"
                 )
             return []
         if len(path) > MAX_LEVELS:
             refuse_grammar(
-                f"the JSON schema has more than {MAX_LEVELS} references and alternatives within "
-                f"each other; make it simpler"
+                f"the JSON schema nests more than {MAX_LEVELS} references and alternatives; make "
+                f"the schema simpler"
             )
         self.budget.spend()
         path = (*path, id(node))
@@ -154,13 +155,13 @@ class Schemas:
         target = resolve_pointer(reference, root=self.root)
         if target is None and self.strict:
             refuse_grammar(
-                f"the JSON schema refers to {reference!r}, where it holds no schema; send the "
-                f"schema in the same document"
+                f"the JSON schema refers to {reference!r}, but has no schema there; send all "
+                f"schemas in one document"
             )
         return True if target is None else target
 
     def _check_keywords(self, node: Mapping[str, Any], *, is_root: bool) -> None:
-        """Refuse keywords of a strict schema that are not enforced."""
+        """Refuse keywords of a strict schema that a grammar cannot enforce."""
         if not self.strict:
             return
         found = [name for name in NOT_ENFORCED if name in node]
@@ -175,12 +176,12 @@ class Schemas:
 
     def _refuse_keyword(self, keyword: str, where: str = "") -> NoReturn:
         refuse_grammar(
-            f"the JSON schema uses {keyword!r}{where}, which cannot be enforced; leave it out, or "
-            f"send strict: false"
+            f"the JSON schema uses {keyword!r}{where}, which cannot be enforced; remove the "
+            f"keyword, or send strict: false"
         )
 
     def _close(self, node: Mapping[str, Any], branch: Nodes) -> Nodes:
-        """Add a schema with the unevaluated members and items of `node`, which has `branch`."""
+        """Return `branch` of `node` with a schema for members and items not in `branch`."""
         for part in branch:
             for keyword in ("anyOf", "if"):
                 if self.strict and keyword in part:
@@ -204,7 +205,7 @@ class Schemas:
         return (*branch, made)
 
     def _made_of(self, kind: str, origin: Any, make: Callable[[], Any]) -> Any:
-        """Return the schema that `make` derives from `origin`, always the same one."""
+        """Return the schema that `make` derives from `origin`. The same origin gives one object."""
         parts = origin if isinstance(origin, tuple) else (origin,)
         key = (kind, *(frozenset(map(id, p)) if isinstance(p, tuple) else id(p) for p in parts))
         if key not in self._made:
@@ -286,7 +287,8 @@ class Schemas:
         found = self.languages.all_of([part for part in parts if part is not None])
         run = self.languages.repeat(self.languages.any_char, least, most)
         limited = self.languages.all_of([found, self.languages.whole(run)])
-        # where both are too many states in a lenient schema, the pattern counts
+        # If pattern and length limits together have too many states, a schema that is not strict
+        # ignores the length limits.
         for language in (limited, found) if any(parts) else ():
             is_possible = self._is_possible(language)
             if is_possible is not None:
@@ -295,7 +297,7 @@ class Schemas:
         yield TextShape(None, least, most)
 
     def _is_possible(self, language: Language) -> bool | None:
-        """Whether the language holds a text; None for too many states in a lenient schema."""
+        """Return whether the language has a text, or None if that is unknown and not `strict`."""
         if language.plain is not None:
             return language.ended != self.languages.none
         states = self.languages.find_automaton(language)
@@ -303,14 +305,14 @@ class Schemas:
             if not self.strict:
                 return None
             refuse_grammar(
-                f"a pattern and limits beside it come to more than {MAX_STATES} states; make them "
-                f"simpler"
+                f"a pattern and the limits beside it need more than {MAX_STATES} states; make the "
+                f"pattern or the limits simpler"
             )
         self.budget.spend(len(states))
         return bool(states)
 
     def _read_pattern(self, pattern: str) -> Language | None:
-        """Return the language of a pattern; None for one that a lenient schema cannot enforce."""
+        """Return the language of a pattern, or None for an unsupported pattern if not `strict`."""
         if pattern not in self._patterns:
             self.budget.spend(1 + len(pattern) // 16)
             try:
@@ -378,7 +380,7 @@ class Schemas:
         allowed = [node["propertyNames"] for node in branch if "propertyNames" in node]
 
         def choose(name: str | None, matched: Iterable[str]) -> Nodes:
-            """Return the schema of a member by its name and the patterns that it matches."""
+            """Return the schemas of the member `name`, which matches the patterns `matched`."""
             return _conjoin(find_members(node, name, matched) for node in branch)
 
         listed: dict[str, Nodes] = {}
@@ -405,7 +407,7 @@ class Schemas:
         listed: dict[str, Nodes],
         choose: Callable[[str | None, Iterable[str]], Nodes],
     ) -> list[tuple[Language | None, Nodes]]:
-        """Return the schemas of members that are not listed, by their names."""
+        """Return languages of names that are not listed, each with the schemas of such members."""
         languages = self.languages
         base: list[Language] = []
         if allowed:
@@ -435,7 +437,7 @@ class Schemas:
         return self.languages.whole(self.languages.text(text))
 
     def _exclude(self, names: Iterable[str]) -> Language | None:
-        """Return all texts but `names`; of many names also those that begin alike are excluded."""
+        """Return all texts that are not `names`, nor begin like a name if the names are long."""
         languages, texts = self.languages, list(names)
         if not texts:
             return None
@@ -495,7 +497,7 @@ class Schemas:
         return shape.language is None or self.languages.contains(shape.language, text)
 
     def _compare_choices(self) -> None:
-        """Refuse branches of oneOf that a value may follow at once."""
+        """Refuse oneOf if a value may follow two of its branches."""
         self._level += 1
         while self._choices:
             groups = self._choices.pop()
@@ -503,11 +505,11 @@ class Schemas:
             shapes = [[s for part in group for s in self._read_branch(part)] for group in groups]
             for one, other in itertools.combinations(shapes, 2):
                 if not all(self._are_apart(a, b) for a in one for b in other):
-                    self._refuse_keyword("oneOf", " whose schemas may hold at once (see 'anyOf')")
+                    self._refuse_keyword("oneOf", " with schemas that overlap (see 'anyOf')")
         self._level -= 1
 
     def _are_apart(self, one: Shape, other: Shape) -> bool:
-        """Whether it is certain that no value has both shapes."""
+        """Return whether certainly no value has both shapes."""
         kinds = {one.type, other.type}
         if len(kinds) > 1 and kinds != {"integer", "number"}:
             return True
@@ -544,7 +546,7 @@ _ANNOTATIONS = {
 
 
 def _cross(groups: list[list[Nodes]], budget: Budget) -> list[Nodes]:
-    """Return every choice of one branch per group, joined."""
+    """Return every combination of one branch per group, each joined to one branch."""
     found: list[Nodes] = [()]
     for group in groups:
         if len(group) > 1 or len(found) > 1:
@@ -558,7 +560,7 @@ def _cross(groups: list[list[Nodes]], budget: Budget) -> list[Nodes]:
 
 
 def _conjoin(schemas: Iterable[Any]) -> Nodes:
-    """Join schemas, sequences of schemas, and None for any value."""
+    """Join schemas and sequences of schemas to one sequence. None in `schemas` is skipped."""
     found: dict[int, Any] = {}
     for schema in schemas:
         for part in schema if isinstance(schema, tuple) else (schema,):

@@ -1,7 +1,7 @@
-"""Regular languages over characters: intersections and complements, by derivatives.
+"""Regular languages with intersections and complements, computed by derivatives.
 
-An expression is an integer of one `Languages`, which interns them. A `Language` holds the words
-that are followed by the marker `END`: anchors are characters beyond Unicode (`BEGIN`, `END`).
+An expression is an integer that a `Languages` object assigns; equal expressions have the same
+integer. Anchors of patterns are markers, characters beyond Unicode: `BEGIN` and `END`.
 Source: Owens, Reppy, Turon, "Regular-expression derivatives re-examined" (2009).
 """
 
@@ -11,27 +11,23 @@ from typing import NamedTuple
 Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint, both ends included
 
 BEGIN, LAST_CHARACTER, END = -1, 0x10FFFF, 0x110000
-MAX_STATES = 1000  # of one automaton
-MAX_STEPS = 30_000  # of one automaton, by ranges of characters
+MAX_STATES = 1000  # states of one automaton
+MAX_STEPS = 30_000  # transitions of one automaton, counted by ranges of characters
 
 
 class Language(NamedTuple):
-    """A set of texts. `plain`: an expression without markers and complements, if there is one."""
+    """A set of texts."""
 
-    ended: int
-    plain: int | None = None
+    ended: int  # expression of the texts, each followed by the marker `END`
+    plain: int | None = None  # expression without markers and complements; None: not known
 
 
 class State(NamedTuple):
-    """State of an automaton: the next states by disjoint ranges of characters."""
-
     is_end: bool
-    steps: list[tuple[Ranges, int]]
+    steps: list[tuple[Ranges, int]]  # (characters, next state); the ranges are disjoint
 
 
 class Languages:
-    """Builds expressions and languages."""
-
     def __init__(self) -> None:
         self.nodes: list[tuple[object, ...]] = []  # operator and operands
         self.nullable: list[bool] = []
@@ -39,7 +35,7 @@ class Languages:
         self._known: dict[tuple[object, ...], int] = {}
         self._derived: dict[tuple[int, int], int] = {}
         self._cuts: dict[int, frozenset[int]] = {}
-        # states by expression, or the number that they exceed
+        # expression -> states of its automaton, or a number of states that it exceeds
         self._automata: dict[int, list[State] | int] = {}
         self.none = self._intern(("set", ()), is_nullable=False)
         self.empty = self._intern(("empty",), is_nullable=True)
@@ -57,10 +53,9 @@ class Languages:
         return self.join([self.chars(((ord(char), ord(char)),)) for char in text])
 
     def join(self, parts: Sequence[int]) -> int:
-        """Return the concatenation of `parts`."""
         flat: list[int] = []
         for part in parts:
-            while self.nodes[part][0] == "join":  # nested to the right
+            while self.nodes[part][0] == "join":  # a join nests in its second operand
                 flat.append(_int(self.nodes[part][1]))
                 part = _int(self.nodes[part][2])
             flat.append(part)
@@ -122,13 +117,14 @@ class Languages:
     # --- languages ---
 
     def whole(self, part: int) -> Language:
-        """Return the texts that match the expression `part` as a whole."""
+        """Return the language of the texts that `part` matches as a whole."""
         return Language(self.join([part, self.end]), part if self._is_plain[part] else None)
 
     def containing(self, alternatives: Sequence[tuple[Sequence[int], bool]]) -> Language:
-        """Return the texts that contain a match of an alternative: its parts, with markers.
+        """Return the language of the texts that contain a match of an alternative.
 
-        The flag of an alternative: it holds an expression up to the end of the text.
+        An alternative is a sequence of expressions, which may be markers, and a flag. The flag is
+        set if the last expression matches up to the end of the text.
         """
         anything = self.repeat(self.any_char)
         plain: list[int] = []
@@ -172,9 +168,10 @@ class Languages:
         return self.nullable[self.derive(state, END)]
 
     def find_automaton(self, language: Language, *, most: int = MAX_STATES) -> list[State] | None:
-        """Return the states from which an end can be reached, the first one first, maybe none.
+        """Return the states from which an end can be reached. The start state is first.
 
-        None: there are more than `most` states.
+        The list is empty if the language is empty. Returns None if there are more than `most`
+        states.
         """
         known = self._automata.get(language.ended)
         if known is None or (isinstance(known, int) and known < most):
@@ -182,10 +179,10 @@ class Languages:
         return None if isinstance(known, int) else known
 
     def _find_states(self, start: int, most: int) -> list[State] | int:
-        """Return the states, or `most` if there are more."""
+        """Return the states, or a number that the states exceed."""
         numbers, order, num_steps = {start: 0}, [start], 0
         steps: list[list[tuple[Ranges, int]]] = []
-        for state in order:  # it grows
+        for state in order:  # `order` grows within the loop
             found: dict[int, list[tuple[int, int]]] = {}
             cuts = sorted(cut for cut in self._find_cuts(state) if 0 < cut <= LAST_CHARACTER)
             for first, following in zip([0, *cuts], [*cuts, END], strict=True):
@@ -203,7 +200,7 @@ class Languages:
         return _keep_live([self.nullable[self.derive(state, END)] for state in order], steps)
 
     def derive(self, part: int, char: int) -> int:
-        """Return what may follow `char` at the start of the expression."""
+        """Return the derivative: the expression of texts that may follow a first `char`."""
         key = (part, char)
         known = self._derived.get(key)
         if known is None:
@@ -233,7 +230,7 @@ class Languages:
         return self.none
 
     def _find_cuts(self, part: int) -> frozenset[int]:
-        """Return characters at which the derivative may change."""
+        """Return the characters at which the derivative may differ from that of the one before."""
         known = self._cuts.get(part)
         if known is not None:
             return known
@@ -275,7 +272,7 @@ class Languages:
         return ranges
 
     def read_run(self, language: Language) -> tuple[Ranges, int, int | None] | None:
-        """Return the characters and limits of a language that repeats one class."""
+        """Return class, least and most count of a repeated class of characters, else None."""
         if language.plain is None:
             return None
         match self.nodes[language.plain]:
@@ -299,7 +296,7 @@ class Languages:
 
 
 def invert(ranges: Ranges) -> Ranges:
-    """Return all other characters."""
+    """Return the characters that are not in `ranges`."""
     found, following = [], 0
     for first, last in ranges:
         if first > following:
@@ -309,7 +306,7 @@ def invert(ranges: Ranges) -> Ranges:
 
 
 def unite(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return sorted and disjoint ranges."""
+    """Return the union of `ranges` as sorted and disjoint ranges."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:

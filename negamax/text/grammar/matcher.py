@@ -1,7 +1,7 @@
-"""Compiles grammars for one vocabulary, and matches them token by token, by xgrammar.
+"""Compiler of grammars for one vocabulary, and matcher of tokens, both by xgrammar.
 
-Only the grammar process imports this module: xgrammar imports torch and transformers, which takes
-seconds.
+Only the grammar process imports this module, because xgrammar imports torch and transformers, which
+takes seconds.
 """
 
 from collections import OrderedDict
@@ -21,11 +21,11 @@ CACHE_ENTRIES = 512
 
 Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], bit i of byte j: token 8 j + i may come next
 
-_TAG_PREFIX = b"\xff\xff"  # not UTF-8, so that no grammar of texts can match the token
+_TAG_PREFIX = b"\xff\xff"  # invalid UTF-8, which no grammar of texts can match
 
 
 class GrammarCompiler:
-    """Compiles structural tags for one vocabulary and caches the latest. Threads may share it."""
+    """Compiles structural tags and caches the last used ones. Threads may share an object."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class GrammarCompiler:
         num_threads: int,
         token_tags: Collection[str],
     ) -> None:
-        """`vocab_size` may be padded; `token_tags` are tags that match only as tokens."""
+        """`vocab_size` may include padding. `token_tags` are tags that match only as tokens."""
         self.vocab_size = vocab_size
         vocabulary = [_spell(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(
@@ -59,7 +59,7 @@ class GrammarCompiler:
         return GrammarMatcher(compiled)
 
     def compile(self, structural_tag: str) -> xgrammar.CompiledGrammar:
-        """Return the compiled form. Errors: `InvalidRequestError`, also for a dead end."""
+        """Compile `structural_tag`. Raises `InvalidRequestError` if that fails or for dead ends."""
         with self._lock:
             known = self._cache.get(structural_tag)
             if known is not None:
@@ -71,7 +71,7 @@ class GrammarCompiler:
             if problem is not None:
                 refuse_grammar(f"{problem}; make references to itself optional or nullable")
             compiled = self._compiler.compile_structural_tag(structural_tag)
-        except (RuntimeError, ValueError) as error:  # the only exceptions of the library
+        except (RuntimeError, ValueError) as error:  # xgrammar raises no other exceptions
             refuse_grammar(f"the grammar cannot be compiled: {_read_reason(error)}")
         with self._lock:
             self._cache[structural_tag] = compiled
@@ -87,33 +87,34 @@ class GrammarCompiler:
 class TagBits:
     """Mask bits of the tags that are tokens.
 
-    In raw text up to a closer, xgrammar allows every token, tags included. If a tag is required,
-    the mask never allows all tags; this distinguishes the two cases.
+    In raw text that ends at a closing tag, xgrammar allows every token and so all tags. Where the
+    grammar requires a tag, its mask does not allow all tags. So a mask with all tags is one of raw
+    text.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._bits = [(token_id // 8, 1 << token_id % 8) for token_id in token_ids]
 
     def clear(self, mask: Mask) -> None:
-        """Clear the tags in `mask` if it is the mask of raw text."""
+        """Forbid the tags in `mask` if `mask` belongs to raw text."""
         if all(mask[place] & bit for place, bit in self._bits):
             for place, bit in self._bits:
                 mask[place] &= 0xFF ^ bit
 
 
 class GrammarMatcher:
-    """One output in its grammar. One thread of the grammar process uses it at a time."""
+    """The state of one output in its grammar. One thread may use it at a time."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the grammar is complete and an end token was taken."""
+        """Whether the output followed the grammar to an end and then took an end token."""
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:
-        """Advance by a token or by text. Returns False if the grammar does not allow it."""
+        """Advance by a token or by text. Return False if the grammar does not allow `part`."""
         if self.has_ended:
             return True  # tokens after the end are not checked
         taken = (
@@ -124,11 +125,11 @@ class GrammarMatcher:
         return bool(taken)
 
     def take_back(self, count: int) -> None:
-        """Undo the last `count` parts."""
+        """Undo the last `count` calls of `take`."""
         self._matcher.rollback(count)
 
     def mask(self, compiler: GrammarCompiler) -> Mask:
-        """Return the allowed next tokens, unless the output has ended."""
+        """Return the mask of the allowed next tokens. The output must not have ended."""
         words = np.zeros((1, -(-compiler.vocab_size // 32)), dtype=np.int32)
         self._matcher.fill_next_token_bitmask(words, 0)
         mask: Mask = words.view(np.uint8)[0][: -(-compiler.vocab_size // 8)]
@@ -137,7 +138,7 @@ class GrammarMatcher:
 
 
 def _spell(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> bytes:
-    """Return a token's bytes in grammars: none for a control token, no text for a tag."""
+    """Return a token's bytes: b"" for control tokens, bytes outside UTF-8 for `token_tags`."""
     text = tokenizer.token_bytes(token_id)
     if not tokenizer.is_added(token_id):
         return text
@@ -147,6 +148,6 @@ def _spell(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> 
 
 
 def _read_reason(error: Exception) -> str:
-    """Return the library's message without its source position."""
+    """Return xgrammar's message without the position in its source code."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return text.rsplit(" is false: ", 1)[-1].split(".cc:", 1)[-1].lstrip("0123456789: ")[:500]

@@ -1,7 +1,7 @@
-"""Reads regular expressions (ECMA 262 and common extensions) and bounds of numbers.
+"""Readers of regular expressions (ECMA 262 and common extensions) and of bounds of numbers.
 
-A pattern of a JSON schema is searched for, so anchors count. Backreferences, word boundaries,
-lookbehinds, flags, and lookaheads inside groups are refused.
+The pattern of a JSON schema may match any part of a text unless the pattern has anchors. The reader
+refuses backreferences, word boundaries, lookbehinds, flags, and lookaheads inside groups.
 """
 
 import functools
@@ -22,11 +22,11 @@ from negamax.text.grammar.languages import (
     unite,
 )
 
-MAX_CHARS = 4000  # of a pattern
-MAX_GROUPS = 50  # nested
-MAX_REPEATS = 100_000  # product of nested limits
-MAX_PLACES = 20  # of the multiples of a number, after the point
-MAX_ENDINGS = 100  # of the multiples of a number
+MAX_CHARS = 4000  # characters of a pattern
+MAX_GROUPS = 50  # levels of nested groups
+MAX_REPEATS = 100_000  # product of the limits of nested repeats
+MAX_PLACES = 20  # decimal places of `multipleOf`
+MAX_ENDINGS = 100  # different last digits of the multiples of a number
 
 _DIGITS: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -50,7 +50,7 @@ _CATEGORIES = {
 
 @functools.cache
 def _list_categories() -> dict[str, Ranges]:
-    """Return the characters of Unicode's general categories, by their names of 1 and 2 letters."""
+    """Return the characters of Unicode's general categories, such as "L" and "Lu"."""
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for code in range(LAST_CHARACTER + 1):
         category = unicodedata.category(chr(code))
@@ -64,30 +64,30 @@ def _list_categories() -> dict[str, Ranges]:
 
 
 def read_pattern(pattern: str, languages: Languages) -> Language:
-    """Return the texts in which `pattern` is found. Errors: `InvalidRequestError`."""
+    """Return the language of texts with a match of `pattern`. Errors: `InvalidRequestError`."""
     return _PatternReader(pattern, languages).language
 
 
 class _PatternReader:
-    """Reads one pattern; the result is `language`."""
+    """Reads one pattern. The attribute `language` is the result."""
 
     def __init__(self, pattern: str, languages: Languages) -> None:
         self._text, self._languages = pattern, languages
         self._place = 0
         self._level = 0
-        self._sizes: dict[int, int] = {}  # repeats within an expression
+        self._sizes: dict[int, int] = {}  # expression -> product of the limits of its repeats
         if len(pattern) > MAX_CHARS:
             self._refuse(f"has {len(pattern)} characters; at most {MAX_CHARS} are allowed")
         alternatives = [self._read_whole()]
         while self._take("|"):
             alternatives.append(self._read_whole())
         if self._place < len(pattern):
-            self._refuse("has a closing bracket too many")
+            self._refuse("has a closing bracket without an opening one")
         self.language = languages.containing(alternatives)
 
     def _refuse(self, reason: str) -> NoReturn:
         text = self._text if len(self._text) <= 80 else self._text[:80] + "..."
-        refuse_grammar(f"the pattern {text!r} cannot be enforced: it {reason}")
+        refuse_grammar(f"the pattern {text!r} cannot be enforced, because it {reason}")
 
     def _peek(self) -> str:
         return self._text[self._place : self._place + 1]
@@ -103,7 +103,7 @@ class _PatternReader:
         return found
 
     def _read_whole(self) -> tuple[list[int], bool]:
-        """Read an alternative outside groups, which may hold lookaheads."""
+        """Read an alternative outside groups. Return its parts, and whether a lookahead is last."""
         languages, parts = self._languages, list[int]()
         while self._peek() not in ("", "|", ")"):
             is_wanted = self._take("(?=")
@@ -179,7 +179,7 @@ class _PatternReader:
                 return languages.end
             return languages.chars(self._read_escape())
         if self._peek() in ("*", "+", "?") or self._match(_COUNTS):
-            self._refuse("has a quantifier without anything to repeat")
+            self._refuse("has a quantifier with nothing to repeat")
         char = self._read_char()
         return languages.chars(((char, char),))
 
@@ -213,13 +213,13 @@ class _PatternReader:
         return ((char, char),)
 
     def _read_escape(self) -> Ranges:
-        """Read what follows a backslash."""
+        """Read an escape after its backslash, and return the characters that it matches."""
         char = self._peek()
         if found := self._match(_PROPERTY):
             name = found[2] or found[3]
             ranges = _list_categories().get(_CATEGORIES.get(name, name))
             if ranges is None:
-                self._refuse(f"has the Unicode property {name!r}; general categories are allowed")
+                self._refuse(f"has the Unicode property {name!r}, which is no general category")
             return ranges if found[1] == "p" else invert(ranges)
         if found := self._match(_CODE):
             code = int(found[1] or found[2] or found[3], 16)
@@ -252,7 +252,7 @@ class _PatternReader:
 _NATURAL = "(0|[1-9][0-9]*)"
 _FRACTION = r"(\.[0-9]+)?"
 
-Bound = tuple[Decimal, bool]  # True: it is not allowed itself
+Bound = tuple[Decimal, bool]  # a bound, and whether the bound itself is excluded
 
 
 def read_number_bounds(
@@ -263,14 +263,17 @@ def read_number_bounds(
     high: Bound | None,
     steps: Iterable[str],
 ) -> Language:
-    """Return numbers in decimal digits without exponents, between bounds, of forms `steps`."""
+    """Return the language of decimal numbers without exponents from `low` to `high`.
+
+    The absolute value matches each pattern in `steps`, which `write_multiples` returns.
+    """
     magnitude = languages.both(
         _read_digits(text, languages)
         for text in (_NATURAL if is_integer else _NATURAL + _FRACTION, *steps)
     )
 
     def limit(least: Bound | None, most: Bound | None) -> int:
-        """Return unsigned numbers."""
+        """Return the expression of unsigned numbers from `least` to `most`."""
         if most is not None and most[0] < 0:
             return languages.none
         parts = [magnitude]
@@ -291,7 +294,7 @@ def read_number_bounds(
 
 
 def write_multiples(step: Decimal) -> str | None:
-    """Return a pattern of the unsigned multiples of a number; None if there is none of its size."""
+    """Return a pattern of the unsigned multiples of `step`, or None if it would be too large."""
     step = step.normalize()
     exponent = int(step.as_tuple().exponent)
     if -MAX_PLACES <= exponent < 0 and step == Decimal(1).scaleb(exponent):
@@ -313,7 +316,7 @@ def _read_digits(pattern: str, languages: Languages) -> int:
 
 
 def _write_at_least(bound: Decimal, is_open: bool) -> str:
-    """Return a pattern of unsigned numbers of at least `bound`; above it if `is_open`."""
+    """Return a pattern of unsigned numbers from `bound` on, without `bound` if `is_open`."""
     whole, _, part = f"{bound:f}".partition(".")
     part = part.rstrip("0")
     above = [f"[1-9][0-9]{{{len(whole)},}}"]
@@ -330,7 +333,7 @@ def _write_at_least(bound: Decimal, is_open: bool) -> str:
 
 
 def _list_larger(digits: str) -> list[str]:
-    """Return beginnings that decide that a number of the same length is larger."""
+    """Return patterns of the first digits of larger numbers with the same number of digits."""
     return [
         f"{digits[:place]}[{int(digit) + 1}-9]" for place, digit in enumerate(digits) if digit < "9"
     ]

@@ -1,4 +1,4 @@
-"""Tracks where an output's reasoning ends, and ends it at its budget."""
+"""The gate that detects the end of an output's reasoning, and ends it when its budget is spent."""
 
 import enum
 from collections import deque
@@ -18,7 +18,7 @@ class _GateState(enum.Enum):
 class ReasoningGate:
     """Follows the reasoning of one output.
 
-    `budget`: tokens of reasoning after which the closing tokens are due. `calls_end_it`: the opener
+    After `budget` tokens of reasoning the closing tokens are due. With `calls_end_it`, the opener
     of a call block ends an open reasoning. `token_bytes` is required if a marker is not a single
     token.
     """
@@ -37,36 +37,37 @@ class ReasoningGate:
         self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
         self._state = _GateState.OPEN if reasoning.state == "open" else _GateState.UNDECIDED
         self._num_tokens = 0  # tokens of reasoning so far
-        # before the decision: all text; within reasoning: a possible beginning of a marker
+        # while undecided: all text so far; within reasoning: text that may begin a marker
         self._text = b""
         self._due: deque[int] = deque()
         self._spend()
 
     @property
     def is_open(self) -> bool:
-        """Whether the output is certainly within its reasoning."""
+        """Whether the output is within its reasoning, and not still undecided."""
         return self._state is _GateState.OPEN
 
     @property
     def due(self) -> int | None:
-        """The token that must come next, or None."""
+        """The closing token that must come next, or None."""
         return self._due[0] if self._due else None
 
     @property
     def is_over(self) -> bool:
-        """Whether the gate no longer has any effect."""
+        """Whether the reasoning has ended and no closing token is due."""
         return self._state is _GateState.CLOSED and not self._due
 
     def fork(self) -> Self:
-        """Return a copy, to try tokens."""
+        """Return a copy that can take tokens without a change of this gate."""
         forked = copy(self)
         forked._due = self._due.copy()
         return forked
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Take the next token; return its part of the content: the token, its last bytes, or None.
+        """Take the next token, and return the part of the token that belongs to the content.
 
-        If reasoning is optional, it is part of the content: the grammar contains it.
+        The part is the token, its last bytes, or None. If reasoning is optional, the grammar
+        contains the reasoning, so every token belongs to the content.
         """
         if self._due:
             self._due.popleft()
@@ -81,7 +82,7 @@ class ReasoningGate:
         return token_id if self._reasoning.state == "optional" else passed
 
     def _spend(self) -> None:
-        """Make the closing tokens due once the budget is spent."""
+        """Make the closing tokens due if the budget is spent."""
         if (
             self._state is not _GateState.CLOSED
             and not self._due
@@ -91,7 +92,7 @@ class ReasoningGate:
             self._budget = None
 
     def _decide(self, token_id: int) -> None:
-        """Decide whether the output begins with the opener. Anything else is content."""
+        """Decide whether the output begins with the opener. Any other beginning is content."""
         opener = self._reasoning.opener
         if opener.token_id is not None:
             self._state = _GateState.OPEN if token_id == opener.token_id else _GateState.CLOSED
@@ -104,7 +105,7 @@ class ReasoningGate:
             self._state = _GateState.CLOSED
 
     def _look_for_end(self, token_id: int) -> int | bytes | None:
-        """End the reasoning at a complete marker; return the token's part after it."""
+        """End the reasoning at a complete marker. Return the token's text that is content."""
         for tag in self._ends:
             if tag.token_id == token_id:
                 self._state = _GateState.CLOSED
@@ -127,12 +128,12 @@ class ReasoningGate:
         return self._text[place + len(tag.text.encode()) :].lstrip() or None
 
     def _bytes(self, token_id: int) -> bytes:
-        assert self._token_bytes is not None, "a marker without a token needs the tokens' text"
+        assert self._token_bytes is not None, "a marker without token_id needs token_bytes"
         return self._token_bytes(token_id)
 
 
 def needs_text(reasoning: Reasoning) -> bool:
-    """Whether a gate must read text because a marker may be several tokens."""
+    """Return whether a gate needs the text of tokens, because a marker may be several tokens."""
     markers: list[Marker] = [reasoning.closer, reasoning.call_opener]
     if reasoning.state == "optional":
         markers.append(reasoning.opener)

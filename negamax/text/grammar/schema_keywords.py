@@ -1,4 +1,4 @@
-"""Reads single keywords of JSON schemas, also those of older drafts."""
+"""Readers of single keywords of JSON schemas, including keywords of older drafts."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,8 +7,8 @@ from typing import Any
 
 from negamax.text.grammar.shapes import Nodes
 
-_LARGEST = Decimal("1e308")  # larger bounds allow all numbers
-MAX_COUNT = 1_000_000_000  # larger limits are none
+_LARGEST = Decimal("1e308")  # a bound beyond this number is ignored
+MAX_COUNT = 1_000_000_000  # a larger upper limit is ignored
 
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?"
@@ -21,7 +21,7 @@ _HEX = r"[0-9a-fA-F]{1,4}"
 _CLOCK_SPAN = r"T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
 _DATE_SPAN = r"([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
 
-# String formats that are enforced beside a type; others are ignored.
+# String formats that grammars enforce if the schema states a type. Other formats are ignored.
 FORMATS = {
     "date": rf"^{_DATE}$",
     "time": rf"^{_CLOCK}{_ZONE}?$",
@@ -38,7 +38,7 @@ FORMATS = {
 
 
 def find_members(node: Mapping[str, Any], name: str | None, matched: Iterable[str]) -> Nodes:
-    """Return the schemas that `node` has for a member."""
+    """Return the schemas of member `name` (None: unlisted), which matches patterns `matched`."""
     found = []
     if name is not None and name in (listed := get_map(node, "properties")):
         found.append(listed[name])
@@ -66,7 +66,7 @@ def get_list(node: Mapping[str, Any], keyword: str) -> list[Any]:
 
 
 def read_items(node: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Return the schemas of the first items and of the others, None: any."""
+    """Return the schemas of the first items, and the schema of other items (None: any value)."""
     items = node.get("items")
     if isinstance(items, list):  # before draft 2020-12
         return items, node.get("additionalItems")
@@ -74,7 +74,7 @@ def read_items(node: Mapping[str, Any]) -> tuple[list[Any], Any]:
 
 
 def read_number(value: Any) -> Decimal | None:
-    """Return a finite number exactly, or None."""
+    """Return `value` exactly if it is a finite number, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return Decimal(repr(value)) if is_number and abs(value) < math.inf else None
 
@@ -82,7 +82,7 @@ def read_number(value: Any) -> Decimal | None:
 def read_bounds(
     node: Mapping[str, Any],
 ) -> tuple[list[tuple[Decimal, bool]], list[tuple[Decimal, bool]]]:
-    """Return the lower and upper bounds of `node`; True: the bound is not allowed itself."""
+    """Return the lower and the upper bounds in `node`, each with whether it is exclusive."""
     found: list[list[tuple[Decimal, bool]]] = []
     for sign, side in ((-1, "inimum"), (1, "aximum")):
         limit, exclusive = f"m{side}", f"exclusiveM{side}"
@@ -94,7 +94,7 @@ def read_bounds(
 
 
 def read_limits(branch: Nodes, lower: str, upper: str) -> tuple[int, int | None]:
-    """Return the largest lower and the smallest upper limit."""
+    """Return the largest lower limit and the smallest upper limit (None: no limit)."""
     lows = [count for node in branch if (count := read_count(node.get(lower))) is not None]
     highs = [count for node in branch if (count := read_count(node.get(upper))) is not None]
     most = min(highs, default=None)

@@ -1,4 +1,4 @@
-"""Shapes of JSON values: one type each, with all that a schema says of it."""
+"""Shapes of JSON values: each describes values of one JSON type and all limits of a schema."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from negamax.text.grammar.languages import Language
 from negamax.text.schema_walk import type_name
 
-Nodes = tuple[Any, ...]  # schemas that a value follows all of; none: any value
+Nodes = tuple[Any, ...]  # schemas that a value must follow together; (): any value
 NEVER: Nodes = (False,)
 
 
 @dataclass(frozen=True, eq=False)
 class LiteralShape:
-    """One value."""
+    """Exactly one value."""
 
     value: Any
 
@@ -23,25 +23,21 @@ class LiteralShape:
 
 @dataclass(frozen=True, eq=False)
 class TextShape:
-    """A string."""
-
-    language: Language | None  # None: any
-    least: int = 0  # length without a language
+    language: Language | None  # None: the string may be any text of `least` to `most` characters
+    least: int = 0
     most: int | None = None
     type: str = "string"
 
 
 @dataclass(frozen=True, eq=False)
 class NumberShape:
-    """A number or an integer; `language`: its digits, None: any number."""
-
-    type: str
-    language: Language | None
+    type: str  # "number" or "integer"
+    language: Language | None  # texts of the allowed numbers; None: any number
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayShape:
-    """An array: the schemas of its `first` items, and of all others."""
+    """An array of `least` to `most` items: schemas of the `first` items, and of other items."""
 
     first: tuple[Nodes, ...]
     others: Nodes
@@ -52,15 +48,16 @@ class ArrayShape:
 
 @dataclass(frozen=True, eq=False)
 class ObjectShape:
-    """An object: the schemas of listed members in order, and of others by their names."""
+    """An object of `least` to `most` members."""
 
-    listed: dict[str, Nodes]
+    listed: dict[str, Nodes]  # name -> schemas, in the order of the schema
     required: frozenset[str]
-    others: list[tuple[Language | None, Nodes]]  # names without listed ones; None: any others
+    # schemas of members that are not listed, by the language of their names; None: any name
+    others: list[tuple[Language | None, Nodes]]
     least: int
     most: int | None
-    is_closed: bool  # by default: members are listed, and nothing is said of others
-    has_patterns: bool = False  # others have limits of their names
+    is_closed: bool  # the schema lists members and has no keyword for other members
+    has_patterns: bool = False  # the schema limits the names of unlisted members
     type: str = "object"
 
 

@@ -1,4 +1,4 @@
-"""Write grammars as xgrammar's structural tags (`text.grammar.tag_formats`)."""
+"""Writer of xgrammar's structural tags (`text.grammar.tag_formats`) for all kinds of grammars."""
 
 import json
 import re
@@ -22,13 +22,13 @@ from negamax.text.grammar.tag_formats import (
 )
 from negamax.text.grammar.tool_calls import CallStyles, calls_format, read_rules
 
-# client's formats without repetition, whose compilation takes linear time
+# formats in a client's structural tag that compile in linear time, because nothing is repeated
 _HARMLESS = (
     "const_string", "sequence", "or", "optional", "tag", "token", "exclude_token",
     "triggered_tags", "tags_with_separator",
 )  # fmt: skip
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d+)(?:,(\d*))?\}")
-# the writer of rules escapes "|" and line breaks in literals
+# Literals of `json_rules` contain no "|" and no line break, because `json_rules` escapes these.
 _LONG_LITERAL = re.compile(rf'"[^"|\n]{{{RISKY_LITERAL}}}')
 
 
@@ -37,9 +37,10 @@ def structural_tag(
 ) -> str:
     """Return the structural tag of an output, from the point where its grammar begins.
 
-    That point is after the closer of an open reasoning; an optional reasoning is part of the
-    grammar. `styles`: the call styles of all families by name. Errors: `InvalidRequestError` for
-    errors that `Grammar.check` cannot find. `budget` then reports whether the grammar is risky.
+    The grammar begins after the closer of an open reasoning, and contains an optional reasoning.
+    `styles` are the call styles of all families by name. After the call, `budget.is_risky` tells
+    whether compiling the grammar is risky. Raises `InvalidRequestError` for errors that
+    `Grammar.check` does not find.
     """
     budget = budget or Budget()
     try:
@@ -53,7 +54,7 @@ def structural_tag(
 
 
 def _has_long_literal(part: Any) -> bool:
-    """Whether a format holds a text whose compilation takes long; the time grows by its square."""
+    """Return whether a format has a long literal, whose compilation takes quadratic time."""
     if isinstance(part, list):
         return any(map(_has_long_literal, part))
     if not isinstance(part, dict):
@@ -64,7 +65,7 @@ def _has_long_literal(part: Any) -> bool:
 
 
 def is_simple(pattern: str) -> bool:
-    """Whether a regular expression certainly has few states at a time."""
+    """Return whether matching a regular expression certainly needs few states at a time."""
     if len(pattern) > 1000 or "){" in pattern:
         return False
     found = list(_QUANTIFIER.finditer(pattern))
@@ -73,7 +74,7 @@ def is_simple(pattern: str) -> bool:
 
 
 def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Format:
-    """Return the format of the content without reasoning."""
+    """Return the format of the content, without the reasoning."""
     whitespace = 0 if grammar.compact else MAX_WHITESPACE
     match grammar.kind:
         case "json_object":
@@ -102,7 +103,7 @@ def content_format(grammar: Grammar, budget: Budget, styles: CallStyles) -> Form
 
 
 def _prepend_reasoning(reasoning: Reasoning | None, content: Format) -> Format:
-    """Prepend the allowed line breaks and reasoning to `content`."""
+    """Prepend the formats of an optional reasoning and of line breaks to `content`."""
     if reasoning is None:
         return content
     if reasoning.max_newlines:
@@ -120,7 +121,7 @@ def _prepend_reasoning(reasoning: Reasoning | None, content: Format) -> Format:
 
 
 def _read_schemas(part: Any, budget: Budget) -> Any:
-    """Replace the JSON schemas in a client's format."""
+    """Replace the JSON schemas in a client's format by grammars."""
     if isinstance(part, list):
         return [_read_schemas(item, budget) for item in part]
     if not isinstance(part, dict):
@@ -136,7 +137,7 @@ def _read_schemas(part: Any, budget: Budget) -> Any:
 
 
 def _read_format(value: Any, budget: Budget) -> Format:
-    """Read a client's structural tag: `format`, or the older `structures` and `triggers`."""
+    """Read a client's structural tag, which has `format`, or `structures` and `triggers`."""
     if isinstance(value.get("format"), dict):
         given: Format = _read_schemas(value["format"], budget)
         return given

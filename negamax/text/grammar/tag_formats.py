@@ -1,8 +1,8 @@
 """Building blocks of xgrammar's structural tags, as JSON values.
 
-A format is a mapping with a `type`: `const_string`, `regex`, `grammar` (GBNF),
-`any_text` (up to the first of `excludes`), `token` (by its id), and `sequence`, `or`, `optional`,
-`plus`, `star` of other formats.
+A format is a mapping with a `type`. The types are `const_string`, `regex`, `grammar` (GBNF),
+`any_text` (text without the strings in `excludes`), `token` (a token id), and combinations of
+formats: `sequence`, `or`, `optional`, `plus` and `star`.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from negamax.config.grammar import Marker
 
 Format = dict[str, Any]
 
-# White space between two parts of a JSON text: four levels of indentation. Without a limit, a model
-# may write only white space.
+# Characters of white space between two parts of JSON, enough for four levels of indentation.
+# Without a limit, a model may write white space endlessly.
 MAX_WHITESPACE = 20
 
 
@@ -22,7 +22,7 @@ def const(text: str) -> Format:
 
 
 def marker(tag: Marker) -> Format:
-    """Return a tag: its token, or its text without one."""
+    """Return the format of a tag: its token, or its text if it has no token."""
     return const(tag.text) if tag.token_id is None else {"type": "token", "token": tag.token_id}
 
 
@@ -39,5 +39,4 @@ def optional(part: Format) -> Format:
 
 
 def newlines(most: int) -> Format:
-    """Return up to `most` line breaks."""
     return {"type": "regex", "pattern": f"\\n{{0,{most}}}"}

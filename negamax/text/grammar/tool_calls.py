@@ -1,10 +1,10 @@
 """Grammars of tool calls, in the model's own syntax.
 
-The family's `CallStyle` defines the syntax: strings are raw, up to the closer, and arguments come
+The family's `CallStyle` defines the syntax. Strings are raw text up to a closing tag. Arguments are
 in the order of the schema, as models write them.
 
-`tool_grammar` runs in a server process and only writes down the rules, as JSON. `calls_format`
-expands the schemas, in the grammar process.
+`tool_grammar` runs in a server process and writes the rules as JSON. `calls_format` runs in the
+grammar process and expands the schemas.
 """
 
 import functools
@@ -36,19 +36,19 @@ from negamax.text.schema_walk import TYPES
 
 logger = get_logger(__name__)
 
-MAX_NAME_CHARS = 512  # of tools and arguments; parsers read no longer tags
+MAX_NAME_CHARS = 512  # longest name of a tool or argument that parsers read
 
 
 class CallStyle(ABC):
-    """A model family's syntax of calls, as formats. It spends the `budget` of one request."""
+    """A model family's syntax of calls. The methods return formats and spend the `budget`."""
 
     name: str
-    end_of_text: str  # ends a raw string, which cannot contain it
-    # of argument names that no schema lists: the classes of the first and other characters, and
-    # the most of these
+    end_of_text: str  # text that ends a raw string
+    # pattern of argument names that no schema lists: class of the first character, class of the
+    # other characters, and the largest number of other characters
     free_key: tuple[str, str, int | None]
-    call_tags: tuple[str, str]  # opener and closer of a call, {} in place of its name
-    argument_tags: tuple[str, str]  # the same of an argument
+    call_tags: tuple[str, str]  # opener and closer of a call, with {} in place of the tool's name
+    argument_tags: tuple[str, str]  # opener and closer of an argument, with {} in place of its name
     lead: Format | None = None  # white space allowed before the first block
     tag_ids: Mapping[str, int]  # ids of the tags that are written as tokens
 
@@ -60,20 +60,23 @@ class CallStyle(ABC):
 
     @abstractmethod
     def block(self, calls: Format) -> Format:
-        """Return a whole block around `calls`."""
+        """Return the format of a call block around `calls`."""
 
     @abstractmethod
     def embed_in_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        """Return text with `block`s, one if `once`; `no_other_calls`: no other call of a tool."""
+        """Return the format of text that may contain `block`, at most one block if `once`.
+
+        With `no_other_calls`, the text must not call tools in any other block.
+        """
 
     @abstractmethod
     def any_argument(self, name: Format, value: Format) -> Format:
-        """Return a value under a name that is written by the format `name`."""
+        """Return the format of an argument whose name has the format `name`."""
 
     def nest(
         self, shape: ArrayShape | ObjectShape, schemas: Schemas, *, depth: int
     ) -> Format | None:
-        """Return an object or an array in tags of its own; None: it is written as JSON."""
+        """Return the format of an object or array in tags, or None if it is written as JSON."""
         return None
 
     def invoke(self, name: str, arguments: Format) -> Format:
@@ -81,7 +84,7 @@ class CallStyle(ABC):
         return sequence([opener, arguments, closer])
 
     def argument(self, key: str, value: Format) -> Format:
-        """Return one named value. Errors: `InvalidRequestError` for a name without a tag."""
+        """Return the format of argument `key`. Raises `InvalidRequestError` for an invalid name."""
         _check_name(key)
         self.budget.spend(num_bytes=2 * len(key))
         opener, closer = (const(tag.format(key)) for tag in self.argument_tags)
@@ -92,17 +95,17 @@ class CallStyle(ABC):
         return {"type": "star", "content": self.any_argument(name, self.raw())}
 
     def arguments(self, nodes: Nodes, schemas: Schemas) -> Format:
-        """Return the arguments of a call, in the order of the schema. By default, only listed ones.
+        """Return the format of a call's arguments, in the order of the schema.
 
-        Errors: `InvalidRequestError` for a schema that they cannot follow.
+        Raises `InvalidRequestError` if no arguments can follow the schema.
         """
         shapes = [shape for shape in schemas.shapes(nodes) if isinstance(shape, ObjectShape)]
         if not shapes:
-            refuse_grammar("no arguments follow the tool's schema; it has to allow an object")
+            refuse_grammar("the schema of the tool's arguments does not allow an object")
         return any_of([self.members(shape, schemas, depth=0) for shape in shapes])
 
     def members(self, shape: ObjectShape, schemas: Schemas, *, depth: int) -> Format:
-        """Return the members of an object, in the order of the schema."""
+        """Return the format of an object's members, in the order of the schema."""
         is_closed = shape.is_closed and depth == 0
         most = len(shape.listed) if is_closed or not shape.others else shape.most
         if schemas.strict and (
@@ -110,8 +113,8 @@ class CallStyle(ABC):
             or (shape.most is not None and (most is None or shape.most < len(shape.listed)))
         ):
             refuse_grammar(
-                "the arguments of a call cannot be counted; leave out minProperties and "
-                "maxProperties, or send strict: false"
+                "minProperties and maxProperties cannot be enforced for the arguments of a call; "
+                "leave them out, or send strict: false"
             )
         parts = []
         for key, nodes in shape.listed.items():
@@ -128,7 +131,7 @@ class CallStyle(ABC):
         return sequence(parts) if parts else const("")
 
     def _free_name(self, shape: ObjectShape, language: Language | None, schemas: Schemas) -> Format:
-        """Return the names in `language` that the schema does not list."""
+        """Return the format of names in `language` that the schema does not list."""
         longest = max(map(len, shape.listed), default=0)
         most = self.free_key[2]
         if language is None:
@@ -155,7 +158,10 @@ class CallStyle(ABC):
             match shape:
                 case LiteralShape(str() as text):
                     if self.end_of_text in text:
-                        refuse_grammar(f"the value {text!r} cannot be written in a call")
+                        refuse_grammar(
+                            f"the value {text!r} cannot be written in a call, because it contains "
+                            f"the closing tag {self.end_of_text!r}"
+                        )
                     texts.append(self._spend_size(const(text)))
                 case TextShape():
                     texts.append(self._string(shape, schemas))
@@ -164,7 +170,7 @@ class CallStyle(ABC):
                 case _:
                     in_json.append(shape)
         if self.raw() in texts:
-            texts = [self.raw()]  # it may be any JSON, too
+            texts = [self.raw()]  # raw text includes all JSON
             if {shape.type for shape in shapes} >= _ALL_KINDS:
                 return self.raw()
         elif in_json:
@@ -176,12 +182,11 @@ class CallStyle(ABC):
         return {"type": "any_text", "excludes": [self.end_of_text], **limits}
 
     def _spend_size(self, part: Format) -> Format:
-        """Spend the size of `part` from the budget; return it."""
         self.budget.spend(num_bytes=len(json.dumps(part)))
         return part
 
     def _string(self, shape: TextShape, schemas: Schemas) -> Format:
-        """Return a raw string with the limits of its schema, which does not hold its closer."""
+        """Return the format of a raw string that has the limits of `shape` and no closing tag."""
         languages = schemas.languages
         if shape.language is not None:
             closer = languages.containing([([languages.text(self.end_of_text)], False)])
@@ -190,7 +195,8 @@ class CallStyle(ABC):
         least, most = shape.least, shape.most
         if not least:
             return self.raw(most=most)
-        # a closer that begins in the required characters is excluded by its first ones
+        # The required characters must not begin a closing tag, which the tag's first two characters
+        # exclude.
         first, second = (f"\\u{ord(char):04x}" for char in self.end_of_text[:2])
         room = None if most is None else most - least
         ways = [sequence([{"type": "regex", "pattern": f"[^{first}]"}, self.raw(most=room)])]
@@ -220,15 +226,15 @@ def tool_grammar(
     parallel: bool = True,
     content: Grammar | None = None,
 ) -> Grammar | None:
-    """Return the grammar of an answer that may or must call `tools`; None: nothing to enforce.
+    """Return the grammar of an answer that may or must call `tools`, or None if none is needed.
 
-    `choice` is "auto", "required" or "function"; with "function", the answer calls the tool `name`
+    `choice` is "auto", "required" or "function". With "function", the answer calls the tool `name`
     once. Only `allowed` tools may be called. Without `parallel` there is at most one call.
-    `content`: grammar of an answer without a call.
+    `content` is the grammar of an answer without a call.
 
-    Arguments follow their schema if the call is forced or the tool is strict. If a schema cannot be
-    followed, `calls_format` refuses a strict tool, and leaves the arguments of others free. The
-    caller has checked `name` and `allowed`.
+    Arguments follow their schema if the call is forced or the tool is strict. If a grammar cannot
+    enforce a schema, `calls_format` refuses a strict tool, and does not limit the arguments of
+    another tool. The caller has checked `name` and `allowed`.
     """
     functions = [tool.get("function", tool) for tool in tools]
     forced = choice != "auto"
@@ -237,7 +243,7 @@ def tool_grammar(
     if allowed is not None:
         functions = [function for function in functions if function["name"] in allowed]
     if not functions:
-        assert not forced, "no tool that could be called"
+        assert not forced, "the caller checks that a forced tool exists"
         return content
     is_free = parallel and allowed is None and content is None
     if not forced and is_free and not any(function.get("strict") for function in functions):
@@ -259,15 +265,13 @@ def tool_grammar(
 
 
 class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function that may be called; `schema` of its arguments, None: free."""
-
     name: str
-    schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | None = None  # schema that its arguments follow; None: any arguments
     is_strict: bool = False
 
 
 class CallRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `tool_grammar`; the text of its grammars."""
+    """The rules of an answer with tools. `tool_grammar` writes these fields to `Grammar.text`."""
 
     style: str
     tag_ids: dict[str, int]
@@ -279,7 +283,7 @@ class CallRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rules(text: str) -> CallRules:
-    """Parse the text of a grammar. Errors: `InvalidRequestError`."""
+    """Parse the text of a `tool_calls` grammar. Errors: `InvalidRequestError`."""
     try:
         return msgspec.json.decode(text, type=CallRules)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -289,9 +293,10 @@ def read_rules(text: str) -> CallRules:
 def calls_format(
     rules: CallRules, styles: CallStyles, *, content: Format | None, budget: Budget
 ) -> Format:
-    """Return the format of an answer that follows `rules`; `content`: of one without a call.
+    """Return the format of an answer that follows `rules`.
 
-    Errors: `InvalidRequestError` for a schema that cannot be followed, and above the `budget`.
+    `content` is the format of an answer without a call. Raises `InvalidRequestError` above the
+    `budget`, and if a grammar cannot enforce the schema of a strict tool.
     """
     style = styles[rules.style](rules.tag_ids, budget)
     calls = any_of([_format_call(function, style) for function in rules.functions])
@@ -318,7 +323,6 @@ def _describe(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunc
 
 
 def _format_call(function: CalledFunction, style: CallStyle) -> Format:
-    """Return one call of a declared function."""
     _check_name(function.name)
     arguments = style.any_arguments()
     if function.schema is not None:
@@ -334,12 +338,12 @@ def _format_call(function: CalledFunction, style: CallStyle) -> Format:
 def _check_name(name: str) -> None:
     if not 0 < len(name) <= MAX_NAME_CHARS:
         refuse_grammar(
-            f"the name {name[:40]!r} of {len(name)} characters cannot be written in a call; "
-            f"allowed are 1 to {MAX_NAME_CHARS}"
+            f"the name {name[:40]!r} has {len(name)} characters; names in a call may have 1 to "
+            f"{MAX_NAME_CHARS}"
         )
 
 
 @functools.lru_cache(maxsize=1024)
 def _warn_of_free_arguments(name: str, reason: str) -> None:
-    """Warn once that a tool's arguments are not limited."""
-    logger.warning("the arguments of tool %r are free: %s", name, reason)
+    """Warn once per tool and reason that the tool's arguments are not limited."""
+    logger.warning("the arguments of tool %r do not follow its schema: %s", name, reason)

@@ -1,1 +1,1 @@
-"""Parses generated text into reasoning, content and tool calls."""
+"""Parser that splits generated text into reasoning, content and tool calls."""

@@ -1,6 +1,7 @@
-"""Reads calls and arguments that the model wrote in another syntax than its own.
+"""Readers of calls and arguments that the model wrote in another syntax than its own.
 
-A call that cannot be read is not made: a tool must not run without an argument that was written.
+If any argument cannot be read, the call is not made, because a tool must not run with a part of its
+arguments.
 """
 
 import re
@@ -17,8 +18,8 @@ from negamax.text.parser.schema_values import (
 )
 from negamax.text.parser.tag_names import quoted_name
 
-_MAX_DEPTH = 16  # of elements in elements
-WRAPPERS = ("arguments", "parameters", "args", "input")  # names for all arguments together
+_MAX_DEPTH = 16  # levels of nested elements
+WRAPPERS = ("arguments", "parameters", "args", "input")  # names of an object of all arguments
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _ELEMENT = re.compile(r"\s*<([^<>/\s=]+)(\s[^<>]*)?>")
 _OPEN_TAG = re.compile(r"\s*<?parameter\s+name\s*=\s*[\"']([^\"'<>\n]+)[\"']")
@@ -26,9 +27,10 @@ _NAMED = re.compile(r"(?<![\w.-])[\w.-]++(?=[\"']?\s*[:=>])")
 
 
 def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str, str]]]:
-    """Return the calls that `text` is: JSON objects with a declared name and arguments.
+    """Return the calls in `text`, each with its arguments as JSON by name.
 
-    They are in a list, or one a line. Arguments are JSON by name. Empty: it is something else.
+    The calls are JSON objects with the name of a declared tool and arguments, in a list or one per
+    line. If `text` contains anything else, return an empty list.
     """
     text = _strip_fence(text)
     if not text.startswith(("{", "[")):
@@ -53,7 +55,7 @@ def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str
 
 
 def read_members(text: str, schema: ValueSchema) -> dict[str, str] | None:
-    """Return the JSON of members that are written as a JSON object or as elements, else None."""
+    """Return the members of a JSON object or of elements as JSON, or None for other text."""
     text = _strip_fence(text)
     if not text.startswith("{"):
         return _read_elements(text, schema, depth=0)
@@ -69,28 +71,29 @@ def read_members(text: str, schema: ValueSchema) -> dict[str, str] | None:
 
 
 def read_value(text: str, schema: ValueSchema) -> str:
-    """Convert `text` to JSON; a container may be written as elements."""
+    """Convert `text` to JSON. An object or array may be written as elements."""
     return _read_value(text, schema, depth=0) or schema.convert(text)
 
 
 def may_hold_argument(text: str, schema: ValueSchema) -> bool:
-    """Whether `text` looks like an argument, not like words beside a call."""
+    """Return whether `text` looks like an argument and not like words beside a call."""
     if text.lstrip().startswith(("{", "[", "<")):
         return True
     return any(name == "name" or schema.lists(name) for name in _NAMED.findall(text))
 
 
 def find_key(text: str, schema: ValueSchema, taken: Iterable[str]) -> tuple[str, str]:
-    """Split text before a closer without an opener into a listed key, or "", and its value.
+    """Find key and value in the text before a closing tag whose opening tag is damaged.
 
-    The key is in what is left of the opener: `parameter name="path">a.txt`.
+    The rest of the opening tag contains the key: `parameter name="path">a.txt`. The key is "" if
+    the schema lists no such member.
     """
     head, found, value = text.partition(">")
     words = re.findall(r"[^\s\"'<>=]+", head[:600]) if found else []
     for word in reversed(words):
         if schema.lists(word) and word not in taken:
             return word, value
-    named = _OPEN_TAG.match(text)  # without its angle bracket
+    named = _OPEN_TAG.match(text)  # matches an opening tag without its closing angle bracket
     if named and schema.lists(named[1]) and named[1] not in taken:
         return named[1], text[named.end() :]
     return "", value if words == ["parameter"] else text
@@ -152,7 +155,7 @@ def _read_value(text: str, schema: ValueSchema, *, depth: int) -> str | None:
 
 
 def _split_elements(text: str) -> list[tuple[str, str]] | None:
-    """Return the name and text of each element, or None if there is anything else."""
+    """Return the name and text of each element, or None if `text` contains anything else."""
     elements = []
     place = 0
     while match := _ELEMENT.match(text, place):

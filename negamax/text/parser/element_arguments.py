@@ -1,18 +1,18 @@
 """Converts arguments written as nested elements to JSON while they are generated.
 
 The schema decides the type of an element. Without a schema, an element with children is an object,
-or an array if all are items. An element with text is a string, except for the bare words true,
-false and null. White space between elements is layout; other text there is dropped. Strings, and
-objects and arrays of a known type, are written while they grow.
+or an array if all children are items. An element with text is a string, except for the bare words
+true, false and null. White space between elements is ignored, and other text there is dropped.
+Strings, and objects and arrays of a known type, are written while they grow.
 
-A member of unknown type in a nested object waits for the end of that object, because a repeated
-name makes a list. So does text where an array is allowed: arrays and items are joined. An array
-that was written is continued by the next element of its name; if another element is between them,
-the whole array is written again. Any other repeated name is written twice; every common JSON reader
-takes the last one.
+A member of unknown type in a nested object is written at the end of this object, because a repeated
+name makes a list. Text where an array is allowed is written at the end too, because arrays and
+items of one name are joined. The next element with the name of a written array adds items to the
+array. If another element is between them, the whole array is written again. Any other member with a
+repeated name is written twice, and every common JSON reader takes the last value.
 
-Text in a container that begins with a marker is the value of an element whose opener was
-forgotten; its closer names it.
+If text in a container begins with a marker, the model left out the opener of an element. The closer
+of this element gives its name.
 """
 
 import enum
@@ -30,15 +30,15 @@ from negamax.text.parser.schema_values import (
     write_object,
 )
 
-MAX_DEPTH = 64  # nested elements; a call with deeper ones is left
-ITEM = "item"  # the name of an array's elements
+MAX_DEPTH = 64  # levels of nested elements; a call with more levels is not made
+ITEM = "item"  # name of the elements that are items of an array
 
-_MAX_UNDECIDED_CHARS = 64  # text of an undecided type above this length becomes a string
-_WORDS = ("true", "false", "null")  # words that are not strings if the type is unknown
+_MAX_UNDECIDED_CHARS = 64  # longer text of an undecided type becomes a string
+_WORDS = ("true", "false", "null")  # if the type is unknown, these words are not strings
 
 
 class _Shape(enum.Enum):
-    """The decided type of an element. A tree becomes an object or an array, by its children."""
+    """The decided type of an element. The children of a tree decide if it is an object or array."""
 
     UNDECIDED = "text, or nothing yet"
     STRING = "a string that is being written"
@@ -52,35 +52,36 @@ _UNDECIDED, _STRING = _Shape.UNDECIDED, _Shape.STRING
 
 @dataclass(slots=True)
 class _Element:
-    """An open element. The arguments themselves are an object without a name."""
+    """An open element. The arguments of a call are an element without a name."""
 
     name: str
-    key: str | None  # key of its value; None in an array
+    key: str | None  # key of the element's value; None in an array
     schema: ValueSchema
-    waits: bool  # whether its value waits in its container
-    is_collected: bool  # nothing of it is written before it ends
+    waits: bool  # the value is written at the end of the container
+    is_collected: bool  # the element is written as a whole when it ends
     shape: _Shape = _UNDECIDED
     text: list[str] = field(default_factory=list)  # text that is not written yet
     num_chars: int = 0
-    is_blank: bool = True  # no text but white space
-    # openers in the text that are data; so are their closers
+    is_blank: bool = True  # the text is empty or white space
+    # names of openers in the text that are data; their closers are data too
     quoted: list[str] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)  # names of its members so far
+    names: set[str] = field(default_factory=set)  # names of the members so far
     num_children: int = 0
-    values: list[WaitingMember] = field(default_factory=list)  # waiting values
-    is_written: bool = False  # whether its opening bracket is written
-    may_be_over: bool = False  # a closer with another name followed its last child
-    is_implied: bool = False  # an item written without an item tag
-    is_marked: bool = False  # its text begins with a marker
-    mark: int = 0  # place of its brackets in the arguments
-    ended: "_Element | None" = None  # the last member, an array whose bracket is not closed
-    resumed: "_Element | None" = None  # such an array of the same name, which this one continues
-    arrays: dict[str, str] = field(default_factory=dict)  # items of closed arrays by name
-    waiting: set[str] = field(default_factory=set)  # names of waiting values
+    values: list[WaitingMember] = field(default_factory=list)  # values to write at the end
+    is_written: bool = False  # the opening bracket is written
+    may_be_over: bool = False  # a closer with another name followed the last child
+    is_implied: bool = False  # the element is an item without an item tag
+    is_marked: bool = False  # the text begins with a marker
+    mark: int = 0  # place of the opening bracket in the arguments
+    ended: "_Element | None" = None  # last member, an array whose bracket is not closed yet
+    # an ended array of the same name to which this element adds items
+    resumed: "_Element | None" = None
+    arrays: dict[str, str] = field(default_factory=dict)  # name of a closed array -> its items
+    waiting: set[str] = field(default_factory=set)  # names of `values`
 
 
 class ElementArguments:
-    """The arguments of one call. Single writer: the open block."""
+    """The arguments of one call. Single writer: the open `CallBlock`."""
 
     __slots__ = ("_calls", "_marker", "_open", "_wrongly_closed", "lost")
 
@@ -92,19 +93,19 @@ class ElementArguments:
             "", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True
         )
         self._open: list[_Element] = [arguments]
-        # the element that the previous tag closed by a wrong name
+        # name of the element that the previous tag, a closer with another name, closed
         self._wrongly_closed: str | None = None
 
     # Queries of the tag reader
 
     @property
     def is_in_text(self) -> bool:
-        """Whether an element is open in which text counts."""
+        """Whether the innermost open element may contain text."""
         return self._open[-1].shape in (_UNDECIDED, _STRING)
 
     @property
     def is_in_string(self) -> bool:
-        """Whether an element is open that can only be a string."""
+        """Whether the innermost open element can only be a string."""
         return self.is_in_text and self._open[-1].schema.types <= TEXT_TYPES
 
     @property
@@ -113,27 +114,27 @@ class ElementArguments:
         return len(self._open) == 1
 
     def may_close(self, name: str) -> bool:
-        """Whether the opener `name` is part of the open text, or such an element is open."""
+        """Return whether a closer `name` ends an open element or a tag within the open text."""
         return name in self._open[-1].quoted or self.has_open(name)
 
     @property
     def stray(self) -> str:
-        """Text between the arguments, since the last one."""
+        """Text after the last argument, outside all arguments."""
         return "".join(self._open[0].text)
 
     @property
     def has_quotation(self) -> bool:
-        """Whether openers without their closers are part of the open text."""
+        """Whether the open text contains openers whose closers are still missing."""
         return bool(self._open[-1].quoted)
 
     def lists(self, name: str) -> bool:
-        """Whether the schema of the innermost open element lists a member of this name."""
+        """Return whether the schema of the innermost open element lists the member `name`."""
         return self._open[-1].schema.lists(name)
 
     # Tags and text
 
     def add_text(self, text: str) -> None:
-        """Take text. Where only elements are allowed, the next tag decides about it."""
+        """Take text. In a container, the next tag decides about the text."""
         element = self._open[-1]
         if element.shape is _STRING:
             self._calls.string_text(text)
@@ -148,13 +149,12 @@ class ElementArguments:
                 self._begin_string(element)
 
     def quote(self, name: str, tag: str) -> None:
-        """Take the opener `tag` as part of the open text."""
         self.add_text(tag)
         if len(self._open[-1].quoted) < MAX_DEPTH:
             self._open[-1].quoted.append(name)
 
     def open(self, name: str, tag: str) -> None:
-        """Take the opener of the element `name`; `tag` is its text."""
+        """Take the opener of the element `name`. `tag` is the text of the opener."""
         self._wrongly_closed = None
         if len(self._open) >= MAX_DEPTH:
             self.lost = self.lost or tag
@@ -173,10 +173,11 @@ class ElementArguments:
         self._begin(name)
 
     def close(self, name: str, tag: str) -> None:
-        """Take the closer of the element `name`; `tag` is its text.
+        """Take the closer of the element `name`. `tag` is the text of the closer.
 
-        A wrong name closes a text, and the correct closer may follow. The closer of an outer
-        element also closes the inner ones. A closer without an open element is dropped.
+        A closer with another name ends an open text, and the correct closer may follow. The closer
+        of an outer element closes all inner elements too. Any other closer without an open element
+        is dropped.
         """
         wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
         element = self._open[-1]
@@ -197,7 +198,7 @@ class ElementArguments:
             element.may_be_over = True
 
     def end(self) -> bool:
-        """Close the call and everything in it. False: an argument of it was `lost`."""
+        """Close the call and all open elements. Return False if an argument was `lost`."""
         self._close_down_to(0)
         arguments, text = self._open[0], self.stray
         self._drop_text(arguments)
@@ -214,10 +215,10 @@ class ElementArguments:
     # Text in containers
 
     def _drop_text(self, element: _Element, *, before: str | None = None) -> None:
-        """Drop the text of a container, unless arguments are in it.
+        """Drop the text of a container, unless the text contains arguments.
 
-        An opener may be forgotten before the element `before`: that of the only listed member that
-        such an element fits into.
+        A marker before the element `before` may be the rest of an opener. If the element fits into
+        exactly one listed member, the opener of this member is assumed.
         """
         text, element.text = "".join(element.text), []
         is_marked, is_blank = element.is_marked, element.is_blank
@@ -244,14 +245,14 @@ class ElementArguments:
             self.lost = self.lost or text
 
     def _find_holders(self, element: _Element, name: str) -> list[str]:
-        """Return the listed members that were not given and can hold an element `name`."""
+        """Return the listed members that are still missing and can contain an element `name`."""
         schema, free = element.schema, element.schema.names - element.names
         if name == ITEM:
             return [member for member in free if "array" in schema.member(member).types]
         return [member for member in free if schema.member(member).lists(name)]
 
     def _lacks_opener(self, element: _Element, name: str) -> bool:
-        """Whether the closer `name` is of an element whose opener was forgotten."""
+        """Return whether the closer `name` belongs to an element whose opener was left out."""
         if not name or element.is_blank or self.has_open(name) or element.quoted:
             return False
         if not self.is_in_text:
@@ -262,7 +263,7 @@ class ElementArguments:
         return can_hold and (element.is_marked or element.schema.lists(name))
 
     def _add_unopened(self, element: _Element, name: str) -> None:
-        """Add the text of a container as its member `name`."""
+        """Add the text of the container `element` as its member `name`."""
         text, element.text = "".join(element.text), []
         is_marked, element.is_marked = element.is_marked, False
         element.is_blank = True
@@ -270,14 +271,14 @@ class ElementArguments:
             self._become_container(element)
         self._begin(name)
         text = text.lstrip().removeprefix(self._marker) if is_marked else text.strip()
-        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # of the opener
+        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # what is left of the opener
         self.add_text(text.removeprefix(next(filter(text.startswith, left), "")))
         self._close()
 
     # Placement
 
     def _leave_for_sibling(self, element: _Element, name: str) -> None:
-        """Close the open text if the opener `name` shows that its closer was forgotten."""
+        """Close the open text if the opener `name` shows that the text's closer was left out."""
         if element.quoted or element.schema.lists(name):
             return
         may_have_children = not element.schema.types or bool(element.schema.types & CONTAINERS)
@@ -286,9 +287,9 @@ class ElementArguments:
         self._close_down_to(self._level_for(name, may_guess=True))
 
     def _level_for(self, name: str, *, may_guess: bool) -> int | None:
-        """Return the innermost level around the last element where `name` may begin, or None.
+        """Return the level of the innermost outer container in which `name` may begin, or None.
 
-        With `may_guess`, the next outer container qualifies if it lists no members.
+        With `may_guess`, the next outer container counts even if its schema lists no members.
         """
         last = len(self._open) - 1
         for level in range(last - 1, -1, -1):
@@ -306,7 +307,7 @@ class ElementArguments:
         return None
 
     def _become_container(self, element: _Element) -> bool:
-        """Turn the open text into a container. False: it is a string, and tags in it are data."""
+        """Turn the open text into a container. Return False if the element must be a string."""
         types = element.schema.types
         if element.shape is _STRING or not (
             element.is_blank or (types & CONTAINERS and "string" not in types)
@@ -337,7 +338,7 @@ class ElementArguments:
         container.may_be_over = False
         if container.shape is _Shape.ARRAY:
             schema = container.schema.item(container.num_children)
-            # members of an object without an item tag
+            # A member of an item's object begins the item, if the item tag was left out.
             if name != ITEM and schema.lists(name):
                 self._push(ITEM, schema, shape=_Shape.OBJECT).is_implied = True
                 self._begin(name)
@@ -357,7 +358,7 @@ class ElementArguments:
     def _push(self, name: str, schema: ValueSchema, *, shape: _Shape = _UNDECIDED) -> _Element:
         container = self._open[-1]
         may_repeat = container.shape is _Shape.OBJECT and len(self._open) > 1 and not schema.types
-        if name in container.arrays:  # written again, with more items
+        if name in container.arrays:  # the array will be written again with more items
             items = container.arrays.pop(name)
             container.values.append(WaitingMember(name, f"[{items}]", items))
             container.waiting.add(name)
@@ -368,7 +369,7 @@ class ElementArguments:
         return self._open[-1]
 
     def _close_down_to(self, level: int | None) -> None:
-        """Close every element above `level`; nothing for None."""
+        """Close every element inside the element at `level`. If `level` is None, close nothing."""
         while level is not None and len(self._open) > level + 1:
             self._close()
 
@@ -378,12 +379,12 @@ class ElementArguments:
     # Output
 
     def _begin_string(self, element: _Element) -> None:
-        """Begin to write the open text, unless its type is still undecided."""
+        """Begin to write the open text as a string, unless its type is still undecided."""
         types = element.schema.types
         if element.is_collected or not types <= TEXT_TYPES:
             return
         if element.is_marked and not types:
-            return  # perhaps a member whose opener was forgotten
+            return  # the text may be a member whose opener was left out
         if element.num_chars <= _MAX_UNDECIDED_CHARS and (
             element.is_blank or _may_be_word("".join(element.text), types)
         ):
@@ -395,7 +396,7 @@ class ElementArguments:
         element.shape = _STRING
 
     def _close(self) -> str:
-        """Close the innermost element, pass its value on, and return its name."""
+        """Close the innermost element, write or store its value, and return its name."""
         element = self._open[-1]
         if element.shape is _STRING:
             self._calls.close_string()
@@ -431,11 +432,11 @@ class ElementArguments:
         return element.name
 
     def _read_text(self, element: _Element) -> WaitingMember:
-        """Return the value of an element without children, perhaps an item or items."""
+        """Return the value of an element without children, which may be items of an array."""
         text, schema = "".join(element.text), element.schema
         if element.is_marked and schema.types and "string" not in schema.types:
             text = text.lstrip().removeprefix(self._marker)
-        if schema.types and "string" not in schema.types:  # a closer without its marker
+        if schema.types and "string" not in schema.types:  # drop a closer without its marker
             text = text.removesuffix(f"</{element.name}>")
         value = _convert_text(text, schema)
         if "array" not in schema.types:
@@ -444,7 +445,7 @@ class ElementArguments:
         return WaitingMember(element.name, value, items)
 
     def _continue(self, array: _Element, element: _Element) -> None:
-        """Add the text of `element` to an array that was ended."""
+        """Add the text of `element` to `array`, which ended before."""
         self._open[-1].ended = array
         if element.is_blank:
             return
@@ -453,14 +454,14 @@ class ElementArguments:
             self._calls.member(None, items)
 
     def _settle(self, container: _Element) -> None:
-        """Close the bracket of the array that ended last in `container`."""
+        """Write the closing bracket of the array that ended last in `container`."""
         array, container.ended = container.ended, None
         if array is not None:
             container.arrays[array.name] = self._calls.text_since(array.mark)
             self._calls.close_container()
 
     def _write_brackets(self) -> None:
-        """Write the opening brackets of the open containers: a value in them is certain."""
+        """Write the opening brackets of the open containers, because a value in them follows."""
         if self._open[-1].is_written:
             return
         for element in self._open:
@@ -471,14 +472,13 @@ class ElementArguments:
 
 
 def _may_be_word(text: str, types: frozenset[str]) -> bool:
-    """Whether a text that begins with `text` may become a word that is not a string."""
+    """Return whether a text that begins with `text` may become a word that is not a string."""
     if not types:
         return any(word.startswith(text.strip()) for word in _WORDS)
     return "null" in types and "null".startswith(text)
 
 
 def _convert_text(text: str, schema: ValueSchema) -> str:
-    """Convert a text to JSON by its schema."""
     types = schema.types
     if not types:
         return text.strip() if text.strip() in _WORDS else json_string(text)
@@ -490,7 +490,7 @@ def _convert_text(text: str, schema: ValueSchema) -> str:
 
 
 def _join_container(element: _Element) -> WaitingMember:
-    """Return the value of a collected container."""
+    """Return the value of a container that is written as a whole."""
     values = element.values
     is_array = element.shape is _Shape.ARRAY or (
         element.shape is _Shape.TREE and all(value.name == ITEM for value in values)

@@ -1,4 +1,4 @@
-"""Events of a parsed answer, and the whole answer."""
+"""Events of a parsed answer, and the whole answer as one object."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,14 +9,10 @@ from msgspec import structs
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
-    """More reasoning text."""
-
     text: str
 
 
 class ContentDelta(msgspec.Struct, frozen=True, gc=False):
-    """More content text."""
-
     text: str
 
 
@@ -28,14 +24,14 @@ class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
-    """More of the JSON text of a call's arguments."""
+    """The next part of the JSON text of a call's arguments."""
 
     index: int
     text: str
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The arguments of this call are a whole JSON object. A truncated call has no end."""
+    """The call is complete, and its arguments are a JSON object. A truncated call has no end."""
 
     index: int
 
@@ -45,10 +41,8 @@ ParserEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolArgumentsDelta
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One call; `arguments` is a JSON object, or the beginning of one if not `is_whole`."""
-
     name: str
-    arguments: str
+    arguments: str  # a JSON object; if not `is_whole`, the beginning of a JSON object
     is_whole: bool = True
 
 
@@ -62,7 +56,7 @@ class ParsedOutput:
 
 
 def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
-    """Join all events of one parser to the whole answer."""
+    """Return the answer that all events of one parser make up."""
     reasoning: list[str] = []
     content: list[str] = []
     names: list[str] = []
@@ -89,9 +83,9 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
 
 
 def merged(events: list[ParserEvent]) -> list[ParserEvent]:
-    """Join consecutive text of one kind, so that a step gives one delta."""
+    """Join consecutive text events of one kind, so that a step gives one delta per kind."""
     merged: list[ParserEvent] = []
-    # one call's arguments end before those of the next begin
+    # Events of two calls have a `ToolCallStart` between them, so arguments are joined correctly.
     for _, group in groupby(events, key=type):
         first, *others = group
         if isinstance(first, ToolCallStart | ToolCallEnd) or not others:

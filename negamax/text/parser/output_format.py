@@ -14,10 +14,11 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class CallWriter:
-    """Write tool calls as events; the arguments are one JSON object that grows.
+    """Writes tool calls as events. The arguments are the text of one JSON object.
 
-    Values go into the innermost open container: with a key into an object, with None into an array.
-    A call is announced by its first argument or its end; before, it can be forgotten.
+    Values are added to the innermost open container: with a key to an object, with None to an
+    array. The first argument or the end of a call emits its `ToolCallStart`. Until then the call
+    can be discarded.
     """
 
     __slots__ = ("_closers", "_emit", "_has_members", "_index", "_name", "_written", "before_call")
@@ -25,15 +26,14 @@ class CallWriter:
     def __init__(self, emit: Callable[[ParserEvent], None]) -> None:
         self._emit = emit
         self._index = -1
-        self._name = ""  # of a call that is not announced
-        self.before_call: Callable[[], None] = lambda: None  # called before an announcement
-        self._written: list[str] = []  # the arguments in containers so far
-        self._closers: list[str] = []  # closers of the open containers below the arguments
-        # of the innermost container; a container with a container in it has members
-        self._has_members = False
+        self._name = ""  # name of the open call if `ToolCallStart` is not emitted yet
+        self.before_call: Callable[[], None] = lambda: None  # called before each `ToolCallStart`
+        self._written: list[str] = []  # text of the arguments within containers so far
+        self._closers: list[str] = []  # closing brackets of the open containers in the arguments
+        self._has_members = False  # the innermost open container has members or items
 
     def start_call(self, name: str) -> None:
-        """Begin the next call."""
+        """Begin the next call of the tool `name`."""
         self._index += 1
         self._has_members = False
         self._closers.clear()
@@ -41,7 +41,7 @@ class CallWriter:
         self._name = name
 
     def announce(self) -> None:
-        """Report the open call, once."""
+        """Emit the `ToolCallStart` of the open call, unless it was emitted before."""
         if self._name:
             self.before_call()
             self._emit(ToolCallStart(self._index, self._name))
@@ -52,7 +52,7 @@ class CallWriter:
         return not self._name
 
     def leave_call(self) -> None:
-        """Leave a call that cannot be read: it is forgotten, or stays truncated."""
+        """Discard a call that cannot be read, or leave the call truncated if it was announced."""
         if self._name:
             self._index -= 1
             self._name = ""
@@ -61,7 +61,7 @@ class CallWriter:
 
     @property
     def mark(self) -> int:
-        """A place in the arguments, for `text_since`."""
+        """The current end of the arguments, an argument of `text_since`."""
         return len(self._written)
 
     def text_since(self, mark: int) -> str:
@@ -69,11 +69,10 @@ class CallWriter:
         return "".join(self._written[mark:])
 
     def member(self, key: str | None, value: str) -> None:
-        """Add a whole JSON value."""
         self._arguments(self._lead(key) + value)
 
     def open_string(self, key: str | None) -> None:
-        """Begin a string that arrives in parts."""
+        """Begin a string. `string_text` adds its parts."""
         self._arguments(self._lead(key) + '"')
 
     def string_text(self, text: str) -> None:
@@ -84,7 +83,6 @@ class CallWriter:
         self._arguments('"')
 
     def open_container(self, key: str | None, *, is_array: bool) -> None:
-        """Begin an object or an array."""
         self._arguments(self._lead(key) + ("[" if is_array else "{"))
         self._closers.append("]" if is_array else "}")
         self._has_members = False
@@ -94,13 +92,13 @@ class CallWriter:
         self._has_members = True
 
     def end_call(self) -> None:
-        """Close the arguments and the call; no container may be open."""
+        """Close the arguments and the call. No container may be open."""
         assert not self._closers
         self._arguments("}" if self._has_members else "{}")
         self._emit(ToolCallEnd(self._index))
 
     def cut_call(self) -> None:
-        """End a truncated call. One without arguments gets a brace: clients read "" as complete."""
+        """End a truncated call. Clients treat "" as complete arguments, so "{" is written."""
         if not self._has_members and not self._closers:
             self._arguments("{")
 
@@ -121,7 +119,7 @@ class CallWriter:
 
 
 class CallBlock(ABC):
-    """Reader of one call block, from its opener on. The parser feeds it lexemes."""
+    """Reader of one call block, from its opener on. The parser passes the block's lexemes to it."""
 
     __slots__ = (
         "_calls", "_has_calls", "_num_tried", "_opener", "_raw", "_schemas", "_show", "_unread",
@@ -130,41 +128,41 @@ class CallBlock(ABC):
     def __init__(
         self, calls: CallWriter, *, schemas: ToolSchemas, opener: str, show: Callable[[str], None]
     ) -> None:
-        """`opener` is "" for a bare invoke, which ends the block; `show` takes unread text."""
+        """`opener` is "" for a call without a block. `show` receives text that cannot be read."""
         self._calls = calls
         self._schemas = schemas
         self._opener = opener
         self._show = show
         self._has_calls = False
         self._unread: list[str] = []  # text between calls, and calls that cannot be read
-        self._num_tried = 0  # parts of it in which no calls in JSON were found
-        self._raw: list[str] = []  # text of the open call while it is not announced
+        self._num_tried = 0  # number of parts of `_unread` that contain no calls in JSON
+        self._raw: list[str] = []  # text of the open call until its `ToolCallStart` is emitted
         calls.before_call = self._begin_calls
 
     @staticmethod
     @abstractmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """Whether an invoke without a block is a call; `at_line_start`: it begins its line."""
+        """Return whether an invoke tag outside a block begins a call."""
 
     @abstractmethod
     def take(self, lexeme: Lexeme) -> bool:
-        """Process one lexeme. True: it ended the block."""
+        """Process one lexeme. Return True if it ended the block."""
 
     @abstractmethod
     def finish(self, *, is_truncated: bool) -> None:
-        """End the output: an open call was truncated. `is_truncated`: the model did not end it."""
+        """End the output within the block. `is_truncated`: the model did not end the output."""
 
     def _begin_calls(self) -> None:
         self._has_calls = True
         self._show_unread()
 
     def _leave_call(self, text: str) -> None:
-        """Leave the open call, which cannot be read because of `text`."""
+        """Give up the open call, which cannot be read because of `text`."""
         self._unread += [text] if self._calls.is_announced else self._raw
         self._calls.leave_call()
 
     def _make_unread_calls(self) -> None:
-        """Make the calls that the text since the last call is, in JSON."""
+        """Make calls of the text since the last call, if this text is calls in JSON."""
         calls = read_json_calls("".join(self._unread[self._num_tried :]), self._schemas)
         if calls:
             del self._unread[self._num_tried :]
@@ -176,7 +174,7 @@ class CallBlock(ABC):
             self._calls.end_call()
 
     def _show_unread(self, closer: str = "") -> None:
-        """Make text between calls content; a block without a call whole, with its `closer`."""
+        """Show text between calls, or a whole block without calls, as content."""
         text, self._unread, self._num_tried = "".join(self._unread), [], 0
         if text.strip():
             self._show(text.strip() if self._has_calls else f"{self._opener}{text}{closer}")
@@ -193,21 +191,21 @@ class OutputFormat:
     name: str
     think_open: str
     think_close: str
-    call_open: str  # begins a call block; one token where the vocabulary has it
-    literals: Mapping[str, TagKind]  # tags with a fixed text; each may be one token
+    call_open: str  # tag that begins a call block
+    literals: Mapping[str, TagKind]  # tags with a fixed text, which may be tokens
     patterns: tuple[TagPattern, ...]
     beginnings: TagBeginnings
     new_block: type[CallBlock]
-    may_think_again: bool  # whether a think opener within content begins reasoning
-    call_closers: tuple[str, ...]  # closers in and after calls that are not literals
+    may_think_again: bool  # a think opener within content begins reasoning
+    call_closers: tuple[str, ...]  # closing tags of calls that are not in `literals`
     # tags with {} in place of a name that may contain quotes and angle brackets
     name_tags: tuple[TagPattern, ...]
-    turn_open: str = "]~b]"  # begins a turn in rendered prompts, before its role
+    turn_open: str = "]~b]"  # begins a turn in rendered prompts; the role follows
     turn_close: str = "[e~["
-    assistant: str = "ai"  # the role of the model's own turns
+    assistant: str = "ai"  # role of the model's turns
 
     def drop_calls(self) -> Self:
-        """Return the format for answers in which calls are text."""
+        """Return the format for answers in which call tags are ordinary text."""
         think_tags = {tag: self.literals[tag] for tag in (self.think_open, self.think_close)}
         patterns = tuple(p for p in self.patterns if p.kind is TagKind.LOOSE_THINK_CLOSE)
         beginnings = TagBeginnings(tuple(p.prefix + p.rest[:-1] for p in patterns))
@@ -217,17 +215,17 @@ class OutputFormat:
 
     @property
     def ends_in_content(self) -> bool:
-        """Whether only content can follow the reasoning."""
+        """Whether after the reasoning only content can follow, and no call or reasoning."""
         has_calls = any(p.kind is not TagKind.LOOSE_THINK_CLOSE for p in self.patterns)
         return not (has_calls or self.may_think_again or self.call_open in self.literals)
 
     def tag_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Return the token ids of the literal tags that are tokens in `tokenizer`."""
+        """Return the ids of the tags in `literals` that are tokens of `tokenizer`."""
         found = {tag: tokenizer.token_id(tag) for tag in self.literals}
         return {tag: token_id for tag, token_id in found.items() if token_id is not None}
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside the think block of its open assistant turn."""
+        """Return whether `prompt` ends within the think block of an open assistant turn."""
         if prompt.rstrip("\n").endswith(self.think_open):
             return True
         _, found, turn = prompt.rpartition(f"{self.turn_open}{self.assistant}\n")

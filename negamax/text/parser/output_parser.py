@@ -1,27 +1,28 @@
 """Streaming state machine that splits generated text into reasoning, content and tool calls.
 
-It decides between reasoning, content and call blocks; the family's `CallBlock` reads the inside of
-a block. The events depend only on the text, never on its pieces: a parsed answer is the sum of its
-stream.
+The state is reasoning, content or call block. The family's `CallBlock` reads the inside of a block.
+The events depend only on the text and not on how it is split into pieces, so a stream and a parsed
+whole answer have the same content.
 
 Rules for every format:
-- Reasoning ends at its closer, or at a call block that opens in it. A second opener before the
-  first word of reasoning and a second closer before the first word of content are dropped. An
-  opener before the first word of content begins reasoning; later think tags are content. With
-  `OutputFormat.may_think_again`, an opener without a quotation mark before it begins reasoning.
+- Reasoning ends at its closer, or at a call block within the reasoning. A second opener before the
+  first word of reasoning is dropped, and so is a second closer before the first word of content. An
+  opener before the first word of content begins reasoning. Later think tags are content. With
+  `OutputFormat.may_think_again`, a later opener begins reasoning if no quotation mark precedes it.
 - A call opener begins a block if it begins a line of content, or if an invoke or the end of the
-  output follows it, or, in content, its closer. Elsewhere it is quoted text.
+  output follows. In content it also begins a block if the block's closer follows. Any other call
+  opener is quoted text.
 - In a fenced or indented code block of Markdown, a call is quoted text.
-- Another family's think closer ends reasoning if a line break or a call follows it.
+- Another family's think closer ends reasoning if a line break or a call follows.
 - Text of a call block that cannot be read becomes content. A call with an argument that cannot be
-  read is not made, or stays truncated.
-- A closer that closes nothing is dropped if it is a token: then it is not a quotation.
-- White space between content and a call block is layout, and so are line breaks at the edges of
-  reasoning and before content.
-- Undeclared tools are reported like any other. At the end of the output the beginning of a tag is
-  text, but inside a call block it is dropped: a truncated name gives no call.
-- A call whose invoke is open at the end of the output was truncated. Its arguments stay the
-  beginning of a JSON object, never a whole one, so that clients do not run half a call.
+  read is not made. If the call was announced already, it stays truncated.
+- A think closer that is a token and closes no reasoning is dropped, because it is no quotation.
+- White space between content and a call block is dropped. Line breaks at the start and end of
+  reasoning and before content are dropped too.
+- Calls of undeclared tools are reported like all calls. At the end of the output, the beginning of
+  a tag is text. Within a call block it is dropped, so that a truncated name gives no call.
+- A call that is open at the end of the output is truncated. The arguments of a truncated call stay
+  the beginning of a JSON object, so that clients do not run the call.
 """
 
 import enum
@@ -37,11 +38,12 @@ from negamax.text.parser.tag_lexer import TEXT, Lexeme, TagKind, TagLexer, TagPa
 from negamax.text.parser.text_channel import TextChannel
 from negamax.text.stop_strings import StopMatcher, StoppableText
 
-# Confirms an undecided call opener.
+# Tags that confirm that the call opener before them begins a block.
 _AFTER_OPENER = frozenset({TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN, TagKind.CUT})
 _AFTER_LOOSE_OPENER = frozenset({TagKind.INVOKE_OPEN})
-_STRUCTURE = frozenset({TagKind.BLOCK_OPEN, TagKind.INVOKE_OPEN})  # confirms a loose closer
-# text in code blocks of Markdown
+# Tags that confirm that another family's think closer before them ends the reasoning.
+_STRUCTURE = frozenset({TagKind.BLOCK_OPEN, TagKind.INVOKE_OPEN})
+# Tags that are text in code blocks of Markdown.
 _QUOTED_IN_CODE = _STRUCTURE | {TagKind.LOOSE_BLOCK_OPEN, TagKind.LOOSE_THINK_CLOSE}
 
 
@@ -59,19 +61,20 @@ class _ParserState(enum.Enum):
     BLOCK = "call block"
 
 
-# looking it up in the enumeration takes ten times as long
+# A look-up in the enumeration takes ten times as long as these names.
 _REASONING, _CONTENT = _ParserState.REASONING, _ParserState.CONTENT
 
 
 class OutputParser:
-    """Parse one answer: feed pieces, take events, call `finish` once.
+    """Parses one answer. Call `feed` with each list of pieces, and `finish` once at the end.
 
-    `tools` are the declared tools; their schemas decide the types of arguments. `in_reasoning`: the
-    prompt ended inside an open think block. `continues`: it ended inside content, whose line breaks
-    go on. Tags in `tag_ids` (tag text to token id) count only as their token, others by their text.
+    `tools` are the declared tools, whose schemas decide the types of arguments. `in_reasoning`
+    means that the prompt ended within a think block, `continues` that it ended within content. Tags
+    in `tag_ids` (tag text to token id) are recognized only as tokens, other tags by their text.
 
-    A string of `stop` ends the answer where it occurs in the content, not in reasoning or calls;
-    `includes_stop` keeps it in the content. No event follows once `matched_stop` is set.
+    A string of `stop` ends the answer if it occurs in the content. Reasoning and calls may contain
+    it. With `includes_stop` the content includes the stop string. After `matched_stop` is set, no
+    event follows.
     """
 
     __slots__ = (
@@ -102,7 +105,7 @@ class OutputParser:
             token_ids=tag_ids,
             list_named=self._list_named if format.name_tags else None,
         )
-        self._events: list[ParserEvent] = []  # events since the last feed
+        self._events: list[ParserEvent] = []  # events since the last call of `feed`
         emit = self._events.append
         self._thinking = thinking
         self._splits = thinking is Thinking.SPLIT
@@ -129,17 +132,17 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
-        self._closer = ""  # an undecided closer of the reasoning
-        self._opener: list[str] = []  # an undecided call opener and the white space after it
+        self._closer = ""  # another family's think closer that the next lexeme decides about
+        # a call opener that the next tag decides about, and the white space after the opener
+        self._opener: list[str] = []
         self._opener_is_loose = False
-        self._is_after_block = False  # only white space since a block ended
+        self._is_after_block = False  # only white space has followed the last block
         self._content.has_begun = continues
         if thinking is Thinking.APPEND and in_reasoning:
             self._content.write(format.think_open)
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the next text is certainly reasoning."""
         return self._state is _ParserState.REASONING
 
     @property
@@ -148,7 +151,7 @@ class OutputParser:
         return None if self._stoppable is None else self._stoppable.matched
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Take the next pieces; return certain events. `may_stop`: stop strings count in them."""
+        """Take pieces, and return final events. Without `may_stop`, stop strings are ignored."""
         if self._stoppable is not None:
             self._stoppable.may_match = may_stop
         for lexeme in self._lexer.feed(pieces):
@@ -156,7 +159,7 @@ class OutputParser:
         return self._taken_events()
 
     def finish(self, *, is_truncated: bool = False) -> list[ParserEvent]:
-        """End the output; return held text as events. `is_truncated`: the model did not end it."""
+        """End the output, and return held text. `is_truncated`: the model did not end itself."""
         for lexeme in self._lexer.finish():
             self._take(lexeme)
         if self._closer:
@@ -205,7 +208,7 @@ class OutputParser:
             case TagKind.LOOSE_BLOCK_OPEN:
                 self._opener, self._opener_is_loose = [lexeme.text], True
             case TagKind.BLOCK_CLOSE:
-                if not self._is_after_block:  # else a repeated closer
+                if not self._is_after_block:  # a repeated closer is dropped
                     self._write(lexeme.text)
             case TagKind.INVOKE_OPEN:
                 self._take_bare_invoke(lexeme)
@@ -213,7 +216,7 @@ class OutputParser:
                 self._write(lexeme.text)
 
     def _decide_opener(self, lexeme: Lexeme) -> bool:
-        """Decide about the call opener by what follows it. True: `lexeme` is consumed."""
+        """Decide by `lexeme` whether the held opener begins a block. True: `lexeme` is held too."""
         if lexeme.kind is TagKind.TEXT and lexeme.text.isspace():
             self._opener.append(lexeme.text)
             return True
@@ -228,10 +231,10 @@ class OutputParser:
         return False
 
     def _decide_closer(self, lexeme: Lexeme) -> bool:
-        """Decide about another family's closer by what follows it. True: `lexeme` is consumed.
+        """Decide by the next lexeme whether another family's think closer ends the reasoning.
 
-        It ends the reasoning before a line break or a call, unless the reasoning's own closer is
-        next.
+        Such a closer ends the reasoning before a line break or a call, unless the reasoning's own
+        closer follows. Return True if `lexeme` is white space, which was added to the held closer.
         """
         if lexeme.kind is TEXT and lexeme.text.isspace():
             self._closer += lexeme.text
@@ -252,7 +255,7 @@ class OutputParser:
         is_opener = lexeme.kind is TagKind.THINK_OPEN
         is_stray = not is_opener and self._state is _CONTENT and self._closer_is_token
         if is_stray and self._thinking is not Thinking.RAW:
-            return  # a closer without an opener; as a token it is not a quotation
+            return  # drop a closer without an opener; a token is no quotation
         if not self._splits:
             self._write(lexeme.text)
             self._enter(_REASONING if is_opener else _CONTENT)
@@ -271,7 +274,7 @@ class OutputParser:
                 self._content.drop_space()
                 self._enter(_REASONING)
             case _:
-                pass  # a repeated opener or closer
+                pass  # drop a repeated opener or closer
 
     def _take_bare_invoke(self, lexeme: Lexeme) -> None:
         is_prose = self._state is _CONTENT and not self._content.is_in_inline_code()
@@ -293,8 +296,8 @@ class OutputParser:
         self._content.begin_line()
 
     def _show_unread(self, text: str) -> None:
-        """Make text of a call block content, after a line break."""
-        if self._closer_is_token:  # as in content
+        """Show text of a call block as content, after a line break."""
+        if self._closer_is_token:  # stray think closers are dropped from all content
             text = text.replace(self._format.think_close, "")
         lead = "\n" if self._content.has_begun else ""
         self._content.write(lead + text)
@@ -309,7 +312,7 @@ class OutputParser:
         ]
 
     def _enter(self, state: _ParserState) -> None:
-        """Change the state. A stop string does not span two stretches of content."""
+        """Change the state. A stop string does not continue across a change of the state."""
         if self._stoppable is not None:
             self._stoppable.begin(is_before_word=True)
         self._state = state
@@ -325,7 +328,7 @@ class OutputParser:
         return channel.is_in_code()
 
     def _stop_or_emit(self, text: str) -> None:
-        """Emit content up to a stop string; emit reasoning and unread calls as they are."""
+        """Emit content up to a stop string. Emit other text of the channel unchanged."""
         if self._state is not _CONTENT:
             self._emit_content(text)
         else:

@@ -1,9 +1,9 @@
-"""Resize the text fragments of a stream to 5 to 200 characters.
+"""Resizes the text fragments of a stream to 5 to 200 characters.
 
-MiniMax's acceptance suite counts fragments of 1 to 4 and of more than 200 characters. So shorter
-text is held, and longer text is split. The end of a call's arguments often has one or two
-characters. So the last fragment of reasoning and arguments is held until the next one is complete.
-Content is not held that long: people wait for it.
+MiniMax's acceptance suite counts fragments of fewer than 5 and of more than 200 characters as
+faults. So short text is held back, and long text is split. The last text of a call's arguments
+often has one or two characters. So a fragment of reasoning or arguments is held back until the next
+fragment is complete. Content is not held back that long, because people wait for it.
 """
 
 import math
@@ -21,14 +21,14 @@ from negamax.text.parser.events import (
 )
 
 MIN_CHARS, MAX_CHARS = 5, 200
-HOLD_SECONDS = 0.05  # longest time that text of a stream is held
+HOLD_SECONDS = 0.05  # longest time that text of a stream is held back
 
 
 class Packets:
-    """Resizes the fragments of one choice: events in, events out, in the same order.
+    """Resizes the fragments of one choice, and keeps the order of events.
 
-    Nothing is held past an event of another kind. There is no clock: the caller calls `flush` at
-    the end, and when text was held for too long.
+    An event of another kind releases the held text. The caller calls `flush` at the end, and when
+    text was held for too long.
     """
 
     __slots__ = ("_held", "_like", "_max_chars", "_min_chars", "_ready")
@@ -36,7 +36,7 @@ class Packets:
     def __init__(self, *, min_chars: int = MIN_CHARS, max_chars: int = MAX_CHARS) -> None:
         self._min_chars = min_chars
         self._max_chars = max_chars
-        # a fragment of the held kind
+        # the last text event, which gives the kind of the held text
         self._like: ReasoningDelta | ContentDelta | ToolArgumentsDelta | None = None
         self._ready = ""  # a complete fragment that waits for the next one
         self._held = ""  # the beginning of a fragment
@@ -46,15 +46,14 @@ class Packets:
         return bool(self._ready or self._held)
 
     def push(self, events: Iterable[ParserEvent]) -> list[ParserEvent]:
-        """Take the next events; return those that may be sent."""
         out: list[ParserEvent] = []
         for event in events:
-            # a union takes several times as long
+            # `isinstance` with a union takes several times as long as with a tuple
             if isinstance(event, (ToolCallStart, ToolCallEnd)):
                 self._release(out)
                 out.append(event)
                 continue
-            # arguments of two calls have an event between them
+            # Arguments of two calls have a `ToolCallStart` between them, so types suffice here.
             if type(event) is not type(self._like):
                 self._release(out)
             self._like = event
@@ -64,13 +63,12 @@ class Packets:
         return out
 
     def flush(self) -> list[ParserEvent]:
-        """Return the held events, however short."""
         out: list[ParserEvent] = []
         self._release(out)
         return out
 
     def _complete(self, out: list[ParserEvent]) -> None:
-        """Pass on the held text, which is long enough for a fragment."""
+        """Emit the held text, or make it the fragment that waits for the next one."""
         if isinstance(self._like, ContentDelta):
             self._release(out)
         else:
@@ -87,17 +85,16 @@ class Packets:
         if like is None or not text:
             return
         num_parts = -(-len(text) // self._max_chars)
-        for part in range(num_parts):  # parts of about equal length: none is tiny
+        for part in range(num_parts):  # parts of about equal length, so that no part is short
             fragment = text[len(text) * part // num_parts : len(text) * (part + 1) // num_parts]
             out.append(structs.replace(like, text=fragment))
 
 
 class PacedPackets:
-    """`Packets` for one choice of a stream.
+    """`Packets` for one choice of a stream, with a limit of time.
 
-    Holding pays only while the rest of a fragment is about to come. So text is sent at once if
-    outputs come more than `HOLD_SECONDS` apart, if it was held for that long, and if it is the
-    first text.
+    All text is sent at once in three cases: it is the first text, outputs arrive more than
+    `HOLD_SECONDS` apart, or text was held for `HOLD_SECONDS`.
     """
 
     __slots__ = ("_has_begun", "_held_since", "_last_output", "_packets")
@@ -111,10 +108,10 @@ class PacedPackets:
     def push(
         self, events: Sequence[ParserEvent], *, now: float, is_last: bool
     ) -> list[ParserEvent]:
-        """Take the events of an output at `now` (monotonic seconds); return those to send."""
+        """Take the events of an output at `now` (monotonic seconds), and return events to send."""
         was_holding = self._packets.is_holding
         out = self._packets.push(events)
-        if out or not was_holding:  # otherwise the held text remains
+        if out or not was_holding:  # the text that is held from here on is new
             self._held_since = now
         is_slow = now - self._last_output >= HOLD_SECONDS
         self._last_output = now

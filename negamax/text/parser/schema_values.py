@@ -1,6 +1,6 @@
-"""Looks up an argument in the declared tools, and converts its text to JSON.
+"""Schemas of the declared tools, and conversion of arguments to JSON.
 
-Both call formats write arguments as bare text, so only the JSON schema decides whether `5` is a
+The call formats write arguments as bare text, so only the JSON schema decides whether `5` is a
 number or a string.
 """
 
@@ -18,14 +18,15 @@ from typing import Any
 
 from negamax.text.schema_walk import find_types, walk_alternatives
 
-# arguments of these types are written as JSON strings while they are generated
+# If a schema allows only these types, the argument is written as a string while it is generated.
 TEXT_TYPES = frozenset({"string", "null"})
 
 CONTAINERS = frozenset({"object", "array"})
 _ODD = re.compile(r"(?=.*[<>\"]).{1,512}", re.DOTALL)
-_MAX_ODD_CHARS = 20_000  # of all such names; the tags of others end at their first angle bracket
-_MAX_DIGITS = 4300  # Python's own readers refuse more
-# scalars that are no strings, as templates write them
+# Characters of all names that match _ODD. The tags of further names end at an angle bracket.
+_MAX_ODD_CHARS = 20_000
+_MAX_DIGITS = 4300  # Python's readers of JSON refuse integers with more digits
+# null, booleans and numbers, as templates write them
 _LITERAL = re.compile(
     r"(?P<null>null)|(?P<boolean>true|false)|(?P<integer>-?(?:0|[1-9][0-9]*))"
     r"|(?P<number>-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
@@ -35,12 +36,12 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class ToolSchemas:
-    """The declared tools of one request (OpenAI form, or the function objects), by name."""
+    """The declared tools of a request, each in the form of the OpenAI API or as its `function`."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._roots: dict[str, Any] = {}
         self._arguments: dict[str, ValueSchema] = {}  # filled at the first call of each tool
-        self._folded: dict[str, list[str]] = {}  # declared names by their case-folded form
+        self._folded: dict[str, list[str]] = {}  # case-folded name -> declared names
         for tool in tools or ():
             function = tool.get("function", tool)
             if isinstance(function, Mapping) and isinstance(function.get("name"), str):
@@ -50,7 +51,7 @@ class ToolSchemas:
                     self._folded.setdefault(name.casefold(), []).append(name)
 
     def list_names(self) -> tuple[list[str], list[str]]:
-        """Return the tools and the members, at any depth, with an angle bracket or a quote."""
+        """Return names of tools, and of members at any depth, with angle brackets or quotes."""
         members: dict[str, None] = {}
         stack = list(self._roots.values())
         while stack:
@@ -68,14 +69,14 @@ class ToolSchemas:
         return tool in self._roots
 
     def declared_name(self, name: str) -> str | None:
-        """Return the declared tool of this name, or the only one that differs in letter case."""
+        """Return the declared tool `name`, or else the only tool that differs in letter case."""
         if name in self._roots:
             return name
         alike = self._folded.get(name.casefold(), ())
         return alike[0] if len(alike) == 1 else None
 
     def arguments(self, tool: str) -> ValueSchema:
-        """Return the schema of the arguments of `tool`; an empty one if it was not declared."""
+        """Return the schema of the arguments of `tool`, which is empty for an undeclared tool."""
         if tool not in self._arguments:
             root = self._roots.get(tool)
             self._arguments[tool] = ValueSchema([root], root=root, known={})
@@ -85,23 +86,24 @@ class ToolSchemas:
 class ValueSchema:
     """Types, members and items that a JSON schema allows for one value.
 
-    Alternatives (anyOf, oneOf, allOf) and local references, also recursive ones, are joined: a
-    value is allowed if any of them allows it.
+    Alternatives (anyOf, oneOf, allOf) and local references, including recursive references, are
+    joined: a value is allowed if at least one alternative allows the value.
     """
 
     def __init__(
         self, schemas: Sequence[Any], *, root: Any, known: dict[tuple[int, ...], ValueSchema]
     ) -> None:
-        """`root` is the document of references; `known` holds the views of one root."""
-        # JSON type names; empty: unknown, which means text
+        """`root` is the document that references refer to. `known` caches the objects of a root."""
+        # JSON types that the schema allows; empty: unknown, then the value is text
         self.types = find_types(schemas, root=root)
         self._root = root
         self._known = known
         self._listed: dict[str, list[Any]] = {}
-        self._members: dict[str, ValueSchema] = {}  # views of listed names, made on demand
+        self._members: dict[str, ValueSchema] = {}  # name -> schema, made on demand
         self._others: list[Any] = []
-        self._arrays: list[tuple[list[Any], Any]] = []  # schemas of the first items, of the others
-        self._texts: set[str] = set()  # strings that enum and const list
+        # schemas of the first items, and the schema of other items, for each alternative
+        self._arrays: list[tuple[list[Any], Any]] = []
+        self._texts: set[str] = set()  # strings in enum and const
         self._required: set[str] = set()
         for node in walk_alternatives(schemas, root=root):
             properties = node.get("properties")
@@ -122,14 +124,13 @@ class ValueSchema:
             self._texts.update(value for value in values if isinstance(value, str))
 
     def missing(self, given: Collection[str]) -> str:
-        """Return the only listed member that is not `given`, or else the only required one."""
+        """Return the only listed member that is not `given`, or the only required one, or ""."""
         listed = [name for name in self._listed if name not in given]
         required = [name for name in listed if name in self._required]
         return next((only[0] for only in (listed, required) if len(only) == 1), "")
 
     @property
     def names(self) -> Set[str]:
-        """The names of the listed members."""
         return self._listed.keys()
 
     @property
@@ -137,11 +138,11 @@ class ValueSchema:
         return bool(self._listed)
 
     def lists(self, name: str) -> bool:
-        """Whether the member `name` is listed, also in an alternative."""
+        """Return whether the schema or one of its alternatives lists the member `name`."""
         return name in self._listed
 
     def member(self, name: str) -> ValueSchema:
-        """Return the schema of the member `name`: its own, or that of unlisted members."""
+        """Return the schema of the member `name`, or of unlisted members if `name` is unlisted."""
         view = self._members.get(name)
         if view is None and name in self._listed:
             view = self._members[name] = self._view(self._listed[name])
@@ -157,12 +158,12 @@ class ValueSchema:
         )
 
     def convert(self, text: str) -> str:
-        """Convert `text` to JSON (see `json_value`); a listed string stays a string."""
+        """Convert `text` to JSON by `json_value`. A string in enum or const stays a string."""
         return _encode(text) if text in self._texts else json_value(text, self.types)
 
     def _view(self, schemas: list[Any]) -> ValueSchema:
         schemas = [schema for schema in schemas if isinstance(schema, Mapping)]
-        key = tuple(map(id, schemas))  # cached values live as long as the root
+        key = tuple(map(id, schemas))  # `id` is unique, because the root keeps the schemas alive
         view = self._known.get(key)
         if view is None:
             view = self._known[key] = ValueSchema(schemas, root=self._root, known=self._known)
@@ -170,7 +171,7 @@ class ValueSchema:
 
 
 def _limit(names: Iterable[str]) -> list[str]:
-    """Return the first names, up to _MAX_ODD_CHARS."""
+    """Return the first names, up to _MAX_ODD_CHARS characters in all."""
     names = list(names)
     ends = itertools.accumulate(map(len, names))
     return [name for name, end in zip(names, ends, strict=True) if end <= _MAX_ODD_CHARS]
@@ -178,15 +179,15 @@ def _limit(names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class WaitingMember:
-    """A member that is written later. `json_in_list`: its JSON if its name repeats."""
+    """A member of an object that is written at the end of the object."""
 
     name: str
     json: str
-    json_in_list: str
+    json_in_list: str  # JSON of the value's items, used if the name repeats
 
 
 def group_members(members: Iterable[WaitingMember]) -> Iterator[tuple[str, str]]:
-    """Yield the name and JSON of each member; a repeated name has a list."""
+    """Yield the name and JSON of each member. The values of a repeated name become a list."""
     by_name: dict[str, list[WaitingMember]] = {}
     for member in members:
         by_name.setdefault(member.name, []).append(member)
@@ -198,9 +199,9 @@ def group_members(members: Iterable[WaitingMember]) -> Iterator[tuple[str, str]]
 def json_value(text: str, types: frozenset[str]) -> str:
     """Convert the argument `text` to JSON by the first type that fits, else to a string.
 
-    The order is null, integer, number, boolean, object, array, string. Where a string is possible,
-    a scalar must be a JSON literal to be anything else: `007` and `True` were strings. Elsewhere
-    white space, letter case and the spelling of numbers do not matter.
+    The order of types is null, integer, number, boolean, object, array, string. If a string is
+    allowed, only JSON literals become null, booleans or numbers, so `007` and `True` stay strings.
+    If no string is allowed, white space, letter case and the spelling of numbers do not matter.
     """
     has_string = "string" in types
     if has_string:
@@ -213,7 +214,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
         converted = converter(text) if name in types else None
         if converted is not None:
             return converted
-    # parsed as the other container, not kept as text
+    # an object where an array is allowed, or an array where an object is allowed
     if types & CONTAINERS and not has_string:
         return _convert_container(text, (dict, list)) or _encode(text)
     return _encode(text)
@@ -228,7 +229,7 @@ def json_string(text: str) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse strict JSON. Errors: `ValueError`, also for NaN, infinities and too deep nesting."""
+    """Parse strict JSON. Raises `ValueError`, also for NaN, infinities and deep nesting."""
     try:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except RecursionError as error:
@@ -236,11 +237,11 @@ def parse_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Write a parsed value. Errors: `RecursionError` for too deep nesting."""
+    """Write a parsed value as JSON. Raises `RecursionError` if the value is nested too deeply."""
     written = _encode(value)
     try:
         written.encode()
-    except UnicodeEncodeError:  # an escaped lone surrogate, which only an escape can represent
+    except UnicodeEncodeError:  # a lone surrogate can only be written as an escape
         return json.dumps(value)
     return written
 
@@ -260,7 +261,7 @@ def _convert_number(text: str, *, is_integer: bool = False) -> str | None:
 
 
 def _convert_integer(text: str) -> str | None:
-    """Return the digits of an integer, which may end in ".0"; None beyond common readers' limit."""
+    """Return the digits of an integer, which may end in ".0", or None for other or long text."""
     text = text.strip()
     point_zero = _POINT_ZERO.fullmatch(text)
     try:
@@ -300,7 +301,7 @@ def _parse_finite(text: str) -> float:
     return number
 
 
-# In the order of trial. Null is decided before them; a string remains.
+# `json_value` tries these converters in this order, after null and before string.
 _CONVERTERS: dict[str, Callable[[str], str | None]] = {
     "integer": functools.partial(_convert_number, is_integer=True),
     "number": _convert_number,

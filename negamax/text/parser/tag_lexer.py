@@ -1,4 +1,4 @@
-"""Splits generated text into tags and text, regardless of how it arrives in pieces."""
+"""Splits generated text into tags and text. The result does not depend on the pieces of text."""
 
 import enum
 import re
@@ -10,17 +10,17 @@ import msgspec
 
 from negamax.text.detokenizer import TextPiece
 
-MAX_ATTRIBUTE_CHARS = 512  # a longer "tag" is text; bounds the held text
+MAX_ATTRIBUTE_CHARS = 512  # limit of held text; a longer tag is ordinary text
 _MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # longest tag
 _NEVER = "(?!)"
 
 
 class TagKind(enum.Enum):
-    """Kind of a stretch of output.
+    """Kind of a part of the output.
 
-    CUT is the beginning of a tag at the very end of the output. LOOSE kinds are tags of another
-    family, or without the marker that their format puts before every tag: text, except where only
-    a tag is possible. HELD is a whole tag that the next text can make longer.
+    CUT is the beginning of a tag at the end of the output. A LOOSE tag belongs to another family,
+    or lacks the marker of its format. A LOOSE tag is text except where only a tag is possible. HELD
+    is a whole tag that the next text may make longer.
     """
 
     TEXT = "text"
@@ -40,15 +40,15 @@ class TagKind(enum.Enum):
     CUT = "cut"
     HELD = "held"
 
-    # members are compared by identity; hashing by name costs a Python call
+    # Members are compared by identity. The hash of `Enum` would cost a call of a Python function.
     __hash__ = object.__hash__
 
 
-TEXT = TagKind.TEXT  # a look-up in the enumeration takes ten times as long
+TEXT = TagKind.TEXT  # a look-up in the enumeration takes ten times as long as this name
 
 
 class Lexeme(msgspec.Struct, frozen=True, gc=False):
-    """One tag or one stretch of text, as generated."""
+    """One tag, or the text between two tags, as generated."""
 
     kind: TagKind
     text: str
@@ -56,21 +56,20 @@ class Lexeme(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class TagPattern:
-    """A tag: a literal `prefix`, and `rest`, an expression without groups that ends in `>`."""
+    """A tag that consists of `prefix` and a match of `rest`."""
 
     kind: TagKind
-    prefix: str
-    rest: str
+    prefix: str  # literal text
+    rest: str  # regular expression without groups that ends in `>`
 
 
 @dataclass(frozen=True, slots=True)
 class TagBeginnings:
     """Texts that may still become a tag, in addition to the beginnings of literal tags.
 
-    These are the beginnings of `words` (whole words included), and the matches of `growing`, which
-    contain one of the `anchors`. `growing` must allow every length of the tags, so that the pieces
-    do not affect the result. A match of `inside` remains a possible tag while neither `<` nor `>`
-    follows, up to MAX_ATTRIBUTE_CHARS characters in all.
+    Such texts are the beginnings of `words` (and whole words), and the matches of `growing`, which
+    contain one of the `anchors`. `growing` must match beginnings of tags of any length. A match of
+    `inside` remains a possible tag up to MAX_ATTRIBUTE_CHARS characters, unless `<` or `>` follows.
     """
 
     words: tuple[str, ...]
@@ -80,7 +79,7 @@ class TagBeginnings:
 
 
 class _Tables:
-    """Tables of all lexers of the same tags; shared to stay in the processor's caches."""
+    """Tables that all lexers of the same tags share, to keep the processor's caches warm."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class _Tables:
         }
         by_text = [(tag, kind) for tag, kind in literals.items() if tag not in token_ids]
         fixed = [TagPattern(kind, tag[0], re.escape(tag[1:])) for tag, kind in by_text]
-        # the longest first
+        # longest first, because a regular expression takes the first alternative that matches
         named = sorted(named, key=lambda tag: len(tag.rest), reverse=True)
         exact = [TagPattern(tag.kind, tag.prefix, re.escape(tag.rest)) for tag in named]
         tags = [*exact, *fixed, *patterns]
@@ -111,8 +110,8 @@ class _Tables:
             word[:length] for word in words for length in range(1, len(word) + 1)
         )
         self.last_chars = frozenset(start[-1] for start in self.starts)
-        # First characters of words, each with its largest count in one word. Only so many of its
-        # last occurrences in a text can begin a word.
+        # First characters of words, each with its largest count in one word. If a character occurs
+        # at most n times in a word, only its last n occurrences in a text can begin a word.
         self.first_chars = {
             word[0]: max(other.count(word[0]) for other in words if other[0] == word[0])
             for word in words
@@ -139,10 +138,11 @@ def _tables(
 class TagLexer:
     """Finds tags in a stream of pieces, and holds back only text that may still become a tag.
 
-    `literals` are tags with a fixed text that ends with `>`. Those in `token_ids` count only as
-    that token. All others, and the `patterns`, are found in the text. `list_named` returns tags,
-    with their literal `rest`, whose names have angle brackets or quotes. They count before the
-    patterns. It is called before the first tag with an anchor.
+    `literals` are tags with a fixed text that ends with `>`. Tags in `token_ids` are recognized
+    only as tokens. The lexer searches the text for all other tags and for the `patterns`.
+    `list_named` returns tags with a literal `rest`, whose names have angle brackets or quotes;
+    these tags take precedence over the patterns. `list_named` is called when an anchor first
+    occurs.
     """
 
     __slots__ = ("_held", "_is_inside", "_is_tag", "_list_named", "_tables", "_tables_with")
@@ -163,11 +163,11 @@ class TagLexer:
         self._tables = self._tables_with(())
         self._list_named = list_named
         self._held = ""
-        self._is_inside = False  # whether `inside` matches `_held`
-        self._is_tag = False  # whether `_held` may hold a whole tag
+        self._is_inside = False  # `TagBeginnings.inside` matches `_held`
+        self._is_tag = False  # `_held` may contain a whole tag
 
     def feed(self, pieces: Sequence[TextPiece]) -> list[Lexeme]:
-        """Take the next pieces; return the lexemes that are certain."""
+        """Take the next pieces, and return the lexemes that later text cannot change."""
         lexemes: list[Lexeme] = []
         kind_of_token = self._tables.kind_of_token
         if len(pieces) == 1 and pieces[0].token_id not in kind_of_token:
@@ -180,7 +180,7 @@ class TagLexer:
                 continue
             self._scan("".join(texts), lexemes)
             texts = []
-            rest = self._release(lexemes)  # no text tag spans a tag token
+            rest = self._release(lexemes)  # a tag in text cannot contain a tag token
             if rest:
                 lexemes.append(Lexeme(TEXT, rest))
             lexemes.append(Lexeme(kind_of_token[piece.token_id], piece.text))
@@ -188,7 +188,7 @@ class TagLexer:
         return lexemes
 
     def finish(self) -> list[Lexeme]:
-        """End the output; held text is a truncated tag, after tags that could have been longer."""
+        """End the output. Return tags that could have become longer, and a truncated tag as CUT."""
         lexemes: list[Lexeme] = []
         rest = self._release(lexemes)
         end = self._find_beginning(rest, 0) if ">" in rest else 0
@@ -197,7 +197,7 @@ class TagLexer:
         return [*lexemes, Lexeme(TagKind.CUT, rest[end:])] if rest[end:] else lexemes
 
     def _release(self, lexemes: list[Lexeme]) -> str:
-        """Append the tags of the held text; return the rest."""
+        """Append the tags in the held text to `lexemes`, and return the text after them."""
         held, self._held = self._held, ""
         return held[self._split(held, lexemes, is_last=True) :] if ">" in held else held
 
@@ -230,9 +230,9 @@ class TagLexer:
             self._held = text[end:]
 
     def _split(self, text: str, lexemes: list[Lexeme], *, is_last: bool = False) -> int:
-        """Append the tags of `text` and the text between them; return where the last one ends.
+        """Append the tags of `text` and the text between them. Return the end of the last tag.
 
-        Unless `is_last`, a tag is held that the next text can make longer.
+        Unless `is_last` is set, a tag that the next text may make longer is held.
         """
         tables, start = self._tables, 0
         kinds, tag = (tables.last_kinds, tables.last_tag) if is_last else (tables.kinds, tables.tag)
@@ -241,7 +241,7 @@ class TagLexer:
             kind, begin = kinds[match.lastindex - 1], match.start()
             may_grow = not is_last and len(text) - begin < tables.longest_named
             is_held = kind is TagKind.HELD or (may_grow and text[begin:] in tables.named_starts)
-            if is_held:  # perhaps in the beginning of another tag
+            if is_held:  # the tag may be within the beginning of another tag
                 begin = min(begin, self._find_beginning(text, start))
             if begin > start:
                 lexemes.append(Lexeme(TEXT, text[start:begin]))
@@ -253,7 +253,7 @@ class TagLexer:
         return start
 
     def _find_beginning(self, text: str, start: int) -> int:
-        """Return where a possible tag begins that reaches the end of `text`, or its length."""
+        """Return where a possible tag at the end of `text` begins, or the length of `text`."""
         tables = self._tables
         self._is_inside = False
         low = max(start, len(text) - _MAX_TAG_CHARS)
@@ -277,7 +277,7 @@ class TagLexer:
 
 
 def _join_patterns(patterns: Sequence[TagPattern]) -> tuple[list[TagKind], re.Pattern[str]]:
-    """Return the kinds of the tags and one expression, a group for each; prefixes are shared."""
+    """Return the kinds of tags, and an expression with a group per tag and shared prefixes."""
     kinds: list[TagKind] = []
     families: list[str] = []
     for prefix in dict.fromkeys(pattern.prefix for pattern in patterns):

@@ -1,4 +1,4 @@
-"""Reads names in the tags of a call, also in garbled tags."""
+"""Readers of names in the tags of a call, including malformed tags."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from negamax.text.parser.schema_values import ToolSchemas, ValueSchema
 
 _QUOTED_NAME = re.compile(r"""\sname\s*=\s*(?:"([^"]*)"|'([^']*)')""")
 _LOOSE_EDGES = " \t\r\n=:\"'“”"
-# as templates write a tag, whatever the name is
+# a tag as templates write it; the name may contain any character
 _EXACT_NAME = re.compile(r'\S*\sname="(.*)">', re.DOTALL)
 _NEXT_ATTRIBUTE = re.compile(r'"\s+[\w-]+\s*=')
 _QUOTED_TEXT = re.compile(r"""=\s*(?:"([^"]+)"|'([^']+)')""")
@@ -15,13 +15,13 @@ _WORD = re.compile(r"\S*?<(?:invoke|parameter)")
 
 
 def quoted_name(tag: str) -> str:
-    """Return the name attribute of a tag, or "" if it is malformed."""
+    """Return the name attribute of a tag, or "" if the attribute is malformed."""
     match = _QUOTED_NAME.search(tag)
     return (match[1] or match[2] or "") if match else ""
 
 
 def tag_name(tag: str) -> str:
-    """Return the name in a tag that may lack a quote or the equals sign: `<invoke name f">`."""
+    """Return the name in a tag. A quote or the equals sign may be missing: `<invoke name f">`."""
     exact = _EXACT_NAME.fullmatch(tag)
     if exact and not _NEXT_ATTRIBUTE.search(exact[1]):
         return exact[1]
@@ -30,7 +30,7 @@ def tag_name(tag: str) -> str:
 
 
 def argument_name(tag: str, schema: ValueSchema) -> str:
-    """Return the argument that a parameter tag names: the first one that `schema` lists."""
+    """Return the name in a parameter tag. In malformed tags, names that `schema` lists count."""
     exact = _EXACT_NAME.fullmatch(tag)
     if exact and '"' not in exact[1]:
         return exact[1]
@@ -38,10 +38,11 @@ def argument_name(tag: str, schema: ValueSchema) -> str:
 
 
 def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
-    """Return the tool that an invoke tag names, or "".
+    """Return the name of the tool in an invoke tag, or "" if there is no name.
 
-    `readings` are the possible texts of the tag, the likeliest first. The first declared name in
-    one of them counts, in any unambiguous letter case; else the name in the first reading.
+    `readings` are the possible texts of the tag, the likeliest first. The first name of a declared
+    tool counts; its letter case may differ. Without such a name, the name in the first reading
+    counts.
     """
     for candidate in _list_candidates(readings):
         declared = schemas.declared_name(candidate)
@@ -65,10 +66,10 @@ def _list_candidates(readings: list[str]) -> Iterator[str]:
 
 
 def _list_quoted(tag: str) -> Iterator[str]:
-    """Yield the values of all attributes: `<parameter rname="f">`."""
+    """Yield the values of all attributes of a tag such as `<parameter rname="f">`."""
     return (match[1] or match[2] for match in _QUOTED_TEXT.finditer(tag))
 
 
 def _read_attributes(tag: str) -> str:
-    """Return the text after a tag's first word, without quotes and equals signs at the edges."""
+    """Return the text after the first word of a tag, without quotes and equals signs around it."""
     return _WORD.sub("", tag.removesuffix(">"), count=1).strip(_LOOSE_EDGES)

@@ -1,4 +1,4 @@
-"""White space of reasoning or content while it is written."""
+"""Output of reasoning or content, with rules for white space and for code in Markdown."""
 
 import re
 from collections.abc import Callable
@@ -8,32 +8,33 @@ _QUOTES = frozenset("`'\"“‘«")
 
 _FENCE = re.compile(r"[ \t>*+-]*(?:\d+[.)][ \t]+)?(`{3,}|~{3,})(.*)")
 _LAST_FENCE = re.compile(r"[^`]*[^`](`{3,})([\w+.-]*)")
-_MAX_LINE_CHARS = 300  # that can decide what a line is
-_MAX_PARTS = 4096
+_MAX_LINE_CHARS = 300  # characters of a line that are searched for a fence
+_MAX_PARTS = 4096  # pieces of text that are kept before they are processed
 
 
 class MarkdownCode:
-    """Tells code blocks of Markdown, fenced or indented, from other text."""
+    """Finds out whether the end of a text is within code of Markdown."""
 
     __slots__ = ("_fence", "_line", "parts")
 
     def __init__(self) -> None:
-        self.parts: list[str] = []  # of the text, not processed yet
+        self.parts: list[str] = []  # pieces of the text that are not processed yet
         self._line = ""  # the beginning of the current line
-        self._fence = ""  # of the open block
+        self._fence = ""  # fence of the open code block
 
     def is_open(self) -> bool:
-        """Whether the next text is in a code block."""
+        """Return whether the next text is in a fenced or indented code block."""
         self.process()
         line = self._line
         if self._fence or _next_fence(line, ""):
             return bool(_next_fence(line, self._fence))
         words = line.lstrip()
         indent = line[: len(line) - len(words)].expandtabs(4)
-        return len(indent) >= 4 and (not words or words.startswith(("<", "]<]")))  # quoted tags
+        # In an indented line, only tags count as code.
+        return len(indent) >= 4 and (not words or words.startswith(("<", "]<]")))
 
     def is_inline(self) -> bool:
-        """Whether the next text is in inline code or in a quoted line."""
+        """Return whether the next text is in inline code or in a quoted line."""
         self.process()
         return len(re.findall("`+", self._line)) % 2 == 1 or self._line.lstrip().startswith(">")
 
@@ -48,7 +49,7 @@ class MarkdownCode:
 def _next_fence(line: str, fence: str) -> str:
     """Return the fence of the code block that is open after `line`, or "".
 
-    Models also write a fence at the end of a line of text.
+    A fence at the end of a line of text counts too, because models write such fences.
     """
     line = line.rstrip()
     if fence:
@@ -60,7 +61,7 @@ def _next_fence(line: str, fence: str) -> str:
 
 
 class TextChannel:
-    """Reasoning or content: drops leading line breaks unless verbatim, and holds trailing space."""
+    """Writes text to `out`. Drops line breaks at the start, and holds back space at the end."""
 
     __slots__ = (
         "_code",
@@ -107,22 +108,20 @@ class TextChannel:
         self._out(out)
 
     def is_at_line_start(self) -> bool:
-        """Whether only white space precedes the next text in its line."""
+        """Return whether only white space precedes the next text in its line."""
         return not self.has_begun or any("\n" in space for space in self._space)
 
     def ends_in_quote(self) -> bool:
-        """Whether the last character is a quotation mark."""
         return not self._space and self._last_char in _QUOTES
 
     def is_in_code(self) -> bool:
-        """Whether the next text is in a code block of Markdown."""
         return self._code is not None and self._code.is_open()
 
     def is_in_inline_code(self) -> bool:
         return self._code is not None and self._code.is_inline()
 
     def begin_line(self) -> None:
-        """Begin a line of Markdown: a call block was before."""
+        """Begin a new line of Markdown after a call block."""
         if self._code is not None:
             self._code.parts.append("\n")
 
@@ -130,7 +129,7 @@ class TextChannel:
         self._space = []
 
     def flush(self) -> None:
-        """Release held white space at the end. An answer of white space alone stays empty."""
+        """Write the held white space at the end of the text. White space alone is not written."""
         if self.has_begun and self._space:
             self._out("".join(self._space))
         self._space = []
