@@ -236,7 +236,7 @@ def math_turn(chat: Conversation, rng: random.Random) -> bool:
 def beyond_turn(chat: Conversation, rng: random.Random) -> bool:
     """Add a calculation beyond the evaluated ones.
 
-    These are four digits, long products, remainders and comparisons.
+    Such calculations have four digits, long products, remainders or comparisons.
     """
     kind = rng.choice(
         ("sum", "sum", "difference", "difference", "product", "remainder", "negative", "larger")

@@ -91,7 +91,7 @@ class NanoTarget:
 
 
 class NanoM3Target:
-    """Run the target nano-m3. Its sparse layers attend to the blocks that the index selects."""
+    """Run nano-m3, whose sparse layers attend to the blocks that the index selects."""
 
     def __init__(self, net: M3Model, device: torch.device, *, use: Precision | None = None) -> None:
         self.net, self.device = net, device

@@ -1,7 +1,8 @@
 """Fork children of tests from a process that has imported PyTorch, the worker and the server.
 
-That saves one to two seconds for each child. Children of `negamax.base.supervision.spawn`, programs
-of `start` and their children are forked. A child with another environment starts as for users.
+A fork saves one to two seconds for each child. Children of `negamax.base.supervision.spawn`,
+programs of `start` and their children are forked. A child with another environment starts as for
+users.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Source:
 
     @classmethod
     def started(cls) -> Source:
-        """Start a source. It ends with this process."""
+        """Start a source that ends with this process."""
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fd, room = theirs.fileno(), "-" * COMMAND_BYTES
@@ -269,7 +270,7 @@ def main(fd: int) -> None:
 
 def run(module: str, arguments: list[str]) -> None:
     """Run the module as the main program."""
-    if module != "negamax":  # For a package, its `__main__` runs.
+    if module != "negamax":  # For a package, run its `__main__`.
         sys.modules.pop(module, None)
     sys.argv = [module, *arguments]
     sys.stdout = os.fdopen(1, "w", closefd=False)  # The inherited stream may not have been a pipe.

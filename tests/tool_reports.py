@@ -6,7 +6,7 @@ from tests.forked_children import finished
 
 
 def report(name: str, folder: Path, *options: str) -> dict[str, Any]:
-    """Return the report of a scenario at its small size. It must contain no problem."""
+    """Return the report of a scenario at its small size, which must contain no problem."""
     file = folder / "report.json"
     given = ("tools.drive", name, "--small", "--json", str(file), *options)
     done = finished("tests.forked_tool", *given, timeout=800.0)

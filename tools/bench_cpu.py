@@ -101,7 +101,7 @@ def start_negamax(args: argparse.Namespace) -> tuple[Seconds, dict[str, Any]]:
 def serve(args: argparse.Namespace) -> None:
     """Run the child process.
 
-    It prints the facts, then the seconds for each input line [prompts, output tokens].
+    The child prints the facts, then the seconds for each input line [prompts, output tokens].
     """
     start = {"transformers": start_transformers, "negamax": start_negamax}[args.serve]
     seconds, facts = start(args)

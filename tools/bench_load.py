@@ -3,7 +3,7 @@ cache, beside the speed of `dd` on the same files.
 
     python tools/bench_load.py FOLDER [--gb 60] [--stored fp8] [--device cuda] [--tp 1] [--rank 0]
 
-If FOLDER exists, it is loaded. Otherwise the checkpoint is written first, and deleted at the end
+An existing FOLDER is loaded. Otherwise the checkpoint is written first, and deleted at the end
 unless --keep is set.
 """
 

@@ -1,1 +1,1 @@
-"""Generate the evaluation problems from seeds. One sixteenth of them is held out from training."""
+"""Generate the evaluation problems from seeds. One sixteenth of the problems is held out."""

@@ -29,7 +29,7 @@ _SHORT = 0.05  # seconds; gaps that are shorter are not examined
 class BusyMachine:
     """Count the time for which a server and its client wait for a core.
 
-    Only one thread may use an object.
+    Only one thread may use the object.
     """
 
     def __init__(self, server: Server) -> None:

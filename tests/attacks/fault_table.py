@@ -163,7 +163,7 @@ def faults_of(server: Server, part: str, node: OtherNode | None) -> dict[str, Fa
 
 def children(pid: int) -> list[int]:
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):  # Each thread has its own list.
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):  # Each thread has a list of children.
         with contextlib.suppress(OSError):
             found += [int(child) for child in task.read_text().split()]
     return sorted(found)
@@ -185,7 +185,7 @@ def pid_of(server: Server, part: str) -> int:
         return root
     modules = {"engine": ENGINE, "grammar": GRAMMAR, "server": SERVER_WORKER, "replica": ENGINE}
     kind, _, number = part.partition(" ")
-    place = int(number) if number.isdigit() else int(kind == "grammar")  # The first forks the rest.
+    place = int(number) if number.isdigit() else int(kind == "grammar")  # The first process forks.
     return descendants(root, modules.get(kind, RANK))[place]
 
 
@@ -196,7 +196,7 @@ def replica_of(part: str) -> int | None:
 def body_for(
     state: str, *, constrained: bool, nonce: int, replica: int | None = None
 ) -> dict[str, Any]:
-    """Make a request that keeps the server in `state`. If `constrained`, it has a grammar."""
+    """Make a request that keeps the server in `state`. `constrained` adds a grammar."""
     text = f"{nonce} " * (250 if state == "prefill" else 1)  # 1,786 tokens
     body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "stream": True}
     body |= {"max_tokens": 1500, "ignore_eos": True, "routed_dp_rank": replica}
@@ -251,7 +251,7 @@ async def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
 async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Client]:
     constrained = part == "grammar process"
     if constrained:
-        await first_answer(server, part, time.monotonic(), 30.0)  # The answer starts the process.
+        await first_answer(server, part, time.monotonic(), 30.0)  # This starts the process.
     clients = [Client() for _ in range(0 if state == "idle" else CLIENTS)]
     harmed = replica_of(part)
     for number, client in enumerate(clients):

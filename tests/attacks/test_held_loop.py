@@ -1,7 +1,7 @@
 """Check that reading and rendering the largest bodies does not block the event loop.
 
-The tests measure the CPU time of this process between two turns of the loop. That time does not
-depend on other load.
+The tests measure the CPU time of this process between two turns of the loop, which does not depend
+on other load.
 """
 
 import asyncio
@@ -74,8 +74,8 @@ async def held(work: Awaitable[object]) -> float:
             longest, last = max(longest, now - last), now
 
     gc.collect()
-    # Collections visit only objects of this work, not those of earlier tests. These stay
-    # frozen, because `unfreeze` would make later collections visit all imported modules.
+    # Collections visit only objects of this work. Objects of earlier tests stay frozen, because
+    # `unfreeze` would make later collections visit all imported modules.
     gc.freeze()
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0.005)

@@ -20,7 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def attack(server: Server, form: dict[str, Any], stop: threading.Event, answers: list[str]) -> None:
-    """Send streams in turn. Each has a different grammar, so that no cache helps."""
+    """Send streams in turn. Each stream has a different grammar, so that no cache helps."""
     body = {
         "model": "nano", "messages": [{"role": "user", "content": "Hi"}],
         "structured_outputs": form, "chat_template_kwargs": {"enable_thinking": False},

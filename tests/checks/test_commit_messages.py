@@ -10,7 +10,7 @@ AREAS = (
     "api|engine|scheduler|worker|kernels|models|quant|checkpoint|parallel|cli|bench|docs|tests|ci"
     "|nano|build"
 )
-# This commit landed with its folder as the area. The published history stays as it is.
+# A landed commit whose area is the name of a folder.
 EXEMPT = "tools: state docstrings and comments in full sentences"
 SUBJECT = re.compile(rf"(?:{AREAS})(?:\([a-z0-9_-]+\))?: [a-z][^\n]*[^.\n]")
 

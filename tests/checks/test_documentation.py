@@ -25,7 +25,7 @@ PAGES = sorted(
                  *ROOT.glob("tools/**/*.md"), *ROOT.glob("nano/*.md"))
 )  # fmt: skip
 
-# These pages exist only in the built site. The other pages of docs/ may link to them.
+# Some pages exist only in the built site. The other pages of docs/ may link to such a page.
 GENERATED = {ROOT / "docs" / page.PAGE: page.render for page in (api_reference, cli_reference)}
 
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
@@ -96,7 +96,7 @@ def blocks(page: Path, language: str) -> Iterator[str]:
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the words of every command on `page`.
 
-    Commands are in code blocks. In the text, they have options and no placeholders.
+    Commands are in code blocks. A command in the text has options and no placeholders.
     """
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     inline = re.findall(r"`(negamax [^`\n]+ --[^`\n]+)`", page.read_text(encoding="utf-8"))

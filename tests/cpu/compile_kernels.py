@@ -1,8 +1,8 @@
 """Compile the kernels of the table for absent GPUs, at the sizes of MiniMax-M2.
 
 `python tests/cpu/compile_kernels.py gfx942 sm_90/40@FOLDER [--quiet]` takes every case for MI300X,
-and every 40th for H200 with the Triton in FOLDER; sm_90/ops takes the first case of each op. It
-prints one JSON object per kernel; the exit code is 1 if one does not compile.
+and every 40th for H200 with the Triton in FOLDER; sm_90/ops takes the first case of each op. The
+script prints one JSON object per kernel. The exit code is 1 if a kernel does not compile.
 
 The ops' full-size cases are applied to "meta" tensors. The code that selects tiles and launches
 runs as on the GPU, but a launch only compiles: to PTX and through ptxas, or to AMD code.

@@ -1,7 +1,8 @@
 """Table of stored formats: how a tool writes and describes each, and which matrix it represents.
 
 The writers store one number and one bit field at a time, as the documentation of the layouts says.
-They use no packers or dtypes of the product. `EXPORTS` are files of tools that load transformers 5.
+The writers use no packers or dtypes of the product. `EXPORTS` are files of tools that load
+transformers 5.
 """
 
 import functools

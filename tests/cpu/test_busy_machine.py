@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 # The script measures a token's time beside two spinning processes.
-# It prints the ratio to the time without them.
+# It prints the ratio to a token's time without these processes.
 SCRIPT = """
 import subprocess, sys, time
 from negamax import LLM, SamplingParams

@@ -122,7 +122,7 @@ def test_download_offline_start_and_progress(hub: TinyHub, tmp_path: Path) -> No
     assert set(hub.served) == KEPT
     lines = [line for line in logged.splitlines() if line.startswith("fetching: ")]
     assert lines and all(re.fullmatch(PROGRESS, line) for line in lines)
-    # Files in the cache are not downloaded again. They also work offline and read-only.
+    # Files in the cache are not downloaded again, and also work offline and read-only.
     hub.served.clear()
     assert resolve_all(home, Path(), "lab/model") == [plain]
     files = sorted(tmp_path.rglob("*"))

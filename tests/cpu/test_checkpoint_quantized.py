@@ -205,7 +205,7 @@ def test_synthetic_weights_do_not_depend_on_the_split(spec: ModelSpec) -> None:
 
 # --- quantized while they are read ----------------------------------------------------------------
 
-RAGGED = {"hidden_size": 200, "intermediate_size": 136}  # with ragged blocks and groups
+RAGGED = {"hidden_size": 200, "intermediate_size": 136}  # sizes for ragged blocks and groups
 NAME = "model.layers.0.block_sparse_moe.experts.0.w2.weight"
 
 

@@ -149,7 +149,7 @@ def test_drafts_equal_plain_pytorch_and_change_no_answer(
 @pytest.mark.parametrize(
     ("changes", "least", "most"),
     [
-        # These numbers count layer inputs, so that each stream is one layer too early.
+        # The ids count layer inputs, so that each stream is one layer too early.
         ({"eagle_aux_hidden_state_layer_ids": IDS}, 50, 1000),
         ({"draft_lm_head_quantization": "fp8"}, 0, 40),
     ],

@@ -217,7 +217,7 @@ def refuse_opening(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(Path, "open", refuse)  # `Path.open` reads files.
+    monkeypatch.setattr(Path, "open", refuse)  # `open` of this module writes files.
     monkeypatch.setattr(file_store, "open", refuse, raising=False)  # This function writes files.
 
 

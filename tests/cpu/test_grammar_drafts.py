@@ -219,7 +219,7 @@ def test_dead_process_ends_its_requests(llm: LLM, proposer: Changing, expected: 
         assert end.is_lost if end.finish_reason == "error" else end.finish_reason == reason
         assert request.sampling.grammar is not None or not end.is_lost
     free_all(llm)
-    assert answers(llm) == expected  # These answers come from another process.
+    assert answers(llm) == expected
 
 
 @pytest.mark.full

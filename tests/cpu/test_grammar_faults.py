@@ -216,7 +216,7 @@ def test_grammar_without_worker_in_time_is_refused(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(env, "usable_cores", lambda: 1)
-    idle = ebnf("root ::= " + "[a-x]* " * 11)  # Its worker stays alive and needs no place.
+    idle = ebnf("root ::= " + "[a-x]* " * 11)  # The worker of `idle` stays alive.
     llm.generate("x", seeded(1, grammar=idle, max_tokens=2))
     (held,) = admitted(llm, ["x"], [seeded(1, grammar=ebnf("root ::= " + "[a-z]* " * 11))])
     drive(llm, [held], num_steps=0)

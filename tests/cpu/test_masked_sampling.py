@@ -47,7 +47,7 @@ def test_every_kind_of_row_obeys_mask_and_allowed_tokens(on_shards: bool, seed: 
     allowing = rows_of(tuple(kind | {"allowed_token_ids": ALLOWED} for kind in KINDS))
     drawn = sample(logits, allowing, on_shards=on_shards)
     assert set(drawn.token_ids.tolist()) <= set(ALLOWED)
-    assert drawn.token_ids[8] != 300  # Token 300 stays forbidden until min_tokens.
+    assert drawn.token_ids[8] != 300  # Token 41 is the only allowed token, and very unlikely.
     logits[:, 41] = -500.0  # It is the only allowed token, and very unlikely.
     drawn = sample(logits, rows_of(KINDS), masks_for(EVERY, 41), on_shards=on_shards)
     assert drawn.token_ids.tolist() == [41] * len(KINDS)
@@ -113,7 +113,7 @@ def test_broken_logits_are_reported_under_a_mask_too(on_shards: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_each_rank_masks_its_own_shard_of_the_vocabulary(ranks: int) -> None:
     logits = random_logits(40, 12)
-    members = [0, 3, 4, 39, *range(10, 38)]  # more than one tile, in several pieces
+    members = [0, 3, 4, 39, *range(10, 38)]  # candidates in more than one tile
     masks = masks_for(members, *ALLOWED)
     whole = logits.clone()
     masks.apply(whole, first_id=0)

@@ -60,7 +60,7 @@ def test_as_many_drafts_are_accepted_as_after_training(model: str) -> None:
 
 
 def test_drafts_from_other_layers_are_rejected() -> None:
-    fields = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # These numbers count layer inputs.
+    fields = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}  # The ids count layer inputs.
     with engine("nano", drafts=True, fields=fields) as llm:
         llm.generate(chats(llm)[:4], SamplingParams(temperature=0.0, max_tokens=32))
         assert counts(llm)["spec_decode_acceptance_length"] < LENGTHS["nano"] - 1

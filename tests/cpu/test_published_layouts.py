@@ -263,7 +263,7 @@ PUBLISHED_M2 = {
         32, _packed(4, 32), attention=plain,
     ),
     "EliasOenal/MiniMax-M2.5": _everywhere(
-        # This assumes that compressed-tensors describes both.
+        # We assume that compressed-tensors describes both kinds of modules.
         described.compressed(
             "mixed-precision",
             described.group(
@@ -283,12 +283,12 @@ PUBLISHED_M2 = {
         47, _packed(8, 128), attention=plain,
     ),
     "QuantTrio/MiniMax-M2-AWQ": _everywhere(
-        # This assumes that the tool leaves the same modules unquantized as in similar checkpoints.
+        # We assume that the tool leaves the same modules unquantized as in similar checkpoints.
         described.awq(["self_attn", "gate", "lm_head"]), 41, _awq,
         attention=plain,
     ),
     "ModelCloud/MiniMax-M2-GPTQMODEL-W4A16": _everywhere(
-        # This assumes the defaults of the tool.
+        # We assume the defaults of the tool.
         described.gptq(), 32, _gptq_in_order,
     ),
     "Intel/MiniMax-M2.5-int4-AutoRound": _everywhere(
@@ -325,7 +325,7 @@ PUBLISHED_M2 = {
         side_files={"hf_quant_config.json": described.modelopt_file(_EXCLUDED, "FP8")},
     ),
     "RedHatAI/MiniMax-M2-NVFP4": _everywhere(
-        # This assumes the modules that the tool leaves unquantized by default.
+        # We assume that the tool leaves its default modules unquantized.
         _compressed(
             "nvfp4-pack-quantized",
             {**described.NVFP4, "scale_dtype": "torch.float8_e4m3fn",
@@ -467,7 +467,7 @@ def _m3(
 PUBLISHED_M3 = {
     "MiniMaxAI/MiniMax-M3": _m3(None, 59, plain),
     "MiniMaxAI/MiniMax-M3-MXFP8": _m3(
-        # This assumes that modules are unquantized where the file size leaves no room for scales.
+        # We assume that modules are unquantized where the file size leaves no room for scales.
         {
             "quant_method": "mxfp8", "weight_block_size": [1, 32],
             "ignored_layers": ["language_model.lm_head", "language_model.model.embed_tokens",
@@ -476,7 +476,7 @@ PUBLISHED_M3 = {
         31, _MXFP8, others=_MXFP8,
     ),
     "MiniMaxAI/MiniMax-M3.1-Flash": _m3(
-        # This assumes the unquantized modules of M3, and the tensors that public loaders read.
+        # We assume the unquantized modules of M3, and the tensors that public loaders read.
         {**described.M31,
          "ignored_layers": ["lm_head", "model.embed_tokens", *_VISION, *_M3_GATES]},
         31, _COMPRESSED_NVFP4, others=_MXFP8, model="minimax-m3.1-flash", first_index=0,
@@ -491,12 +491,12 @@ PUBLISHED_M3 = {
         28, _MODELOPT_NVFP4, others=_MODELOPT_MXFP8,
     ),
     "Mapika/MiniMax-M3-NVFP4": _m3(
-        # This assumes that the description has the fields of NVIDIA's description for M2.
+        # We assume that the description has the fields of NVIDIA's description for M2.
         described.modelopt("NVFP4", ["*lm_head", *_VISION, *_M3_GATES, *_DENSE, "*self_attn*"]),
         28, _MODELOPT_NVFP4, shared=_MODELOPT_NVFP4,
     ),
     "olka-fi/MiniMax-M3-MXFP4": _m3(
-        # This assumes that the tool leaves the same modules unquantized as in similar checkpoints.
+        # We assume that the tool leaves the same modules unquantized as in similar checkpoints.
         described.compressed(
             "mixed-precision",
             described.group(
@@ -508,7 +508,7 @@ PUBLISHED_M3 = {
         30, _mx("weight_packed", "U8", 2, "weight_scale"), others=_MODELOPT_MXFP8,
     ),
     "bullerwins/MiniMax-M3-4bit-W4A16": _m3(
-        # This assumes that all linear layers except routers are packed.
+        # We assume that all linear layers except routers are packed.
         described.auto_round(
             block_name_to_quantize="language_model.model.layers",
             extra_config=_plain_layers(_M3_GATES),
@@ -516,7 +516,7 @@ PUBLISHED_M3 = {
         46, _gptq, others=_gptq, router="BF16",
     ),
     "cyankiwi/MiniMax-M3-AWQ-INT4": _m3(
-        # This assumes groups of 128 columns.
+        # We assume groups of 128 columns.
         _compressed("pack-quantized", {"symmetric": False}, [*_IGNORED, "re:.*self_attn.*"]),
         46, _INT4_ASYMMETRIC, dense=_INT4_ASYMMETRIC, shared=_INT4_ASYMMETRIC, router="BF16",
     ),
@@ -530,7 +530,7 @@ PUBLISHED_M3 = {
         30, _MXFP4, shared=_MXFP4,
     ),
     "Eco-Tech/MiniMax-M3-w8a8": _m3(
-        # This assumes unquantized indexers.
+        # We assume unquantized indexers.
         None, 110, _modelslim, others=_modelslim, stem="quant_model_weights", index=plain,
         side_files={
             "quant_model_description.json": described.modelslim({

@@ -181,7 +181,7 @@ def test_chosen_providers_run_with_what_depends_on_them() -> None:
     )
     assert (
         table[ADD_RMS].provider == table[NORM_ROUTE].provider == "reference"
-    )  # One of the two fuses the other.
+    )  # One of the two ops fuses the other op.
     assert table[DECODE].provider == table[PREFILL].provider == "reference"
     assert BF16[DECODE].provider != "reference" and BF16[EXPERTS].provider != "reference"
     plain = BF16.select([PLAIN_NORM])

@@ -40,7 +40,7 @@ KEEPING = keeping_stored(resolve(platform=CPU, dtype=torch.float32))
 PROMPT = [5, 17, 60, 3]
 DEQ_SCALES = ("modelslim-static", "modelslim-static-fp16")
 MODULE = "model.layers.0.self_attn.q_proj"
-# These are the two inner ranks of four.
+# the layouts of the two inner ranks of four
 LAYOUTS = [
     ParallelLayout(),
     ParallelLayout(rank=1, tp=2, ep=2),
@@ -96,7 +96,7 @@ def test_model_computes_with_the_stored_matrices(family: str, name: str, tmp_pat
             continue
         model.finish_loading()
         assert greedy(model, prompt, 12) == expected
-        if name == "fp8-fnuz-dtype":  # Its config.json declares OCP FP8.
+        if name == "fp8-fnuz-dtype":  # The config.json of this format declares OCP FP8.
             continue
         kept, _, report = load(tmp_path, layout, kernels=KEEPING)
         not_kept = "act-order" in name or name in DEQ_SCALES

@@ -32,7 +32,7 @@ class Meeting:
         self.is_first = True
 
     def of_all(self, run: Callable[[Rank], None]) -> None:
-        """Call `run` as each rank in two rounds. Only results of the second round are valid."""
+        """Call `run` as each rank in two rounds. Only the second round gives valid results."""
         for self.is_first in (True, False):
             for rank in range(self.size):
                 run(Rank(self, rank))

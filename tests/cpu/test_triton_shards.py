@@ -209,7 +209,7 @@ def test_experts_of_sharded_blocks_and_groups_add_up_to_those_of_one_rank(
     whole = experts(ParallelLayout())
     parts = [experts(ParallelLayout(rank=rank, tp=ranks)) for rank in range(ranks)]
     x = quantize_activations(torch.randn(3, hidden, generator=generator).half() / 8)
-    tile = Tile(1, 64, 128, num_warps=2)  # large, since the interpreter is sequential
+    tile = Tile(1, 64, 128, num_warps=2)  # a large tile, for few programs
     gemv = moe.tiles.ExpertTiles(tile, tile, choices=2)
     monkeypatch.setattr(moe.tiles.H200MoeTiles, "gemv", lambda self, width, hidden: gemv)
     gemv_m, small_m = most_tokens

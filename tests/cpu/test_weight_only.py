@@ -52,7 +52,7 @@ def _stored(stored: TensorFormat, *shape: int) -> StoredWeight:
 
 @pytest.mark.parametrize("stored", cases.SMALL_FORMATS, ids=lambda stored: stored.name)
 def test_packed_weights_hold_the_codes_of_every_matrix(stored: TensorFormat) -> None:
-    weight = _stored(stored, 2, 5, 160)  # more than two spans of 64 columns, the last one ragged
+    weight = _stored(stored, 2, 5, 160)  # three spans, of which the last one is ragged
     packed = layout.pack(weight)
     each = [{name: t[index] for name, t in weight.tensors.items()} for index in (0, 1)]
     expected = torch.cat([dequantize(stored, tensors) for tensors in each])

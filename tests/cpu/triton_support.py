@@ -59,7 +59,7 @@ interpreter._patch_lang_tensor = _patch_tensor_and_index
 interpreter._patch_lang_core = _patch_core_and_fnuz
 
 # Checking integers for overflow takes 40 % of the interpreter's time.
-# It reports an overflow only under `debug`.
+# The interpreter reports an overflow only under `debug`.
 _builder = interpreter.interpreter_builder
 _builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
 

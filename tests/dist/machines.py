@@ -89,7 +89,7 @@ class DistantMachines(Machines):
         command = [sys.executable, str(EMULATOR), *words]
         pipe = subprocess.PIPE
         self._emulator = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        self._lock = threading.Lock()  # held while a line is sent and its answer is read
+        self._lock = threading.Lock()  # locks a line and its answer
         assert self._emulator.stdout is not None and self._emulator.stderr is not None
         if not self._emulator.stdout.readline():
             error = self._emulator.stderr.read()

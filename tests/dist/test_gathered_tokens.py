@@ -37,7 +37,8 @@ def tokens_of(step: int, place: int) -> tuple[Tensor, Tensor | None]:
 def runs_of(layout: ParallelLayout, counts: tuple[int, ...]) -> list[tuple[int, int | None, bool]]:
     """Return the owner of a rank's tokens, the largest count of other ranks, and whether to split.
 
-    The first entry is for the rank's tokens, the second one for those of its data-parallel rank.
+    The first entry is for the rank's own tokens, the second one for its data-parallel rank's
+    tokens.
     """
     own = layout.dp_rank * layout.cp + layout.cp_rank, max(counts[: layout.dp * layout.cp])
     if layout.cp == 1:

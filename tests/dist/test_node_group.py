@@ -209,7 +209,7 @@ def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -
     stranger._key = b"another"
     first = wire.encoder.encode(peer.next_beat(session))
     second = peer.next_beat(session)
-    peer.say(second)  # by TCP, which may be faster
+    peer.say(second)  # TCP may be faster than UDP.
     peer.hear(wire.Node0Heartbeat)
     peer.throw(wire.encoder.encode(second))
     began = time.monotonic()
@@ -225,7 +225,7 @@ def test_datagrams_count_as_heartbeats_unless_old_or_foreign(setting: Setting) -
     peer.throw(b"no message")
     stopped = threading.Event()
 
-    def repeat() -> None:  # These lines must not count as heartbeats.
+    def repeat() -> None:  # Repeated lines must not count as heartbeats.
         late = wire.encoder.encode(peer.next_beat("another session"))
         new = wire.encoder.encode(peer.next_beat(session))
         while not stopped.wait(wire.BEAT_SECONDS):

@@ -78,7 +78,7 @@ def test_a_fault_in_one_row_ends_that_request_alone(
     beside, error = run(llm, asking(fault))
     assert error == "Injected while this request was computed"
     assert beside == alone
-    again, error = run(llm, SamplingParams(temperature=0.0, max_tokens=2))  # in the same slots
+    again, error = run(llm, SamplingParams(temperature=0.0, max_tokens=2))  # The slots are reused.
     assert error is None and again == alone
 
 

@@ -154,7 +154,7 @@ def read_chat(answer: dict[str, Any]) -> Said:
 
 
 def join_chat(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join a stream with include_usage as clients do. This also checks 02_07 of MiniMax's suite."""
+    """Join a stream with include_usage as clients do, and check 02_07 of MiniMax's suite."""
     *events, last = events
     assert last["choices"] == [] and all(event["usage"] is None for event in events)
     deltas = deltas_of(events)
@@ -342,9 +342,7 @@ DIALECTS = {"chat": CHAT_DIALECT, "messages": MESSAGES_DIALECT, "responses": RES
 
 
 def every_way(*gate: str) -> pytest.MarkDecorator:
-    """Parametrize by dialect, and by whole or streamed answers. Only ways in `gate` are not
-    `full`.
-    """
+    """Parametrize by dialect, and by whole or streamed answers. The gate runs ways in `gate`."""
     params = []
     for name, dialect in DIALECTS.items():
         for mode in ("whole", "stream"):

@@ -197,7 +197,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "server" not in metafunc.fixturenames or metafunc.function.__name__ in OF_NANO:
         return
     if metafunc.module.__name__.endswith(OF_ALL_FAMILIES):
-        # None is the parameter of tests on nano alone, so that all tests share one server.
+        # Tests on nano alone have the parameter None, so that all tests share one server.
         nano = pytest.param(None, id=MODEL)
         models = [nano, pytest.param("nano-m3", marks=pytest.mark.full)]
         metafunc.parametrize("server", models, indirect=True, scope="session")

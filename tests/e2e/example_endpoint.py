@@ -27,7 +27,7 @@ from negamax.text.parser.events import ParserEvent
 
 
 class ShoutRequest(SampledRequest):
-    """A request to continue a prompt. It inherits all sampling parameters."""
+    """A request to continue a prompt, with all sampling parameters."""
 
     prompt: str  # the text to continue
     max_tokens: int = 16

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-Fault = Callable[[asyncio.StreamWriter, int], Awaitable[None]]  # with the number of the request
+Fault = Callable[[asyncio.StreamWriter, int], Awaitable[None]]  # called with the request's number
 
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -24,7 +24,7 @@ class FaultyServer:
 
 @contextlib.contextmanager
 def faulty_server(fault: Fault) -> Iterator[FaultyServer]:
-    """Run a server that answers POST requests by `fault`. It lists one model, 'faulty'."""
+    """Run a server that answers POST requests by `fault` and lists one model, 'faulty'."""
     state = FaultyServer()
     ready, loop, stopped = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 

@@ -181,7 +181,7 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
     for wrong in (
         {"remote_host": None},
         {"remote_host": "192.0.2.1"},
-        {"remote_host": "10.0.0.1"},  # This is another machine, and kv_ip is loopback.
+        {"remote_host": "10.0.0.1"},  # remote_host is another machine, kv_ip is loopback.
         {"remote_port": 70000},
         {"do_remote_decode": True},
         {"remote_port": "x"},
@@ -230,7 +230,7 @@ def test_rooms_of_sglangs_router(pair: PAIR) -> None:
             answers = [threads.submit(post, server, "/generate", both) for server in pair]
             first, second = (each.result() for each in answers)
             assert [one["text"] for one in second] == [one["text"] for one in expected]
-    assert pair[1].gauge("negamax:failed_remote_prefills_total") <= 5  # from the test before
+    assert pair[1].gauge("negamax:failed_remote_prefills_total") <= 5  # the other test's failures
     with pair[1].http() as http:
         wrong = http.post("/generate", json=both | {"bootstrap_room": [1, 2]})
     assert wrong.status_code == 400 and "2 values for 3 prompts" in wrong.text

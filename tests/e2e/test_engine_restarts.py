@@ -132,7 +132,7 @@ def test_engine_without_a_heartbeat_is_replaced(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server with two ranks. The last test that uses it ends it."""
+    """Run a server with two ranks. The last test that uses this server ends it."""
     options = ("--device", "cpu", "--tensor-parallel-size", "2", "--engine-hang-timeout", "4")
     with serving(*options, log_file=tmp_path_factory.mktemp("two_ranks") / "log") as server:
         yield server

@@ -45,7 +45,7 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
 
     assert any(speed_again() > 1 for _ in range(10))
     assert "85" in nano.text(".assistant .text")
-    assert int(figures(nano)["Cached"]) > 0  # The second time the prompt is cached.
+    assert int(figures(nano)["Cached"]) > 0  # The prompt is cached the second time.
     assert nano.problems == []
     urls = [request["url"] for request in nano.requests]
     assert all(url.startswith((server.url, "about:blank")) for url in urls)

@@ -63,7 +63,9 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
 def streams_under_way(
     server: Server, pool: concurrent.futures.Executor, count: int, **fields: Any
 ) -> list[concurrent.futures.Future[list[str]]]:
-    """Start long streams. Each returns its last two lines, or none if its connection is lost."""
+    """Start long streams. A stream returns its last two lines, or none if its connection is
+    lost.
+    """
     begun = threading.Semaphore(0)
 
     def run() -> list[str]:
@@ -293,8 +295,7 @@ def ending(tmp_path: Path) -> Iterator[Server]:
 
 def test_all_processes_drain_and_leave_together(ending: Server) -> None:
     family = [ending.engine_pid(), *ending.member_pids()]
-    # A service manager sends SIGTERM to every process. The first process decides when each one
-    # ends.
+    # A service manager sends SIGTERM to every process. The first process decides when to end each.
     for pid in family:
         os.kill(pid, signal.SIGTERM)
     with concurrent.futures.ThreadPoolExecutor(9) as pool:

@@ -47,7 +47,7 @@ class Receiver(http.server.BaseHTTPRequestHandler):
             for scope in resource.scope_spans:
                 self.server.spans += scope.spans
         self.send_response(200)
-        self.send_header("content-length", str(2**30))  # more than a client should read
+        self.send_header("content-length", str(2**30))  # more bytes than a client should read
         self.end_headers()
         self.wfile.write(bytes(2**17))
         self.server.done.wait(60)

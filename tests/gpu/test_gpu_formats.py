@@ -22,7 +22,7 @@ WEIGHTS_ONLY = (
     "quark-mxfp4",
 )  # fmt: skip
 ROUNDED = ("compressed-fp8-channel", "int8", "modelopt-fp8", "modelslim-dynamic", "quark-int8")
-MXFP8 = ("modelopt-mixed", "mxfp8")  # held as FP8 blocks unless an option differs
+MXFP8 = ("modelopt-mixed", "mxfp8")  # FP8 blocks on a GPU unless an option differs
 DEGREES = (1, 2, 4)
 _TEXTS = (*TOKENIZER_FILES, "generation_config.json")
 

@@ -32,7 +32,7 @@ from tests.kernel_cases.case import Apply, Case, Cost, OpCases, Rows, both, num_
 _QK_NORM_SMALL = ((0, 2, 1, 16, 8), (1, 8, 2, 128, 64), (5, 6, 3, 20, 10))
 _HEAD_NORM_SMALL = ((0, 2, 1, 16, 8), (3, 0, 2, 16, 8), (1, 16, 1, 128, 64), (5, 6, 3, 20, 20))
 _ROPE_SMALL = ((0, 2, 1, 16, 16), (1, 6, 1, 128, 128), (5, 3, 3, 20, 20))
-# as above, then blocks of the cache, their size, and the dtype of an FP8 cache
+# like `_QK_NORM_SMALL`, then blocks of the cache, their size, and the dtype of an FP8 cache
 _QK_NORM_WIDE = (
     (1, 48, 8, 128, 64, (64, 64)), (1, 12, 2, 128, 64, (256, 16)), (100, 24, 4, 128, 64, (128, 32)),
     (3001, 12, 2, 128, 64, (256, 16)), (1000, 48, 8, 128, 64, (256, 16), FP8),

@@ -83,7 +83,7 @@ def norm_route_small(dtype: torch.dtype, generator: torch.Generator) -> list[Cas
             (((9, 64), 7, 8, 2), {}),
             (((1, 4, 264), 1, 3, 2), {}),
             (((2, 3, 64), 2, 8, 2), {}),
-            (((2, 5, 64), 1, 4, 2), {}),  # more parts than one launch takes
+            (((2, 5, 64), 1, 4, 2), {}),  # more parts than a launch takes
             (((0, 128), 0, 4, 2), {"quantize": True}),
             (((2, 1152), 2, 8, 2), {"quantize": True}),
             (((2, 384), 1, 8, 2), {"quantize": True, **_M3_NORM_ROUTE}),

@@ -313,7 +313,7 @@ def test_many_wrong_elements_are_refused(model: type[RequestModel], fields: dict
     try:
         model.model_validate(fields | {name: many})
     except ValidationError as error:
-        assert error.error_count() <= 3  # at most one error per type that the field accepts
+        assert error.error_count() <= 3  # one error per type of the field
     except InvalidRequestError:
         pass  # The field has a length limit.
     assert refusal(model, fields | {name: many}).param.startswith(name)

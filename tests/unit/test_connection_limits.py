@@ -26,7 +26,7 @@ FREE = ConnectionLimits(in_all=100, per_address=100)
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 OK = b"HTTP/1.1 200"
-BIG = b"x" * 10_000_000  # more than the socket buffers of both kernels hold
+BIG = b"x" * 10_000_000  # larger than the socket buffers of both kernels
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +57,7 @@ class Client:
         self.send, self.close = self._socket.sendall, self._socket.close
 
     def read(self) -> bytes:
-        """Return the next bytes. They are empty after an error or if the server closed the
+        """Return the next bytes, or no bytes after an error or if the server closed the
         connection.
         """
         try:
@@ -230,7 +230,7 @@ def test_handshake_limits(tls_files: tuple[str, str], monkeypatch: pytest.Monkey
 
     def is_refused(clients: Clients) -> bool:
         silent = [clients.connect() for _ in range(3)]
-        silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # This is half of a TLS handshake.
+        silent[1].send(b"\x16\x03\x01\x02\x00\x01\x00")  # half of a TLS handshake
         time.sleep(0.1)
         refused = asked(clients.port) == b""
         for client in silent:
@@ -325,7 +325,7 @@ def test_one_key_leaves_room_for_the_bodies_of_another() -> None:
     second.take(25)
     with pytest.raises(OverloadedError):
         second.take(1)
-    first.keep(10)  # The other fields had no effect.
+    first.keep(10)  # Fields without effect are free.
     second.take(20)
     for share in (first, second):
         share.keep(0)

@@ -111,7 +111,7 @@ def test_a_tag_that_ends_like_a_stop_string_keeps_its_id() -> None:
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
-        ("quick brown fox jumps", "fox jum", "quick brown "),  # several tokens
+        ("quick brown fox jumps", "fox jum", "quick brown "),  # a string of several tokens
         ("a</think>xyz", "nk>x", "a</thi"),  # a stop string inside a tag
         ("done[e~[more", "[e~[", "done"),  # a control token that is part of the visible text
     ],

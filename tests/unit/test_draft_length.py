@@ -82,7 +82,7 @@ class Engine:
         self.chosen: list[int] = []
         self.tokens, self.seconds = 0, 0.0
         self.head: Head | None = None
-        self.rates: list[Curve] = []  # with a head: acceptance rates of each row's new draft tokens
+        self.rates: list[Curve] = []  # acceptance rates of each row's new drafts (head only)
 
     def propose(self, drafts: int, curve: Curve) -> None:
         """Draw acceptance rates around `curve`, and report the head's estimates of these rates."""

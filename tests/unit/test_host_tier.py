@@ -62,7 +62,7 @@ class HostTrace(Trace):
             self.launch(plans)
             self.commit()
         for rank in self.scheduler.ranks:
-            unplanned = len(rank.host._new_stores)  # The next plan would store these blocks.
+            unplanned = len(rank.host._new_stores)  # Writes remain if files are off.
             unplanned += len(rank.host.files._writes)  # These exist only if files are off.
             assert rank.host._host.num_free + unplanned == rank.host.num_blocks
             assert not rank.host.has_loads and rank.num_waiting == 0
@@ -154,7 +154,7 @@ def test_a_prompt_that_left_the_gpu_is_loaded_before_its_admission() -> None:
         waiting, msgspec.structs.replace(make_result(waiting), loaded_step=first.step_id)
     )
     (row,) = scheduler.next_plan().new_rows
-    assert row.num_computed == 16  # The last block is needed for its logits.
+    assert row.num_computed == 16  # The last block runs for its logits.
     assert set(first.copies.loaded_blocks) <= set(row.block_ids[:4])
 
 

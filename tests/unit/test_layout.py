@@ -214,7 +214,7 @@ def test_dcp_ranks_hold_whole_blocks() -> None:
     for size in (1, 64, 256, 100):
         with pytest.raises(ConfigError, match=rf"is {size}; .*whole blocks .*-size 128\)"):
             replace(two, cp_kv_cache_interleave_size=size).check_interleave(128)
-    # without DCP any interleave is accepted
+    # Without DCP any interleave is accepted.
     ParallelOptions(8, cp_kv_cache_interleave_size=1).check_interleave(128)
 
 

@@ -281,7 +281,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert list_gpus(monkeypatch, "GPU-b, GPU-a,7", num_replicas=2) == ["GPU-b", "GPU-a"]
     assert list_gpus(monkeypatch, "3,1", num_replicas=1) == ["-"]
     assert list_gpus(monkeypatch, "3,1", num_replicas=3, device="cpu") == ["-"] * 3
-    assert list_gpus(monkeypatch, "", num_replicas=3) == ["-"] * 3  # They run on the CPU.
+    assert list_gpus(monkeypatch, "", num_replicas=3) == ["-"] * 3  # All run on the CPU.
     with pytest.raises(ConfigError) as refused:
         list_gpus(monkeypatch, "0,1,2,3,4,5,6", num_replicas=2, tensor_parallel_size=4)
     assert "is 2, of 4 GPUs each; 7 are available" in refused.value.message

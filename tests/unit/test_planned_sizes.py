@@ -91,7 +91,7 @@ def test_a_performance_mode_chooses_missing_sizes() -> None:
         words = "no split over 4 x H200 holds one request of 1048576"
         with pytest.raises(ConfigError, match=words):
             choose_parallel_sizes(EngineOptions(**large))
-    # It also needs more of the memory, and fewer than 256 request slots.
+    # The model also needs more of the memory, and fewer than 256 request slots.
     large |= {"gpu_memory_utilization": 0.95}
     options = choose_parallel_sizes(EngineOptions(**large, max_num_seqs=64))
     assert options.tensor_parallel_size == 4

@@ -50,7 +50,7 @@ def test_abandoned_folders_are_removed(temporary: Path, monkeypatch: pytest.Monk
     abandoned, foreign = Path(done.stdout.strip()), temporary / "negamax-notes"
     foreign.mkdir()
     used = PrivateFolder()
-    assert abandoned.is_dir()  # It is too young; its owner may be about to lock it.
+    assert abandoned.is_dir()  # A young folder stays, since its owner may be about to lock it.
     monkeypatch.setattr(private_folder, "_SECONDS_TO_LOCK", -1.0)
     PrivateFolder().remove()
     assert not abandoned.exists()

@@ -17,7 +17,7 @@ def test_senders_and_sizes_take_turns_and_leave_threads_to_others() -> None:
         name: threads.submit(partial(order.append, name), name[0], num_bytes=size)
         for name, size in sizes.items()
     }
-    for name in ("b", "small"):  # These two run while the first one still blocks.
+    for name in ("b", "small"):  # Both run while the first task still blocks.
         begun[name].result(SECONDS)
     assert set(order) == {"b", "small"}
     assert threads.submit(partial(order.append, "no"), "a", num_bytes=MiB).cancel()

@@ -188,7 +188,7 @@ def expected_output(
 
 
 class AnyDraftLength(FixedDraftLength):
-    """Return a random length, often the maximum. It receives every plan that was not lost."""
+    """Return a random length, often the maximum, and record every plan that was not lost."""
 
     def __init__(self, most: int, seed: int) -> None:
         self._most, self._rng = most, random.Random(seed)
@@ -222,7 +222,7 @@ class Trace:
         # The results are None if the step was lost.
         self.in_flight: deque[tuple[list[StepPlan], list[StepResult] | None]] = deque()
         self.steps: list[list[StepPlan]] = []
-        # for each rank: slot -> number of drafts proposed after the last sampled token
+        # per rank: slot -> number of drafts proposed after the last sampled token
         self.proposed: list[dict[int, int]] = [{} for _ in range(num_ranks)]
         self.requests: dict[str, GenerateRequest] = {}
         self.updates: dict[str, list[SequenceUpdate]] = {}

@@ -1,6 +1,6 @@
 """Let two engines prefill and decode for each other while random faults happen.
 
-Their workers record the content of every cell, so that a wrong copy is detected.
+The workers record the content of every cell, so that a wrong copy is detected.
 """
 
 from __future__ import annotations

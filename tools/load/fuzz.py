@@ -89,9 +89,7 @@ def _damage(content: bytes, rng: random.Random) -> bytes:
 
 
 def request(rng: random.Random, seeds: dict[str, list[dict[str, Any]]]) -> tuple[str, bytes]:
-    """Make a request from a valid body by up to four changes. Sometimes its bytes are
-    damaged, too.
-    """
+    """Make a request from a valid body by up to four changes, sometimes with damaged bytes."""
     path = rng.choice(list(seeds))
     body: Any = copy.deepcopy(rng.choice(seeds[path]))
     if isinstance(body, dict) and rng.random() < 0.2:

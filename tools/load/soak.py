@@ -13,7 +13,8 @@ from negamax.text.encoding_cache import CACHE_BYTES
 from tools.load.http import DONE, INTERRUPTED
 from tools.load.server import Server, serving
 
-# The cache is so small that it is full after a minute. Its memory does not grow afterwards.
+# The cache is so small that it is full after a minute. The server's memory does not grow
+# afterwards.
 KV_BLOCKS = {"nano": 2048, "nano-m3": 256}  # 32,768 tokens
 FULL_BATCH = 64  # default number of sequences that a CPU runs at once
 _CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

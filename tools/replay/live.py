@@ -271,7 +271,7 @@ async def _play_day(
 
 
 def live_day(*, size: LiveSize, seed: int) -> dict[str, Any]:
-    """Return the report. Its list `problems` is empty if all checks pass."""
+    """Return the report, whose list `problems` is empty if all checks pass."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="replay-") as name:
         model = _widened(Path(name), context_length=size.context_length)

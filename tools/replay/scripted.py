@@ -176,7 +176,7 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class _Role:
-    """Hold a prepared session. Its lists have one entry per turn."""
+    """Hold a prepared session. Lists have one entry per turn."""
 
     session: Session
     family: Family
