@@ -1,8 +1,7 @@
-"""Seeded sessions of a coding agent with a shared system prompt, shared tools and a growing
-history.
+"""Seeded sessions of a coding agent with a shared system prompt and a growing history.
 
-Answers are thinking and tool calls, whose results are pieces of files. After some steps an answer
-ends the task, and the user sets the next one. Each request sends the whole history.
+An answer is thinking and tool calls, whose results are pieces of files. After some steps an answer
+ends the task, and the user sets the next task. Each request sends the whole history.
 """
 
 # ruff: noqa: SIM905 (word lists read better as text)
@@ -20,7 +19,7 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Session, SessionTurn, TextScale, TurnResponse, Turns
 
 STEPS_PER_TASK = (3, 9)  # turns until the next user message
-RESULT_SPREAD = (0.3, 1.7)  # of a tool result's length
+RESULT_SPREAD = (0.3, 1.7)  # range of a tool result's length, relative to the mean
 TWO_CALLS_SHARE = 0.25
 
 NOUNS = (
@@ -56,7 +55,7 @@ _TOOLS: tuple[tuple[str, str, str], ...] = (
     ("fetch_page", "Read a page of documentation.", "url question"),
     ("note_tasks", "Keep a list of what is to be done.", "tasks:array"),
     ("ask_user", "Ask the user one question.", "question choices:array"),
-)  # name, description, fields with their types, which are strings where none is named
+)  # name, description, fields as name:type (a field without a type is a string)
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ class _RecordedStep:
     """A recorded assistant turn, with the results of its calls or the next question."""
 
     message: dict[str, Any]
-    results: tuple[str, ...]  # of the calls
-    question: str  # by the user, if there are no calls
+    results: tuple[str, ...]  # results of the calls
+    question: str  # next question of the user, if there are no calls
 
 
 class AgentSessions:
@@ -86,7 +85,7 @@ class AgentSessions:
             yield self.session()
 
     def session(self) -> Session:
-        """Make the next session: `agent_turns` long, or as long as the context length allows."""
+        """Make the next session. It has `agent_turns` turns, or as many as the context allows."""
         rng = random.Random(self._rng.getrandbits(64))
         opening = _task(rng)
         steps: list[_RecordedStep] = []
@@ -112,7 +111,7 @@ class AgentSessions:
         answer = yield self._turn(history, pause=0.0)
         for step in steps:
             if live and answer.record.error is not None:
-                return  # no answer to continue with
+                return  # a failed turn has no answer to continue with
             history = [*history, *(_live_reply(answer, step) if live else _recorded_reply(step))]
             answer = yield self._turn(history, pause=self._options.agent_pause)
 
@@ -138,7 +137,7 @@ class AgentSessions:
 
 
 def _recorded_reply(step: _RecordedStep) -> list[dict[str, Any]]:
-    """The recorded answer and what follows it."""
+    """Return the recorded answer and its tool results or the user's next question."""
     if not step.results:
         return [step.message, {"role": "user", "content": step.question}]
     results = zip(step.message["tool_calls"], step.results, strict=True)
@@ -150,7 +149,7 @@ def _tool_message(call: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _live_reply(answer: TurnResponse, step: _RecordedStep) -> list[dict[str, Any]]:
-    """The server's own answer with a result for each of its calls, or with a user message."""
+    """Return the server's own answer and a result for each of its calls, or a user message."""
     assert answer.message is not None
     message = dict(answer.message)
     calls = message.get("tool_calls", [])

@@ -16,13 +16,13 @@ SYNTHETIC = "negamax:synthetic_acceptance_length"
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Sequences with drafts, their draft tokens and the accepted ones, since a start."""
+    """Numbers of drafts, draft tokens and accepted draft tokens."""
 
     drafts: int = 0
     draft_tokens: int = 0
     accepted: int = 0
     per_position: tuple[int, ...] = ()
-    is_synthetic: bool = False  # accepted by a schedule
+    is_synthetic: bool = False  # acceptance follows a schedule instead of the model
 
     @staticmethod
     def of_stats(stats: EngineStats, speculation: SpeculationConfig | None) -> "DraftCounts":
@@ -38,7 +38,7 @@ class DraftCounts:
 
     @staticmethod
     def of_metrics(text: str) -> "DraftCounts":
-        """Read the counters of /metrics, ours or vLLM's, summed over models and engines."""
+        """Read the counters in Negamax's or vLLM's /metrics, summed over models and engines."""
         from prometheus_client.parser import text_string_to_metric_families  # slow to import
 
         sums: dict[str, float] = {}
@@ -78,7 +78,7 @@ class DraftCounts:
         )
 
     def summary(self) -> dict[str, Any]:
-        """The counts under vLLM's names; empty without drafts."""
+        """Return the counts under vLLM's names; {} without drafts."""
         if self.drafts <= 0 or self.draft_tokens <= 0:
             return {}
         length = 1.0 + self.accepted / self.drafts

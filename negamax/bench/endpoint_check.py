@@ -1,4 +1,4 @@
-"""`negamax check`: one small request to each endpoint of a server."""
+"""`negamax check` sends one small request to each endpoint of a server."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class EndpointState:
     name: str
     state: str
     milliseconds: float
-    detail: str = ""  # of a failure
+    detail: str = ""  # reason of a failure
 
 
 async def check_endpoints(
     client: ServingClient, *, model: str | None, timeout: float, required: Collection[str] = ()
 ) -> list[EndpointState]:
-    """Ask all endpoints within `timeout` seconds; `required` ones fail where they are absent."""
+    """Check all endpoints within `timeout` seconds. An absent endpoint fails if `required`."""
     deadline = time.monotonic() + timeout
     if model is None:
         try:
             model = await find_model(client)
         except CheckFailure:
-            model = "default"  # a failure of /v1/models shows below
+            model = "default"  # the check of /v1/models reports the failure
     asked = (_ask(client, name, model, deadline, required) for name in ENDPOINTS)
     states = await asyncio.gather(*asked)
     client.close()
@@ -65,7 +65,7 @@ async def check_endpoints(
 
 
 def is_working(states: Collection[EndpointState]) -> bool:
-    """Whether no endpoint failed and some answered."""
+    """Return whether some endpoints answered and none failed."""
     found = [each.state for each in states]
     return "ok" in found and "failed" not in found
 
@@ -91,13 +91,13 @@ async def _ask(
 
 
 def _judge(name: str, answer: WholeResponse) -> None:
-    """Check an answer of status 200. Errors: `CheckFailure`."""
+    """Raise `CheckFailure` if an answer of status 200 is not usable."""
     field = ENDPOINTS[name][2]
     if name == "metrics" and b"# TYPE" not in answer.raw:
-        raise CheckFailure("no metrics in Prometheus' format")
+        raise CheckFailure("the answer has no metrics in Prometheus' format")
     if name == "chat-stream":
         read_stream(answer)
     if field is not None and not read_object(answer).get(field):
-        raise CheckFailure(f"an answer without {field!r}")
+        raise CheckFailure(f"the answer has no {field!r}")
     if name == "chat":
         read_chat(read_object(answer))

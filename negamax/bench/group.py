@@ -9,7 +9,7 @@ from negamax.worker.config import DebugResult
 
 
 def sizes(options: EngineOptions) -> dict[str, int]:
-    """The sizes of the parallel axes other than tensor parallelism that are larger than 1."""
+    """Return the tensor-parallel size, and other parallel sizes that are larger than 1."""
     given = {
         name: getattr(options, name) for name in ("pipeline_parallel_size", "data_parallel_size")
     }
@@ -18,28 +18,28 @@ def sizes(options: EngineOptions) -> dict[str, int]:
 
 
 def label(result: dict[str, Any]) -> str:
-    """A label such as "PP2 DP2 TP1" for a result with its `sizes`."""
+    """Return a label such as "PP2 DP2 TP1" for a result with its `sizes`."""
     names = (("PP", "pipeline"), ("DP", "data"), ("TP", "tensor"))
     keys = ((word, f"{name}_parallel_size") for word, name in names)
     return " ".join(f"{word}{result[key]}" for word, key in keys if key in result)
 
 
 class Group:
-    """The number of ranks of an engine."""
+    """Combines figures of an engine's ranks."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
 
     def step_rows(self, num_requests: int) -> int:
-        """Sequences in one step with so many running requests; pipeline stages take turns."""
+        """Return the sequences of a step if `num_requests` run. Pipeline stages take turns."""
         return -(-num_requests // self._layout.pp)
 
     def rank_rows(self, num_requests: int) -> int:
-        """The same on the most loaded data-parallel rank."""
+        """Return the sequences of a step on the most loaded data-parallel rank."""
         return -(-self.step_rows(num_requests) // self._layout.dp)
 
     def distinct_experts(self, answers: Sequence[DebugResult]) -> float | None:
-        """Distinct experts per layer of a step on all data-parallel ranks, the mean, if known."""
+        """Return the mean number of distinct experts per layer of a step; None if not counted."""
         chosen: dict[int, list[set[int]]] = {}  # by stage and layer
         for rank, answer in enumerate(answers):
             if answer.experts is None:
@@ -52,7 +52,7 @@ class Group:
         return sum(counts) / len(counts) if any(counts) else None
 
     def stage_milliseconds(self, answers: Sequence[DebugResult]) -> list[float]:
-        """The step time of each stage's slowest rank; empty if one is not known."""
+        """Return the step time of each stage's slowest rank; [] if a rank has none."""
         slowest: dict[int, float] = {}
         for rank, answer in enumerate(answers):
             if answer.number is None:

@@ -2,8 +2,8 @@
 
 For each batch size it runs an untimed short batch, a batch that counts experts, a batch that
 generates one token (the prefill time), and a batch that generates `output_len` tokens. The time per
-output token is that after the last first token of this batch over `output_len - 1`: a difference of
-two batches would have the noise of both.
+output token is the time of the last batch after its last first token, over `output_len - 1`. A
+difference of two batches would have the noise of both batches.
 
 With `cached_prompts` the last batch repeats cached prompts. This measures decode steps after long
 contexts.
@@ -33,18 +33,18 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
-# more than the steps in which the last prompts overlap with the first tokens
+# more than the number of steps in which the last prompts overlap with the first tokens
 OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One measurement of one batch size, in seconds unless a name says otherwise."""
+    """One measurement of one batch size. Times are in seconds."""
 
-    prefill_seconds: float  # of the batch with one token per request
-    ttft: tuple[float, ...]  # of the timed batch
-    total_seconds: float  # of the timed batch
+    prefill_seconds: float  # time of the batch with one token per request
+    ttft: tuple[float, ...]  # times to first token in the timed batch
+    total_seconds: float  # time of the timed batch
     tpot: float  # (total - the last first token of the same batch) / (output_len - 1)
     step_median: float
     step_p99: float
@@ -52,11 +52,11 @@ class Repeat:
     idle: float
     cached_tokens: int
     preemptions: int
-    drafts: DraftCounts = NO_DRAFTS  # of the timed batch
+    drafts: DraftCounts = NO_DRAFTS  # counts of the timed batch
 
 
 def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, Any]:
-    """The settings that two results must share to be compared."""
+    """Return the settings that two results must share to be compared."""
     return {
         "model": options.model,
         "num_layers": locate(options).spec.num_layers,
@@ -70,16 +70,16 @@ def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, A
 def run(
     options: EngineOptions, workload: OfflineWorkload, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure each batch size with a new engine and return the document. Errors: `ConfigError`."""
+    """Measure each batch size with a new engine; return the document. Raises `ConfigError`."""
     if workload.cached_prompts and not options.enable_prefix_caching:
         raise ConfigError(
-            "--cached-prompts finds prompts in the prefix cache, which is off",
-            hint="leave out one of --cached-prompts and --no-enable-prefix-caching",
+            "--cached-prompts needs the prefix cache, which is disabled",
+            hint="omit --cached-prompts or --no-enable-prefix-caching",
         )
     started = time.perf_counter()
     loop, info = start_loop(options)
     start_seconds = time.perf_counter() - started
-    gc.freeze()  # as the engine process does
+    gc.freeze()  # the engine process does the same
     split = label(sizes(options))
     say(f"{info.model}, {split} on {info.device}: ready after {start_seconds:.1f} s")
     group = Group(ParallelLayout.of(options.parallel))
@@ -87,7 +87,7 @@ def run(
         runs = _measure_all(loop, info, workload, group, say=say)
     finally:
         loop.shutdown()
-        gc.unfreeze()  # Triton 3.9 reports what stays frozen at the exit as leaked
+        gc.unfreeze()  # Triton 3.9 reports objects that are frozen at exit as leaks
     result = {
         "engine": "negamax",
         **conditions(options, workload),
@@ -205,7 +205,7 @@ def _measure(
 
 
 def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -> dict[str, Any]:
-    """Medians over `repeats`, as an entry of "runs" in the JSON document."""
+    """Return medians over `repeats`, as an entry of "runs" in the JSON document."""
 
     def median(of: Callable[[Repeat], float]) -> float:
         return statistics.median(of(repeat) for repeat in repeats)
@@ -234,7 +234,7 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
 def _progress(run: dict[str, Any]) -> str:
     words = [f"concurrency {run['concurrency']}: prefill {run['prefill_seconds']:.3f} s"]
     if run["tpot_ms"] is None:
-        words.append("--output-len is too short to time its tokens")
+        words.append("--output-len is too short to time output tokens")
     else:
         words.append(f"{run['tpot_ms']:.2f} ms per token and request")
         words.append(f"{run['decode_tokens_per_second']:.0f} tokens/s")

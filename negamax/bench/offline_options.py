@@ -8,23 +8,23 @@ from negamax.options.flags import check_options, option
 
 @dataclass(frozen=True)
 class OfflineWorkload:
-    """Batches of `concurrency` concurrent requests. Lengths in tokens."""
+    """Batches of `concurrency` concurrent requests. Lengths are in tokens."""
 
     concurrency: tuple[int, ...] = (1,)
-    input_len: int = option(1000, "Set the tokens of each prompt.", panel=WORKLOAD, least=1)
-    output_len: int = option(129, "Set the tokens generated for each.", least=2)
-    repeat: int = option(1, "Measure each this often and keep the median.", least=1)
+    input_len: int = option(1000, "Set the number of prompt tokens.", panel=WORKLOAD, least=1)
+    output_len: int = option(129, "Set the number of output tokens per request.", least=2)
+    repeat: int = option(1, "Repeat measurements this often and report medians.", least=1)
     temperature: float = option(1.0, "Set the temperature; 0 is greedy.", least=0.0, most=2.0)
-    top_k: int = option(0, "Set the number of candidates; 0 is off.", least=0)
-    top_p: float = option(1.0, "Set the nucleus; 1 is off.", least=0.0, most=1.0)
+    top_k: int = option(0, "Sample from this many most likely tokens; 0: all.", least=0)
+    top_p: float = option(1.0, "Set the nucleus probability; 1: all tokens.", least=0.0, most=1.0)
     no_distinct_experts: bool = option(
         False,
-        "Do not count the selected experts, which takes a batch of its own without CUDA graphs.",
+        "Skip the count of selected experts, which needs a batch of its own without CUDA graphs.",
         "--no-distinct-experts",
     )
     cached_prompts: bool = option(
         False,
-        "Compute the prompts once and time what follows their cached blocks; for long contexts.",
+        "Compute the prompts once and time decoding after their cached blocks, for long contexts.",
     )
     seed: int = 0
 

@@ -1,6 +1,7 @@
 """Plots of measurements. Only this module imports matplotlib.
 
-The suffix of a plot's file is its format (png, svg, pdf). Errors: `ConfigError` without matplotlib.
+The suffix of a plot's file selects its format (png, svg, pdf). Without matplotlib, functions raise
+`ConfigError`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ _STEPS: dict[str, Any] = {"where": "post", "color": "black", "linewidth": 1}
 
 
 def blank_figure(size: tuple[float, float]) -> Any:
-    """Make an empty figure of `size` inches. Errors: `ConfigError` if matplotlib is missing."""
+    """Make an empty figure of `size` inches. Raises `ConfigError` if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -29,7 +30,7 @@ def blank_figure(size: tuple[float, float]) -> Any:
 
 
 def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Plot time per output token over batch size, a line per result and the limit of the first."""
+    """Plot time per output token over batch size, with the physical limit of the first result."""
     figure = blank_figure((7, 4.5))
     first = results[0]
     axes = figure.add_subplot()
@@ -73,7 +74,7 @@ def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) ->
 
 
 def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None:
-    """Plot throughput over TPOT and over TTFT, a line per series, each point with its load."""
+    """Plot throughput over TPOT and over TTFT. Each series is a line; points show their load."""
     figure = blank_figure((11, 5))
     by_tpot, by_ttft = figure.subplots(1, 2, sharey=True)
     _throughput_over(by_tpot, series, "median_tpot_ms")

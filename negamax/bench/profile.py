@@ -1,7 +1,7 @@
 """`negamax bench profile`: the time of a decode step by operation.
 
 It records the GPU kernels of rank 0 (on a CPU, PyTorch's operators) over a few decode steps of a
-batch whose sequences all have the same context.
+batch whose sequences have contexts of the same length.
 """
 
 import time
@@ -23,8 +23,8 @@ from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
 
-# Operations and prefixes of their kernels' names, as `_kernel_name` returns them; the first match
-# counts.
+# Operations and prefixes of their kernels' names, as `_kernel_name` returns these names. The first
+# match counts.
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
     ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
@@ -78,7 +78,7 @@ class OperationTime:
 
 
 def operation_of(kernel: str) -> str:
-    """The operation of a GPU kernel, or its own short name."""
+    """Return the operation of a GPU kernel, or the kernel's short name."""
     name = _kernel_name(kernel)
     found = (operation for operation, prefixes in OPERATIONS if name.startswith(prefixes))
     return next(found, name)
@@ -116,7 +116,7 @@ def run(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Profile decode steps of each batch size and return the document. Errors: `ConfigError`."""
+    """Profile decode steps of each batch size; return the document. Raises `ConfigError`."""
     loop, info = start_loop(options)
     try:
         prompts = RandomPrompts(info, seed=options.seed, temperature=1.0)
@@ -150,7 +150,7 @@ def run(
 def _lengths(context: int, steps: int, max_model_len: int) -> dict[str, int]:
     """Return the lengths of a request that has `context` tokens when the recording begins."""
     input_len = max(1, context - WARM_UP_STEPS)
-    # As long as the model allows: no sequence may end before the recording.
+    # No sequence may end before the recording, so outputs are as long as the model allows.
     return {
         "input_len": input_len,
         "output_len": max(WARM_UP_STEPS + steps, max_model_len - input_len),
@@ -160,7 +160,7 @@ def _lengths(context: int, steps: int, max_model_len: int) -> dict[str, int]:
 def _profile(
     loop: EngineLoop, requests: list[GenerateRequest], *, steps: int
 ) -> tuple[list[OperationTime], float]:
-    """Record kernel times by operation, and the wall-clock microseconds of a step meanwhile."""
+    """Return kernel times by operation, and the wall-clock microseconds of a recorded step."""
     stepper = decode_batch(loop, requests)
     try:
         for _ in range(WARM_UP_STEPS):

@@ -25,7 +25,7 @@ Run = Mapping[str, Any]
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Versions, machine and date. `device` is the engine's, such as "cuda:0" or "cpu"."""
+    """Return versions, machine and date. `device` is the engine's, such as "cuda:0" or "cpu"."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -43,7 +43,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) -> float:
-    """Measure the bytes per second of a large copy on a CUDA device, the best of some rounds."""
+    """Return the bytes per second of a large copy on a CUDA device, the best of some rounds."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / min(gpu_seconds(lambda: target.copy_(source), rounds=COPY_ROUNDS))
@@ -52,7 +52,7 @@ def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) 
 def gpu_seconds(
     call: Callable[[], object], *, rounds: int, between: Callable[[], object] | None = None
 ) -> list[float]:
-    """Time `rounds` calls with CUDA events after an untimed one; `between` runs before each."""
+    """Time `rounds` calls with CUDA events after an untimed call. Run `between` before each."""
     call()
     seconds: list[float] = []
     for _ in range(rounds):
@@ -68,10 +68,10 @@ def gpu_seconds(
 
 
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
-    """Add the physical limit of the decode step to each run of `result`, and the share reached.
+    """Add the physical limit of the decode step to each run of `result`, and the reached share.
 
-    Runs with drafts are skipped, since their steps yield several tokens, and so are engines with
-    pipeline stages or data-parallel ranks.
+    Runs with drafts are skipped, because their steps yield several tokens. Engines with pipeline
+    stages or data-parallel ranks are skipped, too.
     """
     if label(result) != f"TP{result['tensor_parallel_size']}":
         return
@@ -100,17 +100,17 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
 
 
 def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
-    """Read the result of the same `conditions` from `file`. Errors: `ConfigError`."""
+    """Read the result with the same `conditions` from `file`. Raises `ConfigError` without one."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
-        # older results lack this key
+        # older results lack the key cached_prompts
         described = [
             {key: {"cached_prompts": False, **other}[key] for key in conditions}
             for other in results
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--compare: {file} holds no results of `negamax bench offline` ({error!r})"
+            f"--compare: {file} has no results of `negamax bench offline` ({error!r})"
         ) from error
     if dict(conditions) not in described:
         raise ConfigError(f"--compare: {file} has no result for {conditions}; it has {described}")
@@ -185,7 +185,7 @@ def write_json(file: Path, document: object) -> None:
 
 
 def rows_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
-    """Make a table whose first column is text and whose others are numbers."""
+    """Make a table whose first column is text and whose other columns are numbers."""
     shown = Table(title=title or None, title_justify="left")
     for index, heading in enumerate(headings):
         shown.add_column(heading, justify="left" if index == 0 else "right")

@@ -1,7 +1,8 @@
 """`negamax bench serve`: send a workload to an OpenAI-compatible server and record the answers.
 
 Arrivals are a gamma process, by default Poisson. A concurrency limit delays requests, and latencies
-exclude that delay, as in vLLM. Sessions arrive at the given rate; their turns follow each other.
+exclude that delay, as in vLLM. Sessions arrive at the given rate. Turns of a session follow each
+other.
 """
 
 import asyncio
@@ -27,8 +28,8 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
 from negamax.engine.shape import SHAPE
 
-PROBE_CHARS = (64, 4096)  # of two texts that measure the server's tokens per character
-# `owned_by` of servers with continuous_usage_stats
+PROBE_CHARS = (64, 4096)  # lengths of two texts that measure the server's tokens per character
+# values of `owned_by` of servers that support continuous_usage_stats
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
 _REFUSALS = ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")
@@ -40,7 +41,7 @@ SAMPLING = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """The result of a run. Times of the records are seconds of one clock."""
+    """The result of a run. Times of all records are seconds of one clock."""
 
     model: str
     records: tuple[ResponseRecord, ...]  # in the order of sending
@@ -48,7 +49,7 @@ class Measurement:
     notes: tuple[str, ...]
     interrupted: bool = False
     drafts: DraftCounts = NO_DRAFTS  # from the server's /metrics
-    shape: dict[str, Any] | None = None  # from its /server_info; None: it tells none
+    shape: dict[str, Any] | None = None  # from the server's /server_info; None: not reported
 
 
 @dataclass
@@ -59,7 +60,7 @@ class RunProgress:
     done: int = 0
     failed: int = 0
     output_tokens: int = 0
-    started: float | None = None  # of the timed part, `time.perf_counter`
+    started: float | None = None  # start of the timed part, by `time.perf_counter`
     stage: str = "connecting"
 
 
@@ -70,7 +71,7 @@ class _Server:
     client: ServingClient
     model: str
     context_length: int | None  # tokens; None: not reported
-    running_usage: bool  # each chunk can report the tokens up to it
+    running_usage: bool  # whether each chunk can report the number of tokens so far
     shape: dict[str, Any] | None = None
 
 
@@ -80,7 +81,7 @@ def run(
     *,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Measurement:
-    """Measure once. Errors: `ConfigError` for a workload that cannot run, `NegamaxError`."""
+    """Measure once. Raises `ConfigError` or `NegamaxError` if the workload cannot run."""
     env.raise_file_limit()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_run(options, progress))
@@ -95,7 +96,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
         await _warm_up(load, workload.warmups)
         before = await _drafts(server.client)
         gc.collect()
-        gc.freeze()  # nothing of the workload is garbage before the end
+        gc.freeze()  # no object of the workload becomes garbage before the end
         progress.stage, progress.started = "running", time.perf_counter()
         interrupted = False
         try:
@@ -124,7 +125,7 @@ async def _drafts(client: ServingClient) -> DraftCounts:
 
 @asynccontextmanager
 async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
-    """Wait for the server; yields it with the name and context length of its model."""
+    """Wait for the server, and yield it with the name and context length of its model."""
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     for pair in options.headers:
         name, _, value = pair.partition("=")
@@ -156,7 +157,7 @@ async def _ask_shape(client: ServingClient) -> dict[str, Any] | None:
 
 
 async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str, Any]]:
-    """The entries of /v1/models; empty if the route is missing and the model is named."""
+    """Return the entries of /v1/models; [] if the route is missing and the model is given."""
     deadline = time.monotonic() + options.ready_check_timeout_sec
     while True:
         try:
@@ -167,16 +168,16 @@ async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str
             return [card for card in answer["data"] if isinstance(card, dict)]
         if status in (401, 403):
             raise NegamaxError(
-                f"{options.url}/v1/models: HTTP {status}", hint="give the right --api-key"
+                f"{options.url}/v1/models: HTTP {status}", hint="pass the correct --api-key"
             )
         if time.monotonic() >= deadline:
             break
         await asyncio.sleep(0.5)
     if status == 0:
-        hint = "start a server, or give its --base-url or --host and --port"
+        hint = "start a server, or pass its address with --base-url or --host and --port"
         raise NegamaxError(f"{options.url} does not answer: {answer}", hint=hint)
     if options.model is None:
-        unknown = f"{options.url}/v1/models says HTTP {status}, so the model's name is not known"
+        unknown = f"{options.url}/v1/models returns HTTP {status}, so the model's name is not known"
         raise ConfigError(unknown, hint="add --model NAME")
     return []
 
@@ -250,7 +251,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _vocabulary(options: BenchOptions) -> Sequence[int]:
-    """The ids for prompts: the tokenizer's ids of text, or ids that nearly each model has."""
+    """Return ids for prompts: the tokenizer's text tokens, or ids that most models have."""
     if options.tokenizer is None or options.prompt_format != "ids":
         return workloads.COMMON_IDS
     tokenizer = _tokenizer(options.tokenizer)
@@ -260,7 +261,7 @@ def _vocabulary(options: BenchOptions) -> Sequence[int]:
 async def measure_scale(
     options: BenchOptions, server: _Server, *, sample: str
 ) -> tuple[TextScale, tuple[str, ...]]:
-    """Measure tokens per character and of an empty prompt from the server's count for two texts."""
+    """Measure tokens per character, and of an empty prompt, by the server's token counts."""
     counts: list[int] = []
     for num_chars in PROBE_CHARS:
         prompt = workloads.as_prompt(sample[:num_chars], options)
@@ -273,7 +274,7 @@ async def measure_scale(
     chars = [len(sample[:num_chars]) for num_chars in PROBE_CHARS]
     if len(counts) < 2 or counts[1] <= counts[0] or chars[1] <= chars[0]:
         return TextScale(), (
-            "the server counts no prompt tokens: texts are sized at 4 characters per token",
+            "the server reports no prompt tokens, so texts are sized at 4 characters per token",
         )
     per_char = (counts[1] - counts[0]) / (chars[1] - chars[0])
     return TextScale(per_char, max(0, round(counts[0] - per_char * chars[0]))), ()
@@ -356,7 +357,7 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Send `sessions` in turn and drop their records. Errors: `NegamaxError` if all are refused."""
+    """Send `sessions` in turn and drop all records. Raises `NegamaxError` if all are refused."""
     for number, session in enumerate(sessions):
         await load.session(session, number)
     if sessions and all(record.error in _REFUSALS for record in load.records):
@@ -367,7 +368,7 @@ async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
 
 
 def request_fields(options: BenchOptions, model: str, *, running_usage: bool) -> dict[str, Any]:
-    """The common fields of all requests: model, streaming, sampling and --extra-body."""
+    """Return the common fields of all requests: model, streaming, sampling, --extra-body."""
     counts = {"continuous_usage_stats": True} if running_usage else {}
     stream_options = {"include_usage": True} | counts
     fields: dict[str, Any] = {"model": model, "stream": True, "stream_options": stream_options}
@@ -380,7 +381,7 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 def arrivals(options: BenchOptions) -> Iterator[float]:
     """Yield the start times of sessions in seconds, with gamma-distributed gaps.
 
-    Their mean is 1 / rate. Burstiness 1 is a Poisson process; less is burstier.
+    The mean gap is 1 / rate. Burstiness 1 is a Poisson process; lower values are burstier.
     """
     rng, at = random.Random(options.seed ^ 0x5EED), 0.0
     while True:

@@ -1,8 +1,8 @@
 """The client of `negamax bench serve`: HTTP/1.1 and server-sent events.
 
-It stamps and parses each chunk inside asyncio's `data_received`, without waking a task. So times
-are those of arrival, even with hundreds of streams in one loop. A connection carries one exchange
-at a time and is kept for the next.
+It stamps and parses each chunk inside asyncio's `data_received`, without waking a task. So all
+times are arrival times, even with hundreds of streams in one loop. A connection carries one
+exchange at a time and is kept for the next exchange.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import msgspec
 
 from negamax.base.errors import ConfigError
 
-HEAD_BYTES = 64 * 1024  # of a response's head, or of one framing line
-EVENT_BYTES = 16 * 2**20  # of one server-sent event
-ERROR_BYTES = 4096  # of an error's body
-ANSWER_BYTES = 64 * 2**20  # of an answer that is read as a whole
+HEAD_BYTES = 64 * 1024  # limit of a response's head, or of one framing line
+EVENT_BYTES = 16 * 2**20  # limit of one server-sent event
+ERROR_BYTES = 4096  # limit of the body of an error
+ANSWER_BYTES = 64 * 2**20  # limit of an answer that is read as a whole
 
 CLOSED_EARLY = "connection closed before the answer ended"
 
@@ -34,14 +34,14 @@ class Sink(Protocol):
     """Receives one response. Times are seconds of `time.perf_counter`."""
 
     def head(self, status: int, headers: dict[str, str]) -> None:
-        """Status and headers, names in lower case."""
+        """Receive the status, and the headers with names in lower case."""
 
     def body(self, piece: bytes, now: float) -> None:
         """Receive a piece of the body that arrived at `now`."""
 
 
 class ExchangeError(Exception):
-    """A request without a usable answer. `fresh`: no byte came, so a retry may help."""
+    """A request got no usable answer. If `fresh`, no byte arrived and a retry may help."""
 
     def __init__(self, reason: str, *, fresh: bool = False) -> None:
         super().__init__(reason)
@@ -58,19 +58,19 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._now = 0.0  # arrival of the latest bytes
-        self._num_framing = 0  # unread bytes of the head or of a piece of the body
+        self._num_framing = 0  # bytes since the head or the last piece of the body ended
         self._until_close = False  # the body ends with the connection
-        self._untouched = True  # no byte of the answer came
+        self._untouched = True  # no byte of the answer has arrived
         self._keep = True
 
     @property
     def reusable(self) -> bool:
-        """Whether another request may be sent."""
+        """Whether the connection can carry another request."""
         is_open = self._transport is not None and not self._transport.is_closing()
         return self._keep and self._sink is None and is_open
 
     async def exchange(self, request: bytes, sink: Sink) -> None:
-        """Send `request` and pass its answer to `sink` until its end. Errors: `ExchangeError`."""
+        """Send `request` and pass its answer to `sink` until its end. Raises `ExchangeError`."""
         if self._transport is None or self._transport.is_closing():
             raise ExchangeError(CLOSED_EARLY, fresh=True)
         self._sink, self._untouched, self._num_framing = sink, True, 0
@@ -106,7 +106,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = {}
-        self._keep = self._keep and self._sink is not None  # else unexpected bytes
+        self._keep = self._keep and self._sink is not None  # false: bytes without a request
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -141,22 +141,22 @@ class ClientConnection(asyncio.Protocol):
 
 @dataclass(slots=True)
 class ResponseRecord:
-    """The course of one request. Times are seconds of `time.perf_counter`."""
+    """The times and the result of one request. Times are seconds of `time.perf_counter`."""
 
     session: int
     started: float = 0.0
-    ended: float = 0.0  # the last chunk with a choice, or the failure
-    # of each chunk with new output
+    ended: float = 0.0  # time of the last chunk with a choice, or of the failure
+    # time of each chunk with new output
     arrivals: array[float] = field(default_factory=lambda: array("d"))
-    # up to it; 0: not reported
+    # reported output tokens up to each of these chunks; 0: not reported
     running_tokens: array[int] = field(default_factory=lambda: array("q"))
-    prompt_tokens: int | None = None  # None: not known, as below
-    prompt_reported: bool = True  # by the server, not taken from the workload
+    prompt_tokens: int | None = None  # None: not known
+    prompt_reported: bool = True  # false: the count is from the workload, not from the server
     output_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
-    error: str | None = None  # a short reason
-    detail: str = ""  # the server's message
+    error: str | None = None  # short reason of a failure
+    detail: str = ""  # the server's error message
 
     def fail(self, reason: str, detail: str = "") -> None:
         """Note the first failure."""
@@ -213,8 +213,8 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 class ResponseReader:
     """Reads one streamed answer into a `ResponseRecord`; `collect` keeps the assistant message.
 
-    With `running_usage`, output arrives when the reported token count rises. Otherwise, or without
-    such a count, it arrives when a chunk has text, reasoning, a tool call or token ids.
+    With `running_usage`, a chunk has output if the reported token count rises. Otherwise, or
+    without such a count, it has output if it has text, reasoning, a tool call or token ids.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class ResponseReader:
         elif not self.is_complete and self.record.finish_reason is None:
             kind = self._headers.get("content-type", "").partition(";")[0]
             is_stream = kind == "text/event-stream"
-            other = f"no event stream but {kind or 'nothing'}"
+            other = f"{kind or 'nothing'} instead of an event stream"
             self.record.fail("stream without an end" if is_stream else other)
         if not self.record.ended:
             self.record.ended = time.perf_counter()
@@ -291,7 +291,7 @@ class ResponseReader:
                 record.running_tokens.append(num_tokens)
 
     def _take(self, choices: list[_EventChoice]) -> bool:
-        """Whether one of `choices` has output."""
+        """Return whether one of `choices` has output."""
         found = False
         for choice in choices:
             delta = choice.delta
@@ -326,7 +326,7 @@ def _extend(message: dict[str, Any], delta: _Delta) -> None:
 
 
 def _message(raw: bytes) -> str:
-    """The message of an error body, or its text if it is not JSON."""
+    """Return the message of an error body, or the whole text if the body is not JSON."""
     try:
         parsed = msgspec.json.decode(raw)
     except msgspec.DecodeError:
@@ -370,9 +370,9 @@ class ServingClient:
     def __init__(
         self, base_url: str, *, headers: dict[str, str], timeout: float, flag: str = "--base-url"
     ) -> None:
-        """Parse `base_url`, the value of `flag`; `timeout` is seconds per request.
+        """Parse `base_url`, the value of `flag`. `timeout` is in seconds per request.
 
-        Errors: `ConfigError`.
+        Raises `ConfigError` for an invalid URL or header.
         """
         parts = urlsplit(base_url)
         try:
@@ -382,7 +382,7 @@ class ServingClient:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError(
                 f"{flag} is {base_url[:100]!r}; allowed: http://HOST:PORT or "
-                f"https://HOST:PORT, with a path or not"
+                f"https://HOST:PORT, optionally with a path"
             )
         self.url = base_url
         self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
@@ -395,8 +395,8 @@ class ServingClient:
             "user-agent": "negamax-bench",
         } | headers
         if any(c in text for pair in lines.items() for text in pair for c in "\r\n"):
-            hint = "give --header NAME=VALUE on one line"
-            raise ConfigError("a header has a line break in it", hint=hint)
+            hint = "pass --header NAME=VALUE on one line"
+            raise ConfigError("a header contains a line break", hint=hint)
         self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[ClientConnection] = []
 
@@ -429,19 +429,19 @@ class ServingClient:
             record.ended = time.perf_counter()
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Send a request and return status and JSON, or text. Errors: `ExchangeError`."""
+        """Send a request; return its status and its JSON or text. Raises `ExchangeError`."""
         answer = WholeResponse()
         await self.send(method, path, b"" if body is None else msgspec.json.encode(body), answer)
         return answer.status, answer.read()
 
     async def send(self, method: str, path: str, body: bytes, sink: Sink) -> None:
-        """Send a request and pass its answer to `sink`. Errors: `ExchangeError`."""
+        """Send a request and pass its answer to `sink`. Raises `ExchangeError`."""
         try:
             async with asyncio.timeout(self._timeout):
                 await self._exchange(method, path, body, sink)
         except TimeoutError:
             raise ExchangeError(f"no answer within {self._timeout:g} s") from None
-        except UnicodeError:  # of the host's name
+        except UnicodeError:  # the host's name is invalid
             raise ExchangeError("unknown host") from None
         except OSError as error:
             detail = f" ({error})" if isinstance(error, ssl.SSLError) else ""
@@ -484,6 +484,6 @@ def _connect_failure(error: OSError) -> str:
         return "TLS failure"
     if isinstance(error, socket.gaierror):
         return "unknown host"
-    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # addresses
+    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # several addresses were tried
     refused = several or isinstance(error, ConnectionRefusedError)
     return "connection refused" if refused else "no connection"

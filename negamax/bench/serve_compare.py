@@ -1,6 +1,6 @@
 """Compare results of `negamax bench serve`: read files, group them, print a table.
 
-A result is the JSON of `--save-result`, ours or vLLM's, which has the same names.
+A result is the JSON of `--save-result` of Negamax or of vLLM, which uses the same names.
 """
 
 import json
@@ -25,26 +25,27 @@ class Series:
 
 
 def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Read the results in `files`. Errors: `ConfigError` that names the file and its fault."""
+    """Read the results in `files`. Raises `ConfigError` with the file and its fault."""
     results = []
     for file in files:
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{str(file)!r} is no readable result: {error}") from None
+            raise ConfigError(f"{str(file)!r} is not a readable result: {error}") from None
         missing = [name for name in NEEDED if not isinstance(found, dict) or name not in found]
         if missing:
             raise ConfigError(
-                f"{str(file)!r} is no result of a serving benchmark: {missing[0]} is missing",
-                hint="give files written by `bench serve --save-result`; a run needs two tokens",
+                f"{str(file)!r} is not a benchmark result: {missing[0]} is missing",
+                hint="pass files of `bench serve --save-result`; answers need two or more tokens",
             )
         results.append(found)
     return results
 
 
 def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse results of different serving shapes; those without one may be of other servers.
-    Errors: `ConfigError` that names the fields.
+    """Raise `ConfigError` with the fields in which serving shapes of `results` differ.
+
+    Results without a shape are accepted, because other servers report no shape.
     """
     shapes = [shape for result in results if isinstance(shape := result.get(SHAPE), dict)]
     fields = sorted({key for shape in shapes for key in shape} - {HASH})
@@ -77,7 +78,7 @@ def _load(result: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def load_of(result: Mapping[str, Any]) -> str:
-    """ "16" concurrent requests at most, or "4/s" arrivals."""
+    """Return the load: "16" concurrent requests at most, or "4/s" arrivals."""
     concurrency, rate = _load(result)
     if concurrency != float("inf"):
         return f"{concurrency:g}"
@@ -85,7 +86,7 @@ def load_of(result: Mapping[str, Any]) -> str:
 
 
 def table(series: Sequence[Series]) -> str:
-    """A line per run, as text."""
+    """Return a text table with one line per run."""
     head = ("", "load", "done", "failed", "output tok/s", "TTFT p50", "p99", "TPOT p50", "p99 ms")
     rows = [head]
     for one in series:

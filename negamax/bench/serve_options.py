@@ -18,19 +18,19 @@ DATASET_ALIASES = {
     "openai": "custom",
     "agent-trace": "agent",
 }
-# Datasets of vLLM and SGLang without a counterpart, and the replacement.
+# Datasets of vLLM and SGLang that this benchmark lacks, and the replacement.
 FOREIGN_DATASETS = {
     **dict.fromkeys(
         ("random-mm", "random-image", "image", "mmmu", "custom_mm", "custom_image"),
-        "the models served here read text only; use random",
+        "requests of this benchmark have text only; use random",
     ),
     **dict.fromkeys(
         ("hf", "burstgpt", "sonnet", "spec_bench", "mooncake", "longbench_v2", "loogle"),
-        "nothing is downloaded; write its requests as JSONL and use custom with --dataset-path",
+        "nothing is downloaded; write the requests as JSONL and use custom with --dataset-path",
     ),
     **dict.fromkeys(("random-rerank",), "there is no rerank route; use random"),
 }
-BACKENDS = {  # None: by dataset
+BACKENDS = {  # backend -> route; None: the dataset selects the route
     "openai": None,
     "vllm": None,
     "sglang": None,
@@ -54,55 +54,55 @@ SERVER, LOAD, WORKLOAD, SAMPLING, OUTPUT = "Server", "Load", "Workload", "Sampli
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options of one run. Lengths in tokens, rates in 1/s, times in seconds unless named."""
+    """Options of one run. Lengths are in tokens, rates in 1/s, and times in seconds."""
 
     base_url: str | None = option(
         None,
-        "Set the server's address, such as http://127.0.0.1:8000. Default: of --host and --port.",
+        "Set the server's address, such as http://127.0.0.1:8000. Default: --host and --port.",
         panel=SERVER,
     )
     host: str = option("127.0.0.1", "Set the server's host.")
     port: int = option(8000, "Set the server's port.")
     backend: str = option(
-        "openai", "Choose the API; names with -chat send chats.", choices=tuple(BACKENDS)
+        "openai", "Choose the API; names with -chat use chat completions.", choices=tuple(BACKENDS)
     )
     endpoint: str | None = option(
         None,
-        "Send requests to /v1/completions or /v1/chat/completions. Default: by --backend and "
-        "dataset.",
+        "Send requests to /v1/completions or /v1/chat/completions. Default: selected by --backend "
+        "and the dataset.",
     )
     model: str | None = option(
-        None, "Name the model. Default: the first of /v1/models.", also="--served-model-name"
+        None, "Set the model name. Default: the first of /v1/models.", also="--served-model-name"
     )
-    api_key: str | None = option(None, "Send this bearer token. Default: OPENAI_API_KEY.")
+    api_key: str | None = option(None, "Send this bearer token. Default: $OPENAI_API_KEY.")
     headers: tuple[str, ...] = option(
-        (), "Send this header, NAME=VALUE; may be repeated.", "--header"
+        (), "Add this header, NAME=VALUE, to each request; may be repeated.", "--header"
     )
     request_timeout: float = option(
         3600.0, "Count a request as failed after this many seconds.", above=0
     )
     ready_check_timeout_sec: float = option(
-        0.0, "Wait this many seconds for a server that is starting.", least=0
+        0.0, "Wait up to this many seconds until the server answers.", least=0
     )
 
     num_prompts: int = 1000
     max_concurrency: int | None = None
     request_rate: float = option(
         math.inf,
-        "Start this many requests per second (sessions, where there are turns); inf starts all at "
-        "once.",
+        "Start this many requests (or sessions of requests) per second; inf starts all of them "
+        "at once.",
         above=0,
         panel=LOAD,
     )
     burstiness: float = option(
         1.0,
-        "Set how arrivals cluster; 1 is a Poisson process, less is burstier, more is steadier.",
+        "Set the burstiness of arrivals; 1 is a Poisson process, lower values are burstier.",
         above=0,
     )
     num_warmups: int = option(
         1, "Send this many requests before the timed ones.", also="--warmup-requests", least=0
     )
-    seed: int = option(0, "Seed prompts and arrivals.")
+    seed: int = option(0, "Set the seed of prompts and arrivals.")
 
     dataset_name: str = option(
         "random", f"Choose the dataset: {', '.join(DATASETS)}.", panel=WORKLOAD
@@ -114,103 +114,101 @@ class BenchOptions:
     )
     tokenizer: str | None = option(
         None,
-        f"Draw ids of prompts from this tokenizer, and count ShareGPT answers with it: a folder, a "
-        f"hub id, or {QUOTED_NAMES}.",
+        f"Draw prompt ids from this tokenizer, and count ShareGPT answers with it. Give a folder, "
+        f"a hub id, or {QUOTED_NAMES}.",
     )
     prompt_format: str = option(
         "auto",
-        "Choose how prompts are sent; ids: exact lengths, to /v1/completions; text: sized by the "
-        "server's counts.",
+        "Choose the form of prompts. ids: token ids of exact length, for /v1/completions. text: "
+        "texts that are sized by the server's token counts.",
         choices=PROMPT_FORMATS,
     )
     random_input_len: int = option(
-        1024, "Set the tokens of a prompt.", also="--input-len --random-input", least=1
+        1024, "Set the number of prompt tokens.", also="--input-len --random-input", least=1
     )
     random_output_len: int = option(
-        128, "Set the output tokens.", also="--output-len --random-output", least=1
+        128, "Set the number of output tokens.", also="--output-len --random-output", least=1
     )
     random_range_ratio: float = option(
-        0.0, "Vary lengths evenly by this share, up and down; as in SGLang: from this share up."
+        0.0, "Vary lengths by this share up and down; with SGLang's rule, from this share to all."
     )
     random_range_rule: str = option(
-        "auto", "Interpret --random-range-ratio like this; auto: by --backend.", choices=RANGE_RULES
+        "auto", "Choose the rule of --random-range-ratio. auto: by --backend.", choices=RANGE_RULES
     )
     random_prefix_len: int = option(
-        0, "Begin all prompts with this many equal tokens, on top.", least=0
+        0, "Add this many tokens, the same in all prompts, before each prompt.", least=0
     )
     prefix_repetition_prefix_len: int = option(
-        256, "Set the tokens of each prefix.", also="--gsp-system-prompt-len", least=0
+        256, "Set the number of tokens in a prefix.", also="--gsp-system-prompt-len", least=0
     )
     prefix_repetition_suffix_len: int = option(
-        256, "Set the tokens after the prefix.", also="--gsp-question-len", least=1
+        256, "Set the number of tokens after a prefix.", also="--gsp-question-len", least=1
     )
     prefix_repetition_num_prefixes: int = option(
         10, "Set the number of prefixes.", also="--gsp-num-groups", least=1
     )
     prefix_repetition_output_len: int = option(
-        128, "Set the output tokens.", also="--gsp-output-len", least=1
+        128, "Set the number of output tokens.", also="--gsp-output-len", least=1
     )
     sharegpt_output_len: int | None = option(
-        None, "Set the output tokens. Default: as long as the recorded answer.", least=1
+        None, "Set the number of output tokens. Default: that of the recorded answer.", least=1
     )
     sharegpt_context_len: int | None = option(
-        None, "Leave longer conversations out. Default: the model's context length.", least=1
+        None, "Skip longer conversations. Default: the model's context length.", least=1
     )
     custom_output_len: int = option(
-        256, "Set the output tokens of recorded requests that name none.", least=1
+        256, "Set the output tokens of recorded requests that set no limit.", least=1
     )
     agent_turns: int = option(
-        24, "Send this many requests per session, as far as the context length allows.", least=1
+        24, "Send this many requests per session, or fewer if the context is too short.", least=1
     )
     agent_system_len: int = option(
-        3000, "Set the tokens of the system prompt, without the tools.", least=1
+        3000, "Set the number of tokens in the system prompt, without the tools.", least=1
     )
     agent_tools: int = option(12, "Declare this many tools.", least=0)
-    agent_result_len: int = option(600, "Set the mean tokens of a step's tool results.", least=1)
+    agent_result_len: int = option(600, "Set the mean tokens of tool results per step.", least=1)
     agent_reasoning_len: int = option(
         120, "Send back this many tokens of thinking per turn.", least=0
     )
-    agent_output_len: int = option(200, "Set the output tokens of each turn.", least=1)
+    agent_output_len: int = option(200, "Set the number of output tokens per turn.", least=1)
     agent_pause: float = option(
         0.0, "Wait this many seconds between an answer and the next turn.", least=0
     )
     agent_history: str = option(
         "recorded",
-        "Choose the history; recorded: the same requests each time; live: send the server's "
-        "answers back.",
+        "Choose the history. recorded: send the same requests in each run. live: send the "
+        "server's answers back.",
         choices=HISTORIES,
     )
 
     ignore_eos: bool = option(
-        False, "Generate exactly the requested output tokens, where supported.", panel=SAMPLING
+        False, "Ignore end tokens, so that answers have the full length.", panel=SAMPLING
     )
     disable_ignore_eos: bool = option(
-        False, "Let answers end at end tokens with sglang backends, too, which ignore them."
+        False, "Let answers end at end tokens with sglang backends, which ignore them by default."
     )
-    temperature: float | None = option(
-        None, "Set the temperature. Default of this and the next: not sent."
-    )
-    top_p: float | None = option(None, "Set the nucleus.")
-    top_k: int | None = option(None, "Set the number of candidates.")
-    min_p: float | None = option(None, "Set the smallest share of the best token.")
-    frequency_penalty: float | None = option(None, "Penalize tokens by count.")
-    presence_penalty: float | None = option(None, "Penalize tokens that are present.")
-    repetition_penalty: float | None = option(None, "Penalize repetition by this factor.")
+    temperature: float | None = option(None, "Set the temperature. Default: the server's.")
+    top_p: float | None = option(None, "Set the nucleus probability. Default: the server's.")
+    top_k: int | None = option(None, "Sample from this many tokens. Default: the server's.")
+    min_p: float | None = option(None, "Set the least share of the best token's probability.")
+    frequency_penalty: float | None = option(None, "Penalize tokens by their count.")
+    presence_penalty: float | None = option(None, "Penalize tokens that already occur.")
+    repetition_penalty: float | None = option(None, "Penalize repeated tokens by this factor.")
     extra_body: dict[str, Any] = option(
         {}, "Merge this JSON object into each request.", is_json=True
     )
 
     percentile_metrics: tuple[str, ...] = METRICS
     metric_percentiles: tuple[float, ...] = (95.0, 99.0)
-    goodput: dict[str, float] = field(default_factory=dict)  # limits in ms by metric
+    goodput: dict[str, float] = field(default_factory=dict)  # metric -> limit in ms
     itl_rule: str = option(
         "gap",
-        "Choose the inter-token latency; gap: each gap between chunks once; token: divided by the "
-        "chunk's tokens.",
+        "Choose the inter-token latency. gap: count each gap between chunks once. token: divide "
+        "a gap by the chunk's tokens.",
         choices=ITL_RULES,
         panel=OUTPUT,
     )
-    label: str | None = option(None, "Set a label for the result and its file's name.")
+    label: str | None = option(None, "Set a label for the result and its file name.")
     metadata: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -228,32 +226,32 @@ class BenchOptions:
                 raise ConfigError(f"--header is {header[:60]!r}; allowed: NAME=VALUE")
         if self.endpoint is not None and not self.endpoint.endswith(("/completions",)):
             raise ConfigError(
-                f"--endpoint is {self.endpoint[:60]!r}; allowed: {COMPLETIONS} or {CHAT}, with a "
-                f"prefix or not"
+                f"--endpoint is {self.endpoint[:60]!r}; allowed: {COMPLETIONS} or {CHAT}, "
+                f"optionally with a prefix"
             )
         if self.dataset_name in ("sharegpt", "custom") and self.dataset_path is None:
             raise ConfigError(
                 f"--dataset-name {self.dataset_name} needs a file", hint="add --dataset-path FILE"
             )
         if self.dataset_name == "agent" and self.endpoint is not None and not self.is_chat:
-            refusal = f"agent sessions are conversations; --endpoint is {self.endpoint}"
+            refusal = f"agent sessions need chat completions; --endpoint is {self.endpoint}"
             raise ConfigError(refusal, hint=f"use --endpoint {CHAT}")
         if self.prompt_format == "ids" and self.is_chat:
             hint = f"use --endpoint {COMPLETIONS}"
-            raise ConfigError("--prompt-format ids needs a route that takes token ids", hint=hint)
+            raise ConfigError("--prompt-format ids needs a route that accepts token ids", hint=hint)
         ratio, is_sglang = self.random_range_ratio, self.range_rule == "sglang"
         if not (0.0 <= ratio < 1.0 or (is_sglang and ratio == 1.0)):
-            allowed = "0 to 1" if is_sglang else "0 up to, not including, 1"
+            allowed = "0 to 1" if is_sglang else "0 or more, and below 1"
             raise ConfigError(f"--random-range-ratio is {ratio:g}; allowed: {allowed}")
 
     @property
     def is_chat(self) -> bool:
-        """Whether requests have messages."""
+        """Whether requests are chat completions."""
         return self.path.endswith("/chat/completions")
 
     @property
     def ignores_eos(self) -> bool:
-        """Whether answers have exactly the requested tokens: by default as SGLang's client does."""
+        """Whether answers ignore end tokens. Backends of SGLang do so by default."""
         is_sglang = self.backend.startswith("sglang")
         return self.ignore_eos or (is_sglang and not self.disable_ignore_eos)
 
@@ -265,7 +263,7 @@ class BenchOptions:
         return self.random_range_rule
 
     def length_range(self, length: int) -> tuple[int, int]:
-        """The range of random lengths: vLLM's ratio gives 1 - r to 1 + r, SGLang's r to 1."""
+        """Return the range of random lengths: 1 - r to 1 + r (vLLM), or r to 1 (SGLang)."""
         ratio = self.random_range_ratio
         if self.range_rule == "sglang":
             return max(1, int(length * ratio)), length

@@ -57,7 +57,7 @@ WORKLOAD_PREFIXES = (
 
 
 def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation (population), percentiles, maximum; empty without values."""
+    """Return mean, median, standard deviation, percentiles and maximum; {} without values."""
     if not values:
         return {}
     found = {"mean": np.mean(values), "median": np.median(values), "std": np.std(values)}
@@ -69,31 +69,31 @@ def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[
 
 
 def ttft(record: ResponseRecord) -> float:
-    """The time from sending to the first chunk with output, or to the end without any."""
+    """Return the time from sending to the first output, or to the end if there is no output."""
     return (record.arrivals[0] if record.arrivals else record.ended) - record.started
 
 
 def e2el(record: ResponseRecord) -> float:
-    """The time from sending to the last chunk of the answer."""
+    """Return the time from sending to the last chunk of the answer."""
     return record.ended - record.started
 
 
 def output_tokens(record: ResponseRecord) -> int:
-    """The server's count, else the number of chunks with output."""
+    """Return the server's count of output tokens, or else the number of chunks with output."""
     return len(record.arrivals) if record.output_tokens is None else record.output_tokens
 
 
 def tpot(record: ResponseRecord) -> float | None:
-    """The time after the first token per further token; None without further tokens."""
+    """Return the time per token after the first token; None for fewer than two tokens."""
     tokens = output_tokens(record)
     return (e2el(record) - ttft(record)) / (tokens - 1) if tokens > 1 else None
 
 
 def inter_token(record: ResponseRecord, *, rule: str) -> list[float]:
-    """The gaps between chunks with output.
+    """Return the gaps between chunks with output.
 
-    Rule "gap": one value each. Rule "token": a gap before a chunk of n tokens counts as n values of
-    1/n of it, if the server sent its running count.
+    Rule "gap" returns each gap once. Rule "token" splits the gap before a chunk of n tokens into n
+    equal values, if the server sent its running count.
     """
     gaps = [later - earlier for earlier, later in pairwise(record.arrivals)]
     if rule == "gap":
@@ -109,12 +109,12 @@ def inter_token(record: ResponseRecord, *, rule: str) -> list[float]:
 
 
 def first_start(records: Iterable[ResponseRecord]) -> float:
-    """The time of the first request that was sent; 0 without one."""
+    """Return the time of the first request that was sent; 0 without one."""
     return min((record.started for record in records if record.started), default=0.0)
 
 
 def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
-    """All figures of a run without single requests. Times in ms, rates per second."""
+    """Return all figures of a run except lists of requests. Times are in ms, rates in 1/s."""
     good = [record for record in measured.records if record.error is None]
     failures = Counter(record.error for record in measured.records if record.error is not None)
     total_input = sum(record.prompt_tokens or 0 for record in good)
@@ -139,7 +139,7 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
         "input_throughput": total_input / seconds,
         "output_throughput": total_output / seconds,
         "total_token_throughput": (total_input + total_output) / seconds,
-        "concurrency": sum(map(e2el, good)) / seconds,  # mean number of requests under way
+        "concurrency": sum(map(e2el, good)) / seconds,  # mean number of running requests
         "max_output_tokens_per_s": max(output_per_second(good), default=0.0),
         "max_concurrent_requests": peak_concurrency(measured.records),
         "total_cached_tokens": _total_cached(good),
@@ -162,7 +162,7 @@ def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
 
 
 def metric_values(records: Sequence[ResponseRecord], *, rule: str) -> dict[str, list[float]]:
-    """The values of each metric over `records`, in seconds."""
+    """Return the values of each metric over `records`, in seconds."""
     return {
         "ttft": [ttft(record) for record in records],
         "tpot": [value for record in records if (value := tpot(record)) is not None],
@@ -177,7 +177,7 @@ def _total_cached(records: Sequence[ResponseRecord]) -> int | None:
 
 
 def _goodput(records: Sequence[ResponseRecord], limits: dict[str, float]) -> int:
-    """Count requests within all `limits` in ms; without a second token TPOT is met."""
+    """Count requests within all `limits` in ms. An answer of one token meets any TPOT limit."""
     times = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
     return sum(
         all(1e3 * (times[name](record) or 0.0) <= limit for name, limit in limits.items())
@@ -186,12 +186,12 @@ def _goodput(records: Sequence[ResponseRecord], limits: dict[str, float]) -> int
 
 
 def peak_concurrency(records: Sequence[ResponseRecord]) -> int:
-    """The largest number of concurrent requests."""
+    """Return the largest number of concurrent requests."""
     return max((running for _, running in concurrency_steps(records)), default=0)
 
 
 def concurrency_steps(records: Sequence[ResponseRecord]) -> list[tuple[float, int]]:
-    """Pairs of a time and the number of concurrent requests from then on."""
+    """Return pairs of a time and the number of concurrent requests after it."""
     sent = [record for record in records if record.started]
     changes = [(record.started, 1) for record in sent] + [(record.ended, -1) for record in sent]
     times, steps = zip(*sorted(changes), strict=True) if changes else ((), ())
@@ -199,7 +199,7 @@ def concurrency_steps(records: Sequence[ResponseRecord]) -> list[tuple[float, in
 
 
 def output_per_second(records: Sequence[ResponseRecord]) -> list[float]:
-    """Output tokens in each second; a request's tokens are spread evenly over its chunks."""
+    """Return the output tokens in each second. Tokens are spread evenly over chunks."""
     begin = min((record.started for record in records), default=0.0)
     bins: list[float] = []
     for record in records:
@@ -215,7 +215,7 @@ def output_per_second(records: Sequence[ResponseRecord]) -> list[float]:
 
 
 def block(summary: dict[str, Any], options: BenchOptions) -> str:
-    """The text block of vLLM and SGLang, with remarks on how figures were counted."""
+    """Return the text block of vLLM and SGLang, with remarks on how figures were counted."""
     values = summary | {"max_concurrency": options.max_concurrency}
     if math.isfinite(options.request_rate):
         values["request_rate"] = options.request_rate
@@ -236,13 +236,13 @@ def block(summary: dict[str, Any], options: BenchOptions) -> str:
 
 
 def _lines(labels: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
-    """The lines of the values that are there, by the labels of their names."""
+    """Return a line for each label whose value is present."""
     found = {label: values.get(name) for name, label in labels.items()}
     return [_line(f"{label}:", value) for label, value in found.items() if value is not None]
 
 
 def _draft_lines(summary: dict[str, Any]) -> list[str]:
-    """The lines of drafts as vLLM shows them; empty without drafts."""
+    """Return the lines about drafts as vLLM shows them; [] without drafts."""
     if "spec_decode_num_drafts" not in summary:
         return []
     is_synthetic = summary["spec_decode_synthetic"]
@@ -269,40 +269,40 @@ def _line(label: str, value: float | str) -> str:
 
 
 def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
-    """Remarks on how the figures were counted."""
+    """Return remarks on how the figures were counted."""
     said = [f"Note: {note}." for note in summary["notes"]]
     if not summary["completed"]:
         return said
     if summary["output_tokens_not_reported"]:
         said.append(
             f"Output tokens: counted as chunks for {summary['output_tokens_not_reported']} "
-            f"requests without reported usage; a chunk may hold several."
+            f"requests without reported usage; a chunk may hold several tokens."
         )
     else:
         said.append("Output tokens: as the server's usage reports them.")
     if summary["input_tokens_not_reported"]:
         said.append(
-            f"Input tokens: {summary['input_tokens_not_reported']} requests without reported "
-            f"usage, counted where the prompt is token ids."
+            f"Input tokens: {summary['input_tokens_not_reported']} requests have no reported usage "
+            f"and count only if their prompt is token ids."
         )
     per_chunk = summary["tokens_per_chunk"]
     per_chunk = None if per_chunk is None else f"{per_chunk:.2f} tokens per chunk on average"
     chunks = per_chunk or "no chunk had output"
     is_counted = summary["running_tokens_reported"] == summary["completed"]
     if is_counted:
-        said.append("TTFT and ITL: timed where the server's running token count rises.")
+        said.append("TTFT and ITL: timed when the server's running token count rises.")
     else:
         said.append(
             "TTFT and ITL: timed by chunks with text, reasoning or tool calls; the server reports "
             "no running token count, so tokens without visible text arrive with the next chunk."
         )
     if options.itl_rule == "token" and is_counted:
-        said.append(f"ITL: each gap over the tokens of the later chunk ({chunks}).")
+        said.append(f"ITL: each gap is divided by the tokens of the later chunk ({chunks}).")
     else:
-        said.append(f"ITL: each gap between chunks once ({chunks}).")
+        said.append(f"ITL: each gap between chunks counts once ({chunks}).")
     if summary["interrupted"]:
         said.append(
-            "Interrupted: requests that were under way count as failed, the others were not sent."
+            "Interrupted: running requests count as failed, and other requests were not sent."
         )
     return said
 
@@ -313,7 +313,7 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
 def document(
     measured: Measurement, options: BenchOptions, summary: dict[str, Any], *, detailed: bool
 ) -> dict[str, Any]:
-    """The result under vLLM's names; `detailed` adds lists of single requests, in seconds."""
+    """Return the result under vLLM's names. `detailed` adds lists of requests, in seconds."""
     found = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
@@ -348,7 +348,7 @@ def document(
 
 
 def details(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
-    """One entry per request in the order of sending, in seconds since the first request."""
+    """Return lists with an entry per request, by sending time, in seconds since the first."""
     records = sorted(measured.records, key=lambda record: record.started or record.ended)
     begin = first_start(records)
     return {
@@ -366,7 +366,7 @@ def details(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
 
 
 def file_name(measured: Measurement, options: BenchOptions) -> str:
-    """'openai-infqps-concurrency8-nano-20260101-120000.json'."""
+    """Return a name such as 'openai-infqps-concurrency8-nano-20260101-120000.json'."""
     rate = f"{options.request_rate:g}qps"
     limit = options.max_concurrency
     concurrency = "" if limit is None else f"-concurrency{limit}"

@@ -17,8 +17,8 @@ from negamax.base.errors import ConfigError
 from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import CHAT, COMPLETIONS, BenchOptions
 
-COMMON_IDS = range(300, 4000)  # in nearly each vocabulary, and not control tokens
-MIN_TOKENS = 4  # of questions and answers of a ShareGPT file
+COMMON_IDS = range(300, 4000)  # ordinary tokens of most vocabularies
+MIN_TOKENS = 4  # shortest question and shortest answer of a ShareGPT file
 _SYLLABLES = (
     "ba be bo ca ce co da de do fa fe fi ga go ha he hi ja jo ka ke ki la le li lo ma me mi mo "
     "na ne ni no pa pe pi po ra re "
@@ -37,7 +37,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class TurnResponse:
-    """The answer to a turn. `message` only if the session wants it."""
+    """The answer to a turn. `message` is None unless the session wants it."""
 
     record: ResponseRecord
     message: dict[str, Any] | None
@@ -52,7 +52,7 @@ class Session:
 
     num_turns: int
     start: Callable[[], Turns]
-    wants_responses: bool = False  # the text of answers, which costs a little time
+    wants_responses: bool = False  # whether it reads the text of answers, which takes some time
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class BenchWorkload:
 
     @property
     def num_requests(self) -> int:
-        """Timed requests."""
+        """Number of timed requests."""
         return sum(session.num_turns for session in self.sessions)
 
 
@@ -90,7 +90,7 @@ def session_of(*turns: SessionTurn) -> Session:
     """Make a session of fixed requests."""
 
     def start() -> Turns:
-        for turn in turns:  # noqa: UP028 (a tuple takes no answers)
+        for turn in turns:  # noqa: UP028 (`yield from` cannot send answers to a tuple)
             yield turn
 
     return Session(len(turns), start)
@@ -133,7 +133,7 @@ class Prompts:
 
 
 def as_prompt(text: str, options: BenchOptions) -> dict[str, Any]:
-    """`text` in the form of the route."""
+    """Return `text` as a prompt or as messages, whichever the route expects."""
     if options.is_chat:
         return {"messages": [{"role": "user", "content": text}]}
     return {"prompt": text}
@@ -152,7 +152,7 @@ def random_turns(prompts: Prompts) -> Iterator[SessionTurn]:
 
 
 def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
-    """Yield requests with a unique suffix and one of a few prefixes, all equally often."""
+    """Yield requests with a unique suffix and a shared prefix. All prefixes are equally common."""
     options, rng = prompts.options, random.Random(prompts.options.seed)
     prefixes = [
         prompts.part(rng, options.prefix_repetition_prefix_len)
@@ -165,7 +165,7 @@ def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
 
 
 def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> BenchWorkload:
-    """Take `num_prompts` of `turns` to time, and the next ones to warm up."""
+    """Take `num_prompts` of `turns` for timing, and the next `num_warmups` for the warm-up."""
     timed = tuple(session_of(turn) for turn in islice(turns, options.num_prompts))
     return BenchWorkload(
         timed, tuple(session_of(turn) for turn in islice(turns, options.num_warmups))
@@ -173,7 +173,7 @@ def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> Ben
 
 
 def longest_prompt(options: BenchOptions) -> int:
-    """Tokens of the longest prompt with its output, of the generated datasets without turns."""
+    """Return the most tokens of a prompt with its output, in a dataset without sessions."""
     if options.dataset_name == "prefix_repetition":
         prompt = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
         return prompt + options.prefix_repetition_output_len
@@ -185,20 +185,20 @@ def longest_prompt(options: BenchOptions) -> int:
 
 
 def read_sharegpt(path: str) -> list[tuple[str, str]]:
-    """Read the first question and answer of each conversation. Errors: `ConfigError`."""
+    """Read the first question and answer of each conversation. Raises `ConfigError`."""
     try:
         conversations = json.loads(_read(path))
     except ValueError as error:
         hint = "a ShareGPT file is a list of conversations"
-        raise ConfigError(f"--dataset-path {path!r} is no JSON: {error}", hint=hint) from None
+        raise ConfigError(f"--dataset-path {path!r} is not JSON: {error}", hint=hint) from None
     if not isinstance(conversations, list):
         hint = "a ShareGPT file is a list of conversations"
-        raise ConfigError(f"--dataset-path {path!r} holds no list", hint=hint)
+        raise ConfigError(f"--dataset-path {path!r} does not hold a list", hint=hint)
     pairs = [pair for pair in map(_first_pair, conversations) if pair is not None]
     if not pairs:
         refusal = f"none of the {len(conversations)} conversations in {path!r}"
         turns = '[{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]'
-        hint = f'each is {{"conversations": {turns}}}'
+        hint = f'each conversation is {{"conversations": {turns}}}'
         raise ConfigError(f"{refusal} has a question and an answer", hint=hint)
     return pairs
 
@@ -225,7 +225,7 @@ def sharegpt_workload(
     count: Callable[[str], int],
     context_length: int | None,
 ) -> BenchWorkload:
-    """Ask in random order for outputs as long as recorded; `count` returns the tokens of a text."""
+    """Request answers as long as the recorded ones, in random order. `count` counts tokens."""
     limit = min(options.sharegpt_context_len or context_length or 2**62, context_length or 2**62)
     turns = []
     for question, answer in pairs:
@@ -244,15 +244,15 @@ def sharegpt_workload(
     notes = []
     if left_out := len(pairs) - len(turns):
         lengths = f"shorter than {MIN_TOKENS} or longer than {limit} tokens"
-        notes.append(f"{left_out} conversations left out: {lengths}")
+        notes.append(f"{left_out} conversations were skipped: {lengths}")
     return file_workload([session_of(turn) for turn in turns], options, notes=notes)
 
 
 def read_requests(path: str, options: BenchOptions) -> list[Session]:
     """Read one JSON object per line: a request body, or `{"body", "session", "delay"}`.
 
-    Lines of one session are sent in order, `delay` seconds after the previous answer. Errors:
-    `ConfigError` that names the line.
+    Lines of one session are sent in order, `delay` seconds after the previous answer. Raises
+    `ConfigError` with the number of the line.
     """
     sessions: dict[str, list[SessionTurn]] = {}
     for number, line in enumerate(_read(path).splitlines(), start=1):
@@ -262,18 +262,18 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{where} is no JSON: {error}") from None
+            raise ConfigError(f"{where} is not JSON: {error}") from None
         if not isinstance(entry, dict):
             raise ConfigError(f"{where} is a JSON {type(entry).__name__}; an object is needed")
         body = entry.get("body", entry)
         needed = "messages" if options.is_chat else "prompt"
         if not isinstance(body, dict) or needed not in body:
             route, other = (CHAT, COMPLETIONS) if options.is_chat else (COMPLETIONS, CHAT)
-            hint = f"use --endpoint {other} for the other kind"
+            hint = f"use --endpoint {other} for the other kind of request"
             raise ConfigError(f"{where} has no {needed!r}, which {route} needs", hint=hint)
         delay = entry.get("delay", 0.0) if "body" in entry else 0.0
         if not isinstance(delay, int | float) or not 0 <= delay < 1e6:
-            raise ConfigError(f"{where} has delay {delay!r}; allowed: seconds from 0 up")
+            raise ConfigError(f"{where} has delay {delay!r}; allowed: 0 or more seconds")
         is_limited = body.keys() & {"max_tokens", "max_completion_tokens"}
         limits = {} if is_limited else {"max_tokens": options.custom_output_len}
         key = str(entry["session"]) if "body" in entry and "session" in entry else f" {number}"
@@ -286,22 +286,22 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> BenchWorkload:
-    """Take `num_prompts` requests of a file in order, repeated if needed; the last ones warm up."""
+    """Take `num_prompts` requests of a file in order, repeated if needed. The last ones warm up."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]
     if repeated < options.num_prompts:
         repetition = f"the file's {repeated} requests were repeated"
-        notes.append(f"{repetition}: later ones may find their prompts cached")
+        notes.append(f"{repetition}: repeated prompts may be cached")
     elif repeated == options.num_prompts and options.num_warmups:
-        again = "those of the warm-up are sent again and may find their prompts cached"
-        notes.append(f"the file has no requests to spare: {again}")
+        again = "requests of the warm-up are sent again, and their prompts may be cached"
+        notes.append(f"the file has no spare requests: {again}")
     last = islice(cycle(reversed(sessions)), options.num_warmups)
     return BenchWorkload(timed, tuple(shortened(each, 1) for each in last), tuple(notes))
 
 
 def take_turns(sessions: Iterator[Session], num_turns: int) -> tuple[Session, ...]:
-    """Take sessions that have `num_turns` turns in all; the last one is truncated."""
+    """Take sessions with `num_turns` turns in all. The last session may be truncated."""
     taken: list[Session] = []
     while num_turns > 0:
         session = next(sessions)

@@ -1,4 +1,4 @@
-"""Chat requests to any OpenAI-compatible server, and their answers in one form."""
+"""Send chat requests to any OpenAI-compatible server, and read answers into one form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"[!-~]+")
 
 
 class CheckFailure(Exception):
-    """An answer that breaks the protocol; the message says how. `status` of a refusal, else 0."""
+    """An answer breaks the protocol. `status` is the HTTP status of a refusal, else 0."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class CheckFailure(Exception):
 
 
 def connect(url: str, *, api_key: str | None, timeout: float) -> ServingClient:
-    """Return a client of the server at `url`, with or without /v1. Errors: `ConfigError`."""
+    """Return a client of the server at `url`, with or without /v1. Raises `ConfigError`."""
     address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     headers = {"user-agent": "negamax-verify", "anthropic-version": "2023-06-01"}
     if api_key:
@@ -44,18 +44,18 @@ def connect(url: str, *, api_key: str | None, timeout: float) -> ServingClient:
 
 
 async def find_model(client: ServingClient) -> str:
-    """Return the first model of /v1/models. Errors: `CheckFailure`."""
+    """Return the first model of /v1/models. Raises `CheckFailure`."""
     found = read_object(await exchange(client, "GET", "/v1/models"))
     try:
         return str(found["data"][0]["id"])
     except (LookupError, TypeError):
-        raise CheckFailure("a list of models that names none") from None
+        raise CheckFailure("the list of models names no model") from None
 
 
 async def exchange(
     client: ServingClient, method: str, path: str, body: object = None
 ) -> WholeResponse:
-    """Send a request and return its answer of status 200 or so. Errors: `CheckFailure`."""
+    """Send a request and return its answer. Raises `CheckFailure` unless the status is 2xx."""
     answer = WholeResponse()
     raw = b"" if body is None else json.dumps(body).encode()
     try:
@@ -68,12 +68,12 @@ async def exchange(
 
 
 def read_object(answer: WholeResponse) -> dict[str, Any]:
-    """Return the JSON object of an answer. Errors: `CheckFailure`."""
+    """Return the JSON object in an answer. Raises `CheckFailure` if there is none."""
     found = answer.read()
     if isinstance(found, dict):
         return found
     kind = answer.headers.get("content-type", "no content type").partition(";")[0]
-    raise CheckFailure(f"an answer that is no JSON object ({kind})")
+    raise CheckFailure(f"the answer is not a JSON object ({kind})")
 
 
 @dataclass
@@ -82,19 +82,19 @@ class JudgedAnswer:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)  # names and arguments
+    calls: list[tuple[str, str]] = field(default_factory=list)  # name and arguments of each
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)  # of a stream
+    events: list[dict[str, Any]] = field(default_factory=list)  # empty unless streamed
 
     @property
     def is_reasoning_only(self) -> bool:
-        """Whether an answer that ended by itself has nothing but reasoning."""
+        """Whether the answer has only reasoning, although it is not truncated."""
         has_answer = bool(self.content.strip() or self.calls)
         return bool(self.reasoning) and not has_answer and self.finish_reason != "length"
 
     def count(self, name: str) -> int:
-        """Return a number of `usage`. Errors: `CheckFailure`."""
+        """Return the number `name` in `usage`. Raises `CheckFailure` if it is missing."""
         value: Any = self.usage
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None
@@ -104,14 +104,14 @@ class JudgedAnswer:
 
 
 class ServerProbe:
-    """Sends chat requests of one run. `answers` keeps each usable answer."""
+    """Sends the chat requests of one run. `answers` keeps each usable answer."""
 
     def __init__(self, client: ServingClient, model: str) -> None:
         self.client, self.model = client, model
         self.answers: list[JudgedAnswer] = []
 
     async def chat(self, body: dict[str, Any]) -> JudgedAnswer:
-        """Ask once. Errors: `CheckFailure` for a refusal or an answer of another form."""
+        """Send one chat request. Raises `CheckFailure` for a refusal or a malformed answer."""
         body = {"model": self.model, **body}
         is_streamed = bool(body.get("stream"))
         if is_streamed:
@@ -123,7 +123,7 @@ class ServerProbe:
 
 
 def read_chat(answer: dict[str, Any]) -> JudgedAnswer:
-    """Read a whole answer. Errors: `CheckFailure`."""
+    """Read a whole answer. Raises `CheckFailure` if it is malformed."""
     try:
         choice = answer["choices"][0]
         message = choice["message"]
@@ -136,24 +136,24 @@ def read_chat(answer: dict[str, Any]) -> JudgedAnswer:
             usage if isinstance(usage := answer.get("usage"), dict) else {},
         )
     except (LookupError, TypeError, AttributeError):
-        raise CheckFailure("an answer without the fields of a chat completion") from None
+        raise CheckFailure("the answer lacks fields of a chat completion") from None
     texts = [found.content, found.reasoning, *(text for call in found.calls for text in call)]
     if not all(isinstance(text, str) for text in texts):
-        raise CheckFailure("an answer whose texts or arguments are no strings")
+        raise CheckFailure("texts or arguments of the answer are not strings")
     return found
 
 
 def read_stream(answer: WholeResponse) -> JudgedAnswer:
-    """Join the events of a stream that ends with [DONE]. Errors: `CheckFailure`."""
+    """Join the events of a stream that ends with [DONE]. Raises `CheckFailure`."""
     reader = ResponseReader(ResponseRecord(0), collect=True)
     reader.head(answer.status, answer.headers)
     reader.body(answer.raw, 0.0)
     reader.finish()
     record, message = reader.record, reader.message or {}
     if record.error is not None:
-        raise CheckFailure(f"a broken stream: {record.error} {record.detail}".rstrip())
+        raise CheckFailure(f"the stream is broken: {record.error} {record.detail}".rstrip())
     if not reader.is_complete:
-        raise CheckFailure("a stream without [DONE]")
+        raise CheckFailure("the stream ends without [DONE]")
     lines = [line[5:].strip() for line in answer.raw.split(b"\n") if line.startswith(b"data:")]
     events = [msgspec.json.decode(line) for line in lines if line != b"[DONE]"]
     usages = [event["usage"] for event in events if isinstance(event.get("usage"), dict)]

@@ -1,4 +1,4 @@
-"""`negamax verify`: rates over a case file with MiniMax's thresholds, and protocol checks."""
+"""`negamax verify`: pass rates of a case file with MiniMax's thresholds, and protocol checks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from negamax.bench.verify_checks import (
     read_own_cases,
 )
 
-MAX_ATTEMPTS = 10  # as in the published suite
+MAX_ATTEMPTS = 10  # the same number as in the published suite
 SHOWN_FAILURES = 5  # per row
-# lowest rates; those of the published suite, the others allow no failure
+# Minimum pass rates of the published suite. All other rows allow no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
-_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # they are not sent
+_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # not sent to the server
 _SCHEMA_WORDS = {"type", "description", "required", "additionalProperties", "$schema", "items"}
 _CYRILLIC = re.compile("[\u0400-\u04ff]")
 _THINK_BLOCK = re.compile(r"<(?:mm:)?think>.*?</(?:mm:)?think>", re.DOTALL)
@@ -53,11 +53,11 @@ class VerifyRow:
         return self.passed >= self.threshold * self.total
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return the row for a JSON file."""
         return asdict(self) | {"threshold": self.threshold, "is_met": self.is_met}
 
     def add(self, failure: str | None, about: str = "") -> None:
-        """Count a result; `failure` None: passed."""
+        """Count a result, which has passed if `failure` is None."""
         self.total += 1
         self.passed += failure is None
         if failure is not None:
@@ -84,7 +84,7 @@ def render(rows: Sequence[VerifyRow]) -> str:
 
 
 def read_suite(file: Path) -> list[Case]:
-    """Read request bodies with fields of the published suite, one a line. Errors: `ConfigError`."""
+    """Read a suite with one request body per line. Raises `ConfigError`."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -98,8 +98,8 @@ def read_suite(file: Path) -> list[Case]:
             messages = [_convert(message) for message in case["messages"]]
             _ = [tool["function"]["name"] for tool in case.get("tools") or ()]
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-            hint = "give one JSON request body on each line"
-            refusal = f"line {number} of {file} is no chat request with messages and tools"
+            hint = "write one JSON request body per line"
+            refusal = f"line {number} of {file} is not a chat request with messages and tools"
             raise ConfigError(refusal, hint=hint) from None
         body = {name: case[name] for name in case if name not in (*_CASE_FIELDS, "model")}
         cases.append(case | {"body": body | {"messages": messages}})
@@ -118,9 +118,10 @@ async def verify(
     timeout: float,
     repeat: int,
 ) -> list[VerifyRow]:
-    """Verify a server, with the cases of `suite` in place of own ones. `timeout`: s per request.
+    """Verify a server, with the cases of `suite` or, if it is None, those of the package.
 
-    Errors: `ConfigError` for the suite; `NegamaxError` if the server answers no chat request.
+    `timeout` is in seconds per request. Raises `ConfigError` for an invalid suite, and
+    `NegamaxError` if the server answers no chat request.
     """
     own = read_own_cases()
     rated = [case for case in own if "group" not in case] if suite is None else read_suite(suite)
@@ -138,12 +139,12 @@ async def verify(
 
 
 class _Verifier:
-    """One run. Its rows are written by its tasks, in one event loop."""
+    """One run. Tasks of one event loop write its rows."""
 
     def __init__(
         self, probe: ServerProbe, *, concurrency: int, timeout: float, repeat: int
     ) -> None:
-        """Set the most requests at a time, the seconds of one, and how often all are sent."""
+        """Limit requests to `concurrency` at a time and to `timeout` s. Send all `repeat` times."""
         self._probe, self._timeout, self._repeat = probe, timeout, repeat
         self._slots = asyncio.Semaphore(concurrency)
         self._rows: dict[str, VerifyRow] = {}
@@ -167,7 +168,8 @@ class _Verifier:
                     tasks.create_task(self._limit(self._check, *check))
         for answer in self._probe.answers:
             is_empty = answer.is_reasoning_only
-            self._row("not only reasoning").add("neither content nor call" if is_empty else None)
+            missing = "the answer has neither content nor a call" if is_empty else None
+            self._row("not only reasoning").add(missing)
             self._row("clean content").add(find_leak(answer))
             if answer.events:
                 self._row("separate deltas").add(find_shared_delta(answer))
@@ -188,7 +190,7 @@ class _Verifier:
             self._row(group).add(None)
 
     async def _judge(self, about: str, case: Case, body: Case) -> None:
-        """Ask a case and count it in the rows that its fields name."""
+        """Send a case and count the answer in the rows that the case's fields select."""
         answer, failure = await self._ask(body)
         self._row("requests answered").add(failure, about)
         reason = answer and answer.finish_reason
@@ -209,11 +211,11 @@ class _Verifier:
             parameters = body["tools"][0]["function"].get("parameters") or {}
             self._row("scenario").add(_find_wrong_order(text, parameters), about)
         if "silence_output" in kinds:
-            is_whole = text.endswith("]")
-            self._row("silence").add(None if is_whole else f"content ends {text[-60:]!r}", about)
+            wrong = None if text.endswith("]") else f"content ends with {text[-60:]!r}"
+            self._row("silence").add(wrong, about)
 
     async def _ask(self, body: Case) -> tuple[JudgedAnswer | None, str | None]:
-        """Ask up to `MAX_ATTEMPTS` times within the time of one request; (answer, failure)."""
+        """Try up to `MAX_ATTEMPTS` times within one timeout; return answer and failure."""
         deadline = time.monotonic() + self._timeout
         for attempt in range(MAX_ATTEMPTS):
             try:
@@ -229,7 +231,7 @@ class _Verifier:
 
 
 def _find_thinking(option: str, model: str) -> str:
-    """Return what the model is held to: M3 switches thinking off, M3.1 and M3-a never do."""
+    """Return the expected thinking: M3 can disable it, but M3.1 and M3-a cannot."""
     if option != "auto":
         return option
     name = model.lower()
@@ -237,7 +239,7 @@ def _find_thinking(option: str, model: str) -> str:
 
 
 def _convert(message: Any) -> Any:
-    """Return a message of a case file as servers take it: its role and its reasoning."""
+    """Return a message of a case file with the role and the reasoning field of the API."""
     found = dict(message)
     found["role"] = "system" if message["role"] == "_input" else message["role"]
     texts = [found.pop(name, None) for name in ("reasoning", "reason")]
@@ -249,7 +251,7 @@ def _convert(message: Any) -> Any:
 
 
 def _find_wrong_order(text: str, parameters: Mapping[str, Any]) -> str | None:
-    """Compare the parameters that `text` names with the declared ones, in order."""
+    """Describe a difference in order between parameters named in `text` and declared ones."""
     keys = parameters.get("properties") or parameters.keys() - _SCHEMA_WORDS
     declared = [key for key in parameters.get("properties", parameters) if key in keys]
     named = sorted((key for key in declared if key in text), key=text.index)

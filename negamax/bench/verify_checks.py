@@ -1,7 +1,7 @@
-"""Protocol checks of `negamax verify`: demands of MiniMax's acceptance suite, as own requests.
+"""Protocol checks of `negamax verify`. They test demands of MiniMax's acceptance suite.
 
-A check asks a server and raises `CheckFailure` where the answer breaks a demand. It needs a model
-that answers simple questions, not a wise one. Most checks are in `verify_cases.toml`.
+A check sends requests and raises `CheckFailure` if an answer breaks a demand. The model only has to
+answer simple questions. Most checks are in `verify_cases.toml`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Case = dict[str, Any]
 
 CASES = Path(__file__).with_name("verify_cases.toml")
 REFUSED = (400, 422)
-EQUAL_ATTEMPTS = 3  # batches may change the last bits of logits
+EQUAL_ATTEMPTS = 3  # several, because batches may change the last bits of logits
 TAGS = (
     "<think>", "</think>", "<mm:think>", "</mm:think>", "<minimax:tool_call>",
     "</minimax:tool_call>", "]<]minimax[>[",
@@ -60,7 +60,7 @@ def read_own_cases() -> list[Case]:
 
 
 def list_checks(cases: Iterable[Case], *, thinking: str) -> Iterator[tuple[str, str, Check]]:
-    """Yield (group, name, check). `thinking`: switchable, forced, or any (either is accepted)."""
+    """Yield (group, name, check). `thinking` is switchable, forced, or any (both are accepted)."""
     bodies = {case["name"]: case["body"] for case in cases}
     for case in cases:
         way = ", stream" if case["body"]["stream"] else ""
@@ -76,7 +76,7 @@ def list_checks(cases: Iterable[Case], *, thinking: str) -> Iterator[tuple[str, 
 
 
 def find_wrong_call(answer: JudgedAnswer, tools: Iterable[Mapping[str, Any]] | None) -> str | None:
-    """Describe a call that does not follow the declared tools, or that there is none; or None."""
+    """Describe a call that breaks its tool's schema, or a missing call; None if calls are valid."""
     declared = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
     for name, text in answer.calls:
         if name not in declared:
@@ -87,20 +87,20 @@ def find_wrong_call(answer: JudgedAnswer, tools: Iterable[Mapping[str, Any]] | N
             if not schemas.admits((schema,), parse_json(text)):
                 return f"arguments of {name} do not follow its schema: {text[:80]!r}"
         except ValueError:
-            return f"arguments of {name} are no JSON: {text[:80]!r}"
-        except InvalidRequestError as error:  # too large
+            return f"arguments of {name} are not JSON: {text[:80]!r}"
+        except InvalidRequestError as error:  # the schema is too large
             return f"the schema of {name} cannot be checked: {error}"
     return None if answer.calls else f"no call (finish_reason {answer.finish_reason!r})"
 
 
 def find_leak(answer: JudgedAnswer) -> str | None:
-    """Describe markup of the model in the content, or None."""
+    """Describe markup of the model in the content; None without markup."""
     tag = next((tag for tag in TAGS if tag in answer.content), None)
     return tag and f"content has {tag}: {answer.content[:60]!r}"
 
 
 def find_shared_delta(answer: JudgedAnswer) -> str | None:
-    """Describe a delta of a stream with both content and reasoning, or None."""
+    """Describe a delta of a stream with both content and reasoning; None without one."""
     for event in answer.events:
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
@@ -112,7 +112,7 @@ def find_shared_delta(answer: JudgedAnswer) -> str | None:
 async def _expect(
     probe: ServerProbe, *, body: Case, rules: Mapping[str, Any], thinking: str
 ) -> None:
-    """Ask a case and compare the answer with its `expect`."""
+    """Send a case and compare the answer with the case's `expect`."""
     allowed = rules.get("status") or (REFUSED if rules.get("may_refuse") else ())
     try:
         answer = await probe.chat(body)
@@ -121,7 +121,8 @@ async def _expect(
             return
         raise
     if "status" in rules:
-        raise CheckFailure(f"accepted; expected: status {' or '.join(map(str, allowed))}")
+        words = " or ".join(map(str, allowed))
+        raise CheckFailure(f"the request was accepted; expected: status {words}")
     _judge_text(answer, rules, thinking)
     _judge_calls(answer, rules, body.get("tools") or ())
     if rules.get("finish", answer.finish_reason) != answer.finish_reason:
@@ -145,7 +146,7 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
     names = [name for name, _ in answer.calls]
     expected = rules.get("calls")
     if expected == "none" and (names or answer.finish_reason == "tool_calls"):
-        raise CheckFailure(f"calls of {names}")
+        raise CheckFailure(f"unexpected calls of {names}")
     is_needed = expected == "some" or isinstance(expected, list)
     if is_needed and (wrong := find_wrong_call(answer, tools)):
         raise CheckFailure(wrong)
@@ -160,7 +161,7 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
 
 
 async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:
-    """Find a tool's keys in the prompt that /tokenize and /detokenize return, as in vLLM."""
+    """Check a tool's keys in the prompt that /tokenize and /detokenize return, as in vLLM."""
     asked = {"model": probe.model, "messages": body["messages"], "tools": body["tools"]}
     try:
         tokens = read_object(await exchange(probe.client, "POST", "/tokenize", asked)).get("tokens")
@@ -194,7 +195,7 @@ async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:
         raise CheckFailure("prompt_tokens of whole answer and stream differ")
     with_usage = [index for index, event in enumerate(streamed.events) if event.get("usage")]
     if with_usage != [len(streamed.events) - 1]:
-        raise CheckFailure("usage is not in the last event alone")
+        raise CheckFailure("usage is not only in the last event")
 
 
 async def _repeat_prompt(probe: ServerProbe) -> None:

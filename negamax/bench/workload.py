@@ -17,22 +17,22 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """One batch of requests added together. Times are seconds from the first `add`."""
+    """One batch of requests that start together. Times are seconds since the first `add`."""
 
     ttft: tuple[float, ...]  # first token of each request
     seconds: float  # last token of all requests
-    # step times of the decode phase, in which each request has its first token
+    # times of the steps after all requests have their first token
     steps: tuple[float, ...]
     # seconds of the decode phase with a busy and an idle GPU; both 0 if not measured
     busy: float
     idle: float
-    # prompt tokens found in the cache, which should be 0
+    # prompt tokens that were found in the cache; should be 0
     cached_tokens: int
     preemptions: int
 
 
 class RandomPrompts:
-    """Requests with different prompts of uniformly drawn token ids."""
+    """Makes requests with different prompts of uniformly drawn token ids."""
 
     def __init__(
         self, info: ModelInfo, *, seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0
@@ -44,7 +44,7 @@ class RandomPrompts:
         self._numbers = count()
 
     def batch(self, num_requests: int, *, input_len: int, output_len: int) -> list[GenerateRequest]:
-        """Make requests that generate exactly `output_len` tokens. Errors: `ConfigError`."""
+        """Make requests that generate exactly `output_len` tokens. Raises `ConfigError`."""
         if input_len + output_len > self._info.max_model_len:
             raise ConfigError(
                 f"{input_len} prompt and {output_len} output tokens exceed the context length of "
@@ -94,10 +94,9 @@ def run_batch(
     *,
     on_decode: Callable[[], None] | None = None,
 ) -> BatchTimes:
-    """Run `requests` to their end.
+    """Run `requests` to their end, and call `on_decode` after each step in which all decode.
 
-    `on_decode` is called after each step in which all of them decode; its time is not counted.
-    Errors: `EngineError` if a request fails.
+    Raises `EngineError` if a request fails.
     """
     running = {request.request_id for request in requests}
     first: dict[str, float] = {}
@@ -144,7 +143,7 @@ def drain(loop: EngineLoop) -> None:
 
 
 def decode_batch(loop: EngineLoop, requests: list[GenerateRequest]) -> Generator[None, None, None]:
-    """Run `requests` to their first tokens, then a step per `next` until one ends; close: abort."""
+    """Run `requests` to their first tokens, then a step per `next`. Closing aborts them."""
     waiting = {request.request_id for request in requests}
     for request in requests:
         loop.add(request)

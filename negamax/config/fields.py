@@ -134,6 +134,14 @@ def read_count(config: Mapping[str, Any], name: str) -> int:
     return read_size(config, name, least=0)
 
 
+def read_switch(config: Mapping[str, Any], name: str) -> bool:
+    """Return the boolean field `name`; False if it is missing or null. Raises `ConfigError`."""
+    value = config.get(name)
+    if value not in (None, True, False):
+        refuse(name, value, "true or false")
+    return bool(value)
+
+
 def read_required_number(config: Mapping[str, Any], name: str) -> float:
     """Read a required number. Errors: `ConfigError`."""
     return read_number(_require(config, name), name=name)

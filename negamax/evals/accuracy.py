@@ -13,7 +13,7 @@ from negamax.text.parser.events import ParsedOutput
 
 MAX_TOKENS = 1024
 SHOWN_FAILURES = 5
-_SHOWN_CHARS = 400  # of the end of a question
+_SHOWN_CHARS = 400  # length of the shown end of a question
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SuiteResult:
     temperature: float
     seconds: float
     output_tokens: int
-    failures: tuple[Failure, ...]  # the first few
+    failures: tuple[Failure, ...]  # the first `SHOWN_FAILURES` failures
     serving_shape: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -46,7 +46,7 @@ class SuiteResult:
         return self.correct / self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return all fields, the accuracy and the tokens per second, for a JSON file."""
         speed = self.output_tokens / self.seconds
         return asdict(self) | {"accuracy": self.accuracy, "tokens_per_second": speed}
 
@@ -55,10 +55,9 @@ def run_suite(
     llm: LLM, suite: str, *, count: int, seed: int = 0, temperature: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> SuiteResult:  # fmt: skip
-    """Solve `count` held-out problems of `suite`. `progress(done, total)` is called after each
-    batch.
+    """Solve `count` held-out problems of `suite`; call `progress(done, total)` after each batch.
 
-    Errors: `InvalidRequestError` for an unknown suite.
+    Raises `InvalidRequestError` for an unknown suite.
     """
     problems = load_problems(suite, count, seed)
     sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=seed)
@@ -89,7 +88,7 @@ def run_suite(
 
 def _solves(parsed: ParsedOutput, problem: Problem) -> bool:
     if not all(call.is_whole for call in parsed.tool_calls):
-        return False  # a call was truncated
+        return False  # the output ended inside a call
     calls = [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
     return problem.is_solved_by(parsed.content or "", calls)
 

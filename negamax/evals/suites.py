@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "problems"
 SUITES = {"nano-math": 1000, "nano-tools": 500}
 SUITES |= dict.fromkeys(("nano-retrieval-2k", "nano-retrieval-4k", "nano-retrieval-8k"), 200)
 DEFAULT_SUITES = ("nano-math", "nano-tools")  # the others need a context length of up to 8,192
-_MAX_ANSWER_CHARS = 200  # a longer answer recites the text instead of finding the value
+_MAX_ANSWER_CHARS = 200  # a longer answer quotes the text instead of giving the value
 
 Calls = Sequence[tuple[str, dict[str, Any]]]  # names and arguments, in order
 
@@ -35,9 +35,11 @@ class Problem:
         return self.answer if self.calls is None else json.dumps(self.calls, ensure_ascii=False)
 
     def is_solved_by(self, content: str, calls: Calls) -> bool:
-        """Whether the calls equal the expected ones (names, order, values and JSON types), or the
-        text without calls holds the answer: as its last integer (arithmetic) or as a word of a
-        short text (retrieval).
+        """Return whether `calls` or, if none are expected, `content` is the right answer.
+
+        Calls must equal the expected calls in names, order, values and JSON types. A text must have
+        the answer as its last integer (arithmetic), or be short with the answer as a word
+        (retrieval).
         """
         if self.calls is not None:
             expected = [(each["name"], each["arguments"]) for each in self.calls]
@@ -50,9 +52,9 @@ class Problem:
 
 
 def load_problems(suite: str, count: int, seed: int = 0) -> list[Problem]:
-    """Load `count` problems of a suite: the first ones for seed 0, else a sample by `seed`.
+    """Load the first `count` problems of a suite, or a random sample if `seed` is not 0.
 
-    Errors: `InvalidRequestError` for an unknown suite or more problems than it has.
+    Raises `InvalidRequestError` for an unknown suite, or if the suite has fewer problems.
     """
     if suite not in SUITES:
         raise InvalidRequestError(
@@ -60,9 +62,9 @@ def load_problems(suite: str, count: int, seed: int = 0) -> list[Problem]:
         )
     if count > SUITES[suite]:
         raise InvalidRequestError(
-            f"{count} problems of {suite} were asked for; it has {SUITES[suite]}", param="count"
+            f"{count} problems of {suite} were requested; it has {SUITES[suite]}", param="count"
         )
-    import lzma  # missing from some builds of Python
+    import lzma  # some builds of Python lack this module
 
     with lzma.open(FOLDER / f"{suite}.jsonl.xz", "rt", encoding="utf-8") as file:
         found = [Problem(suite, **json.loads(line)) for line in file]
@@ -70,7 +72,7 @@ def load_problems(suite: str, count: int, seed: int = 0) -> list[Problem]:
 
 
 def extract_answer(content: str) -> int | None:
-    """The last integer of a text, thousands separators allowed; None where there is none."""
+    """Return the last integer of a text (thousands separators are allowed), or None."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.0+(?!\d))?", content)
     if not numbers:
         return None

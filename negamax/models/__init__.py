@@ -1,4 +1,4 @@
-"""Model families: a folder with `config`, `names`, `chat`, `model` and `init`, and a registry line.
+"""Model families: one folder per family. `registry.py` lists the families.
 
 Only `model.py`, `decoder.py` and `build.py` import torch.
 """

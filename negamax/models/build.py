@@ -25,9 +25,9 @@ def build_model(
 ) -> Decoder:
     """Build this rank's part of the model, without weights.
 
-    `keep_quantized`: hold matrices as stored if a kernel reads the format; else all are dequantized
-    at load. Errors: `ConfigError` for an unknown architecture, or sizes that `context.layout`
-    cannot split.
+    `keep_quantized` keeps a matrix in its stored format if a kernel reads that format. Other
+    matrices are dequantized at load. Raises `ConfigError` for an unknown architecture, and for
+    sizes that `context.layout` cannot split.
     """
     family = find_family(spec.architecture)
     weights = WeightFormat(kernels.dtype, device, detect(spec.quantization), keep_quantized)
@@ -39,7 +39,7 @@ def build_model(
 def build_empty_slots(
     spec: ModelSpec, layout: ParallelLayout, *, kernels: KernelTable, keep_quantized: bool = True
 ) -> dict[str, WeightSlot]:
-    """Return the slots on rank `layout`, without memory, to plan the load. Errors: as above."""
+    """Return the weight slots of rank `layout` without allocating memory, to plan the load."""
     return build_model(
         spec, context=ParallelContext(layout), device=torch.device("meta"), kernels=kernels,
         keep_quantized=keep_quantized,

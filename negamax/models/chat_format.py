@@ -1,6 +1,6 @@
-"""Choose how the served model converses: template, tags, output parser and call grammar.
+"""Choose the chat format of the served model: template, tags, output parser and call grammar.
 
-The options name parsers as vLLM and SGLang do:
+The names of the parsers are those of vLLM and SGLang:
 
 | name | tool calls | reasoning |
 |---|---|---|
@@ -28,7 +28,7 @@ from negamax.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 
-_ANY = next(iter(CHAT_FAMILIES.values()))  # for names that need no family
+_ANY = next(iter(CHAT_FAMILIES.values()))  # the family to use when both parsers are `none`
 _TOOL_CALL_FAMILIES = {
     name: family for family in CHAT_FAMILIES.values() for name in family.parser_names
 }
@@ -43,21 +43,21 @@ _REASONING_FAMILIES = {
 TOOL_CALL_PARSERS = (AUTO, NONE, *_TOOL_CALL_FAMILIES)
 REASONING_PARSERS = (AUTO, NONE, *_REASONING_FAMILIES)
 
-_MAX_NEWLINES = 3  # between reasoning and content
+_MAX_NEWLINES = 3  # line breaks allowed between reasoning and content
 
-# How an answer begins: within reasoning, perhaps with reasoning, or without.
+# An answer begins inside reasoning (open), may begin with reasoning (optional), or has none.
 ReasoningState = Literal["open", "optional", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a model is prompted and its answers are read. Without `reads_calls`, calls are text."""
+    """Prompt template and output parser of a model. If `reads_calls` is false, calls stay text."""
 
     family: ChatFamily
     thinking: Thinking
     reads_calls: bool
-    template: ChatTemplate | None = None  # None: prompts are plain text
-    # token ids of tags; tags without one count by their text
+    template: ChatTemplate | None = None  # None if prompts are plain text
+    # token ids of tags; the parser finds tags without an id by their text
     tag_ids: Mapping[str, int] = field(default_factory=dict)
     closing_ids: tuple[int, ...] = ()  # the tokens that close the reasoning
 
@@ -73,9 +73,9 @@ class ChatFormat:
     ) -> Self:
         """Choose the format of `model` (its architecture or model_type in config.json).
 
-        A parser None is `none`; without a `tokenizer` all tags count by their text. Errors:
-        `ConfigError` for an unknown name, for parsers of two families, and for `auto` with a model
-        of unknown family.
+        A parser of None means `none`. Without a `tokenizer` the parser finds all tags by their
+        text. Raises `ConfigError` for an unknown parser name, for parsers of two families, and for
+        `auto` if the model's family is unknown.
         """
         family, thinking = _choose(model, tool_call_parser or NONE, reasoning_parser or NONE)
         chosen = cls(family, thinking, tool_call_parser not in (None, NONE), template)
@@ -101,7 +101,7 @@ class ChatFormat:
         stop: Sequence[str] = (),
         includes_stop: bool = False,
     ) -> OutputParser:
-        """Return a parser for one answer (see `OutputParser`); it finds calls if `may_call`."""
+        """Return a parser for one answer. It reads tool calls only if `may_call` is true."""
         output = self.output if self.reads_calls and may_call else self.output.drop_calls()
         return OutputParser(
             output,
@@ -120,7 +120,7 @@ class ChatFormat:
         return family.call_style(ids)
 
     def reasoning(self, state: ReasoningState) -> Reasoning | None:
-        """Describe to the engine the reasoning of an answer that begins in `state`."""
+        """Return the reasoning tags for the engine; None if the answer has no reasoning."""
         if state == "none":
             return None
         output = self.output
@@ -138,9 +138,9 @@ class ChatFormat:
         )
 
     def begin_answer(self, prompt: str, *, may_think: bool) -> tuple[str, ReasoningState]:
-        """Return a rendered prompt and how its answer begins.
+        """Return the rendered prompt and the reasoning state in which its answer begins.
 
-        If the answer may not think, reasoning that the prompt opens is closed.
+        If `may_think` is false, append the closing tag to a prompt that opens reasoning.
         """
         if not self.output.opens_reasoning(prompt):
             return prompt, "none" if prompt.endswith(self.output.think_close) else "optional"
@@ -149,38 +149,38 @@ class ChatFormat:
         return prompt + self.family.closing_text.lstrip("\n"), "none"
 
     def reasoning_after(self, token_ids: Sequence[int]) -> ReasoningState:
-        """Return how the continuation of a plain prompt begins.
+        """Return the reasoning state in which the answer to a plain prompt begins.
 
-        It is open if the prompt ends with the think opener and at most one token (its line break).
+        The state is `open` if the think opener is one of the last two tokens of the prompt.
         """
         opener = self.tag_ids.get(self.output.think_open)
         return "open" if opener is not None and opener in token_ids[-2:] else "none"
 
 
 def may_call(tools: Sequence[Mapping[str, Any]] | None, messages: Sequence[Any]) -> bool:
-    """Whether an answer may have calls: of declared tools, or as the conversation has already."""
+    """Return whether tools are declared or the conversation already contains tool calls."""
     return bool(tools) or any(
         isinstance(message, Mapping) and message.get("tool_calls") for message in messages
     )
 
 
 def check_parsers(*, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
-    """Refuse names of parsers that no model has. Errors: `ConfigError`."""
+    """Raise `ConfigError` for a parser name that no model family has."""
     _choose(_ANY.output.name, tool_call_parser or NONE, reasoning_parser or NONE)
 
 
 def _choose(
     model: str, tool_call_parser: str, reasoning_parser: str
 ) -> tuple[ChatFamily, Thinking]:
-    """Return the chosen family, and where its reasoning goes."""
+    """Return the chat family, and how the parser treats its reasoning."""
     _check_name("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS)
     _check_name("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     of_calls = _TOOL_CALL_FAMILIES.get(tool_call_parser)
     of_reasoning, thinking = _REASONING_FAMILIES.get(reasoning_parser, (None, Thinking.RAW))
     if of_calls and of_reasoning and of_calls is not of_reasoning:
         raise ConfigError(
-            f"--tool-call-parser is {tool_call_parser}, --reasoning-parser is "
-            f"{reasoning_parser}: two model families",
+            f"--tool-call-parser {tool_call_parser} and --reasoning-parser "
+            f"{reasoning_parser} belong to different model families",
             hint=f"use {of_calls.output.name} or {of_reasoning.output.name} for both, or auto",
         )
     if reasoning_parser == AUTO:

@@ -34,12 +34,12 @@ class AttentionBlock(Protocol):
     """The attention of a `DecoderLayer`."""
 
     slots: list[WeightSlot]
-    # fuses the norm of queries and keys with what follows; None: it runs by its definition
+    # fused kernel that includes the norm of queries and keys; None: the norm runs separately
     norm_kernel: AnyKernel | None
 
     @property
     def activation(self) -> ActivationFormat | None:
-        """The format that it reads beside plain activations."""
+        """The quantized format that the attention accepts besides plain activations."""
 
     @property
     def gives_quantized(self) -> bool:
@@ -55,7 +55,7 @@ class AttentionBlock(Protocol):
 
 
 class DecoderLayer:
-    """Attention, and an MLP or experts, each after a norm; both add to the residual stream."""
+    """A norm, attention, a second norm, and an MLP or experts, with a residual stream."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class DecoderLayer:
         gemma: bool = False,
         setup: LayerSetup,
     ) -> None:
-        """`norms`: names of the norms before the attention and before the MLP."""
+        """`norms` are the names of the norms before the attention and before the MLP."""
         self.attention, self.mlp = attention, mlp
         shared: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
         self.input_norm, self.post_norm = (
@@ -92,7 +92,8 @@ class DecoderLayer:
     ) -> Partial:
         """Run the layer on hidden [T, hidden], the output of `input_norm`.
 
-        Adds the attention's output to `residual` [T, hidden] in place; returns the MLP's.
+        Adds the output of the attention to `residual` [T, hidden] in place. Returns the output of
+        the MLP.
         """
         x = self.attention(hidden, metadata, kv)
         if isinstance(self.mlp, SparseMoe):
@@ -106,7 +107,7 @@ class ImageTower(Protocol):
     slots: list[WeightSlot]
 
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """images: uint8 [height, width, 3] each -> rows of all image tokens [N, hidden]."""
+        """Encode `images`, each uint8 [height, width, 3], into rows of image tokens [N, hidden]."""
 
 
 def attention_sizes(spec: ModelSpec) -> AttentionSizes:
@@ -116,7 +117,7 @@ def attention_sizes(spec: ModelSpec) -> AttentionSizes:
 
 
 def paged_shape(spec: ModelSpec, layers: Sequence[DecoderLayer], view: AttentionView) -> PagedShape:
-    """Return the shape of the model's attention kernels, for `PagedKind`."""
+    """Return the sizes for which the model's attention kernels are specialized."""
     kv_heads = len(view.kv_heads(spec.num_kv_heads))
     return PagedShape(
         kv_heads,
@@ -138,11 +139,12 @@ def moe_sizes(spec: MoeSpec) -> dict[str, Any]:
 
 
 class Decoder:
-    """The loader writes weights through `weight_slots`, then calls `finish_loading` once.
+    """A model, or one pipeline stage of a model, on one rank.
 
-    Blocks pass partial sums, which the norms complete. With pipeline parallelism a rank holds one
-    stage: its layers, on the first stage the embedding, on the last stage the last norm and the
-    head. Stages pass the complete residual stream.
+    The loader writes weights through `weight_slots`, then calls `finish_loading` once. Blocks
+    return partial sums over the ranks, and the next norm completes these sums. Every stage holds
+    its layers. The first stage also holds the embedding, and the last stage holds the last norm
+    and the head. Stages pass the complete residual stream.
     """
 
     def __init__(
@@ -157,9 +159,9 @@ class Decoder:
         vision: ImageTower | None = None,
         setup: LayerSetup,
     ) -> None:
-        """`layers` of this stage; the `kinds` of their attention, each with one of its layers.
+        """`kinds` pairs each kind of attention with the index of one of its layers in `layers`.
 
-        `eps`, `gemma`: of the last norm (see `RmsNorm`). `vision`: of the first stage, or None.
+        `eps` and `gemma` belong to the last norm (see `RmsNorm`). `vision` is for the first stage.
         """
         self.spec, self.layers, self._kinds = spec, layers, kinds
         layout, weights = setup.context.layout, setup.weights
@@ -176,7 +178,7 @@ class Decoder:
                 names.embedding, vocab_shape, rows=rows, group=self._group, weights=weights
             )
             slots += self.embedding.slots
-        # (without weight on other stages: it completes the residual stream)
+        # Stages before the last use this norm, without its weight, to complete the residual stream.
         own: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
         self._norm = RmsNorm(names.norm, spec.hidden_size, activation=None, **own)
         if self.is_last_stage:
@@ -195,19 +197,19 @@ class Decoder:
         entering: Tensor | None = None,
         images: ImageRows | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run this rank's layers on token_ids [T] int64 -> final hidden states [T, hidden], and
-        streams.
+        """Run this rank's layers on token_ids [T] int64.
 
-        `kv`: the caches of each layer; with fewer caches only the first layers run. The streams
-        are, for each layer in `capture`, the residual stream [T, hidden] that enters it, summed
-        over the ranks, in `out` if given. The number of layers names the stream that leaves the
-        last one. Layers of other stages have those of `out`, or none.
+        Returns the final hidden states [T, hidden] and the captured streams. `kv` holds the caches
+        of each layer; if `kv` is shorter than the stage, only the first layers run.
 
-        `images`: rows of image tokens, on the first stage.
+        For each layer number in `capture`, the residual stream [T, hidden] that enters the layer is
+        captured, summed over the ranks, and written to the tensor in `out` if there is one. The
+        number of layers captures the stream after the last layer. A layer of another stage yields
+        its tensor in `out` unchanged, or no stream. `images` are the image rows of the first stage.
 
-        Later stages run on `entering` [T, hidden] instead of tokens: this rank's part of the
-        previous stage's residual stream (a sum over the ranks; its content is undefined
-        afterwards). All stages but the last return the stream that leaves them.
+        Stages after the first run on `entering` [T, hidden] instead of tokens: this rank's part of
+        the previous stage's residual stream, which is a sum over the ranks. The call overwrites
+        `entering`. A stage before the last returns its residual stream instead of hidden states.
         """
         streams: dict[int, Tensor | None] = dict.fromkeys(capture)
         streams.update(zip(capture, out, strict=False))
@@ -225,7 +227,7 @@ class Decoder:
         return hidden, [stream for stream in streams.values() if stream is not None]
 
     def embed(self, token_ids: Tensor, images: ImageRows | None = None) -> tuple[Partial, Tensor]:
-        """token_ids [T] int64 -> input of the first layer, and a residual [T, hidden] of zeros."""
+        """Embed token_ids [T] int64; return the first layer's input and a zero residual."""
         first_id = self.vocab_range.start
         x, residual = self._embed(token_ids, self.embedding.table, images, first_id=first_id)
         return Partial(x, self._group), residual
@@ -239,10 +241,10 @@ class Decoder:
         *,
         streams: dict[int, Tensor | None] | None = None,
     ) -> tuple[Partial, Tensor]:
-        """Run this rank's layers, as many as `kv` has caches of.
+        """Run the first `len(kv)` layers of this rank.
 
-        x and residual [T, hidden] enter the first layer; those that leave the last are returned.
-        Streams that enter the layers in `streams` are stored there, in the given tensors.
+        Takes x and residual [T, hidden] before these layers, and returns both after them.
+        `streams` receives the residual stream before each layer whose number it has as a key.
         """
         metadata = self.prepare(metadata, kv)
         for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):
@@ -253,7 +255,7 @@ class Decoder:
         return x, residual
 
     def prepare(self, metadata: AttentionMetadata, kv: Sequence[KvCaches]) -> AttentionMetadata:
-        """Prepare a step of the layers, as many as `kv` has caches of."""
+        """Prepare the attention metadata of a step for the first `len(kv)` layers."""
         kinds = [(kind, kv[at]) for kind, at in self._kinds if at < len(kv)]
         return prepare_attention(metadata, kinds)
 
@@ -264,11 +266,11 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> [R, vocab] fp32, the full vocabulary on every rank."""
+        """Return logits [R, vocab] fp32 of hidden [R, hidden], over the full vocabulary."""
         return self._head(hidden)
 
     def local_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, in `out` if given."""
+        """Return this rank's logits [R, len(vocab_range)] fp32, written to `out` if given."""
         return self._head.local(hidden, out=out)
 
     def weight_slots(self) -> dict[str, WeightSlot]:

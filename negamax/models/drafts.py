@@ -1,7 +1,7 @@
-"""Parts that all families of draft models use: their spec, and errors that name a draft.
+"""The spec and the error messages that all families of draft models share.
 
-A draft reads the residual stream of some layers of its target, the model whose tokens it proposes.
-A layer is named by the stream that enters it: layer L's is the stream after L layers.
+A draft model proposes tokens for its target model. It reads the residual stream that enters some
+layers of the target. Layer number L means the residual stream after L layers.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -14,28 +14,28 @@ from negamax.config.model_spec import ModelSpec
 from negamax.models.family import ModelFamily, WeightNames
 
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-LAYERS_HINT = f"name the layers of its training in --speculative-config, as inputs: {LAYERS_KEY}"
+LAYERS_HINT = f"list the layers whose input it was trained on in --speculative-config: {LAYERS_KEY}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSpec(ModelSpec):
-    """A model that proposes tokens of another one, its target."""
+    """A model that proposes tokens for another model, its target."""
 
-    # whether each rank holds all rows of the target's embedding, if it reads that one
+    # whether each rank holds all rows of the target's embedding, if the draft has no own one
     copies_embedding: ClassVar[bool] = False
 
     target_hidden_size: int
-    # layers of the target whose input it reads; (): `default_layers`
+    # layers of the target whose input the draft reads; () means `default_layers`
     aux_layers: tuple[int, ...] = ()
-    num_aux: int  # streams
-    own_embedding: bool = False  # else it is the target's
+    num_aux: int  # number of target layers that the draft reads
+    own_embedding: bool = False  # false: the draft uses the target's embedding
     own_head: bool = True
-    is_rotated_back: bool = False  # its target is rotated; it was trained before that rotation
-    # of its target, by its files
+    is_rotated_back: bool = False  # the target's weights are rotated (QuaRot), the draft's are not
+    # properties of the target, as the draft's files state them
     target_model_type: str | None = None
     target_num_layers: int | None = None
-    speculative_tokens: int | None = None  # draft length, by its files
-    verifier: str | None = None  # its target, by its files
+    speculative_tokens: int | None = None  # draft length that the draft's files state
+    verifier: str | None = None  # name of the target in the draft's files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,20 +44,20 @@ class DraftSpec(ModelSpec):
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens that it can propose at once; None: any number."""
+        """The largest number of tokens in one proposal; None: no limit."""
         return None
 
     @property
     def is_pruned(self) -> bool:
-        """Whether it can propose only some tokens of the vocabulary."""
+        """Whether the draft can propose only some tokens of the vocabulary."""
         return False
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers that it reads of a target of `num_layers`, if its files name none."""
-        raise ConfigError("the draft names no layers of its target", hint=LAYERS_HINT)
+        """Return the target layers to read if the draft's files name none."""
+        raise ConfigError("the draft's files name no layers of the target", hint=LAYERS_HINT)
 
     def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
-        """Return the draft of `target` that reads `layers` of it. Errors: `ConfigError`."""
+        """Return the spec for `target` and its `layers`. Raises `ConfigError` if sizes differ."""
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
@@ -71,8 +71,8 @@ class DraftSpec(ModelSpec):
         is_ascending = list(chosen) == sorted(set(chosen))
         if len(chosen) != self.num_aux or not is_ascending or chosen[-1] > target.num_layers:
             raise ConfigError(
-                f"the draft reads layers {list(chosen)}; allowed: {self.num_aux} in ascending "
-                f"order, up to {target.num_layers}, the output of the last layer",
+                f"the draft reads layers {list(chosen)} of the model; it needs {self.num_aux} in "
+                f"ascending order, at most {target.num_layers} (the output of the last layer)",
                 hint=LAYERS_HINT,
             )
         return replace(self, aux_layers=chosen)
@@ -82,20 +82,20 @@ class DraftSpec(ModelSpec):
     ) -> Iterator[str]:
         """Yield a line for each reason why fewer draft tokens may be accepted than expected.
 
-        `target_types`: every model_type of models like the target.
+        `target_types` lists every model_type of the target's family.
         """
-        says = "the draft's files say that its model"
-        result = "fewer draft tokens may be accepted; answers are the same"
+        made_for = "the draft was made for a model"
+        result = "fewer draft tokens may be accepted, and answers do not change"
         if self.target_model_type not in (None, *target_types):
-            yield (f"{says} is {self.target_model_type} (target_model_type), and this one is "
-                   f"{' or '.join(target_types)}: {result}")  # fmt: skip
+            yield (f"{made_for} of type {self.target_model_type} (target_model_type), and this "
+                   f"one is {' or '.join(target_types)}: {result}")  # fmt: skip
         if self.target_num_layers not in (None, target.num_layers):
-            yield (f"{says} has {self.target_num_layers} layers (target_num_hidden_layers), and "
-                   f"this one has {target.num_layers}: {result}")  # fmt: skip
+            yield (f"{made_for} with {self.target_num_layers} layers (target_num_hidden_layers), "
+                   f"and this one has {target.num_layers}: {result}")  # fmt: skip
         if self.max_position_embeddings < max_model_len:
             yield (f"the draft was made for {self.max_position_embeddings} tokens "
-                   f"(max_position_embeddings), and sequences may have {max_model_len}: after "
-                   f"that {result}")  # fmt: skip
+                   f"(max_position_embeddings), and sequences may have {max_model_len}: beyond "
+                   f"its limit {result}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class DraftModel:
 class DraftFamily(ModelFamily):
     """A family of draft models; its module `names` is a `DraftNames`."""
 
-    method: str  # of --speculative-config
-    architectures: tuple[str, ...]  # every spelling
+    method: str  # name of the method in --speculative-config
+    architectures: tuple[str, ...]  # every spelling in config.json
 
 
 class DraftNames(WeightNames, Protocol):
@@ -121,24 +121,24 @@ class DraftNames(WeightNames, Protocol):
     HEAD: str
 
     def list_slots(self, names: Iterable[str]) -> set[str]:
-        """Return the slots of the draft that tensors `names` fill."""
+        """Return the slots of the draft that the tensors `names` fill."""
 
 
 class IsDraft(ConfigError):
-    """The model to serve is a draft; `verifier` is its target, if its files name it."""
+    """The model to serve is a draft. `verifier` is its target, if the draft's files name it."""
 
     def __init__(self, name: str, verifier: str | None) -> None:
         model = verifier or "that model"
         super().__init__(
             f"{name} is a draft model: it proposes tokens for another model",
-            hint=f"serve {model}, and name this one in --speculative-config",
+            hint=f"serve {model}, and set this draft in --speculative-config",
         )
         self.verifier = verifier
 
 
 @contextmanager
 def name_draft_errors(name: str | None) -> Iterator[None]:
-    """Name the draft `name` in errors about its files."""
+    """Put the name of the draft in front of errors about its files."""
     try:
         yield
     except (ConfigError, CheckpointError) as error:

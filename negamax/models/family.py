@@ -1,4 +1,4 @@
-"""The parts of a model family: `ModelFamily`, its modules `names` and `init`. Imports no torch."""
+"""The interface of a model family: `ModelFamily` and its modules `names` and `init`."""
 
 import math
 import re
@@ -11,8 +11,8 @@ from negamax.formats.tensor_format import Axis
 from negamax.layers.names import MlpNames, MoeNames
 from negamax.text.chat_family import ChatFamily
 
-# A reason to skip tensors.
-INT8_CACHE = "scales of keys and values in int8, which are cached in another dtype"
+# Why tensors with scales of an int8 KV cache are skipped.
+INT8_CACHE = "scales of an int8 KV cache; keys and values are cached in another dtype"
 
 
 _Pairs = Sequence[tuple[str, str]]
@@ -20,21 +20,21 @@ _Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """An architecture and its folder, the `package`.
+    """An architecture, and the Python package that implements it.
 
-    The modules `names`, `init` and `model` of the package are imported on first use: only `model`
-    imports torch.
+    The modules `names`, `init` and `model` of the package are imported on first use, because
+    `model` imports torch.
     """
 
     architecture: str  # in `architectures` of config.json
-    model_types: tuple[str, ...]  # any of them in config.json
+    model_types: tuple[str, ...]  # allowed values of model_type in config.json
     package: str
     spec: type[ModelSpec]
     read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # from a parsed config.json
-    chat: ChatFamily | None = None  # None: it does not chat
+    chat: ChatFamily | None = None  # None: the model has no chat format
     # fields of `SamplingDefaults`, for checkpoints without a generation_config.json
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    # returns the config.json of the part of a checkpoint that is read
+    # extracts the config.json of the part of a checkpoint that is served
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     # specs of published models by short names, for models without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)
@@ -43,10 +43,11 @@ class ModelFamily:
 
 @dataclass(frozen=True)
 class Placement:
-    """The slots of a checkpoint tensor; with a `skip_reason`, none if the slots do not exist.
+    """The weight slots that a checkpoint tensor fills.
 
-    Several `slots` are joined along the rows of their matrices, in this order. A * in their names
-    stands for the numbers of experts, which are stacked in the first dimension.
+    A tensor with a `skip_reason` is skipped if its slots do not exist. Several `slots` are joined
+    along the rows of their matrices, in this order. A * in a slot's name stands for the expert
+    number, and the tensor stacks the experts in its first dimension.
     """
 
     slots: tuple[str, ...]
@@ -54,24 +55,24 @@ class Placement:
 
 
 class Spellings:
-    """Tensor names in checkpoints. All `aliases` apply, in order; of the others the first does."""
+    """Rules for tensor names. All `aliases` apply in order; of the other rules, the first match."""
 
     def __init__(
         self, aliases: _Pairs, fused: Sequence[tuple[str, tuple[str, ...]]], skipped: _Pairs
     ) -> None:
-        """Pairs of a pattern and its replacement, the joined slots, or the reason to skip it."""
+        """Pair each pattern with its replacement, its joined slots or its skip reason."""
         self._aliases = [(re.compile(pattern), text) for pattern, text in aliases]
         self._fused = [(re.compile(pattern), slots) for pattern, slots in fused]
         self._skipped = [(re.compile(pattern), reason) for pattern, reason in skipped]
 
     def respell(self, name: str) -> str:
-        """Return the slot of a tensor that is stored separately."""
+        """Return the slot name of a tensor: its name after all aliases."""
         for pattern, replacement in self._aliases:
             name = pattern.sub(replacement, name)
         return name
 
     def place(self, name: str, slot: str, skip_reason: str | None = None) -> Placement:
-        """Place the tensor `name`, respelled as `slot`."""
+        """Return the placement of tensor `name`, whose slot name is `slot`."""
         reasons = (reason for pattern, reason in self._skipped if pattern.search(name))
         reason = next(reasons, skip_reason)
         for pattern, slots in self._fused:
@@ -91,35 +92,40 @@ def layer_of(slot: str) -> int | None:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A tensor of every checkpoint, or `count` alike: one per expert, numbered at * in `name`."""
+    """A tensor of a model, or `count` equal tensors: one per expert, with its number for the *."""
 
     name: str
     shape: tuple[int, ...]
     count: int = 1
-    used: int | None = None  # by one token, of `count`; None: all
-    joins_experts: bool = False  # split like experts where ranks hold all experts
-    parts: int | None = None  # largest number of shards, other ranks hold copies; None: any
-    is_query: bool = False  # ranks that split a KV cache have the parts of all of them
-    splits: Axis | None = None  # what is sharded of a matrix: rows or columns
-    dtype: str | None = None  # in memory; None: as stored, or the compute dtype
-    is_table: bool = False  # its rows are looked up, not multiplied
+    used: int | None = None  # tensors that one token uses, of `count`; None: all
+    joins_experts: bool = False  # sharded like the experts if every rank has a part of all experts
+    parts: int | None = None  # largest number of shards; more ranks hold copies; None: no limit
+    is_query: bool = False  # ranks that shard one KV cache (DCP) each hold the parts of all of them
+    splits: Axis | None = None  # the axis of the matrix that ranks shard
+    dtype: str | None = None  # dtype in memory; None: the stored format or the compute dtype
+    is_table: bool = False  # rows of the tensor are looked up, not multiplied
     is_head: bool = False  # always held in the compute dtype
-    is_vision: bool = False  # of the vision tower: stored plain, whole on each rank that embeds
+    is_vision: bool = False  # part of the vision tower, which is neither quantized nor sharded
 
     def names(self) -> Iterator[str]:
-        """Yield the name of each of the `count`."""
+        """Yield the names of all `count` tensors."""
         return (self.name.replace("*", str(number)) for number in range(self.count))
 
     @property
     def num_elements(self) -> int:
-        """Elements of all `count` together."""
+        """Number of elements of all `count` tensors."""
         return self.count * math.prod(self.shape)
+
+
+def mlp_names(prefix: str) -> MlpNames:
+    """Return the names of an MLP's matrices, which checkpoints call gate, up and down."""
+    return MlpNames(*(f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")))
 
 
 def mlp_weights(
     names: MlpNames | MoeNames, hidden: int, width: int, **fields: Any
 ) -> Iterator[WeightSpec]:
-    """List the matrices of an MLP or of experts; `fields` are those of `WeightSpec`."""
+    """List the matrices of an MLP or of experts. `fields` are passed to `WeightSpec`."""
     for name in (names.gate, names.up):
         yield WeightSpec(name, (width, hidden), splits=Axis.ROWS, **fields)
     yield WeightSpec(names.down, (hidden, width), splits=Axis.COLUMNS, **fields)
@@ -127,7 +133,7 @@ def mlp_weights(
 
 @dataclass(frozen=True)
 class Initializer:
-    """Distribution of synthetic values: normal; `unit_rows`: rows of length 1."""
+    """A normal distribution of synthetic values. `unit_rows` scales each row to length 1."""
 
     std: float
     mean: float = 0.0
@@ -138,13 +144,13 @@ class WeightNames(Protocol):
     """The module `names` of a family."""
 
     def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
-        """Place checkpoint tensors in a model of `num_layers` layers; slots need not exist."""
+        """Return the placement of each checkpoint tensor. Its slots need not exist."""
 
     def layer_of(self, slot: str) -> int | None:
         """Return the layer number in a slot's name; None outside the layers."""
 
     def weights(self, spec: ModelSpec) -> Iterable[WeightSpec]:
-        """List all tensors of a model, by the names of their slots."""
+        """List all tensors of a model under the names of their slots."""
 
 
 class Init(Protocol):

@@ -1,4 +1,4 @@
-"""Count the bytes of a model's weights from the family's tensor list. Imports no torch."""
+"""Count the bytes of a model's weights from the family's tensor list, without torch."""
 
 import math
 import re
@@ -17,33 +17,33 @@ from negamax.parallel.layout import ParallelLayout, share
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
-_NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # in a description, as text or as a pattern
+_NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # an expert's number in a quantization config
 ONE_RANK = ParallelLayout()
 Kept = Callable[[TensorFormat], bool]  # whether matrices of a format are kept as stored
 
 
 def as_stored(stored: TensorFormat) -> bool:
-    """Keep all formats."""
+    """Return True: matrices of every format are kept as stored."""
     return True
 
 
 def dequantized(stored: TensorFormat) -> bool:
-    """Keep no format."""
+    """Return False: matrices of every format are dequantized."""
     return False
 
 
 @dataclass(frozen=True)
 class WeightKind:
-    """Weights of a model that differ only in their layer."""
+    """Weights of a model that differ only in their layer number."""
 
-    weight: WeightSpec  # the first of them
-    formats: tuple[TensorFormat, ...]  # stored format of each expert, or one of all
-    # formats of all matrices of each expert, which run as one; (): no experts
+    weight: WeightSpec  # the first of these weights
+    formats: tuple[TensorFormat, ...]  # stored format of each expert, or one format for all
+    # formats of all matrices of each expert; () for weights outside experts
     joined: tuple[frozenset[TensorFormat], ...]
-    layers: tuple[int | None, ...]  # of each of them; None: outside the layers
+    layers: tuple[int | None, ...]  # layer of each weight; None: outside the layers
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
-        """Return the format on a rank; `PLAIN` if its experts have several: all are dequantized."""
+        """Return the format on a rank: `PLAIN` if the formats of the rank's experts differ."""
         here = range(1) if len(self.formats) == 1 else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
         others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])
@@ -51,7 +51,7 @@ class WeightKind:
 
 
 class ModelWeights:
-    """All weights of a model, to count them for many layouts."""
+    """All weights of a model, grouped so that bytes can be counted for many layouts."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -82,7 +82,7 @@ class ModelWeights:
     def on_rank(
         self, *, dtype: str, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
     ) -> Iterator[tuple[WeightKind, int, float]]:
-        """Yield the weights on rank `layout.rank`: kind, number of layers, bytes in all of them."""
+        """Yield each kind of weight on rank `layout.rank`, its number of layers and total bytes."""
         layers = layout.layers(self.spec.num_layers)
         for kind in self.kinds:
             enters = kind.weight.is_table or kind.weight.is_vision
@@ -99,8 +99,8 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of the weights on rank `layout.rank`, which computes in `dtype`.
 
-    Matrices in `kept` formats stay as stored, padded to whole units where ranks split the width of
-    experts.
+    Matrices in `kept` formats stay as stored. Where ranks split the width of experts, shards are
+    padded to whole units of the format.
     """
     held = ModelWeights(spec).on_rank(dtype=dtype, kept=kept, layout=layout)
     return round(sum(num_bytes for _, _, num_bytes in held))
@@ -109,10 +109,10 @@ def weight_bytes(
 def draft_bytes(
     spec: DraftSpec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1, embeds: bool = True
 ) -> int:
-    """Return the bytes of a draft on each of `ranks`, with the rotation and copied embeddings.
+    """Return the bytes of a draft on each of `ranks`, with its rotation and copied embedding.
 
-    The model's embedding is copied if it is rotated, on another pipeline stage, or split and read
-    as a whole.
+    The target's embedding is copied if it is rotated, if another pipeline stage holds it
+    (`embeds` is false), or if it is sharded and the draft needs all rows.
     """
     is_split = ranks > 1 and spec.copies_embedding
     copied = (is_split or not embeds or spec.is_rotated_back) and not spec.own_embedding
@@ -126,7 +126,7 @@ def draft_bytes(
 def expert_padding(
     spec: ModelSpec, *, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
 ) -> str | None:
-    """Describe what ranks compute and hold as padding of split experts; None: nothing."""
+    """Describe the padding of sharded experts on a rank; None without padding."""
     kinds = (kind for kind in ModelWeights(spec).kinds if kind.weight.used is not None)
     kind = next((each for each in kinds if each.weight.splits), None)
     if kind is None or kind.weight.splits is None:
@@ -135,7 +135,7 @@ def expert_padding(
     width = experts.shape[kind.weight.splits.value]
 
     def room(ep: int) -> tuple[int, int]:
-        """Return the columns of an expert on a rank, with padding, and their unit."""
+        """Return the columns of an expert on a rank with padding, and the unit of the split."""
         size = ranks // ep
         unit = stored.split_width(width // size, kept)[1] if kept(stored) else 1
         return share(width, rank=0, size=size, unit=unit).size, unit
@@ -145,9 +145,9 @@ def expert_padding(
         return None
     sizes = (n for n in range(1, ranks + 1) if ranks % n == 0 == experts.count % n)
     fitting = next((n for n in sizes if room(n)[0] == width * n // ranks), None)
-    remedy = f" (none with --expert-parallel-size {fitting})" if fitting else ""
+    remedy = f" (no padding with --expert-parallel-size {fitting})" if fitting else ""
     return (
-        f"{held} columns of each expert instead of {even}, since {stored.name} is split in units "
+        f"{held} columns of each expert instead of {even}, because {stored.name} is split in units "
         f"of {unit}: {held / even - 1:.0%} more bytes and arithmetic in the experts{remedy}"
     )
 
@@ -155,7 +155,7 @@ def expert_padding(
 def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> float:
     """Return the weight bytes that each of `ranks` reads for `num_tokens` tokens, without padding.
 
-    Experts are chosen uniformly.
+    Assumes that tokens choose experts uniformly.
     """
     return sum(
         whole * hit_share(kind.weight, num_tokens) / min(ranks, kind.weight.parts or ranks)
@@ -165,7 +165,7 @@ def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> f
 
 
 def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
-    """Return how many experts of a layer `num_tokens` tokens hit by uniform choice; or None."""
+    """Return how many experts of a layer `num_tokens` tokens use on average; None if dense."""
     for weight in import_names(spec).weights(spec):
         if weight.used is not None:
             return weight.count * hit_share(weight, num_tokens)
@@ -173,7 +173,7 @@ def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
 
 
 def hit_share(weight: WeightSpec, num_tokens: float) -> float:
-    """Return the part of all `count` tensors that `num_tokens` tokens use, by uniform choice."""
+    """Return the expected share of the `count` tensors that `num_tokens` tokens use."""
     used = weight.count if weight.used is None else weight.used
     return float(1 - (1 - used / weight.count) ** num_tokens)
 
@@ -181,7 +181,7 @@ def hit_share(weight: WeightSpec, num_tokens: float) -> float:
 def _count_bytes(
     weight: WeightSpec, stored: TensorFormat, *, dtype: str, kept: Kept, layout: ParallelLayout
 ) -> float:
-    """Return the bytes of all `count` on one rank."""
+    """Return the bytes of all `count` tensors on one rank."""
     plain, ep = ELEMENT_BYTES[weight.dtype or dtype], layout.ep
     is_routed = weight.used is not None
     copies = (weight.count + layout.redundant_experts) / weight.count if is_routed else 1
@@ -197,7 +197,7 @@ def _count_bytes(
     held, axis = [rows, columns], weight.splits.value
     if not is_expert:
         held[axis] //= ranks
-        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # dequantized at load
+        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # the loader dequantizes it
             return weight.num_elements * plain / ranks
     else:
         size = layout.experts.tp
@@ -209,7 +209,7 @@ def _count_bytes(
 
 
 def _find_stored_format(weight: WeightSpec, scheme: Scheme | None, expert: int = 0) -> TensorFormat:
-    """Return the stored format of a matrix; the head is always plain."""
+    """Return the stored format of a matrix. The head is never quantized."""
     in_full = weight.dtype or weight.is_table or weight.is_head or weight.is_vision
     if scheme is None or in_full or len(weight.shape) != 2:
         return PLAIN

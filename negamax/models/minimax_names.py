@@ -3,7 +3,7 @@
 Slots carry the names of MiniMax's own checkpoints
 (`model.layers.0.block_sparse_moe.experts.0.w1.weight`, without a prefix `language_model.`).
 Re-saved and converted checkpoints spell some names otherwise, or store several matrices as one
-tensor. All those rules are in this module.
+tensor. `SPELLINGS` holds the rules for such checkpoints.
 """
 
 import re
@@ -20,9 +20,9 @@ DECODER = DecoderNames(
 )
 
 
-def attention(layer: int) -> AttentionNames:
-    """Name the attention of a layer, without the indexer of a sparse one."""
-    prefix = f"model.layers.{layer}.self_attn"
+def attention(layer: int, *, root: str = "model.") -> AttentionNames:
+    """Return the tensor names of a layer's attention, without those of a sparse indexer."""
+    prefix = f"{root}layers.{layer}.self_attn"
     parts = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
     weights = (f"{prefix}.{part}.weight" for part in parts)
     return AttentionNames(*weights, k_scale=f"{prefix}.k_scale", v_scale=f"{prefix}.v_scale")
@@ -39,14 +39,14 @@ def moe(layer: int) -> MoeNames:
     )
 
 
-def norms(layer: int) -> tuple[str, str]:
-    """Name the norms before the attention and before the MLP or the experts of a layer."""
-    prefix = f"model.layers.{layer}"
+def norms(layer: int, *, root: str = "model.") -> tuple[str, str]:
+    """Return the names of a layer's norms before the attention and before the MLP or experts."""
+    prefix = f"{root}layers.{layer}"
     return f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"
 
 
 def attention_weights(spec: ModelSpec, layer: int, *, norms_heads: bool) -> Iterator[WeightSpec]:
-    """List the tensors of `attention`; `norms_heads`: queries and keys are normed per head."""
+    """List the attention tensors. With `norms_heads`, each query and key head is normed alone."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     own = attention(layer)
@@ -71,12 +71,12 @@ def moe_weights(names: MoeNames, spec: MoeSpec) -> Iterator[WeightSpec]:
 
 
 _MTP = "multi-token prediction, not used"
-# Only layers of multi-token prediction have these. They may be numbered after the model's own.
+# Only layers of multi-token prediction have these tensors. They may follow the model's own layers.
 _MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
 _OF_EXPERTS = "gate|router|experts|shared_experts|e_score_correction_bias"
 SPELLINGS = Spellings(
     aliases=(
-        # with and without the prefixes of other architectures
+        # prefixes of other architectures, which are removed
         (
             r"^(?:model\.language_model\.|language_model\.)?(?:model\.)?"
             r"(?=(?:layers|embed_tokens|norm)\.)",
@@ -98,8 +98,8 @@ SPELLINGS = Spellings(
         (r"(\.self_attn\.)([kv])(?:_cache\.scale|_proj\.output_scale)$", r"\1\2_scale"),
         # the indexer of block-sparse attention in transformers
         (r"(\.self_attn\.)indexer\.([qk]_(?:proj|norm)\.)", r"\1index_\2"),
-        # Stacked experts are parameters of one module: "w13_weight_scale", and, as transformers
-        # saves them, "gate_up_proj" and "gate_up_proj_scale_inv".
+        # Stacked experts may be parameters of one module, such as "w13_weight_scale". transformers
+        # saves them as "gate_up_proj" and "gate_up_proj_scale_inv".
         (r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))$", r"\1.weight"),
         (r"(\.experts\.(?:gate_up_proj|down_proj))_(scale(?:_inv)?)$", r"\1.weight_\2"),
         (r"(\.experts\.(?:w13|gate_up_proj|w2|down_proj))_", r"\1."),
@@ -117,17 +117,17 @@ SPELLINGS = Spellings(
         (r"(^|\.)dspark\.", "the DSpark draft, which method dspark of --speculative-config reads"),
         (
             r"\.(k_scale|v_scale|kv_scale|[kv]_cache\.scale|[kv]_proj\.output_scale)$",
-            "KV-cache scales of no layer here",
+            "KV-cache scales of layers that the model does not have",
         ),
         (
             r"\.(q_scale|q\.scale|q_proj\.output_scale|prob_scale|prob_output_scale)$",
             "scales of queries and probabilities, which are not quantized",
         ),
-        (r"\.[qkv]_zero_point$", "zero points of queries, keys and values: FP8 has none"),
+        (r"\.[qkv]_zero_point$", "zero points of queries, keys and values, which FP8 does not use"),
         (r"\.[kv]_proj\.kv_cache_(scale|offset)$", INT8_CACHE),
         (
             r"^(?:model\.)?(?:vision_tower|multi_modal_projector|patch_merge_mlp)\.",
-            "vision, which is not read",
+            "vision tensors, because the model is served without images",
         ),
         (r"\.rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
     ),
@@ -135,7 +135,7 @@ SPELLINGS = Spellings(
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """Place checkpoint tensors (see `WeightNames`), without layers of multi-token prediction."""
+    """Place checkpoint tensors (see `WeightNames`). Multi-token prediction layers are skipped."""
     slots = {name: SPELLINGS.respell(name) for name in names}
     own = map(_MTP_OWN.match, slots.values())
     mtp = {layer for match in own if match and (layer := int(match[1])) >= num_layers}

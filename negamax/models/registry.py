@@ -1,6 +1,6 @@
-"""The table of model families. A folder `models/<family>/` and a line here add one.
+"""The table of model families. To add one, add a folder `models/<family>/` and a line here.
 
-Imports no torch: `models/build.py` makes models.
+This module does not import torch. `models/build.py` builds the models.
 """
 
 import re
@@ -22,7 +22,6 @@ from negamax.models.minimax_m2 import config as minimax_m2
 from negamax.models.minimax_m3 import config as minimax_m3
 from negamax.text.chat_family import ChatFamily
 
-# One line per family.
 _ALL = (*minimax_m2.FAMILIES, *minimax_m3.FAMILIES)
 FAMILIES = {family.architecture: family for family in _ALL}
 DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY, **dspark.FAMILIES}  # draft models
@@ -37,7 +36,7 @@ TOKEN_TAGS = frozenset[str]().union(*(family.token_tags for family in CHAT_FAMIL
 
 
 def find_family(architecture: str) -> ModelFamily:
-    """Return the family of `architecture`. Errors: `ConfigError` listing the supported ones."""
+    """Return the family of `architecture`. Raises `ConfigError` if it is not supported."""
     if architecture in DRAFTS:
         return DRAFTS[architecture]
     if architecture not in FAMILIES:
@@ -49,7 +48,7 @@ def find_family(architecture: str) -> ModelFamily:
 
 
 def find_draft_family(config: Mapping[str, Any]) -> DraftFamily | None:
-    """Return the family that `architectures` of a config.json names; None: of no draft."""
+    """Return the draft family that a config.json names; None if the model is no draft."""
     names = config.get("architectures")
     for family in DRAFTS.values():
         if isinstance(names, list | tuple) and any(name in family.architectures for name in names):
@@ -66,17 +65,17 @@ def find_bundled_draft(name: str) -> DraftSpec | None:
 
 
 def list_model_types(architecture: str) -> list[str]:
-    """List every model_type of models built like those of `architecture`."""
+    """List every model_type of the package that implements `architecture`."""
     package = find_family(architecture).package
     families = (family for family in FAMILIES.values() if family.package == package)
     return list(dict.fromkeys(name for family in families for name in family.model_types))
 
 
 def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpec:
-    """Read the spec from config.json; its `architectures` or `model_type` name the family.
+    """Read the spec from config.json. Its `architectures` or `model_type` select the family.
 
-    `folder` may hold other files that describe the quantization. Errors: `IsDraft` for a draft;
-    `ConfigError` with the field, the value found and the values allowed.
+    `folder` may hold other files that describe the quantization. Raises `IsDraft` for a draft,
+    and `ConfigError` with the field, its value and the allowed values.
     """
     eagle3.check_no_draft(config)
     if find_draft_family(config) is not None:
@@ -111,7 +110,7 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
 def bundled_spec(name: str) -> ModelSpec:
     """Return the spec of a published model by its short `name`, to build it without a checkpoint.
 
-    Errors: `ConfigError` listing the known names.
+    Raises `ConfigError` with the known names.
     """
     for family in FAMILIES.values():
         if name.lower() in family.bundled:
@@ -122,14 +121,14 @@ def bundled_spec(name: str) -> ModelSpec:
 
 
 def format_hub_id(name: str) -> str:
-    """Return the hub id of the bundled model `name`: words with digits are in capitals there."""
+    """Return the hub id of the bundled model `name`. It has words with digits in capitals."""
     words = name.lower().removeprefix("minimax-").split("-")
     own = (word.upper() if re.search(r"\d", word) else word.capitalize() for word in words)
     return f"MiniMaxAI/MiniMax-{'-'.join(own)}"
 
 
 def bundled_names() -> tuple[str, ...]:
-    """List the names that `bundled_spec` knows."""
+    """List the names that `bundled_spec` accepts."""
     return tuple(name for family in FAMILIES.values() for name in family.bundled)
 
 
@@ -147,9 +146,9 @@ def import_init(spec: ModelSpec) -> Init:
 
 
 def find_chat_family(model: str) -> ChatFamily:
-    """Find the chat format of a model, by the architecture or model_type in config.json.
+    """Return the chat format of a model by the architecture or model_type in config.json.
 
-    Errors: `ConfigError` for a model whose family has none.
+    Raises `ConfigError` if the family is unknown or has no chat format.
     """
     plain = model.lower().replace("_", "").replace("-", "")
     for family in CHAT_FAMILIES.values():
@@ -158,5 +157,5 @@ def find_chat_family(model: str) -> ChatFamily:
     known = " and ".join(family.title for family in CHAT_FAMILIES.values())
     raise ConfigError(
         f"no parser is known for {model!r}; known: {known}",
-        hint="name one with --tool-call-parser and --reasoning-parser, or none",
+        hint="set --tool-call-parser and --reasoning-parser to a known parser, or to none",
     )

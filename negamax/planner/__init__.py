@@ -1,1 +1,1 @@
-"""Plans to split a model over given GPUs: memory and predicted speed of each split."""
+"""Find ways to split a model over given GPUs, with the memory and predicted speed of each."""

@@ -1,20 +1,20 @@
-"""Prompt chunks that take equally long in a pipeline; `cost` predicts the time of a chunk."""
+"""Choose prompt chunks that take equally long in a pipeline. `cost` predicts their times."""
 
 from collections.abc import Iterator
 
 from negamax.planner.cost import Costs
 from negamax.scheduler.chunk_length import ChunkLength, EvenTimes
 
-# No chunk is shorter than this fraction of a step. It would read the weights once more and save the
-# later stages less than that.
+# No chunk is shorter than a step divided by this number. A shorter chunk would read the weights
+# once more, which takes longer than it saves in later stages.
 LEAST_SHARE = 4
-_POINTS = 64  # about how many costs are computed
+_POINTS = 64  # approximate number of context lengths for which costs are computed
 
 
 def plan_even_times(
     costs: Costs, *, max_num_batched_tokens: int, block_size: int, max_model_len: int
 ) -> EvenTimes:
-    """Return chunk sizes that take the slowest stage as long as `max_num_batched_tokens` do."""
+    """Return chunk sizes that keep the slowest stage busy as long as a prompt's first chunk."""
     most = max_num_batched_tokens
     every = max(most, -(-max_model_len // _POINTS))
     least = min(most, max(block_size, most // LEAST_SHARE))
@@ -26,7 +26,7 @@ def plan_even_times(
 
 
 def chunks(length: ChunkLength, num_tokens: int, *, budget: int) -> Iterator[int]:
-    """Return the chunks of a single prompt of `num_tokens`, with `budget` tokens a step."""
+    """Yield the chunk sizes of one prompt of `num_tokens`, with `budget` tokens per step."""
     done = 0
     while done < num_tokens:
         count, _ = length.fit(done, num_tokens - done, budget)

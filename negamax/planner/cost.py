@@ -1,14 +1,14 @@
-"""Predicted seconds of a step: the bytes and operations of a rank and its exchanges.
+"""Predict the seconds of a step from the bytes, operations and exchanges of a rank.
 
     stage = max(bytes of its GEMMs / bandwidth, their operations / rate)
           + bytes of its KV cache / bandwidth (prefill: operations of attention / rate)
           + layers * (LAYER_SECONDS + ROW_SECONDS * sqrt(rows) + TOKEN_SECONDS * tokens / tp)
           + exchanges
 
-All constants are for an H200 (docs/performance.md, docs/results); efficiencies carry them over to
-other GPUs. LAYER_SECONDS and ROW_SECONDS are fitted to times per token on one, two and four GPUs,
-and TOKEN_SECONDS to prompts; the others were measured on their own. docs/parallelism.md gives the
-prediction error.
+All constants were measured on an H200 (docs/performance.md, docs/results). They are applied to
+other GPUs as fractions of the vendor's figures. LAYER_SECONDS and ROW_SECONDS are fitted to times
+per token on one, two and four GPUs, and TOKEN_SECONDS is fitted to prompts. The other constants
+were measured one by one. docs/parallelism.md gives the prediction error.
 """
 
 from collections import Counter
@@ -30,23 +30,23 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
-# Fractions of the vendor's figures. Copies, and GEMMs in FP8 blocks or unquantized, reach 4.25 of
-# 4.8 TB/s; weight-only GEMMs of other formats reach less, by the bits of their elements.
+# Fractions of the vendor's figures. Copies, and GEMMs with FP8 blocks or unquantized weights, reach
+# 4.25 of 4.8 TB/s. GEMMs with other formats reach a share of that, which depends on element bits.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
 DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
-# A layer without bytes: nine dependent kernels, their rows, and work on activations. One or two
-# rows on one rank take eight kernels, about 1 us less than was fitted.
+# Time of a layer without reading: nine dependent kernels, their rows, and work on activations. One
+# or two rows on one rank run eight kernels and take about 1 us less than the fit predicts.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
-MOST_ROWS = 256  # more rows than this take no longer
-# Sums over the ranks of a machine. For few tokens, stores carry flags, which doubles the bytes.
+MOST_ROWS = 256  # rows beyond this number add no time
+# Sums over ranks of one machine. For few tokens, stores carry flags, which doubles the bytes.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
-SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # added to the fused norm; for the QK norm
+SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # a sum's addition to the fused norm; the QK norm
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message
-MERGE_SECONDS = 4e-6  # for attention results by stores that carry flags: calculated
-NETWORK_BYTES = 45e9  # per second and GPU between machines, with a 400 Gb/s adapter each
+MERGE_SECONDS = 4e-6  # calculated time to merge attention results by stores that carry flags
+NETWORK_BYTES = 45e9  # bytes per second and GPU between machines, with a 400 Gb/s adapter each
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a request at its end."""
+        """Tokens of a finished request."""
         return self.input_len + self.output_len
 
     @property
@@ -70,7 +70,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Model:
-    """A model to run: its weights as held, caches and dtypes."""
+    """A model as GPUs hold it: its weights, caches and dtypes."""
 
     weights: ModelWeights
     kept: Kept
@@ -82,7 +82,7 @@ class Model:
     def of(
         spec: ModelSpec, gpu: GpuModel, *, kv_dtype: str = "auto", index_dtype: str = "auto"
     ) -> "Model":
-        """Return the model as `gpu` holds it. A dtype "auto" is the model's own."""
+        """Return the model as `gpu` holds it. The dtype "auto" is that of the model."""
         dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
         caches = set_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
         return Model(
@@ -94,7 +94,7 @@ class Model:
         )
 
     def on_rank(self, layout: ParallelLayout) -> Iterable[tuple[WeightKind, int, float]]:
-        """Yield kinds of matrices of a rank with their number and bytes."""
+        """Yield each kind of matrix on a rank, with its number and its bytes."""
         return self.weights.on_rank(dtype=self.dtype, kept=self.kept, layout=layout)
 
     @property
@@ -114,7 +114,7 @@ class _Held(NamedTuple):
 
 
 class Costs:
-    """The times of one layout on GPUs of one kind, with `per_node` of them in a machine."""
+    """Predicts times of one layout on GPUs of one kind, with `per_node` GPUs in a machine."""
 
     def __init__(
         self, model: "Model", gpu: GpuModel, layout: ParallelLayout, *, per_node: int
@@ -157,7 +157,7 @@ class Costs:
         return self.chunks_seconds([chunk] * whole + [rest] * (rest > 0))
 
     def chunks_seconds(self, chunks: Iterable[int]) -> float:
-        """Return the time to first token of one prompt in `chunks`, which stages overlap."""
+        """Return the time to first token of one prompt, whose `chunks` overlap in the stages."""
         ended = [0.0] * self._layout.pp  # end of the latest chunk, by stage
         done = 0
         for size in chunks:
@@ -169,7 +169,7 @@ class Costs:
         return ended[-1]
 
     def chunk_seconds(self, size: int, *, after: int) -> float:
-        """Return the slowest stage's time for `size` prompt tokens after `after` others."""
+        """Return the slowest stage's time for `size` prompt tokens after `after` earlier tokens."""
         return max(self._prefill(size, ranks=1, after=after))
 
     def prefill_rate(self, prompt: int, *, chunk: int) -> float:
@@ -191,7 +191,7 @@ class Costs:
     def _stage(
         self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool
     ) -> float:
-        """Return a stage's time with `tokens`, at most `own` per rank, after `context` others."""
+        """Return a stage's time for `tokens`, of which a rank has `own`, after `context` tokens."""
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
         own = ceil(own / layout.cp) if is_prefill else own
@@ -210,7 +210,8 @@ class Costs:
             operations = 4.0 * own * (spec.num_heads / layout.tp) * spec.head_dim * seen
             seconds += operations / (ATTENTION_SHARE * gpu.bf16)
         else:
-            seconds += own * self._cache_bytes(caches, context) / bandwidth
+            cached = cached_bytes(caches, context, dtype=self._model.kv_dtype, ranks=layout.tp)
+            seconds += own * cached / bandwidth
         relative = MEASURED.bandwidth / gpu.bandwidth
         seconds += len(layers) * (
             LAYER_SECONDS
@@ -222,7 +223,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs of one kind: `tokens` for experts, `own` for others."""
+        """Return the time of GEMMs of one kind. Experts get `tokens` rows, other matrices `own`."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
@@ -251,9 +252,6 @@ class Costs:
             rate = (EXPERTS_FP8 if is_expert else DENSE_FP8) * gpu.fp8
         return read, rate
 
-    def _cache_bytes(self, caches: KvCacheSpecs, context: float) -> float:
-        return cached_bytes(caches, context, dtype=self._model.kv_dtype, ranks=self._layout.tp)
-
     def _exchanges(self, own: int, *, ranks: int) -> float:
         """Return the time of one layer's exchanges between `ranks` with `own` tokens each."""
         layout, hidden = self._layout, self._model.weights.spec.hidden_size
@@ -262,7 +260,7 @@ class Costs:
             found += 2 * self._sum_seconds(own, layout.tp) + NORM_SECONDS
         others = ranks - 1
         if others:
-            # Sent: rows in FP8 with scales, ids and weights. Returned: results in bf16.
+            # Ranks send rows in FP8 with scales, ids and weights, and get results in bf16.
             received = others * own * ((hidden + hidden / 32 + 64) + 2 * hidden)
             found += 2 * MESSAGE_SECONDS + received / self._gather_link
         return found
@@ -286,7 +284,7 @@ class Costs:
             return 0.0
         heads = spec.num_heads / layout.tp * layout.dcp
         received = (layout.dcp - 1) * own * heads * (2 * spec.head_dim + 4)
-        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # only its own heads
+        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # a rank receives only its own heads
             return MERGE_SECONDS + received / layout.dcp / (SMALL_SUM_SHARE * self._gpu.link)
         return MESSAGE_SECONDS + received / self._gather_link
 
@@ -311,12 +309,12 @@ class Costs:
 
 
 def _beyond_mean(count: int) -> float:
-    """Return the expected maximum of `count` standard normal numbers: Blom's approximation."""
+    """Return the expected maximum of `count` standard normal numbers (Blom's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def tokens_per_second(workload: Workload, *, decode_seconds: float, prefill_rate: float) -> float:
-    """Return tokens per second in steady state: prompts are processed between decode steps."""
+    """Return tokens per second in steady state, where prompts run between decode steps."""
     tokens = workload.concurrency * workload.output_len
     reading = workload.concurrency * workload.input_len / prefill_rate
     return tokens / (workload.output_len * decode_seconds + reading)

@@ -6,7 +6,7 @@ from negamax.models.memory import read_bytes
 
 
 def cached_bytes(caches: KvCacheSpecs, context: float, *, dtype: str, ranks: int) -> float:
-    """Return the bytes of caches that a rank reads for a token after `context` others."""
+    """Return the cache bytes that a rank reads for a token after `context` earlier tokens."""
     return sum(
         cache.read_tokens(context) * cache.block_bytes(1, dtype=dtype, ranks=ranks)
         for layer in caches
@@ -24,10 +24,11 @@ def step_bytes(
     index_dtype: str,
     ranks: int,
 ) -> float:
-    """Return the least bytes that each of `ranks` GPUs reads in a decode step.
+    """Return the fewest bytes that each of `ranks` GPUs can read in a decode step.
 
-    `context`: mean tokens of the `batch` sequences; `dtype`: of unquantized weights. The KV cache
-    is divided by `ranks`, even beyond its number of heads, because ranks may shard its tokens.
+    `context` is the mean number of tokens of the `batch` sequences, and `dtype` is that of
+    unquantized weights. The KV cache is divided by `ranks`, even beyond its number of heads,
+    because ranks may shard its tokens.
     """
     caches = set_index_dtype(spec.kv_caches(), index_dtype)
     cached = cached_bytes(caches, context, dtype=kv_dtype, ranks=1)

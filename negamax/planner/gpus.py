@@ -1,7 +1,7 @@
 """Figures of known GPUs, for plans that need no GPU.
 
-Memory is as the driver reports it. Bandwidth and rates (without sparsity) are from the data sheet
-named beside each GPU. Link rates are one direction, to all other GPUs together.
+Memory is the size that the driver reports. Bandwidth and rates (without sparsity) are from the data
+sheet named above each GPU. Link rates count one direction, to all other GPUs together.
 """
 
 import re
@@ -71,32 +71,32 @@ GPUS = {
         # NVIDIA HGX B200 and B300 data sheets, an eighth of each; NVLink 1.8 TB/s
         _nvidia("B200", 183_359, 8.0, 2250, 4500, 900, (10, 0)),
         _nvidia("B300", 275_040, 8.0, 2250, 4500, 900, (10, 3)),
-        # NVIDIA RTX PRO 6000 Blackwell data sheet (Workstation): 1,792 GB/s, PCIe 5.0 x16. FP8 is a
-        # quarter and bf16 an eighth of its 4,000 FP4 operations with sparsity.
+        # NVIDIA RTX PRO 6000 Blackwell data sheet (Workstation): 1,792 GB/s, PCIe 5.0 x16. The FP8
+        # rate is a quarter, and the bf16 rate an eighth, of 4,000 FP4 TFLOP/s with sparsity.
         _nvidia("RTX-PRO-6000", 97_887, 1.792, 500, 1000, 64, (12, 0)),
         # AMD Instinct MI300X and MI355X data sheets: seven links of 64 and 77 GB/s
         _amd("MI300X", 196_592, 5.3, 1307, 2615, 448, "gfx942"),
         _amd("MI355X", 294_896, 8.0, 2517, 5033, 538, "gfx950"),
     )
 }
-MEASURED_RANKS = 4  # the most GPUs that a model was measured on
+MEASURED_RANKS = 4  # largest number of GPUs in a measurement of a model
 MEASURED = GPUS["h200"]  # the GPU of all measured and fitted constants in `cost`
 
 
 def find_gpu(name: str) -> GpuModel:
-    """Return the GPU by its name here or in its driver ("NVIDIA H200"). Errors: `ConfigError`."""
+    """Return the GPU named in `GPUS` or by a driver ("NVIDIA H200"). Raises `ConfigError`."""
     words = set(re.findall("[a-z0-9]+", name.lower()))
     found = [key for key in GPUS if words.issuperset(key.split("-"))]
     if not found:
         raise ConfigError(
             f"--gpu is {name[:60]!r}; known: {', '.join(gpu.name for gpu in GPUS.values())}",
-            hint="for another GPU, give the most similar known one and --gpu-memory",
+            hint="for another GPU, pass the most similar known GPU and --gpu-memory",
         )
     return GPUS[max(found, key=len)]  # an H100 NVL differs from an H100
 
 
 def visible_gpus() -> Sequence[GpuModel]:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, if there is a driver. Errors: `ConfigError`."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES; [] without a driver. Raises `ConfigError`."""
     try:
         rows = _driver_rows("index,uuid,name,memory.total")
         seen = _seen_by_cuda(rows, env.find_variables(_VISIBLE).get(_VISIBLE))
@@ -107,7 +107,7 @@ def visible_gpus() -> Sequence[GpuModel]:
 
 
 def visible_devices() -> list[str] | None:
-    """Return the ids of allowed GPUs, or None without the variable and a driver."""
+    """Return the ids of allowed GPUs; None without both CUDA_VISIBLE_DEVICES and a driver."""
     wanted = env.find_variables(_VISIBLE).get(_VISIBLE)
     words = None if wanted is None else [word.strip() for word in wanted.split(",") if word.strip()]
     try:
@@ -120,14 +120,14 @@ def visible_devices() -> list[str] | None:
 
 
 def _driver_rows(columns: str) -> list[list[str]]:
-    """Return the driver's rows. Errors: `OSError`, `SubprocessError` without a driver."""
+    """Return the rows of nvidia-smi. Raises `OSError` or `SubprocessError` without a driver."""
     query = ("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits")
     done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     return [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines()]
 
 
 def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
-    """Return the rows that the variable selects, up to the first unknown id, as CUDA does."""
+    """Return the rows that `wanted` lists. As in CUDA, the list ends at the first unknown id."""
     if wanted is None:
         return rows
     found = []

@@ -1,4 +1,4 @@
-"""Plans: the topologies of a model that run on given GPUs, best first, and the refused ones."""
+"""Plan how a model runs on given GPUs: topologies that run, best first, and refused ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -69,11 +69,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Refused:
-    """A topology that does not run, the reason and the remedy."""
+    """A topology that does not run, and the reason."""
 
     topology: Topology
     reason: str
-    missing_bytes: float = 0.0  # of each GPU's memory; 0: another reason
+    missing_bytes: float = 0.0  # missing memory of each GPU; 0: memory is not the reason
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Plan:
 
     @cached_property
     def busiest(self) -> Candidate | None:
-        """The candidate with most tokens per second at the highest requested concurrency."""
+        """The candidate with the most tokens per second at the highest requested concurrency."""
         return self._plainest_of_best(lambda each: 1 / each.predictions[-1].tokens_per_second)
 
     def _plainest_of_best(self, cost: Callable[[Candidate], float]) -> Candidate | None:
-        """The candidate with the fewest split axes within the prediction error of the best."""
+        """Return the candidate with the fewest split axes among those within `TIE` of the best."""
         least = min(map(cost, self.candidates), default=0.0)
         alike = [each for each in self.candidates if cost(each) <= (1 + TIE) * least]
         return min(alike, key=lambda each: (each.topology.num_axes, cost(each)), default=None)
@@ -118,15 +118,16 @@ def make_plan(
     one_engine: bool = False,
     split_for: Sequence[ParallelLayout] = (),
 ) -> Plan:
-    """Return all topologies of `spec` on `hardware`.
+    """Plan all topologies of `spec` on `hardware`.
 
-    `workloads` are in order of concurrency. `max_model_len` must fit; None: one of their requests
-    must fit, and the context length is the longest that fits. Each data-parallel rank has slots for
-    `max_num_seqs` requests; None: for concurrent ones, at least the default. With `one_engine`,
-    unneeded GPUs stay idle. Index keys are sharded with DCP, and where a required request does not
-    fit otherwise. `split_for`: ranks that the checkpoint's files are split for.
+    `workloads` are in order of concurrency. A request of `max_model_len` tokens must fit. If that
+    is None, the longest request of `workloads` must fit, and the context length is the longest
+    one that fits. Each data-parallel rank has slots for `max_num_seqs` requests. If that is None,
+    it has slots for its concurrent requests, at least the default number. With `one_engine`,
+    unneeded GPUs stay idle. Index keys are sharded with DCP, and if a required request does not
+    fit otherwise. `split_for` lists the layouts for which the checkpoint's files are split.
 
-    Errors: `ConfigError` if `max_model_len` exceeds the model's.
+    Raises `ConfigError` if `max_model_len` exceeds the model's context length.
     """
     if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         limit = f"the model's context length is {spec.max_position_embeddings} tokens"
@@ -192,15 +193,15 @@ def _fit(
 
 
 def _describe_shortage(hardware: Hardware, memory: Fit, num_tokens: int, missing: float) -> str:
-    """Describe memory that is too small for `num_tokens` by `missing` bytes."""
+    """Describe a cache of `num_tokens` for which `missing` bytes are missing on each GPU."""
     needed = (hardware.gpu.memory * hardware.utilization + missing) / hardware.utilization
     length = memory.context_length
     shorter = f", or with --max-model-len {length}" if length > LEAST_TOKENS else ""
     return (
         f"{_gib(memory.weights)} of weights, {_gib(num_tokens * memory.token)} of cache for "
-        f"{num_tokens} tokens and {_gib(num_tokens * memory.slots)} of request slots are "
+        f"{num_tokens} tokens and {_gib(num_tokens * memory.slots)} of request slots need "
         f"{_gib(missing)} more per GPU than --gpu-memory-utilization "
-        f"{hardware.utilization:g} leaves; fits in {_gib(needed)} per GPU{shorter}"
+        f"{hardware.utilization:g} allows; fits in {_gib(needed)} per GPU{shorter}"
     )
 
 

@@ -15,21 +15,21 @@ from negamax.planner.cost import Model
 from negamax.planner.gpus import GIB
 
 LIMITS = STEP_LIMITS["cuda"]  # limits of each data-parallel rank
-LEAST_TOKENS = 8192  # least KV cache for a usable model
+LEAST_TOKENS = 8192  # smallest KV cache of a usable model, in tokens
 
 
 def gpu_reserve(hidden_size: int) -> int:
-    """Return the bytes of each GPU for a step's workspace, CUDA graphs and the driver.
+    """Return the bytes to reserve on each GPU for a step's workspace, CUDA graphs and the driver.
 
-    The engine measures it: on an H200 with steps of the default sizes, 5.8 to 6.8 GiB for
-    MiniMax-M2 (hidden 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result is slightly more.
+    On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
+    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result is slightly more.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks of one engine along each axis (`parallel/layout.py`), and the number of engines."""
+    """Number of ranks of one engine along each axis (`parallel/layout.py`), and of engines."""
 
     tp: int = 1
     ep: int = 1
@@ -62,7 +62,7 @@ class Topology:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Return the layout of rank 0. Errors: `ConfigError`."""
+        """Return the layout of rank 0. Raises `ConfigError` if it is invalid."""
         return ParallelLayout(
             tp=self.tp, ep=self.ep, dp=self.dp, pp=self.pp, cp=self.cp, dcp=self.dcp
         )
@@ -85,7 +85,7 @@ class Topology:
 
     @property
     def options(self) -> ParallelOptions:
-        """Return the options that start one engine. Errors: `ConfigError` if nothing runs it."""
+        """Return the options that start one engine. Raises `ConfigError` if no options do."""
         options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
         if ParallelLayout.of(options) != self.layout:
             raise ConfigError(f"no options start {replace(self, replicas=1).label}")
@@ -104,7 +104,7 @@ class Topology:
         return max(1, self.ranks // per_node)
 
     def check(self, spec: ModelSpec, *, per_node: int) -> None:
-        """Refuse what `per_node` GPUs in a machine cannot run. Errors: `ConfigError`."""
+        """Raise `ConfigError` if machines with `per_node` GPUs cannot run this topology."""
         if self.ranks > per_node and per_node % self.tp:
             raise ConfigError(
                 f"a machine has {per_node} of these GPUs, and networks are too slow for the "
@@ -117,7 +117,7 @@ class Topology:
 def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
     """Yield all topologies for up to `gpus` GPUs, each with as many replicas as fit.
 
-    They use some GPUs of one machine or all GPUs of several; with `kv_heads` also DCP.
+    An engine uses some GPUs of one machine, or all GPUs of several. DCP needs `kv_heads`.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks
@@ -137,13 +137,13 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes of a GPU, for the stage with the least room for its cache."""
+    """Bytes on a GPU, in the pipeline stage with the least room for its cache."""
 
     weights: int
-    room: int  # for cache and request slots; negative: missing
-    token: int  # of cache, per token
-    slots: int  # of all request slots, per token of context length
-    longest: int  # requested context length
+    room: int  # for cache and request slots; negative if memory is missing
+    token: int  # cache bytes per token
+    slots: int  # bytes of all request slots per token of context length
+    longest: int  # requested context length in tokens
 
     @property
     def context_length(self) -> int:

@@ -1,1 +1,1 @@
-"""Quantization methods: the format of each module of a checkpoint, one file per method."""
+"""Quantization methods, one file each. A method finds the stored format of every module."""

@@ -1,7 +1,7 @@
 """Method "auto-round" (Intel).
 
-Integers in the layouts of GPTQ or AWQ, FP8, and FP4 and MX formats in the layouts of
-compressed-tensors. Single modules may have other bits or stay plain.
+It stores integers in the layouts of GPTQ or AWQ, FP8, or FP4 and MX formats in the layouts of
+compressed-tensors. Single modules may have other bits or stay unquantized.
 """
 
 import re
@@ -36,14 +36,14 @@ from negamax.quantization.integers import (
 from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse, spellings
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
-# Layout -> its bits and its format. Without a suffix, it is GPTQ with unshifted zero points.
+# Layout -> its allowed bits and its format. "auto_round" is GPTQ with unshifted zero points.
 _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat]]] = {
     _GPTQ: (PACKED_BITS, lambda bits, size: gptq(bits, size, version=1)),
     _AWQ: ((4,), lambda bits, size: awq(size)),
     "auto_round": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
     "auto_round:gptqmodel": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
 }
-# FP8 by its group size; MX formats and NVFP4.
+# FP8 formats by group size: -1 has a scale per row, 0 has a scale per matrix.
 _FP8 = {
     -1: fp8("fp8_e4m3_channel", (ROWS,), input_scale="input_scale"),
     0: fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"),
@@ -52,14 +52,14 @@ _FP4 = nvfp4(
     values="weight_packed", global_scale="weight_global_scale", divides=True,
     input_scale="input_global_scale",
 )  # fmt: skip
-# Data type and bits -> format and groups.
+# Data type and bits -> format and columns of a group.
 _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("mx_fp", 4): (mxfp4(values="weight_packed"), MX_GROUP),
     ("mx_fp", 8): (mxfp8(), MX_GROUP),
     ("nv_fp", 4): (_FP4, NVFP4_GROUP),
 }
-_PLAIN_BITS = 16  # a module with at least so many bits is stored plain
-# characters of a regular expression that module names do not have
+_PLAIN_BITS = 16  # a module with this many bits or more is not quantized
+# characters that occur in regular expressions but not in names of modules
 _META = frozenset("*+?^$|()[]{}\\")
 
 
@@ -79,7 +79,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     by_expression: list[tuple[re.Pattern[str], TensorFormat]] = []
     extra = spec.fields.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(e, Mapping) for e in extra.values()):
-        refuse(spec, "extra_config", extra, "an object of objects")
+        refuse(spec, "extra_config", extra, "an object whose values are objects")
     for name, changes in extra.items():
         where = f"{spec.source}, extra_config[{name!r}]"
         stored = _format(QuantizationSpec(spec.method, {**spec.fields, **changes}, where))
@@ -120,7 +120,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 
 
 def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
-    """Read FP8, FP4 and the MX formats; activations may be quantized, too."""
+    """Return the format of FP8, FP4 or MX weights. Activations may be quantized, too."""
     known = {
         **UNLESS_MORE, "data_type": (spec.fields["data_type"],),
         "static_attention_dtype": (None, "fp8"),
@@ -136,13 +136,13 @@ def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
     if isinstance(size, list):
         return fp8_blocks(spec, "group_size", scale_name="weight_scale_inv")
     if size not in _FP8:
-        refuse(spec, "group_size", size, "-1 (a row), 0 (a matrix), or rows and columns of blocks")
+        refuse(spec, "group_size", size, "-1 (per row), 0 (per matrix), or the sizes of a block")
     is_rounded = spec.fields.get("act_bits") == 8
     return use_rounded_activations(_FP8[size]) if is_rounded else _FP8[size]
 
 
 def _blocks(spec: QuantizationSpec) -> tuple[str, ...]:
-    """Return the prefixes of quantized modules; by default those of all layers."""
+    """Return the prefixes of quantized modules. By default all layers are quantized."""
     fields = ("quant_block_list", "block_name_to_quantize", "to_quant_block_names")
     field = next((name for name in fields if spec.fields.get(name)), fields[1])
     names = spec.fields.get(field) or "layers"

@@ -25,14 +25,15 @@ from negamax.quantization.integers import (
 from negamax.quantization.scheme import Scheme, check_fields, read_modules
 
 _VERSIONS = (None, "gemm", "GEMM")
-_WORD = Dim(Axis.ROWS, 8)  # eight 4-bit numbers
+_WORD = Dim(Axis.ROWS, 8)  # a word holds eight 4-bit numbers
 
 
 @cache
 def awq(size: int) -> TensorFormat:
-    """Return (number - zero point) * scale for each row and `size` columns (-1: all).
+    """Return AWQ's format, with a scale per row and group of `size` columns (-1: all columns).
 
-    All tensors are transposed. Words of 32 bits hold eight rows in AWQ's order.
+    A value is (number - zero point) * scale. All tensors are transposed. Words of 32 bits hold
+    eight rows in AWQ's order.
     """
     group = make_group_dim(size)
     return TensorFormat(
@@ -63,5 +64,5 @@ def read(spec: QuantizationSpec) -> Scheme:
         ),
     )  # fmt: skip
     stored = awq(group_size(spec))
-    # The head is never packed. With `zero_point` false, all zero points are 8, but they are stored.
+    # The head is never packed. If `zero_point` is false, all stored zero points are 8.
     return Scheme.uniform(stored, (*read_modules(spec, "modules_to_not_convert"), "lm_head"))

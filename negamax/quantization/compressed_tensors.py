@@ -6,7 +6,7 @@
   - int-quantized: integers of up to 8 bits, one in a byte, in groups of columns or per row
   - dense: only the KV cache has scales
 
-If the description also rounds activations to 8 bits, kernels may do so, with a scale per token.
+If the description also rounds activations to 8 bits, kernels may round them with a scale per token.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ from negamax.quantization.scheme import (
     refuse,
 )
 
-_GROUP_ORDERS = ("group", "dynamic", True)  # a stored tensor assigns columns to groups
+_GROUP_ORDERS = ("group", "dynamic", True)  # here a stored tensor assigns columns to groups
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -86,7 +86,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         refuse(spec, "config_groups", groups, "an object of groups")
     read_groups = [_group(spec, f"config_groups.{name}", group) for name, group in groups.items()]
     by_class = next((stored for names, stored in read_groups if "Linear" in names), PLAIN)
-    # As in compressed-tensors, names precede patterns, and patterns are sorted.
+    # As in the compressed-tensors library, names precede patterns, and patterns are sorted.
     targets = sorted(
         ((name, stored) for names, stored in read_groups for name in names),
         key=lambda each: each[0] if each[0].startswith("re:") else "",
@@ -106,9 +106,9 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _check_transforms(spec: QuantizationSpec) -> None:
-    """Check `transform_config`: rotations that are folded into the stored weights.
+    """Check that all rotations in `transform_config` are folded into the stored weights.
 
-    Errors: `ConfigError` for rotations that the running model would have to apply.
+    Raises `ConfigError` for rotations that the running model would have to apply.
     """
     said = spec.fields.get("transform_config") or {}
     transforms = said.get("config_groups") if isinstance(said, Mapping) else None
@@ -153,12 +153,12 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
     return read_modules(fields, "targets"), stored
 
 
-# Fields of a group's weights beside bits, strategy and group size. Other values mean other formats.
+# Other fields of a group's weights. Values that are not listed here mean other formats.
 _WEIGHTS = {
     "symmetric": (True,), "dynamic": (None, False), "block_structure": (None,),
     "actorder": (None, False), "zp_dtype": (None,),
 }  # fmt: skip
-# These describe only how the scales were found.
+# These fields only describe how the scales were found.
 _OBSERVED = ("observer", "observer_kwargs", "scale_dtype")
 
 
@@ -217,7 +217,8 @@ def packed(
 ) -> TensorFormat:
     """Return integers in 32-bit words along the columns, stored as number + 2^(bits - 1).
 
-    Each row and `size` columns (-1: all) have a scale and, unless `symmetric`, a zero point.
+    Each row and group of `size` columns (-1: all columns) has a scale and, unless `symmetric`, a
+    zero point.
     """
     group, word = make_group_dim(size), 32 // bits
     tensors = [
@@ -269,7 +270,7 @@ def _read_packed(weights: QuantizationSpec) -> TensorFormat:
 
 @cache
 def int8(size: int) -> TensorFormat:
-    """Return number * scale for each row and `size` columns (-1: all)."""
+    """Return int8 with a scale per row and group of `size` columns (-1: all columns)."""
     group = make_group_dim(size)
     return TensorFormat(
         f"int8_{group_name(size)}",
@@ -305,5 +306,5 @@ _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "pack-quantized": _read_packed,
     "int-quantized": _read_int8,
 }
-# Names of the scales that static activations have.
+# Tensor names of the scales of static activations.
 _INPUT_SCALES = {"float-quantized": "input_scale", "nvfp4-pack-quantized": "input_global_scale"}

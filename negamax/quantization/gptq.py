@@ -1,6 +1,6 @@
 """Method "gptq" (AutoGPTQ, GPTQModel): 2, 4 or 8 bits with a zero point per group of columns.
 
-Version 1 stores zero points minus 1, version 2 stores them unchanged.
+Version 1 stores each zero point minus 1. Version 2 stores zero points unchanged.
 """
 
 import re
@@ -37,10 +37,11 @@ _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
 
 @cache_format
 def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -> TensorFormat:
-    """Return (number - zero point) * scale for each row and `size` columns (-1: all).
+    """Return GPTQ's format, with a scale per row and group of `size` columns (-1: all columns).
 
-    All tensors are transposed. Words of 32 bits hold the values of adjacent columns and the zero
-    points of adjacent rows. With `is_stored_order` (desc_act), g_idx assigns columns to groups.
+    A value is (number - zero point) * scale. All tensors are transposed. Words of 32 bits hold
+    the values of adjacent columns, or the zero points of adjacent rows. With `is_stored_order`
+    (desc_act), g_idx assigns columns to groups.
     """
     group, word = make_group_dim(size), 32 // bits
 
@@ -108,9 +109,9 @@ def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
 
 
 def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], QuantizationSpec]]:
-    """Read GPTQModel's `dynamic`: changed fields for modules that a regular expression matches.
+    """Yield the rules of GPTQModel's `dynamic`: skipped or not, pattern, changed description.
 
-    The first match counts. The prefix "-:" leaves modules plain.
+    The first rule that matches a module counts. The prefix "-:" leaves modules unquantized.
     """
     rules = spec.fields.get("dynamic") or {}
     if not isinstance(rules, Mapping):

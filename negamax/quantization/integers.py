@@ -1,4 +1,4 @@
-"""Shared parts of methods that store small integers in groups of columns. Imports no torch."""
+"""Shared parts of methods that store small integers with a scale per group of columns."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,8 @@ from negamax.quantization.scheme import refuse
 
 P = ParamSpec("P")
 
-PACKED_BITS = (2, 4, 8)  # a 32-bit word holds a whole number of them
-# Fields of AutoAWQ, GPTQModel and AutoRound that do not change what is stored.
+PACKED_BITS = (2, 4, 8)  # a 32-bit word holds a whole number of such integers
+# Fields of AutoAWQ, GPTQModel and AutoRound that do not change the stored tensors.
 OF_THE_QUANTIZER = (
     "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",
     "damp_auto_increment", "damp_percent", "dataset", "do_fuse", "enable_alg_ext",
@@ -35,20 +35,20 @@ OF_THE_QUANTIZER = (
     "static_attention_granularity", "static_groups", "static_kv_dtype", "static_kv_granularity",
     "supported_types", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
-# Allowed values of fields that all three have. Others mean quantized activations, rotated weights
-# or scales of scales.
+# Allowed values of fields that all three tools write. Other values mean quantized activations,
+# rotated weights or scales of scales.
 UNLESS_MORE: Mapping[str, Sequence[object]] = {
     "adapter": (None,), "act_bits": (None, 16, 32), "data_type": (None, "int"),
     "pack_dtype": (None, "int32"), "rotation": (None,), "rotation_config": (None, {}),
     "rotation_configs": (None, []), "static_attention_dtype": (None,), "super_bits": (None,),
     "super_group_size": (None,), "sym": (None, False, True),
 }  # fmt: skip
-# These have no meaning while activations are not quantized.
+# These fields have no effect while activations are not quantized.
 ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 
 def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
-    """Cache `make`, so that equal arguments return one object, with defaults passed or omitted."""
+    """Cache `make`. Equal arguments return one object, whether defaults are passed or not."""
     signature, known = inspect.signature(make), cache(make)
 
     @wraps(make)
@@ -61,7 +61,7 @@ def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
 
 
 def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
-    """Return the columns that share a scale, -1 for all. Errors: `ConfigError`."""
+    """Return how many columns share a scale, or -1 for all. Raises `ConfigError`."""
     size = spec.fields.get(name)
     if type(size) is not int or not (size == -1 or (size >= 8 and size % 8 == 0)):
         refuse(spec, name, size, "-1 and multiples of 8")
@@ -69,13 +69,13 @@ def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
 
 
 def read_names(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
-    """Return field `name`, a list of names or of lists of names. Errors: `ConfigError`."""
+    """Return the names in field `name`, a list of names or of such lists. Raises `ConfigError`."""
     found = spec.fields.get(name) or []
     parts = found if isinstance(found, list) else [None]
     names = [each for part in parts for each in (part if isinstance(part, list) else [part])]
     spelled = tuple(each for each in names if isinstance(each, str))
     if len(spelled) < len(names):
-        refuse(spec, name, found, "a list of names, or of lists of them, or null")
+        refuse(spec, name, found, "a list of names, a list of such lists, or null")
     return spelled
 
 
@@ -91,7 +91,7 @@ def group_name(size: int) -> str:
 def make_group_index(
     name: str, size: int, *, is_stored_order: bool, optional: bool
 ) -> StoredTensor:
-    """Return the tensor with each column's group, which is known unless the order is stored."""
+    """Return the tensor of each column's group. Its values are known unless `is_stored_order`."""
     return StoredTensor(
         name,
         Role.PERMUTATION,
@@ -104,9 +104,9 @@ def make_group_index(
 
 
 def int8_rows(name: str, *others: StoredTensor, scale: Dim = ROWS) -> TensorFormat:
-    """Return number * weight_scale per row or, with `scale` ONE, per matrix.
+    """Return int8 with a weight_scale per row or, with `scale` ONE, per matrix.
 
-    `others` are stored beside them and do not change the values.
+    `others` are further stored tensors, which do not change the values.
     """
     return TensorFormat(
         name,

@@ -1,11 +1,11 @@
 """Method "modelopt" (NVIDIA Model Optimizer).
 
-One algorithm applies to all modules but the excluded ones. MIXED_PRECISION lists one for each
-module. With null, at most the KV cache has scales. The fields are in config.json, or under
-"quantization" in hf_quant_config.json.
+One algorithm applies to all modules that are not excluded. MIXED_PRECISION lists an algorithm for
+each module. With null, no module is quantized, and at most the KV cache has scales. The fields are
+in config.json, or under "quantization" in hf_quant_config.json.
 
-Most algorithms also round activations. Kernels may do so for FP8 per matrix or row, with a scale
-per token; otherwise activations stay in the compute dtype.
+Most algorithms also round activations. For FP8 per matrix or row, kernels may round activations
+with a scale per token. For other formats activations stay in the compute dtype.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ from negamax.quantization.scheme import (
 )
 
 _BLOCKS = Dim(Axis.ROWS, E4M3_GROUP), ONE, Dim(Axis.COLUMNS, E4M3_GROUP), ONE
-# Algorithm -> format and the group sizes that it may have.
+# Algorithm -> its format and its allowed group sizes.
 ALGORITHMS: Mapping[str, tuple[TensorFormat, tuple[int | None, ...]]] = {
     "FP8": (
         use_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale")),
@@ -101,7 +101,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 def _listed(spec: QuantizationSpec) -> dict[str, TensorFormat]:
     layers = spec.fields.get("quantized_layers")
     if not isinstance(layers, Mapping) or not layers:
-        refuse(spec, "quantized_layers", layers, "an object of modules")
+        refuse(spec, "quantized_layers", layers, "an object with an entry per module")
     listed = {}
     for module, said in layers.items():
         if not isinstance(said, Mapping):

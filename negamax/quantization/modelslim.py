@@ -1,10 +1,10 @@
 """Method "modelslim" (Ascend): quant_model_description.json names the format of each tensor.
 
-Kernels may round activations to 8 bits as the method does, but with a scale per token. The stored
-scales of activations are not needed. With unrounded activations, x W^T equals the sum over rounded
-ones with `quant_bias` and `deq_scale`: `quant_bias` is the layer's bias (M2 has none) minus the
-contribution of `input_offset`. QuaRot's rotation is folded into the weights; only a draft that was
-trained on the unrotated model needs it (`checkpoint/quarot.py`).
+Kernels may round activations to 8 bits as the method does, but with a scale per token, so the
+stored scales of activations are not needed. `quant_bias` and `deq_scale` only undo the rounding of
+activations: `quant_bias` is the layer's bias (M2 has none) minus the contribution of
+`input_offset`. QuaRot's rotation is folded into the weights. Only a draft that was trained on the
+unrotated model needs the rotation (`checkpoint/quarot.py`).
 """
 
 from functools import cache
@@ -30,7 +30,7 @@ from negamax.quantization.integers import group_name, group_size, make_group_dim
 from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse
 
 _INT8 = StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS))
-# For static activations.
+# tensors of static activations
 _STATIC = (
     StoredTensor("input_offset", Role.ACTIVATION, (*FLOATS, "int8"), (ONE,)),
     StoredTensor("quant_bias", Role.ACTIVATION, ("int32",), (ROWS,)),
@@ -51,7 +51,7 @@ def _scales(size: int) -> tuple[StoredTensor, StoredTensor]:
 
 @cache
 def int8(size: int, *, is_static: bool) -> TensorFormat:
-    """Return number * weight_scale for each row and `size` columns (-1: all)."""
+    """Return int8 with a weight_scale per row and group of `size` columns (-1: all columns)."""
     static = (*_STATIC, _INPUT_SCALE, _DEQ_SCALE) if is_static else ()
     return TensorFormat(
         f"modelslim_int8_{group_name(size)}{'_static' if is_static else ''}",
@@ -77,9 +77,9 @@ INT8_DEQ_SCALE = TensorFormat(
 
 @cache
 def int4(parts: int) -> TensorFormat:
-    """Return number * weight_scale per row, with two rows in a byte, the even row in the low half.
+    """Return int4 with a weight_scale per row. A byte holds two rows, the even row in its low half.
 
-    scale_bias corrects activations; it has a sum for each of `parts` parts of the columns.
+    scale_bias corrects activations. It has a sum for each of `parts` parts of the columns.
     """
     return TensorFormat(
         f"modelslim_int4_channel_{parts}",
@@ -120,7 +120,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     if not formats and spec.source == "config.json":
         raise ConfigError(
             f"the checkpoint is quantized by {spec.method!r} and has no {DESCRIPTION}",
-            hint="download that file: it names the format of each tensor",
+            hint="download this file, which names the format of each tensor",
         )
     if not formats:
         refuse(spec, "*.weight", None, ", ".join(_TYPES))
@@ -141,7 +141,7 @@ def _format(spec: QuantizationSpec, module: str, said: str) -> TensorFormat:
         if spec.fields.get("version") != "1.0.0" or size != -1:
             refuse(
                 spec, f"{module}.weight", said,
-                "W4A8_DYNAMIC of version 1.0.0 without groups, the only one with a known layout",
+                "W4A8_DYNAMIC of version 1.0.0 without groups (other layouts are unknown)",
             )  # fmt: skip
         return int4(16 if module.endswith(_ROW_PARALLEL) else 1)
     is_static = said in ("W8A8", "W8A8_MIX")

@@ -1,4 +1,4 @@
-"""The names of vLLM 0.33 and SGLang 0.5.23 for `--quantization`, checked against the checkpoint."""
+"""Check `--quantization` against the checkpoint, with the names of vLLM 0.33 and SGLang 0.5.23."""
 
 from collections.abc import Mapping
 
@@ -8,12 +8,12 @@ from negamax.config.spellings import METHODS, find_method, plain
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 
-# also for other checkpoints with MXFP8 matrices
+# names that are also allowed for other checkpoints with MXFP8 matrices
 _BLOCKS, _AS_STORED = ("fp8", "fp8-per-block"), "mxfp8"
 
 
 def check_name(name: str | None) -> str | None:
-    """Return the normalized `name`; None: the checkpoint decides. Errors: `ConfigError`."""
+    """Return the normalized `name`; None to detect the format. Raises `ConfigError`."""
     spelled = plain(name or "")
     if spelled in ("", "auto", "none"):
         return None
@@ -21,7 +21,7 @@ def check_name(name: str | None) -> str | None:
     if spelled not in map(plain, known):
         raise ConfigError(
             f"--quantization is {name!r}; allowed: {', '.join(sorted(known))}",
-            hint="leave it out: the format of a checkpoint is found in its files",
+            hint="omit it: the format of a checkpoint is detected in its files",
         )
     return spelled
 
@@ -29,10 +29,10 @@ def check_name(name: str | None) -> str | None:
 def quantized(
     name: str | None, spec: QuantizationSpec | None, *, is_drawn: bool = False
 ) -> tuple[QuantizationSpec | None, str | None]:
-    """Return how `--quantization NAME` holds the weights that `spec` describes, and a log line.
+    """Return the description of the weights under `--quantization NAME`, and a log line or None.
 
-    Synthetic weights (`is_drawn`) are held in any format. Errors: `ConfigError` if the checkpoint
-    has another format.
+    `spec` describes the checkpoint. Synthetic weights (`is_drawn`) can have any format. Raises
+    `ConfigError` if the checkpoint has another format.
     """
     wanted = check_name(name)
     if wanted is None:
@@ -42,7 +42,7 @@ def quantized(
     if spec is None:
         raise ConfigError(
             f"--quantization is {name!r}; the checkpoint is not quantized",
-            hint=f"leave it out, or have its weights quantized while they are read: "
+            hint=f"omit it, or quantize the weights while they are read, with one of: "
             f"{', '.join(online.NAMES)}",
         )
     if wanted not in (plain(spec.method), *map(plain, _names(spec))):
@@ -53,24 +53,24 @@ def quantized(
         raise ConfigError(
             f"--quantization is {name!r}; the checkpoint is quantized by {spec.method!r} "
             f"({spec.source})",
-            hint="leave it out",
+            hint="omit the option",
         )
-    return spec, f"--quantization {name}: detected in {spec.source}, not needed"
+    return spec, f"--quantization {name} is not needed: the format was detected in {spec.source}"
 
 
 def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
-    """Return how MXFP8 matrices of a checkpoint are held as FP8 blocks; None: it has none."""
+    """Return the description that holds MXFP8 matrices as FP8 blocks; None without MXFP8."""
     try:
         scheme = detect(spec)
-    except ConfigError:  # the loader reports it
+    except ConfigError:  # the loader reports this error
         return None
     return online.make_blocks_spec(spec) if scheme and online.has_mxfp8(scheme) else None
 
 
 def _names(spec: QuantizationSpec) -> list[str]:
-    """Return the names of a checkpoint's quantization beside its method."""
+    """Return the checkpoint's normalized method, and the names of its format."""
     method = find_method(spec.method)
-    fields = spec.fields.get("quantization")  # of hf_quant_config.json
+    fields = spec.fields.get("quantization")  # present in hf_quant_config.json
     fields = fields if isinstance(fields, Mapping) else spec.fields
     kinds = ("", fields.get("format"), fields.get("quant_algo"))
     return [method, *(name for name, kind in METHODS.get(method, {}).items() if kind in kinds)]

@@ -1,9 +1,9 @@
 """Method "neuron_fp8": Trainium's FP8 (values up to 240) by neuronx-distributed-inference.
 
 q, k and v have a scale per output row. Experts are stacked and transposed, with a scale per 128 x
-128 block or, in mode per_row, per output row. All other weights are plain. That tool writes no
+128 block or, in mode per_row, per output row. No other weights are quantized. The tool writes no
 description: `config/quantization.py` recognizes its tensor names in the index. `negamax convert`
-writes a description under this name.
+writes a description with this method.
 """
 
 from negamax.config.quantization import QuantizationSpec

@@ -1,6 +1,6 @@
 """Method "online": `--quantization` quantizes matrices while they are read.
 
-In a plain checkpoint, all matrices but embedding, router and head are quantized. In other
+In an unquantized checkpoint, all matrices except embedding, router and head are quantized. In other
 checkpoints, MXFP8 matrices become FP8 blocks.
 """
 
@@ -15,7 +15,7 @@ from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, pa
 from negamax.quantization.fp8 import MXFP8
 from negamax.quantization.scheme import Scheme
 
-# Names of `--quantization` -> the format that matrices are held in.
+# Name in `--quantization` -> format of the matrices in memory.
 _FORMATS: Mapping[str, TensorFormat] = {
     "fp8": E4M3_BLOCKS,
     "fp8_per_block": E4M3_BLOCKS,
@@ -28,12 +28,12 @@ _FORMATS: Mapping[str, TensorFormat] = {
     "nvfp4": nvfp4(),
 }
 NAMES = tuple(_FORMATS)
-SOURCE = "--quantization"  # marks such a description; no file has this source
+SOURCE = "--quantization"  # source of descriptions that this method makes; no file is called so
 _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")
 
 
 def spec(name: str) -> QuantizationSpec:
-    """Return the description of a plain checkpoint that is quantized to the format `name`."""
+    """Return the description of an unquantized checkpoint that is quantized to format `name`."""
     return QuantizationSpec("online", {"format": name.replace("-", "_")}, source=SOURCE)
 
 
@@ -54,7 +54,7 @@ def has_mxfp8(scheme: Scheme) -> bool:
 
 
 def make_blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
-    """Return the description of checkpoint `stored` with its MXFP8 matrices as blocks."""
+    """Return the description of checkpoint `stored` that holds MXFP8 matrices as FP8 blocks."""
     fields = {"method": stored.method, "fields": stored.fields, "source": stored.source}
     return QuantizationSpec("online", {"blocks_of": fields}, source=SOURCE)
 
@@ -62,9 +62,10 @@ def make_blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
 def convert_to_blocks(scheme: Scheme) -> Scheme:
     """Return `scheme` with MXFP8 matrices as FP8 blocks of 128 x 128.
 
-    Scales stay powers of two. Values below 2^-13.8 of their block's largest may change, by at most
-    2^-17.8 of it: half a step of E4M3's subnormals, 2^-10, where the largest is above 224. So the
-    RMS change of a matrix is below 128 * 2^-17.8 = 5.6e-4 of its RMS; MXFP8 itself changed 2.6e-2.
+    Scales stay powers of two. Values below 2^-13.8 of the largest value of their block may
+    change, by at most 2^-17.8 of that value. This is half a step of E4M3's subnormals (2^-10)
+    where the largest value is above 224. So the RMS change of a matrix is below
+    128 * 2^-17.8 = 5.6e-4 of its RMS. MXFP8 itself changes a matrix by 2.6e-2 of its RMS.
     """
 
     def format_of(module: str) -> TensorFormat:

@@ -1,6 +1,6 @@
-"""Method "quark" (AMD): formats for all modules, for named modules, or for none (`exclude`).
+"""Method "quark" (AMD): one format for all modules, and other formats for named modules.
 
-If the description also rounds activations to 8 bits, kernels may do so, with a scale per token.
+If the description also rounds activations to 8 bits, kernels may round them with a scale per token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ _MXFP4 = {
 _NVFP4 = {"dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (NVFP4_GROUP,)}
 _FP8 = {"dtype": (_E4M3,), "qscheme": ("per_tensor", "per_channel"), "ch_axis": (None, 0)}
 _INT8 = {**_FP8, "dtype": ("int8",)}
-# Stored scales, not scales computed from the weights at run time.
+# The scales must be stored. Scales that are computed at run time are not supported.
 _STORED = {"is_dynamic": (None, False), "symmetric": (None, True), "block_size": (None,)}
 # Algorithms that are folded into the stored weights and need no support.
 _FOLDED = ("awq", "autosmoothquant", "gptq", "gptaq", "smooth", "smoothquant")
@@ -68,7 +68,8 @@ def read(spec: QuantizationSpec) -> Scheme:
     layers = spec.fields.get("layer_quant_config") or {}
     if not isinstance(layers, Mapping):
         refuse(spec, "layer_quant_config", layers, "an object of modules")
-    # A description written file by file lists the cached modules only here.
+    # If a description is written file by file, only this list names the modules with cached
+    # outputs.
     cached = (*read_modules(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
 
     def is_cached(name: str) -> bool:
@@ -90,7 +91,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False) -> TensorFormat:
-    """Return the format that `said` describes; `cached`: the KV cache holds the outputs."""
+    """Return the format in `said`. `cached` is true if the KV cache holds the module's outputs."""
     if said is None:
         return PLAIN
     if not isinstance(said, Mapping):
@@ -137,7 +138,7 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
 def _check(
     spec: QuantizationSpec, name: str, said: Any, allowed: Mapping[str, Sequence[object]]
 ) -> None:
-    """Check `said` for `allowed` values; other fields do not matter. Errors: `ConfigError`."""
+    """Raise `ConfigError` if fields of `said` do not have `allowed` values."""
     if not isinstance(said, Mapping):
         refuse(spec, name, said, "an object")
     check_fields(QuantizationSpec(spec.method, dict(said), f"{spec.source}.{name}"), allowed)
@@ -145,7 +146,7 @@ def _check(
 
 @cache
 def int8(*, is_static: bool, by_row: bool = True) -> TensorFormat:
-    """Return number * weight_scale per row or per matrix; stored zero points are 0."""
+    """Return int8 with a weight_scale per row or matrix. All stored zero points are 0."""
     numbers = ("int8", "int32", *FLOATS)
     dim = ROWS if by_row else ONE
     zero_point = StoredTensor(

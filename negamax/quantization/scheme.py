@@ -1,6 +1,6 @@
-"""`Scheme` maps modules to stored formats; `WeightFormat` defines how a rank holds them.
+"""`Scheme` maps modules to stored formats. `WeightFormat` defines how a rank holds weights.
 
-Imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ V = TypeVar("V")
 class Scheme:
     """The formats of a checkpoint's linear layers."""
 
-    formats: tuple[TensorFormat, ...]  # all formats but plain
-    # module name in the checkpoint, "model.layers.0.self_attn.q_proj", -> its format
+    formats: tuple[TensorFormat, ...]  # all formats except PLAIN
+    # returns the format of a module, such as "model.layers.0.self_attn.q_proj"
     format_of: Callable[[str], TensorFormat]
 
     @classmethod
     def of(
         cls, formats: Iterable[TensorFormat], format_of: Callable[[str], TensorFormat]
     ) -> Scheme:
-        """Build a scheme; repeated formats and plain ones are dropped."""
+        """Build a scheme from `formats`, which may contain duplicates and PLAIN."""
         found = dict.fromkeys(stored for stored in formats if stored is not PLAIN)
         return cls(tuple(found), format_of)
 
     @classmethod
     def uniform(cls, stored: TensorFormat, plain: Sequence[str]) -> Scheme:
-        """Build a scheme in which all modules but those in `plain` have one format."""
+        """Build a scheme in which all modules except those in `plain` have the format `stored`."""
         return cls((stored,), lambda module: PLAIN if is_within(module, plain) else stored)
 
 
@@ -50,17 +50,17 @@ class Scheme:
 class WeightFormat:
     """How one rank holds its weights.
 
-    Plain weights have `dtype`. Matrices stay as `scheme` stores them if a kernel reads that format
-    and `keep_quantized` is set; otherwise they are dequantized at load.
+    Unquantized weights have `dtype`. Matrices stay as `scheme` stores them if a kernel reads that
+    format and `keep_quantized` is set. Otherwise the loader dequantizes them.
     """
 
     dtype: torch.dtype
     device: torch.device
-    scheme: Scheme | None = None  # None: everything is stored plain
+    scheme: Scheme | None = None  # None: no weights are quantized
     keep_quantized: bool = True
 
     def stored(self, name: str) -> TensorFormat:
-        """Return the stored format of the matrix whose plain name is `name`."""
+        """Return the stored format of matrix `name`, spelled as in an unquantized checkpoint."""
         if self.scheme is None:
             return PLAIN
         return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
@@ -72,9 +72,9 @@ def check_fields(
     *,
     beside: Sequence[str] | None = None,
 ) -> None:
-    """Check the fields of `spec` against their `allowed` values.
+    """Raise `ConfigError` if a field of `spec` does not have one of its `allowed` values.
 
-    With `beside`, fields that neither lists are refused. Errors: `ConfigError`.
+    With `beside`, a field that is neither in `allowed` nor in `beside` is also an error.
     """
     for name, value in spec.fields.items():
         if beside is not None and name not in (*allowed, *beside):
@@ -86,7 +86,7 @@ def check_fields(
 
 
 def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
-    """Join the fields `names`, each a list of module names or null. Errors: `ConfigError`."""
+    """Return the module names in fields `names`, lists or null. Raises `ConfigError`."""
     modules: list[str] = []
     for name in names:
         found = spec.fields.get(name) or ()
@@ -97,7 +97,7 @@ def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
 
 
 def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
-    """Check that field `name` is an FP8 KV cache with scales, or null. Errors: `ConfigError`."""
+    """Raise `ConfigError` unless field `name` is null or describes an FP8 KV cache with scales."""
     said = spec.fields.get(name)
     if said is None:
         return
@@ -115,9 +115,9 @@ def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
 def is_within(module: str, names: Sequence[str]) -> bool:
     """Return whether `module` is inside one of `names`, in any spelling.
 
-    "gate" contains "mlp.gate" and not "mlp.gate_up". In a name, * matches any characters; "re:"
-    starts a regular expression. A fused name such as "gate_up_proj" stands for each of its
-    matrices.
+    The name "gate" contains "mlp.gate" but not "mlp.gate_up". In a name, * matches any
+    characters. A name that starts with "re:" is a regular expression. A fused name such as
+    "gate_up_proj" stands for each of its matrices.
     """
     names = _unfused(tuple(names))
     known = _canonical(names)
@@ -129,7 +129,7 @@ def is_within(module: str, names: Sequence[str]) -> bool:
 
 
 def matches(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name or regular expression ("re:") of `patterns` is `module`."""
+    """Return whether a name or a regular expression ("re:") in `patterns` matches `module`."""
     patterns = _unfused(tuple(patterns))
     if canonicalize(module) in _canonical(patterns):
         return True
@@ -137,7 +137,7 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
 
 
 def make_lookup(table: Mapping[str, V]) -> Callable[[str], V | None]:
-    """Return a lookup in `table` (module name -> value) by a module or its nearest parent."""
+    """Return a function that finds the value of a module or of its nearest parent in `table`."""
     spelled = {
         canonicalize(part): value for name, value in table.items() for part in _unfused((name,))
     }
@@ -151,10 +151,10 @@ def make_lookup(table: Mapping[str, V]) -> Callable[[str], V | None]:
 
 
 def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
-    """Yield the names that checkpoints use for a module, its own first.
+    """Yield the names that checkpoints use for a module, its own name first.
 
     Tools differ in prefixes and in the name of the MoE block. If `pattern` names experts, or
-    projections of the MLP, the names of experts' matrices differ as well.
+    projections of the MLP, the names that tools use for experts' matrices are yielded as well.
     """
     return _spell(module, tells_experts=_tells_experts(pattern.pattern))
 
@@ -203,9 +203,9 @@ _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PRO
 
 @cache
 def _tells_experts(pattern: str) -> bool:
-    """Return whether `pattern` names experts, or projections of the MLP alone or in alternatives.
+    """Return whether `pattern` names experts, or projections together with "mlp".
 
-    "down_proj" without either is of dense and shared MLPs beside experts with w1, w2 and w3.
+    "down_proj" alone means dense and shared MLPs, because experts have w1, w2 and w3.
     """
     return re.search(r"experts|mlp.*(?:gate|up|down)(?:[|\w]*\))*_proj", pattern) is not None
 
@@ -242,9 +242,9 @@ def _match_any(module: str, patterns: tuple[str, ...]) -> bool:
 
 @cache
 def _expressions(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], bool], ...]:
-    """Join patterns to two expressions: those that name experts, and the others.
+    """Join patterns into two expressions: those that name experts, and all others.
 
-    Errors: `ConfigError` for an invalid pattern.
+    Raises `ConfigError` for an invalid pattern.
     """
     found = []
     for tells_experts in (False, True):
@@ -262,6 +262,6 @@ def _expressions(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], bool
 
 
 def refuse(spec: QuantizationSpec, name: str, value: Any, allowed: str) -> NoReturn:
-    """Raise `ConfigError`: the value, and what is supported."""
+    """Raise `ConfigError` with the value and the supported values."""
     where = "quantization_config" if spec.source == "config.json" else spec.source
     fields.refuse(f"{where}.{name}", value, allowed)

@@ -83,7 +83,7 @@ def test_results_can_be_compared_with_those_of_the_same_conditions_only(
     with pytest.raises(ConfigError, match="has no result for"):
         read_baseline(file, conditions(OPTIONS, workload))
     file.write_text("{}")
-    with pytest.raises(ConfigError, match="holds no results"):
+    with pytest.raises(ConfigError, match="has no results"):
         read_baseline(file, conditions(OPTIONS, workload))
 
 
@@ -110,7 +110,7 @@ def test_times_tokens_after_prompts_that_are_read_once(
         tokens = repeat["total_seconds"] - repeat["ttft"][-1]
         assert repeat["tpot"] == pytest.approx(tokens / 5) and tokens > 0
     assert measure(f"{line} --no-enable-prefix-caching") == 2
-    assert "prefix cache, which is off" in capsys.readouterr().err
+    assert "prefix cache, which is disabled" in capsys.readouterr().err
 
 
 def test_batches_that_cannot_run_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

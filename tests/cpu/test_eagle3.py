@@ -376,9 +376,9 @@ Q_PROJ = "self_attn.q_proj.weight"
         (lambda t: t.update(extra=torch.ones(2)), "1 tensor is not part of this model: extra"),
         (lambda t: t.update({"fc.weight": torch.ones(32, 64)}), "fc.weight has shape [32, 64]"),
         (lambda t: t.update(d2t=t["d2t"].float()), "d2t has dtype F32; supported: I64, I32"),
-        (lambda t: t.update(d2t=t["d2t"].int() + 60), "tensor d2t gives 40 tokens"),
-        (lambda t: t.update(d2t=t["d2t"] + 60), "tensor d2t gives 40 tokens"),
-        (lambda t: t["t2d"].logical_not_(), "tensor t2d marks 56 tokens of the model, and d2t"),
+        (lambda t: t.update(d2t=t["d2t"].int() + 60), "tensor d2t maps 40 draft tokens"),
+        (lambda t: t.update(d2t=t["d2t"] + 60), "tensor d2t maps 40 draft tokens"),
+        (lambda t: t["t2d"].logical_not_(), "tensor t2d marks 56 tokens, and tensor d2t"),
         (lambda t: t.update(t2d=t["t2d"][1:]), "t2d has shape [95]"),
         (lambda t: t["norm.weight"].fill_(torch.nan), "NaN or infinite: norm.weight"),
         (

@@ -50,7 +50,7 @@ def test_tokens_without_text_are_timed_at_once(server: Server, bench: Bench, bac
     assert arrive_apart
     for first, whole_answer in zip(found["ttfts"], found["latencies"], strict=True):
         assert first < whole_answer - 0.001
-    assert "timed where the server's running token count rises" in bench.out
+    assert "timed when the server's running token count rises" in bench.out
 
 
 def test_sweep_runs_every_concurrency_and_compares(

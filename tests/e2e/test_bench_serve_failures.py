@@ -73,7 +73,7 @@ def test_every_kind_of_failure_is_counted_and_the_good_answers_are_measured(benc
     assert found["failures"] == {
         "connection closed before the answer ended": 2, "HTTP 500": 1, "HTTP 429": 1,
         "error in the stream": 1, "malformed HTTP answer: Expected HTTP/, RTSP/ or ICE/": 1,
-        "no event stream but nothing": 1, "unreadable chunk": 1,
+        "nothing instead of an event stream": 1, "unreadable chunk": 1,
     }  # fmt: skip
     assert found["failure_examples"]["HTTP 429"] == "Retry-After 7: full"
     assert found["errors"][1] == "HTTP 500" and found["ttfts"][1] is None

@@ -162,7 +162,7 @@ async def close_early(writer: asyncio.StreamWriter, number: int) -> None:
     ("fault", "reason"),
     [
         (hang, "no answer within 0.5 s"),
-        (answer_html, "an answer that is no JSON object (text/html)"),
+        (answer_html, "the answer is not a JSON object (text/html)"),
         (close_early, "connection closed before the answer ended"),
         (None, "connection refused"),
     ],

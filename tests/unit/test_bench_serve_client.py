@@ -177,7 +177,10 @@ BROKEN: list[tuple[bytes, str]] = [
     (chunked(events({"error": {"message": "died", "code": 500}})), "error in the stream"),
     (chunked(events({"object": "error", "message": "died"})), "error in the stream"),
     (chunked(events(delta(content="a"))), "stream without an end"),
-    (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\nhello", "no event stream but text/html"),
+    (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\nhello",
+        "text/html instead of an event stream",
+    ),
 ]
 
 

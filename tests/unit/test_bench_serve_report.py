@@ -122,10 +122,10 @@ def test_block_has_the_lines_that_scripts_look_for() -> None:
 def test_block_says_how_tokens_were_counted() -> None:
     reported = block(summarize(measured(record(0.5, 0.7, output=3)), OPTIONS), OPTIONS)
     assert "Output tokens: as the server's usage reports them." in reported
-    assert "each gap between chunks once (1.50 tokens per chunk on average)" in reported
+    assert "each gap between chunks counts once (1.50 tokens per chunk on average)" in reported
     assert "tokens without visible text arrive with the next chunk" in reported
     running = summarize(measured(record(0.5, 0.7, output=3, running=(1, 3))), OPTIONS)
-    assert "timed where the server's running token count rises" in block(running, OPTIONS)
+    assert "timed when the server's running token count rises" in block(running, OPTIONS)
     counted = summarize(measured(record(0.5, 0.7)), OPTIONS)
     assert counted["total_output_tokens"] == 2
     assert "Output tokens: counted as chunks for 1 requests" in block(counted, OPTIONS)

@@ -134,7 +134,7 @@ def test_sharegpt_file_gives_questions_and_the_lengths_of_recorded_answers(tmp_p
     assert len(bodies) == 5  # Two prompts fit and are repeated.
     found = {(body["messages"][0]["content"], body["max_tokens"]) for body in bodies}
     assert found == {(asked, 30), ("x " * 8, 9)}
-    assert any("2 conversations left out" in note for note in workload.notes)
+    assert any("2 conversations were skipped" in note for note in workload.notes)
     assert any("repeated" in note for note in workload.notes)
 
 
@@ -165,10 +165,10 @@ def read_chats(path: str) -> list[Session]:
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
-        (read_sharegpt, "{", "is no JSON"),
-        (read_sharegpt, "{}", "holds no list"),
+        (read_sharegpt, "{", "is not JSON"),
+        (read_sharegpt, "{}", "does not hold a list"),
         (read_sharegpt, "[1, {}]", "none of the 2 conversations"),
-        (read_chats, "{", "line 1 .* is no JSON"),
+        (read_chats, "{", "line 1 .* is not JSON"),
         (read_chats, "[]", "an object is needed"),
         (read_chats, '{"prompt": "x"}', "no 'messages'"),
         (read_chats, '{"body": {"messages": []}, "delay": -1}', "delay -1"),

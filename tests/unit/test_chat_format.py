@@ -126,7 +126,7 @@ APPEND = "minimax_m2_append_think"
         ("hermes", "auto", "--tool-call-parser is 'hermes'; allowed: auto, none, minimax_m2"),
         (APPEND, "auto", f"--tool-call-parser is '{APPEND}'"),
         ("auto", "qwen3", "--reasoning-parser is 'qwen3'; allowed: auto, none, minimax_m2"),
-        ("minimax_m2", "minimax_m3", "two model families"),
+        ("minimax_m2", "minimax_m3", "different model families"),
     ],
 )
 def test_refuses_unknown_parsers(calls: str, reasoning: str, words: str) -> None:

@@ -88,7 +88,7 @@ def test_model_that_does_not_fit_has_a_reason(here: Machine, words: str) -> None
     [
         (machine(8, gib=79.1), "35.7 GiB of weights per GPU"),
         (machine(4, gib=139.8), "; measured on H200 only"),
-        (machine(8, gib=79.1), "33% more bytes and arithmetic in the experts (none with --expert-"),
+        (machine(8, gib=79.1), "33% more bytes and arithmetic in the experts (no padding with"),
         # GPUs without FP8 matrix multiplication keep the weights packed in FP8.
         (machine(16, gib=79.1, capability=(8, 0)), "FP8 as stored, 35.7 GiB of weights"),
         (machine(4, gib=139.8, disk_bytes=60 * GIB), "a download needs 214."),

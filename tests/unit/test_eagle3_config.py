@@ -117,7 +117,7 @@ def test_refuses_the_draft_of_another_model() -> None:
     for fields, layers, words in (
         ({"vocab_size": 32000}, None, "vocab_size is 32000; the model's is 200064"),
         ({"target_hidden_size": 6144}, None, "target_hidden_size is 6144; the model's is 3072"),
-        ({}, (2, 31), "reads layers [2, 31]; allowed: 3 in ascending order, up to 62"),
+        ({}, (2, 31), "layers [2, 31] of the model; it needs 3 in ascending order, at most 62"),
         ({}, (2, 31, 63), "reads layers [2, 31, 63]"),
     ):
         target = bundled_spec("minimax-m2.5")
@@ -128,7 +128,7 @@ def test_refuses_the_draft_of_another_model() -> None:
 
 def test_a_shallow_target_has_no_usual_layers() -> None:
     spec = replace(read_spec(M2), aux_layers=())
-    with pytest.raises(ConfigError, match="the target has 6"):
+    with pytest.raises(ConfigError, match="this target has 6"):
         spec.adapt_to(bundled_spec("minimax-m2.5").first_layers(6), None)
     spec = spec.adapt_to(bundled_spec("minimax-m2.5").first_layers(7), None)
     assert spec.aux_layers == (2, 3, 4)
@@ -182,7 +182,7 @@ def test_a_draft_of_another_model_or_for_shorter_texts_is_doubted() -> None:
     assert doubts({}) == doubts(own) == doubts({"target_model_type": None}) == []
     assert doubts({"target_model_type": "minimax_m3"}, "minimax-m3") == []
     (one,) = doubts({"target_model_type": "minimax_m3"})
-    assert "is minimax_m3 (target_model_type), and this one is minimax_m2" in one
+    assert "of type minimax_m3 (target_model_type), and this one is minimax_m2" in one
     (one,) = doubts({"target_num_hidden_layers": 61})
     assert "61 layers (target_num_hidden_layers), and this one has 62" in one
     short = {"max_position_embeddings": 2048}
@@ -297,7 +297,7 @@ def test_a_draft_alone_stands_for_its_verifier(tmp_path: Path) -> None:
     # Explicit options override the settings of the files.
     with pytest.raises(ConfigError, match="is a draft model: it proposes") as caught:
         of(config, speculative_config={"method": "ngram"})
-    assert "serve nano, and name this one in --speculative-config" in str(caught.value)
+    assert "serve nano, and set this draft in --speculative-config" in str(caught.value)
     itself = str(tmp_path)
     for verifier, words in (
         (None, "is a draft model"),

@@ -161,7 +161,7 @@ REFUSED_BY_M3: list[tuple[str, Any, str]] = [
     ("swiglu_alpha", 10**400, "000...; supported: a number that a float holds"),
     ("moe_layer_freq", [1] * 59, "; supported: 60 entries, one per layer"),
     ("moe_layer_freq", [2] * 60, "moe_layer_freq[0] is 2; supported: 0 or 1"),
-    ("mlp_layer_types", ["dense"] * 60, "; supported: what moe_layer_freq says"),
+    ("mlp_layer_types", ["dense"] * 60, "; supported: the value of moe_layer_freq"),
     ("layer_types", ["no"] * 60, "layer_types[0] is 'no'; supported: 'full_attention' or 'min"),
 ]  # fmt: skip
 REFUSED_IN_SPARSE: list[tuple[str, Any, str]] = [
@@ -365,7 +365,7 @@ def test_both_spellings_must_agree() -> None:
         ("layer_types", ["full_attention"] * 60),
         ("mlp_layer_types", ["sparse"] * 60),
     ):
-        with pytest.raises(ConfigError, match=rf"{name} is .*; supported: what .* says"):
+        with pytest.raises(ConfigError, match=rf"{name} is .*; supported: the value of"):
             read_spec({**both, name: value})
 
 

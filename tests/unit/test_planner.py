@@ -169,7 +169,7 @@ def test_refused_plans_state_the_missing_memory() -> None:
     missing = weight_bytes(M2, dtype="bfloat16", layout=ParallelLayout(tp=2)) + 8192 * 31 * 4096
     missing += 8192 * (257 * 4 + 257 * 4 // 64 + 1)
     missing -= int(81_559 * 2**20 * 0.92) - gpu_reserve(M2.hidden_size)
-    assert f"are {missing / GIB:.1f} GiB more per GPU" in two
+    assert f"need {missing / GIB:.1f} GiB more per GPU" in two
     fitting = float(two.partition("fits in ")[2].split()[0])
     larger = planned(M2, 4, gpu="H100", gib=fitting + 0.1)
     assert Topology(2, replicas=2) in [each.topology for each in larger.candidates]
@@ -277,7 +277,7 @@ def test_sharding_the_cache_is_best_for_the_longest_requests() -> None:
         assert plan.fastest.topology == Topology(8, dcp=2)
         assert plan.fastest.context_length == (asked or spec.max_position_embeddings)
     reasons = {each.topology: each.reason for each in plan.refused}
-    words = "of cache for 908000 tokens and 0.9 GiB of request slots are 19.6 GiB more per GPU"
+    words = "of cache for 908000 tokens and 0.9 GiB of request slots need 19.6 GiB more per GPU"
     assert words in reasons[Topology(8)]
 
 

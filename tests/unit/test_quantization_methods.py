@@ -397,7 +397,7 @@ ACCEPTED: list[tuple[dict[str, Any], str]] = read_table("quantization_methods.ac
 def test_only_names_of_detected_method_are_valid(description: dict[str, Any], names: str) -> None:
     spec = QuantizationSpec(description["quant_method"], description)
     for name in names.split():
-        said = f"--quantization {name}: detected in config.json, not needed"
+        said = f"--quantization {name} is not needed: the format was detected in config.json"
         assert quantized(name, spec) == (spec, said)
     others = {name for _, each in ACCEPTED for name in each.split()} | {"int4"}
     plain = {name.lower().replace("_", "-") for name in (*names.split(), spec.method)}
@@ -430,7 +430,7 @@ def test_unknown_name_is_refused_before_the_model_is_located(name: str) -> None:
 
 def test_a_checkpoint_is_checked_when_it_is_located(tmp_path: Path) -> None:
     found = locate(EngineOptions(model="minimax-m2", load_format="synthetic", quantization="fp8"))
-    assert found.spec.notes[-1].startswith("--quantization fp8: detected in config.json")
+    assert found.spec.notes[-1].startswith("--quantization fp8 is not needed: the format was")
     assert locate(EngineOptions(model="nano", quantization="fp8")).spec.notes
     with pytest.raises(ConfigError, match="'awq'; the checkpoint is quantized by 'fp8'"):
         locate(EngineOptions(model="nano", quantization="awq"))

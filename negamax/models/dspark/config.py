@@ -1,7 +1,7 @@
 """Block drafts: the spec, the readers of DSpark's and DFlash's config.json, the published draft.
 
-DSpark's fields may begin with `dspark_` and then replace those without the prefix, which are the
-target's in a file for both. Layers of the target are named by their output, from 0.
+A field with the prefix `dspark_` replaces the field without it. If one config.json describes draft
+and target, fields without the prefix belong to the target. Target layers are numbered by output.
 """
 
 from collections.abc import Mapping
@@ -41,12 +41,12 @@ _OF_DFLASH = {
     "enable_confidence_head": False,
     "selector_rank": None,  # of DFlash2
 }
-# of the target alone, in a file for both
+# fields that describe only the target in a config.json of both models
 _OF_TARGET = {
     "num_hidden_layers", "intermediate_size", "dense_intermediate_size", "layer_types",
     "sliding_window", "use_sliding_window", "sparse_attention_config", *_PER_LAYER,
 }  # fmt: skip
-# Spellings of one field; the first is ours.
+# Each row lists the spellings of one field. This module uses the first one.
 _SPELLINGS = (
     ("mask_token_id", "noise_token_id"),
     ("intermediate_size", "dense_intermediate_size", "ffn_hidden_size"),
@@ -63,16 +63,16 @@ _READ = {
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDraftSpec(DraftSpec):
-    """A decoder that reads the context as keys and values, and runs all rows of a block at once."""
+    """A decoder that reads the context from its KV cache and runs all rows of a block at once."""
 
     own_head: bool = False
-    block_size: int  # rows: the last known token, and masks
+    block_size: int  # rows per block: the last known token, then mask tokens
     mask_token_id: int
-    samples_anchor: bool  # the first row proposes the next token, too, and each row its follower
-    markov_rank: int = 0  # of the matrices that add the effect of the token before; 0: none
-    confidence_width: int = 0  # of the input of the head that estimates acceptance; 0: no head
-    windows: tuple[int, ...]  # tokens that a row of each layer attends to; 0: all
-    is_causal: bool = False  # rows do not attend to later rows
+    samples_anchor: bool  # true: row j proposes the token after its position; false: at it
+    markov_rank: int = 0  # rank of the matrices that add a bias by the previous token; 0: none
+    confidence_width: int = 0  # input width of the head that estimates acceptance; 0: no head
+    windows: tuple[int, ...]  # sliding window of each layer, in tokens; 0: full attention
+    is_causal: bool = False  # true: rows do not attend to later rows
     intermediate_size: int
     swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # as `SwiGlu`
     is_gemma: bool = False  # norms multiply by 1 + w
@@ -91,8 +91,7 @@ class BlockDraftSpec(DraftSpec):
                 refuse("sliding_window", tokens, f"block_size ({self.block_size}) or more")
         if self.is_rotated_back:
             raise ConfigError(
-                "the model's weights are rotated (QuaRot), and block drafts do not read a rotated "
-                "model",
+                "block drafts do not support a model with rotated weights (QuaRot)",
                 hint="use a draft of method eagle3",
             )
 
@@ -101,7 +100,7 @@ class BlockDraftSpec(DraftSpec):
         return self.block_size if self.samples_anchor else self.block_size - 1
 
     def kv_caches(self) -> KvCacheSpecs:
-        """Return keys and values of the context; those of a block's rows are not kept."""
+        """Return the caches of the context. Keys and values of block rows are not cached."""
         return [
             [
                 KvCacheSpec(name, self.num_kv_heads, self.head_dim, most_read_tokens=tokens or None)
@@ -118,7 +117,7 @@ class BlockDraftSpec(DraftSpec):
 
 
 def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec:
-    """Read the spec from a parsed config.json. Errors: `ConfigError` naming the field."""
+    """Read the spec from a parsed config.json. Raises `ConfigError` with the field's name."""
     family = FAMILIES[architecture]
     named = config.get("architectures")
     is_own = isinstance(named, list) and len(named) == 1 and named[0] in family.architectures
@@ -135,7 +134,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     )
     fixed = _FIXED | (_OF_MINIMAX if is_minimax else {})
     fields.check_fixed(flat, fixed | (_OF_DFLASH if architecture == DFLASH else {}))
-    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # both are MiniMax's
+    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # MiniMax uses both names
     if flat.get("hidden_act", "silu") not in activations:
         refuse("hidden_act", flat["hidden_act"], " or ".join(map(repr, activations)))
     fields.check_fixed(flat, {"draft_vocab_size": common["vocab_size"]})
@@ -163,7 +162,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
         markov_rank=markov_rank,
         confidence_width=_read_confidence_width(flat, common["hidden_size"], markov_rank),
         windows=_read_windows(flat, common["num_layers"]),
-        is_causal=_read_switch(flat, "causal"),
+        is_causal=fields.read_switch(flat, "causal"),
         intermediate_size=fields.read_size(flat, "intermediate_size"),
         swiglu=_read_swiglu(flat) if is_minimax else (1.0, None, 0.0),
         is_gemma=is_minimax,
@@ -184,8 +183,9 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
-    """Merge nested objects, and name each field once. Of a target's file (not `is_own`) the sizes
-    of layers must have the prefix.
+    """Merge nested objects, and keep one spelling of each field.
+
+    In a target's file (not `is_own`), only sizes of layers with the prefix count.
     """
     flat = {name: value for name, value in _text(config).items() if value is not None}
     own = {
@@ -212,18 +212,18 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
 
 
 def _read_layers(ids: object) -> tuple[int, ...]:
-    """Return the layers whose input is the output of layers `ids`."""
+    """Convert layer numbers that count outputs (`ids`) into numbers that count inputs."""
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one + 1 for one in given if type(one) is int and one >= 0)
     if not layers or [one + 1 for one in given] != sorted(set(layers)):
-        refuse("target_layer_ids", ids, "a list of layers, in ascending order")
+        refuse("target_layer_ids", ids, "a list of layer numbers in ascending order")
     return layers
 
 
 def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the sliding window of each layer; 0: none."""
+    """Return the sliding window of each layer in tokens, or 0 for full attention."""
     types = config.get("layer_types")
-    slides = any(_read_switch(config, name) for name in ("use_swa", "use_sliding_window"))
+    slides = any(fields.read_switch(config, name) for name in ("use_swa", "use_sliding_window"))
     slides |= config.get("swa_window_size") is not None and config.get("use_swa") is None
     if types is None:
         types = [_SLIDING if slides else _FULL] * num_layers
@@ -239,17 +239,10 @@ def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
     return tuple(tokens if kind == _SLIDING else 0 for kind in types)
 
 
-def _read_switch(config: Mapping[str, Any], name: str) -> bool:
-    value = config.get(name)
-    if value not in (None, True, False):
-        refuse(name, value, "true or false")
-    return bool(value)
-
-
 def _read_confidence_width(config: Mapping[str, Any], hidden_size: int, markov_rank: int) -> int:
     name = "confidence_head_with_markov"
-    with_markov = _read_switch({name: True, **config}, name)
-    if not _read_switch(config, "enable_confidence_head"):
+    with_markov = fields.read_switch({name: True, **config}, name)
+    if not fields.read_switch(config, "enable_confidence_head"):
         return 0
     return hidden_size + markov_rank if with_markov else hidden_size
 
@@ -261,7 +254,7 @@ def _read_swiglu(config: Mapping[str, Any]) -> tuple[float, float, float]:
     return alpha, limit, 1.0
 
 
-# of MiniMax-M3.1-Flash
+# the draft of MiniMax-M3.1-Flash
 _M31 = BlockDraftSpec(
     architecture=DSPARK,
     vocab_size=200_064,

@@ -1,4 +1,4 @@
-"""Synthetic weights of block drafts: activations of realistic magnitude, random proposals."""
+"""Synthetic weights of block drafts that keep activations at a realistic magnitude."""
 
 import math
 
@@ -8,7 +8,7 @@ from negamax.models.family import Initializer
 
 
 def draw(name: str, spec: BlockDraftSpec) -> Initializer:
-    """Choose the distribution of a slot: 1 / sqrt(columns) keeps the magnitude of the input."""
+    """Return the distribution of a slot. Scaling by 1 / sqrt(columns) keeps the magnitude."""
     if "norm" in name:
         return Initializer(std=0.05, mean=0.0 if spec.is_gemma else 1.0)
     if name in (names.EMBEDDING, names.MARKOV_IN):

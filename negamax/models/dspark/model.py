@@ -7,8 +7,9 @@
   logits of a row = head(rms(h)) + markov_w2 markov_w1[token before]
   confidence of a row = sigmoid(proj [rms(h), markov_w1[token before]] + bias)
 
-Rows attend to the context and to one another; their keys and values are not kept. DSpark's row j
-proposes the token at L + 1 + j, DFlash's row j that at L + j, without Markov matrices.
+Rows attend to the context and to one another. The keys and values of rows are not cached. Row j
+of DSpark proposes the token at L + 1 + j. Row j of DFlash proposes the token at L + j, and DFlash
+has no Markov matrices.
 """
 
 from collections.abc import Sequence
@@ -46,14 +47,14 @@ from negamax.models.dspark.config import BlockDraftSpec
 from negamax.parallel.collectives import Partial
 from negamax.parallel.layout import shard
 
-_KIND = "draft block"  # in `AttentionMetadata.prepared`
+_KIND = "draft block"  # key in `AttentionMetadata.prepared`
 
 
 @dataclass(frozen=True)
 class BlockStep:
     """Inputs of every layer in a pass over R blocks of N rows."""
 
-    rows: TokenPlaces  # angles, and places in caches of R blocks with N tokens
+    rows: TokenPlaces  # rotary angles and cache places of all R * N rows
     context: BlockContext
 
 
@@ -81,7 +82,7 @@ class BlockAttention:
         self.slots = [*self._qkv.slots, *self._out.slots, *self._norms.slots]
 
     def get_context_rows(self) -> tuple[ColumnParallel, range]:
-        """Return the projection, and its rows of keys and values."""
+        """Return the QKV projection, and the range of its rows that compute keys and values."""
         heads, kv_heads = self._row_norm.heads, self._row_norm.kv_heads
         return self._qkv, range(heads * self._head_dim, (heads + 2 * kv_heads) * self._head_dim)
 
@@ -110,7 +111,7 @@ class BlockAttention:
         return self._out(attended, in_parts=True)
 
     def write_context(self, projected: Tensor, at: TokenPlaces, kv: KvCaches) -> None:
-        """Write keys and values, [T, rows of `get_context_rows`] before norm and rope."""
+        """Norm, rotate and cache `projected` [T, rows of `get_context_rows`], keys and values."""
         self._write(projected, self._context_norm, at, KvCache(kv["k"], kv["v"]))
 
 
@@ -120,7 +121,7 @@ class BlockDraft:
     def __init__(self, spec: BlockDraftSpec, setup: LayerSetup) -> None:
         self.spec, layout, device = spec, setup.context.layout, setup.weights.device
         hidden, streams = spec.hidden_size, spec.num_aux * spec.target_hidden_size
-        # in all published drafts, whether their configuration says so or not
+        # All published drafts store these matrices unquantized, whatever their config.json says.
         plain = replace(setup, weights=replace(setup.weights, scheme=None))
         self._columns = shard(streams, rank=layout.tp_rank, size=layout.tp, what="streams")
         self._fc = RowParallel(names.FC, (hidden, streams), columns=self._columns, setup=plain)
@@ -184,7 +185,7 @@ class BlockDraft:
         self._slots = slots_by_name(slots)
 
     def _make_confidence_slots(self, device: torch.device) -> list[WeightSlot]:
-        """Without the head in config.json, its tensors may exist and are not read."""
+        """Return the slots of the confidence head; without a head they are optional and unread."""
         used = self.spec.confidence_width
         width = used or self.spec.hidden_size + self.spec.markov_rank
         parts = {names.CONFIDENCE: (1, width), names.CONFIDENCE_BIAS: (1,)}
@@ -202,7 +203,7 @@ class BlockDraft:
         return self._slots
 
     def finish_loading(self, target: Decoder, *, most_blocks: int) -> None:
-        """Prepare all weights for their kernels; missing ones are the `target`'s."""
+        """Prepare all weights for their kernels; take missing ones from `target`."""
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
         context = [attention.get_context_rows() for attention in self._attentions]
@@ -238,9 +239,9 @@ class BlockDraft:
         metadata: AttentionMetadata,
         kv: Sequence[KvCaches],
     ) -> Tensor:
-        """Run R blocks after their context -> inputs of the head [R, N, hidden].
+        """Run R blocks after their contexts; return the inputs of the head [R, N, hidden].
 
-        anchors [R] int64 are the tokens at the positions `context.lengths`. `metadata` is any.
+        anchors [R] int64 are the tokens at positions `context.lengths`. `metadata` is any step's.
         """
         num_blocks, rows = len(anchors), self.spec.block_size
         token_ids = anchors.new_full((num_blocks, rows), self.spec.mask_token_id)
@@ -275,18 +276,18 @@ class BlockDraft:
         return self._head(hidden, LinearOutput(torch.float32))
 
     def local_bias(self, previous: Tensor) -> Tensor:
-        """Return what tokens `previous` [R] int64 add to the next logits [R, len(vocab_range)].
+        """Return the Markov bias [R, len(vocab_range)] that `previous` [R] int64 adds to logits.
 
-        A missing token, -1, adds anything.
+        A row whose previous token is missing (-1) gets an undefined bias.
         """
         assert self._markov_out is not None
         return self._markov_out(self._embed_markov(previous), LinearOutput(torch.float32))
 
     def estimate_acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Estimate how likely the token of each row is accepted, given that those before it are.
+        """Estimate the acceptance probability of each row's token if all earlier ones are accepted.
 
-        hidden [R, N, hidden] of `run_blocks`, the tokens before `previous` [R, N] int64 -> [R, N]
-        fp32.
+        hidden [R, N, hidden] is from `run_blocks`; previous [R, N] int64 holds the token before
+        each proposed token. Returns [R, N] fp32.
         """
         weight, bias = self._confidence
         assert weight is not None

@@ -1,12 +1,14 @@
-"""Tensors of block drafts, in files of their own or among those of their target."""
+"""Tensor names of block drafts, which are in their own files or in the target's files."""
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from negamax.formats.tensor_format import Axis
-from negamax.layers.names import AttentionNames, MlpNames
+from negamax.layers.names import MlpNames
+from negamax.models import minimax_names
 from negamax.models.dspark.config import BlockDraftSpec
-from negamax.models.family import Placement, Spellings, WeightSpec, mlp_weights
+from negamax.models.family import Placement, Spellings, WeightSpec, mlp_names, mlp_weights
 from negamax.models.family import layer_of as layer_of
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -15,26 +17,15 @@ MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.w
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
 
-def attention(layer: int) -> AttentionNames:
-    """Name the attention of a layer."""
-    prefix = f"layers.{layer}.self_attn"
-    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-    weights = (f"{prefix}.{part}.weight" for part in parts)
-    return AttentionNames(*weights, k_scale=f"{prefix}.k_scale", v_scale=f"{prefix}.v_scale")
+attention = partial(minimax_names.attention, root="")
+norms = partial(minimax_names.norms, root="")
 
 
 def mlp(layer: int) -> MlpNames:
-    """Name the MLP of a layer."""
-    return MlpNames(*(f"layers.{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")))
+    return mlp_names(f"layers.{layer}.mlp")
 
 
-def norms(layer: int) -> tuple[str, str]:
-    """Name the norms before the attention and before the MLP of a layer."""
-    prefix = f"layers.{layer}"
-    return f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"
-
-
-_OWN = re.compile(r"(?:^|\.)dspark\.")  # among the tensors of a target
+_OWN = re.compile(r"(?:^|\.)dspark\.")  # a draft tensor in the target's files
 _SPELLINGS = Spellings(
     aliases=(
         (r"^(?:language_model\.)?(?:model\.)?dspark\.", ""),
@@ -63,7 +54,7 @@ def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
 
 
 def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the slots of the draft that tensors `names` fill."""
+    """Return the slots of the draft that the tensors `names` fill."""
     return {slot for placed in place(names, num_layers=0).values() for slot in placed.slots}
 
 

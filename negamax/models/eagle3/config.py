@@ -1,6 +1,6 @@
 """EAGLE3 draft models: the spec, its reader, and the published drafts.
 
-The config.json of SpecForge, TorchSpec, vLLM and its speculators library are read.
+The reader accepts the config.json of SpecForge, TorchSpec, vLLM and vLLM's speculators library.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from negamax.models.eagle3 import speculators
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
 _IDS = LAYERS_KEY  # in config.json
-NUM_AUX = 3  # streams, unless config.json differs
+NUM_AUX = 3  # default number of target layers that a draft reads
 
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -43,12 +43,12 @@ _READ = {
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Spec(DraftSpec):
-    """A Llama of one or more layers, of which the first reads twice its width."""
+    """A Llama of one or more layers. The input of the first layer is two hidden sizes wide."""
 
     copies_embedding: ClassVar[bool] = True
 
     num_aux: int = NUM_AUX
-    draft_vocab_size: int  # tokens that it can propose
+    draft_vocab_size: int  # number of tokens that the draft can propose
     intermediate_size: int
     fc_norm: bool = False  # each stream has a norm before fc
     norm_before_fc: bool = False  # all streams together have a norm before fc
@@ -79,29 +79,25 @@ class Eagle3Spec(DraftSpec):
         }
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
-        return default_layers(num_layers)
+        """Return vLLM's default layers. Raises `ConfigError` if the target has fewer than 7."""
+        if num_layers < 7:
+            raise ConfigError(
+                f"the draft's files name no layers of the target, and the default layers need a "
+                f"target of 7 or more layers; this target has {num_layers}",
+                hint=LAYERS_HINT,
+            )
+        return 2, num_layers // 2, num_layers - 3
 
 
 def check_no_draft(config: Mapping[str, Any]) -> None:
-    """Refuse the config.json of a draft in speculators' format. Errors: `IsDraft`."""
+    """Raise `IsDraft` if the config.json describes a draft in speculators' format."""
     if speculators.is_speculators(config):
         raise IsDraft(f"a model of speculators_model_type {config[speculators.MODEL_TYPE]!r}",
                       speculators.use(config).verifier)  # fmt: skip
 
 
-def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the layers of drafts that name none, as in vLLM. Errors: `ConfigError` for too few."""
-    if num_layers < 7:
-        raise ConfigError(
-            f"the draft names no layers of its target, and the target has {num_layers}; the usual "
-            f"ones are for 7 or more",
-            hint=LAYERS_HINT,
-        )
-    return 2, num_layers // 2, num_layers - 3
-
-
 def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
-    """Read the spec from a parsed config.json. Errors: `ConfigError` naming the field."""
+    """Read the spec from a parsed config.json. Raises `ConfigError` with the field's name."""
     notes: list[str] = []
     use, aux_layers = speculators.Use(), _read_aux_layers
     if speculators.is_speculators(config):
@@ -126,8 +122,8 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
     }
     target_type, target_layers = config.get("target_model_type"), "target_num_hidden_layers"
     if not isinstance(target_type, str | None):
-        refuse("target_model_type", target_type, "a text or null")
-    switches: dict[str, Any] = {name: _read_switch(config, name) for name in _SWITCHES}
+        refuse("target_model_type", target_type, "a string or null")
+    switches: dict[str, Any] = {name: fields.read_switch(config, name) for name in _SWITCHES}
     sizes = {
         name: fields.read_size(config, name) if config.get(name) is not None else default
         for name, default in optional.items()
@@ -165,17 +161,11 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _read_switch(config: Mapping[str, Any], name: str) -> bool:
-    value = config.get(name)
-    if value not in (None, True, False):
-        refuse(name, value, "true or false")
-    return bool(value)
-
-
 def _read_aux_layers(ids: object) -> tuple[int, ...]:
-    """Return the layers named by config.json, as inputs. Errors: `ConfigError`.
+    """Return the layers in config.json, numbered by their inputs. Raises `ConfigError`.
 
-    Trainers name a layer by its output and begin with 1; others name its input and begin with 2.
+    A list that begins with 1 numbers layers by their outputs, as some trainers do. A list that
+    begins with 2 numbers layers by their inputs.
     """
     numbers = _read_input_layers(ids)
     if numbers and numbers[0] not in (1, 2):
@@ -188,13 +178,13 @@ def _read_aux_layers(ids: object) -> tuple[int, ...]:
 
 
 def _read_input_layers(ids: object) -> tuple[int, ...]:
-    """Return the layers named as inputs, as vLLM does; () without. Errors: `ConfigError`."""
+    """Return layers numbered by their inputs; () if config.json lists none."""
     if ids in (None, []):  # exporters fill the list in once the draft is trained
         return ()
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one for one in given if type(one) is int and one >= 0)
     if not layers or list(given) != sorted(set(layers)):
-        refuse(_IDS, ids, "a list of layers, in ascending order, or null")
+        refuse(_IDS, ids, "a list of layer numbers in ascending order, or null")
     return layers
 
 

@@ -1,4 +1,4 @@
-"""Synthetic weights of EAGLE3 drafts: activations of realistic magnitude, random proposals."""
+"""Synthetic weights of EAGLE3 drafts that keep activations at a realistic magnitude."""
 
 import math
 
@@ -7,7 +7,7 @@ from negamax.models.family import Initializer
 
 
 def draw(name: str, spec: Eagle3Spec) -> Initializer:
-    """Choose the distribution of a slot: 1 / sqrt(columns) keeps the magnitude of the input."""
+    """Return the distribution of a slot. Scaling by 1 / sqrt(columns) keeps the magnitude."""
     if "norm" in name:
         return Initializer(std=0.05, mean=1.0)
     columns = {

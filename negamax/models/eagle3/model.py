@@ -4,7 +4,8 @@
   first layer:  h += attention([rms(embedding of token t + 1), rms(h)]);  h += mlp(rms(h))
   logits of token t + 2 = head(rms(h))
 
-The next draft token takes its own h instead of fc's. Other layers are those of a Llama.
+For the next draft token, the hidden state of this pass replaces the output of fc as h. Layers after
+the first are Llama layers.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ _MARKS = StoredTensor(names.T2D, Role.PERMUTATION, ("bool",), (Dim(Axis.ROWS),))
 
 
 class _Biases:
-    """Biases of the projections of an attention."""
+    """Biases of the Q, K, V and output projections."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class _Biases:
         rank: int,
         weights: WeightFormat,
     ) -> None:
-        """`parts` of q, k and v. Rank 0 adds the output's bias, which may be absent."""
+        """`parts` are q, k and v. Only rank 0 adds the output bias, which may be missing."""
         like: dict[str, Any] = {"dtype": weights.dtype, "device": weights.device}
         self.qkv = torch.empty(sum(len(part.rows) for part in parts), **like)
         self.out = torch.zeros(hidden_size, **like)
@@ -108,7 +109,7 @@ class _Attention:
         return Partial(out.x + self._biases.out, out.group) if self._biases else out
 
     def write(self, x: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> Tensor:
-        """x [T, inputs] -> queries; writes the tokens' keys and values to `kv`."""
+        """Return the queries of x [T, inputs]; write the tokens' keys and values to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv = self._qkv(x)
         if self._biases:
@@ -118,7 +119,7 @@ class _Attention:
 
 
 class _Layer:
-    """One layer; the first one also reads the embedding of the next token."""
+    """One layer of the draft. The first layer also reads the embedding of the next token."""
 
     def __init__(self, spec: Eagle3Spec, layer: int, setup: LayerSetup) -> None:
         self._attention = _Attention(spec, layer, setup)
@@ -143,7 +144,7 @@ class _Layer:
     def enter_first(
         self, x: Partial, token_ids: Tensor, embed: VocabEmbedding
     ) -> tuple[Tensor, Tensor]:
-        """Return the first attention's input and the residual. token_ids [T]; overwrites x."""
+        """Return the first attention's input and the residual. Overwrites x; token_ids is [T]."""
         assert self._hidden_norm is not None
         fused, weight = self._embed_norms, None
         if fused and x.group.size == 1 and x.x.dim() == 2 and not self._is_residual_normed:
@@ -165,7 +166,7 @@ class _Layer:
         return joined, residual
 
     def enter(self, x: Partial, residual: Tensor) -> Tensor:
-        """Complete the residual [T, hidden] by `x`; return the attention's input."""
+        """Add `x` to the residual [T, hidden]; return the input of the attention."""
         hidden = self._input_norm(x, residual)
         assert isinstance(hidden, Tensor)
         return hidden
@@ -173,12 +174,12 @@ class _Layer:
     def __call__(
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Run the layer on its entered input; changes the residual, which is not in the output."""
+        """Run the layer after `enter`. Updates the residual in place; the output lacks it."""
         attended = self._attention(hidden, metadata, kv)
         return self._mlp(self._post_norm(attended, residual))
 
     def write(self, hidden: Tensor, metadata: AttentionMetadata, kv: KvCaches) -> None:
-        """Write the keys and values of the entered input only."""
+        """Write the keys and values of the attention's input, without computing attention."""
         self._attention.write(hidden, metadata, kv)
 
 
@@ -228,16 +229,16 @@ class Eagle3Draft:
         )
         self._slots = slots_by_name(slots)
         self._target: Decoder | None = None
-        self._rotation_back: Tensor | None = None  # Q^T
+        self._rotation_back: Tensor | None = None  # transposed rotation of the target
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return self._slots
 
     def finish_loading(self, target: Decoder, rotation: Tensor | None = None) -> None:
-        """Prepare all weights for their kernels; missing ones are the `target`'s.
+        """Prepare all weights for their kernels. A missing embedding or head is that of `target`.
 
-        `rotation`: of the target's residual stream (`checkpoint/quarot.py`). Errors:
-        `CheckpointError` for a d2t with unknown or repeated tokens, or with other tokens than t2d.
+        `rotation` is that of the target's residual stream (`checkpoint/quarot.py`). Raises
+        `CheckpointError` if d2t has unknown or repeated tokens, or if it does not match t2d.
         """
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
@@ -256,20 +257,20 @@ class Eagle3Draft:
         self._target = target
         size = self.spec.draft_vocab_size
         self._token_ids = torch.arange(size, device=self._offsets.device) + self._offsets
-        # ids of the target by the draft's ids, then -1
+        # target token id of each draft token id, then -1
         self.target_ids = F.pad(self._token_ids, (0, 1), value=-1)
         lowest, highest = (int(end) for end in self._token_ids.aminmax())  # host-sync: once
         distinct = len(self._token_ids.unique())
         if lowest < 0 or highest >= self.spec.vocab_size or distinct < size:
             raise CheckpointError(
-                f"tensor {names.D2T} gives {size} tokens of the draft {distinct} ids from {lowest} "
-                f"to {highest}; allowed: {size} different ids from 0 to {self.spec.vocab_size - 1}",
+                f"tensor {names.D2T} maps {size} draft tokens to {distinct} ids from {lowest} to "
+                f"{highest}; it needs {size} different ids from 0 to {self.spec.vocab_size - 1}",
                 hint="export the draft again",
             )
         self._check_marks()
 
     def _check_marks(self) -> None:
-        """Check t2d against d2t, if it is present: nothing else would show a wrong d2t."""
+        """Check d2t against t2d, if t2d is present. No other check finds a wrong d2t."""
         marks = self._marks
         del self._marks
         if not self._slots[names.T2D].written:
@@ -278,9 +279,9 @@ class Eagle3Draft:
         surplus, absent = int((marks & ~named).sum()), int((named & ~marks).sum())
         if surplus or absent:
             raise CheckpointError(
-                f"tensor {names.T2D} marks {int(marks.sum())} tokens of the model, and "
-                f"{names.D2T} names {len(self._token_ids)}: {surplus} are only in the former, "
-                f"{absent} only in the latter",
+                f"tensor {names.T2D} marks {int(marks.sum())} tokens, and tensor {names.D2T} names "
+                f"{len(self._token_ids)}: {surplus} are only in {names.T2D}, {absent} are only in "
+                f"{names.D2T}",
                 hint=f"export the draft again, or remove {names.T2D} from its files if you know "
                 f"that {names.D2T} is correct",
             )
@@ -304,8 +305,8 @@ class Eagle3Draft:
     ) -> tuple[Tensor, Tensor]:
         """Run the draft on T hidden states and the tokens after them.
 
-        x is from `combine` or the previous pass and may be overwritten; token_ids [T]. Returns the
-        input of the head and of the next pass, both [T, hidden].
+        x comes from `combine` or the previous pass and may be overwritten. token_ids is [T].
+        Returns the input of the head and the input of the next pass, both [T, hidden].
         """
         metadata = prepare_attention(metadata, [(self._kind, kv[0])])
         hidden, residual = self._enter_last(x, token_ids, metadata, kv)
@@ -319,7 +320,7 @@ class Eagle3Draft:
     def fill_caches(
         self, x: Partial, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> None:
-        """Fill the caches as `forward` does, for tokens without a proposal after them."""
+        """Fill the caches as `forward` does, for tokens after which no token is proposed."""
         metadata = prepare_attention(metadata, [(self._kind, kv[0])])
         hidden, _ = self._enter_last(x, token_ids, metadata, kv)
         self.layers[-1].write(hidden, metadata, kv[-1])
@@ -327,7 +328,7 @@ class Eagle3Draft:
     def _enter_last(
         self, x: Partial, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> tuple[Tensor, Tensor]:
-        """Return the last layer's entered input, and the residual."""
+        """Run all layers before the last; return the last layer's input and the residual."""
         assert self._embed is not None
         hidden, residual = self.layers[0].enter_first(x, token_ids, self._embed)
         for layer, above, caches in zip(self.layers, self.layers[1:], kv, strict=False):
@@ -342,21 +343,21 @@ class Eagle3Draft:
         return self._head(hidden, LinearOutput(torch.float32))
 
     def scatter_logits(self, logits: Tensor) -> Tensor:
-        """Scatter `local_logits` to the target's ids, [R, vocab] fp32, minus infinity elsewhere."""
+        """Scatter `local_logits` to the target's ids [R, vocab] fp32; other ids get -infinity."""
         ids = self._token_ids[self.vocab_range.start : self.vocab_range.stop]
         every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
         return every.index_copy_(1, ids, logits)
 
 
 def _run_norm(norm: RmsNorm, x: Tensor) -> Tensor:
-    """x [T, width] -> its norm."""
+    """Return the norm of x [T, width]."""
     normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # every rank has x in full
     assert isinstance(normed, Tensor)
     return normed
 
 
 def _rotate_back(rows: Tensor, rotation: Tensor) -> Tensor:
-    """rows [n, hidden] times Q^T, summed in fp32."""
+    """Return rows [n, hidden] times the transposed rotation, accumulated in fp32."""
     return (rows.float() @ rotation.T).to(rows.dtype)
 
 

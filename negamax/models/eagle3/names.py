@@ -1,11 +1,11 @@
-"""Tensors of EAGLE3 drafts, as SpecForge, TorchSpec, vLLM and its speculators spell them."""
+"""Tensor names of EAGLE3 drafts in files of SpecForge, TorchSpec, vLLM and speculators."""
 
 from collections.abc import Iterable, Iterator
 
 from negamax.formats.tensor_format import Axis
 from negamax.layers.names import MlpNames
 from negamax.models.eagle3.config import Eagle3Spec
-from negamax.models.family import Placement, Spellings, WeightSpec, mlp_weights
+from negamax.models.family import Placement, Spellings, WeightSpec, mlp_names, mlp_weights
 from negamax.models.family import layer_of as layer_of
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -14,26 +14,24 @@ NORM, D2T, T2D = "norm.weight", "d2t", "t2d"
 
 
 def fc_norm(number: int) -> str:
-    """Name the norm of one stream."""
+    """Return the tensor name of one stream's norm."""
     return f"fc_norm.{number}.weight"
 
 
 def norms(layer: int) -> tuple[str, str, str]:
-    """Name the norms before attention and MLP, and of the first layer's hidden state."""
+    """Return the names of the norms before attention and MLP, and of the hidden state's norm."""
     names = ("input_layernorm", "post_attention_layernorm", "hidden_norm")
     before, after, hidden = (f"layers.{layer}.{name}.weight" for name in names)
     return before, after, hidden
 
 
 def projection(layer: int, part: str) -> str:
-    """Name a projection (q, k, v, o) of a layer's attention, without suffix."""
+    """Return the name of an attention projection (q, k, v or o) without its suffix."""
     return f"layers.{layer}.self_attn.{part}_proj"
 
 
 def mlp(layer: int) -> MlpNames:
-    """Name the MLP of a layer."""
-    gate, up, down = (f"layers.{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
-    return MlpNames(gate, up, down)
+    return mlp_names(f"layers.{layer}.mlp")
 
 
 _SPELLINGS = Spellings(
@@ -51,14 +49,14 @@ _SPELLINGS = Spellings(
         (r"(\.mlp\.)gate_up_proj\.", (r"\1gate_proj.", r"\1up_proj.")),
     ),
     skipped=(
-        (r"^verifier_(?:norm|lm_head)\.weight$", "the verifier's own, for training"),
+        (r"^verifier_(?:norm|lm_head)\.weight$", "tensors of the verifier, used only in training"),
         (r"(?:^|\.)rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
     ),
 )
 
 
 def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the slots of the draft that tensors `names` fill."""
+    """Return the slots of the draft that the tensors `names` fill."""
     return set(map(_SPELLINGS.respell, names))
 
 

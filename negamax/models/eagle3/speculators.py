@@ -1,7 +1,7 @@
 """Read the config.json of drafts that vLLM's speculators library wrote.
 
-The draft's sizes are in `transformer_layer_config`, EAGLE3's fields beside it, and the use of the
-draft in `speculators_config`.
+`transformer_layer_config` holds the draft's sizes, and `speculators_config` describes its use.
+EAGLE3's fields are at the top level.
 """
 
 from collections.abc import Mapping
@@ -15,21 +15,21 @@ from negamax.config.fields import refuse
 MODEL_TYPE = "speculators_model_type"
 _LAYER, _USE = "transformer_layer_config", "speculators_config"
 _ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
-# The library always writes them. Readers differ in their defaults.
+# The library always writes these fields. They have no default here, because readers differ.
 _WRITTEN = ("draft_vocab_size", "norm_before_residual")
-# Of the library's bookkeeping and of training.
+# fields of the library's bookkeeping and of training
 _IGNORED = {
     MODEL_TYPE, _LAYER, _USE, "architectures", "base_model_ep_plan", "embed_requires_grad",
     "enable_sp_ulysses", "has_no_defaults_at_init", "model_type", "speculators_version",
 }  # fmt: skip
 _DTYPES = {"dtype", "torch_dtype"}
-# Left in transformer_layer_config from the verifier.
+# fields of the verifier that remain in transformer_layer_config
 _OF_VERIFIER = {"_name_or_path", "architectures", "auto_map", "transformers_version", *_DTYPES}
 
 
 @dataclass(frozen=True)
 class Use:
-    """The use of a draft, by its files."""
+    """How a draft is used, as its files describe it."""
 
     speculative_tokens: int | None = None  # draft length
     verifier: str | None = None  # the target: a folder or a hub id
@@ -37,12 +37,12 @@ class Use:
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
-    """Whether the library wrote this config.json."""
+    """Return whether the speculators library wrote this config.json."""
     return MODEL_TYPE in config
 
 
 def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
-    """Flatten to the fields of any EAGLE3 draft. Errors: `ConfigError` naming the field."""
+    """Convert to the flat fields of an EAGLE3 draft. Raises `ConfigError` with the field's name."""
     if config[MODEL_TYPE] != "eagle3":
         refuse(MODEL_TYPE, config[MODEL_TYPE], "'eagle3'")
     names = config.get("architectures")
@@ -65,7 +65,7 @@ def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
 
 
 def use(config: Mapping[str, Any]) -> Use:
-    """Read `speculators_config`. Errors: `ConfigError`."""
+    """Read `speculators_config`. Raises `ConfigError` for an unsupported value."""
     given = config.get(_USE)
     if given is None:
         return Use()
@@ -83,20 +83,20 @@ def use(config: Mapping[str, Any]) -> Use:
     if method.get("verifier_accept_k", 1) != 1:
         notes.append(
             f"verifier_accept_k of the draft is {method['verifier_accept_k']} and has no effect: "
-            "a draft token counts where it is the one that is sampled"
+            "a draft token is accepted only if it equals the sampled token"
         )
     return Use(fields.read_size(method, "speculative_tokens"), name, tuple(notes))
 
 
 def _choose_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the default method, or the first. Only "greedy" proposes one chain of tokens."""
+    """Return the default proposal method, or the first one. Only "greedy" is supported."""
     methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
     if (
         not isinstance(methods, list)
         or not methods
         or not all(isinstance(method, Mapping) for method in methods)
     ):
-        refuse(where, methods, "a list of objects, one at least")
+        refuse(where, methods, "a list of at least one object")
     default = given.get("default_proposal_method")
     named = [one for one in methods if default in (None, one.get("proposal_type"))]
     if not named:

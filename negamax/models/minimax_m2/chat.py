@@ -3,21 +3,21 @@ r"""How the MiniMax-M2 family (M2, M2.1, M2.5, M2.7) writes thinking and tool ca
     reasoning\n</think>\n\ncontent\n<minimax:tool_call>\n<invoke name="f">\n<parameter
     name="k">v</parameter>\n</invoke>\n </minimax:tool_call>
 
-Nothing is escaped, so a value may contain anything, closers included. The text after a closer
-decides (white space aside):
-- `</parameter>` ends the value before a parameter, an invoke, either closer, or the end of the
-  output; else it is data;
-- `</invoke>` in an open value ends it before another invoke, the block closer or the end;
-  `</minimax:tool_call>` before another block or the end; else they are data;
-- an opener `<parameter name="k">` in an open value ends it (a forgotten closer) only if k is
-  declared and was not given yet.
-The end of a truncated output decides nothing. A parameter given twice is written twice: every
-common JSON reader takes the last one, streamed or not. Arrays and items of arrays are joined.
+The model escapes nothing, so a value may contain any text, closers included. The text after a
+closer decides whether the closer is a tag or data. White space does not count:
+- `</parameter>` ends the value if a parameter, an invoke, another closer or the end of the output
+  follows.
+- `</invoke>` in an open value ends it if another invoke, the block closer or the end follows.
+- `</minimax:tool_call>` in an open value ends it if another block or the end follows.
+- An opener `<parameter name="k">` in an open value ends it (a forgotten closer) only if the tool
+  declares k and the call has no k yet.
+The end of a truncated output is not such an end. A parameter that is given twice is written twice,
+because every common JSON reader takes the last value. Repeated values of an array are joined.
 
-A tag ends at its name's closing quote, or with a declared name. In place of parameters, a JSON
-object or elements are read. A value without an opener belongs to the only parameter that it can be.
-Other text in an invoke is dropped beside parameters. An invoke of nothing else is no call, and one
-with text that looks like another argument is left.
+A tag ends at the closing quote of its name, or after a declared name. A JSON object or elements are
+also read in place of parameters. A value without an opener belongs to the only parameter that is
+still missing. Other text in an invoke is dropped if the invoke has parameters. An invoke without
+any argument is no call, and an invoke with text that looks like an argument stays text.
 """
 
 import enum
@@ -51,14 +51,14 @@ from negamax.text.parser.tag_names import argument_name, quoted_name, tool_name
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _CALL_OPEN, _CALL_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
-# between the word and the end of a tag: perhaps garbled, or a name with angle brackets
+# text between the word of a tag and its end, which may be garbled
 _ATTRIBUTES = rf"(?:[\s=:\"']|name)[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _TAGS = "|".join((_THINK_OPEN, _THINK_CLOSE, _CALL_OPEN, _CALL_CLOSE))
 _QUOTED = rf"\s+name\s*=\s*\"(?:(?!{_TAGS})[^\"\n]){{0,{MAX_ATTRIBUTE_CHARS}}}"
 _HELD = rf"{_QUOTED}(?:\"\s{{0,4}})?\Z"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
-# arguments that lost their tag, or in another syntax
+# how an argument begins if its tag is broken or if it has another syntax
 _OTHER_FORMS = (
     '<parameter name="{}"',
     'parameter name="{}"',
@@ -70,10 +70,10 @@ _OTHER_FORMS = (
     "{}:",
 )
 
-# around all parameters
+# an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# Tags of which one must follow a closer in an open value, unless the output ends there and was
+# A closer in an open value counts if one of these tags follows, or the end of an output that was
 # not truncated.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
@@ -93,7 +93,7 @@ _BLOCK, _INVOKE, _VALUE = _BlockState.BLOCK, _BlockState.INVOKE, _BlockState.VAL
 
 
 class MiniMaxM2Block(CallBlock):
-    """Reader of a call block."""
+    """Reads one block of tool calls."""
 
     __slots__ = (
         "_arguments", "_closer", "_forms", "_is_declared", "_is_written", "_key", "_keys",
@@ -104,21 +104,21 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # of the call, of the value
+        self._arguments = self._schema = self._schemas.arguments("")  # schemas of call and value
         self._is_declared = False
-        self._keys: set[str] = set()  # parameters of the open call with the current one
+        self._keys: set[str] = set()  # parameters of the open call, including the current one
         self._stray: list[str] = []  # text between parameters since the last one
         self._unnamed: list[str] = []  # values without a name
-        self._waiting: list[WaitingMember] = []  # perhaps items of one array
+        self._waiting: list[WaitingMember] = []  # values that may be items of one array
         self._key = ""
-        self._value: list[str] = []  # of the open value, not written yet
+        self._value: list[str] = []  # text of the open value that is not written yet
         self._is_written = False  # the open value is streamed as a string
-        self._closer: Lexeme | None = None  # in the open value, undecided
-        self._space: list[str] = []  # undecided text after it
+        self._closer: Lexeme | None = None  # undecided closer in the open value
+        self._space: list[str] = []  # undecided text after `_closer`
         self._forms: tuple[str, ...] = ()  # beginnings of arguments in another syntax
-        self._num_forms = 0  # parameters for which these were made
+        self._num_forms = 0  # number of parameters when `_forms` was made
         self._wrapper = ""  # name of an element around all parameters
-        self._words = ""  # the same without white space at its beginning
+        self._words = ""  # text of `_space` without its leading white space
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
@@ -137,7 +137,7 @@ class MiniMaxM2Block(CallBlock):
         return False
 
     def finish(self, *, is_truncated: bool) -> None:
-        """End the output: a string keeps its text, any other open value is dropped."""
+        """End the output. An open string keeps its text; any other open value is dropped."""
         if self._words:
             self._keep_closer()
         if self._closer is not None and not is_truncated:
@@ -209,7 +209,7 @@ class MiniMaxM2Block(CallBlock):
         self._write(lexeme.text)
 
     def _decide(self, closer: Lexeme, *, before: Lexeme) -> None:
-        """Decide about `closer` by the lexeme after it, `before`."""
+        """Decide whether `closer` ends the value, by the lexeme after it, `before`."""
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
             follows = (
@@ -217,15 +217,15 @@ class MiniMaxM2Block(CallBlock):
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
         if follows and not self._words:
-            self._close_value()  # after an outer closer, the next lexeme ends the call too
+            self._close_value()  # after an outer closer, the next lexeme also ends the call
         else:
             self._keep_closer()
 
     def _may_follow(self, text: str) -> bool:
-        """Take text after an undecided closer. False: the closer is data.
+        """Take text after an undecided closer. Return False if the closer is data.
 
-        White space decides nothing. An argument that is declared and was not given, in another
-        syntax, ends the value.
+        White space leaves the closer undecided. The beginning of a declared argument that is still
+        missing ends the value, in any syntax of `_OTHER_FORMS`.
         """
         assert self._closer is not None
         if not self._words and text.isspace():
@@ -250,7 +250,7 @@ class MiniMaxM2Block(CallBlock):
         return True
 
     def _keep_closer(self) -> None:
-        """Make the undecided closer and the text after it a part of the value."""
+        """Add the undecided closer and the text after it to the value."""
         assert self._closer is not None
         text = self._closer.text + "".join(self._space)
         self._forget_closer()
@@ -262,7 +262,7 @@ class MiniMaxM2Block(CallBlock):
         self._words = ""
 
     def _begin_call(self, lexeme: Lexeme) -> bool:
-        """Begin the call of an invoke tag. False: the tag has no name."""
+        """Begin the call of an invoke tag. Return False if the tag has no name."""
         tool = tool_name([lexeme.text], self._schemas)
         if not tool:
             return False
@@ -277,7 +277,7 @@ class MiniMaxM2Block(CallBlock):
         return True
 
     def _end_call(self) -> None:
-        """End the open call, unless an argument of it cannot be read."""
+        """End the open call, or leave it as text if one of its arguments cannot be read."""
         if not self._read_stray(is_last=True):
             return
         if self._unnamed:
@@ -296,7 +296,7 @@ class MiniMaxM2Block(CallBlock):
         self._state = _BLOCK
 
     def _read_stray(self, *, is_last: bool = False) -> bool:
-        """Read the text since the last parameter. False: it ended the call."""
+        """Read the text since the last parameter. Return False if that text ended the call."""
         text, self._stray = "".join(self._stray), []
         if not text.strip():
             return True
@@ -318,7 +318,7 @@ class MiniMaxM2Block(CallBlock):
         return True
 
     def _close_unopened(self) -> None:
-        """Take the closer of a parameter without an opener."""
+        """Take a parameter closer that has no opener."""
         text, self._stray = "".join(self._stray), []
         if not text.strip():
             return  # a repeated closer
@@ -343,7 +343,7 @@ class MiniMaxM2Block(CallBlock):
         self._state = _VALUE
 
     def _write(self, text: str) -> None:
-        """Add `text` to the open value; stream a string that cannot become the word null."""
+        """Add `text` to the open value. Stream a string unless it may become the word null."""
         if self._is_written:
             self._calls.string_text(text)
             return
@@ -378,7 +378,7 @@ class MiniMaxM2Block(CallBlock):
 
 
 class M2Calls(CallStyle):
-    """Calls of M2. Tags in `tag_ids` are written as tokens."""
+    """The grammar of M2's tool calls. Tags in `tag_ids` are written as tokens."""
 
     name = "m2"
     end_of_text = "</parameter>"

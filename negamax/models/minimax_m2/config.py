@@ -1,7 +1,7 @@
 """MiniMax-M2 (also M2.1, M2.5, M2.7): the spec, its reader, and the published models.
 
-MiniMax's own config.json and that of transformers are read. Fields without influence on inference
-are ignored; unknown ones are listed in `ModelSpec.notes` for the log.
+The reader accepts MiniMax's config.json and that of transformers. It ignores fields that do not
+affect inference, and lists unknown fields in `ModelSpec.notes` for the log.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
 
-# Fields that change the computation and have one supported value in M2 and M3: it, or null.
+# Fields that change the computation. M2 and M3 support only this value or null.
 FIXED: dict[str, Any] = {
     "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "tie_word_embeddings": False,
@@ -33,7 +33,7 @@ _FIXED: dict[str, Any] = {
     "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_alpha": 1.0,
     "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_alpha": 1.0, "layernorm_mlp_beta": 1.0,
 }  # fmt: skip
-# Lists with an entry per layer (or one value for all), which must be this value.
+# Lists with one entry per layer, or one value for all layers. Every entry must be this value.
 _PER_LAYER = {"attn_type_list": 1, "layer_types": "full_attention", "moe_layer_freq": 1}
 
 _READ = {"intermediate_size", "num_experts_per_tok", "num_local_experts"}
@@ -48,7 +48,7 @@ class MiniMaxM2Spec(MoeSpec):
 
 
 def read_spec(config: Mapping[str, Any]) -> MiniMaxM2Spec:
-    """Read the spec from a parsed config.json. Errors: `ConfigError` naming the field."""
+    """Read the spec from a parsed config.json. Raises `ConfigError` with the field's name."""
     notes: list[str] = []
     common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     fields.check_fixed(config, _FIXED)
@@ -60,7 +60,7 @@ def read_spec(config: Mapping[str, Any]) -> MiniMaxM2Spec:
 
 
 def read_experts(config: Mapping[str, Any]) -> dict[str, int]:
-    """Read the sizes of the routed experts, as fields of `MoeSpec`. Errors: `ConfigError`."""
+    """Read the sizes of the routed experts, as fields of `MoeSpec`. Raises `ConfigError`."""
     names = {
         "expert_width": "intermediate_size",
         "num_experts": "num_local_experts",
@@ -69,7 +69,7 @@ def read_experts(config: Mapping[str, Any]) -> dict[str, int]:
     return {name: fields.read_size(config, key) for name, key in names.items()}
 
 
-# in all published models
+# fields that are equal in all published models
 PUBLISHED: dict[str, Any] = {
     "vocab_size": 200_064, "head_dim": 128, "rotary_dim": 64, "rope_theta": 5_000_000.0,
     "rms_norm_eps": 1e-6, "dtype": "bfloat16", "bos_token_id": 200_034, "eos_token_ids": (200_020,),

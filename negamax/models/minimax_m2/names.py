@@ -1,4 +1,4 @@
-"""The tensors of MiniMax-M2."""
+"""Tensor names of MiniMax-M2."""
 
 from collections.abc import Iterator
 

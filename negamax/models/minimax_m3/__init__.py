@@ -1,1 +1,1 @@
-"""MiniMax-M3, the text model: block-sparse attention and experts, one of which all tokens share."""
+"""MiniMax-M3: block-sparse attention, routed experts, a shared expert and a vision tower."""

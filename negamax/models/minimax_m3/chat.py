@@ -1,23 +1,26 @@
-r"""How the MiniMax-M3 family writes thinking and tool calls. M is the marker `]<]minimax[>[`, one
-token or several.
+r"""How the MiniMax-M3 family writes thinking and tool calls.
+
+M stands for the marker `]<]minimax[>[`, which is one token or several.
 
     <mm:think>reasoning</mm:think>content
     M<tool_call>\nM<invoke
     name="f">M<k>vM</k>M<list>M<item>1M</item>M</list>M</invoke>\nM</tool_call>
 
-A tag without the marker is data. Elements nest: an object has one element per member, an array one
-`item` per value; `element_arguments` converts them. Known mistakes of the family:
-- A closer with a wrong name closes a text; the correct one may follow. A closer that fits nothing
-  is dropped. A closer of an outer element, of the invoke or of the block closes what is open in it.
-- After text, the opener of a sibling that was not given yet closes the text (a forgotten closer).
-  Any other opener in a string is data, and so is its closer. So is a call block or the invoke of an
-  undeclared tool: files may be about this format.
-- `<tool_call>`, invoke tags and their closers without the marker count where only a tag is
-  possible.
-- Garbled invoke tags, also with the marker inside, are read as the declared tool that they name.
-- A forgotten opener leaves its marker, the value and the closer, which names the element.
-- In place of elements, a JSON object or elements without markers are read. Other text in an invoke
-  is dropped beside elements. An invoke of nothing else is no call.
+A tag without the marker is data. Elements nest: an object has one element per member, and an array
+has one `item` element per value. `element_arguments` converts the elements. The reader handles
+these mistakes of the models:
+- A closer with a wrong name closes a text, and the correct closer may follow. A closer that matches
+  no open element is dropped. A closer of an outer element, of the invoke or of the block closes all
+  elements that are open inside it.
+- After text, the opener of a missing sibling closes the text (a forgotten closer). Any other opener
+  in a string is data, and so is its closer. A call block in a string and the invoke of an
+  undeclared tool are also data, because files may describe this format.
+- Without the marker, `<tool_call>`, invoke tags and their closers count only where the
+  format requires a tag.
+- A garbled invoke tag, even with the marker inside, is read as the declared tool that it names.
+- If the opener of an element is forgotten, its closer still names the element.
+- A JSON object or elements without markers are read in place of elements. Other text in an invoke
+  is dropped if the invoke has elements. An invoke that contains only such text is no call.
 """
 
 import re
@@ -44,13 +47,13 @@ from negamax.text.parser.tag_lexer import (
 from negamax.text.parser.tag_names import tool_name
 
 MARKER = "]<]minimax[>["
-MAX_CALL_DEPTH = 6  # nested elements in the grammar of a call; deeper values are JSON
+MAX_CALL_DEPTH = 6  # nested elements in the grammar of a call; deeper values are written as JSON
 
 _BLOCK, _INVOKE = "tool_call", "invoke"
 _NO_TAGS = (TEXT, TagKind.CUT)
 _M = re.escape(MARKER)
 _SPACE = r"\s{0,4}"  # between a marker and its tag, and at the end of a tag
-# a marker inside an invoke tag, and what follows it there
+# a marker inside an invoke tag, and the text after the marker
 _SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"
 _ATTRIBUTES = re.compile(r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))+\s*/?$""")
 _SPLICED = re.compile(rf"{_M}{_SPACE}<?")
@@ -65,7 +68,7 @@ _STRUCTURE = (
 
 
 class MiniMaxM3Block(CallBlock):
-    """Reader of a call block."""
+    """Reads one block of tool calls."""
 
     __slots__ = ("_arguments",)
 
@@ -75,7 +78,7 @@ class MiniMaxM3Block(CallBlock):
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """A tag with its marker is not quoted; the family writes no line break before calls."""
+        """Return whether the tag names a declared tool, at any place in a line."""
         return schemas.declares(_read_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:
@@ -141,7 +144,7 @@ class MiniMaxM3Block(CallBlock):
         return arguments.has_quotation or (arguments.is_in_string and not is_declared)
 
     def _take_structure(self, lexeme: Lexeme) -> bool:
-        """Take a tag that ends the call, or one without marker, which counts between arguments."""
+        """Take a tag that ends the call, or a tag without marker between arguments."""
         match lexeme.kind:
             case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
                 self._end_call()
@@ -161,7 +164,7 @@ class MiniMaxM3Block(CallBlock):
         return False
 
     def _begin_call(self, tag: str) -> bool:
-        """Begin the call of an invoke tag. False: the tag has no name."""
+        """Begin the call of an invoke tag. Return False if the tag has no name."""
         tool = _read_tool_name(tag, self._schemas)
         if not tool:
             return False
@@ -173,7 +176,7 @@ class MiniMaxM3Block(CallBlock):
         return True
 
     def _end_call(self, closer: str = "") -> None:
-        """End the open call, unless an argument of it cannot be read."""
+        """End the open call, or leave it as text if one of its arguments cannot be read."""
         if self._arguments is None:
             return
         if self._arguments.end():
@@ -205,7 +208,7 @@ def _take_element(arguments: ElementArguments, tag: str) -> None:
 
 
 def _read_name(inner: str, is_known: Callable[[str], bool]) -> str:
-    """Return the name in an element's tag, without attributes that no schema has."""
+    """Return the element name in a tag. Attributes are dropped unless a schema has them."""
     name = inner.strip()
     word = _ATTRIBUTES.sub("", name)
     return next(filter(is_known, (inner, name, word)), inner if word == name else word)
@@ -220,7 +223,7 @@ def _read_tool_name(tag: str, schemas: ToolSchemas) -> str:
 
 
 class M3Calls(CallStyle):
-    """Calls of M3, whose tags begin with the marker, however it is tokenized."""
+    """The grammar of M3's tool calls. All their tags begin with the text of the marker."""
 
     name = "m3"
     end_of_text = MARKER
@@ -233,7 +236,7 @@ class M3Calls(CallStyle):
         return {"type": "tag", "begin": begin, "content": calls, "end": end}
 
     def embed_in_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        # readers also accept an opener without its marker
+        # Parsers also accept an opener without its marker.
         excludes = ["<invoke"] if no_other_calls else []
         triggers = [f"{MARKER}<tool_call>"]
         return {
@@ -263,7 +266,7 @@ class M3Calls(CallStyle):
             limits = {"min": least, "max": -1 if most is None else most - length}
             rest = [{"type": "repeat", **limits, "content": item(shape.others)}]
         elif shape.least > length:
-            refuse_grammar("no array is as long as its schema requires")
+            refuse_grammar("no array can have as many items as its schema requires")
         for place in range(min(length, length if most is None else most) - 1, -1, -1):
             rest = [sequence([item(shape.first[place]), *rest])]
             if place >= shape.least:
@@ -271,7 +274,7 @@ class M3Calls(CallStyle):
         return rest[0] if rest else const("")
 
 
-# The lexer relies on at most MAX_ATTRIBUTE_CHARS characters between the angles of a tag.
+# The lexer needs at most MAX_ATTRIBUTE_CHARS characters between the angle brackets of a tag.
 _INSIDE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _AFTER_SLASH = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 1}}}"
 _AFTER_INVOKE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 6}}}"

@@ -1,8 +1,8 @@
 """MiniMax-M3: the spec, its reader, and the published model.
 
-MiniMax's own config.json and that of transformers are read, of the vision-language class (its text
-model is in `text_config`) and of a text model alone. Unknown fields are noted for the log; all
-fields of `sparse_attention_config` must be known.
+The reader accepts config.json files of MiniMax and of transformers, for the vision-language class
+(with the text model in `text_config`) and for a text model alone. Unknown fields are noted for the
+log, but unknown fields of `sparse_attention_config` are errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 VISION_ARCHITECTURE = "MiniMaxM3SparseForConditionalGeneration"
 VISION_TYPE = "minimax_m3_vl"
-# the second is transformers'
+# The second name is that of transformers.
 TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")
 TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
-BLOCK_SIZES = (16, 32, 64, 128)  # tokens, of block selection
+BLOCK_SIZES = (16, 32, 64, 128)  # supported block sizes of sparse attention, in tokens
 MAX_TOPK_BLOCKS = 1024  # length of each token's list of selected blocks
 
 _FIXED = {**FIXED, "qk_norm_type": "per_head", "use_gemma_norm": True, "swiglu_beta": 1.0}
@@ -44,7 +44,7 @@ _READ = {
     "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
     "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
-# Of the file around `text_config`: images, and videos, which are not read.
+# known fields beside `text_config`; some of them describe images or videos
 _AROUND = {
     "image_grid_pinpoints", "image_seq_length", "image_token_index",
     "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",
@@ -63,8 +63,8 @@ _SPARSE = {
 class SparseAttentionSpec:
     """Block-sparse attention: the query heads of each KV head attend to `topk_blocks` blocks.
 
-    Those are the blocks that its index head scores highest; the first `init_blocks` and the last
-    `local_blocks` are always among them.
+    The index head of a KV head selects the blocks with the highest scores. The first `init_blocks`
+    and the last `local_blocks` blocks are always selected.
     """
 
     index_heads: int  # one for each KV head
@@ -73,9 +73,9 @@ class SparseAttentionSpec:
     block_size: int  # tokens
     init_blocks: int
     local_blocks: int
-    layers: tuple[bool, ...]  # which are sparse
-    # no field of a checkpoint: each rank has the index queries of all heads and a shard of the
-    # index keys
+    layers: tuple[bool, ...]  # true for each sparse layer
+    # Not a field of a checkpoint: if true, each rank holds the index queries of all heads and a
+    # shard of the index keys.
     is_sharded: bool = False
 
 
@@ -86,11 +86,11 @@ class MiniMaxM3Spec(MoeSpec):
     supports_dcp: ClassVar[bool] = True
 
     routed_scaling_factor: float
-    shared_width: int  # of the expert that every token passes; 0: none
-    dense_width: int  # of the MLP in layers without experts; 0: no such layers
+    shared_width: int  # width of the expert that every token passes; 0: no such expert
+    dense_width: int  # width of the MLP in layers without experts; 0: no such layers
     swiglu_alpha: float
     swiglu_limit: float
-    moe_layers: tuple[bool, ...]  # which have experts
+    moe_layers: tuple[bool, ...]  # true for each layer with experts
     sparse: SparseAttentionSpec | None
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class MiniMaxM3Spec(MoeSpec):
         return replace(self, sparse=self.sparse and replace(self.sparse, is_sharded=True))
 
     def kv_caches(self) -> KvCacheSpecs:
-        """Return keys and values; in sparse layers also the keys that all index heads share."""
+        """Return the key and value caches, and in sparse layers the cache of index keys."""
         full = [KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v")]
         if self.sparse is None:
             return [full] * self.num_layers
@@ -156,7 +156,7 @@ class MiniMaxM3Spec(MoeSpec):
 
 
 def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
-    """Read the text model's spec from a vision-language config. Errors: `ConfigError`."""
+    """Read the text model's spec from a vision-language config. Raises `ConfigError`."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         refuse("text_config", text, "an object, which describes the text model")
@@ -177,8 +177,9 @@ def read_vision(config: Mapping[str, Any]) -> MiniMaxM3Spec:
 def _read_tower(
     config: Mapping[str, Any], text: MiniMaxM3Spec, notes: list[str]
 ) -> VisionSpec | None:
-    """Read the sizes of tower and projector; None without `vision_config`, or if the vocabulary has
-    no token for images. MiniMax's own fields and those of transformers are read.
+    """Read the sizes of the vision tower and projector, in MiniMax's or transformers' fields.
+
+    Return None without `vision_config`, or if the vocabulary has no image token.
     """
     tower = config.get("vision_config")
     if not isinstance(tower, Mapping | None):
@@ -189,7 +190,7 @@ def _read_tower(
     if not isinstance(image_token, int) or not 0 <= image_token < text.vocab_size:
         notes.append(
             f"config.json: image_token_index {image_token} is not in the vocabulary of "
-            f"{text.vocab_size} tokens; images are not read"
+            f"{text.vocab_size} tokens; the model is served without images"
         )
         return None
     fixed = {
@@ -242,7 +243,7 @@ def _read_tower(
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the text model alone, from one of the vision-language class."""
+    """Return the text model's config.json from that of a vision-language model."""
     text = {name: value for name, value in config["text_config"].items() if value is not None}
     around = ("bos_token_id", "eos_token_id", "quantization_config")
     dtypes = (of.get(name) for of in (text, config) for name in ("dtype", "torch_dtype"))
@@ -256,10 +257,10 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
-    """Read the spec from a config.json of a text model. Errors: as `read_vision`."""
+    """Read the spec from the config.json of a text model. Raises `ConfigError`."""
     notes: list[str] = []
     config = {name: value for name, value in config.items() if value is not None}
-    # transformers ignores a rotary_dim without partial_rotary_factor: whole heads rotate there
+    # Without partial_rotary_factor, transformers ignores rotary_dim and rotates whole heads.
     common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     num_layers = common["num_layers"]
     fields.check_fixed(config, _FIXED)
@@ -285,7 +286,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
 
 
 def _read_shared_width(config: Mapping[str, Any]) -> int:
-    """Read the width of the shared expert. transformers has one, and no field for the number."""
+    """Read the width of the shared expert. transformers' config.json implies one such expert."""
     experts = config.get("n_shared_experts", 1)
     if experts not in (0, 1) or isinstance(experts, bool):
         refuse("n_shared_experts", experts, "0 or 1")
@@ -298,7 +299,7 @@ def _read_shared_width(config: Mapping[str, Any]) -> int:
 
 
 def _read_moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Read which layers have experts; by default all."""
+    """Return whether each layer has experts. By default all layers have experts."""
     found = {
         **_read_layers(config, "moe_layer_freq", (0, 1), num_layers),
         **_read_layers(config, "mlp_layer_types", ("dense", "sparse"), num_layers),
@@ -310,7 +311,7 @@ def _read_moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, 
 
 
 def _read_sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionSpec | None:
-    """Read `sparse_attention_config`, or the fields that transformers makes of it."""
+    """Read `sparse_attention_config`, or the fields into which transformers converts it."""
     given = config.get("sparse_attention_config")
     if not isinstance(given, Mapping | None):
         refuse("sparse_attention_config", given, "an object or null")
@@ -323,7 +324,7 @@ def _read_sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionS
         **_read_layers(config, "layer_types", ("full_attention", "minimax_m3_sparse"), num_layers),
     }
     if given and not found:
-        raise ConfigError("sparse_attention_config has no sparse_attention_freq; it is required")
+        raise ConfigError("sparse_attention_config has no sparse_attention_freq, which is required")
     layers = _agree(found, ())
     fields.check_fixed(given, {"use_sparse_attention": any(layers)})
     if not any(layers):
@@ -353,9 +354,9 @@ def _read_sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionS
 def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
     """Read how many of the first or last blocks are always selected.
 
-    SGLang also reads a number of tokens: the last ones may begin inside a block.
+    A config for SGLang may give a number of tokens. The last tokens may begin inside a block.
     """
-    own = int(which == "local")  # the block of the token itself
+    own = int(which == "local")  # the last blocks include the block of the token itself
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
     found = {name: fields.read_count(given, name) for name in names if given.get(name) is not None}
     tokens = f"sparse_{which}_tokens"
@@ -368,7 +369,7 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
 def _read_layers(
     config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
 ) -> dict[str, tuple[bool, ...]]:
-    """Read list `name`, for each layer the first or second (True) of `values`; {} if absent."""
+    """Read list `name`: per layer True for `values[1]`, False for `values[0]`; {} if absent."""
     given = config.get(name)
     if given is None:
         return {}
@@ -381,11 +382,11 @@ def _read_layers(
 
 
 def _agree(found: Mapping[str, T], default: T) -> T:
-    """Return the value that all fields `found` give; refuse two values."""
+    """Return the value that all fields `found` have. Raises `ConfigError` if they differ."""
     (first, value), *others = found.items() if found else [("", default)]
     for name, other in others:
         if other != value:
-            refuse(name, other, f"what {first} says ({value})")
+            refuse(name, other, f"the value of {first}, {value}")
     return value
 
 
@@ -399,7 +400,7 @@ _SPARSE_M3 = SparseAttentionSpec(
     local_blocks=1,
     layers=_AFTER_DENSE,
 )
-# (the text model, which alone is planned and gets synthetic weights)
+# Only the text model is planned and gets synthetic weights.
 _M3 = MiniMaxM3Spec(
     **PUBLISHED,
     architecture=VISION_ARCHITECTURE,

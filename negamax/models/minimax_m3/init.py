@@ -1,7 +1,7 @@
-"""Synthetic weights of MiniMax-M3: those of MiniMax-M2 but for norms and MLPs.
+"""Synthetic weights of MiniMax-M3. They differ from those of MiniMax-M2 in norms and MLPs.
 
-SwiGLU-OAI has a mean, by `up + 1`, so an MLP adds one vector to all tokens that pass it. Such a
-shared vector would make all tokens select the same experts.
+The term `up + 1` gives SwiGLU-OAI a nonzero mean, so an MLP adds nearly the same vector to all its
+tokens. A large shared vector would make all tokens select the same experts.
 """
 
 import math
@@ -11,7 +11,7 @@ from negamax.models.minimax_m2 import init as minimax_m2
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 
 NORM = Initializer(std=0.05)  # a norm multiplies by 1 + w
-# Of the outputs of the shared expert and of dense MLPs; routed experts' are doubled afterwards.
+# Scale of the outputs of the shared expert and of dense MLPs. Those of routed experts are doubled.
 SHARED_GAIN = 0.5
 
 

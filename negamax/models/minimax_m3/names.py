@@ -1,4 +1,4 @@
-"""The tensors of MiniMax-M3."""
+"""Tensor names of MiniMax-M3."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from negamax.config.vision import VisionSpec
 from negamax.formats.tensor_format import Axis
 from negamax.layers.names import IndexerNames, MlpNames, MoeNames
 from negamax.models import minimax_names
-from negamax.models.family import WeightSpec, mlp_weights
+from negamax.models.family import WeightSpec, mlp_names, mlp_weights
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 from negamax.models.minimax_names import DECODER, attention_weights, moe_weights, norms
 from negamax.models.minimax_names import layer_of as layer_of
@@ -15,26 +15,26 @@ from negamax.models.minimax_names import place as place
 
 
 def indexer(layer: int) -> IndexerNames:
-    """Name the projections and norms that score the blocks of a sparse layer."""
+    """Return the names of the projections and norms that score the blocks of a sparse layer."""
     prefix = f"model.layers.{layer}.self_attn"
     parts = ("q_proj", "k_proj", "q_norm", "k_norm")
     return IndexerNames(*(f"{prefix}.index_{part}.weight" for part in parts))
 
 
 def mlp(layer: int) -> MlpNames:
-    """Name the MLP of a layer without experts."""
-    return _mlp(f"model.layers.{layer}.mlp")
+    """Return the tensor names of the MLP in a layer without experts."""
+    return mlp_names(f"model.layers.{layer}.mlp")
 
 
 def moe(layer: int) -> MoeNames:
-    """Name the mixture of experts of a layer, and the expert that all tokens share."""
-    shared = _mlp(f"model.layers.{layer}.block_sparse_moe.shared_experts")
+    """Return the tensor names of a layer's routed experts and shared expert."""
+    shared = mlp_names(f"model.layers.{layer}.block_sparse_moe.shared_experts")
     return replace(minimax_names.moe(layer), shared=shared)
 
 
 @dataclass(frozen=True)
 class VisionLayerNames:
-    """Modules of a layer of the vision tower; each has a weight and a bias."""
+    """Modules of one layer of the vision tower. Each module has a weight and a bias."""
 
     norms: tuple[str, str]  # before the attention, before the MLP
     qkv: tuple[str, str, str]
@@ -44,13 +44,13 @@ class VisionLayerNames:
 
 _TOWER = "vision_tower.vision_model"
 PATCHES = f"{_TOWER}.embeddings.patch_embedding.weight"
-PATCH_NORM = f"{_TOWER}.pre_layrnorm"  # spelled so in checkpoints
+PATCH_NORM = f"{_TOWER}.pre_layrnorm"  # the spelling in checkpoints
 PROJECTOR = "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"
 MERGE = "patch_merge_mlp.linear_1", "patch_merge_mlp.linear_2"
 
 
 def vision_layer(layer: int) -> VisionLayerNames:
-    """Name the modules of a layer of the vision tower."""
+    """Return the module names of a layer of the vision tower."""
     prefix = f"{_TOWER}.encoder.layers.{layer}"
     q, k, v = (f"{prefix}.self_attn.{part}_proj" for part in "qkv")
     return VisionLayerNames(
@@ -85,7 +85,7 @@ def weights(spec: MiniMaxM3Spec) -> Iterator[WeightSpec]:
 
 
 def _vision_weights(vision: VisionSpec) -> Iterator[WeightSpec]:
-    """List the tensors of tower and projector."""
+    """List the tensors of the vision tower and the projector."""
     hidden, middle, text = vision.hidden_size, vision.projector_hidden_size, vision.text_hidden
     frames, side = vision.temporal_patch_size, vision.patch_size
     yield WeightSpec(PATCHES, (hidden, 3, frames, side, side), parts=1, is_vision=True)
@@ -113,7 +113,3 @@ def _indexer_weights(spec: MiniMaxM3Spec, layer: int) -> Iterator[WeightSpec]:
     yield WeightSpec(index.k, (sparse.index_dim, spec.hidden_size), parts=1)
     for name in (index.q_norm, index.k_norm):
         yield WeightSpec(name, (sparse.index_dim,), parts=1, dtype="float32")
-
-
-def _mlp(prefix: str) -> MlpNames:
-    return MlpNames(*(f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")))

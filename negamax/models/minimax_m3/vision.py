@@ -1,12 +1,12 @@
-"""MiniMax-M3's vision tower and projector: pixels to rows that replace embeddings of image tokens.
+"""MiniMax-M3's vision tower and projector, which turn pixels into embeddings of image tokens.
 
   h = layer_norm(patches W^T)
   per layer:  h += attention(layer_norm(h));  h += fc2(gelu(fc1(layer_norm(h))))
   h = linear_2(gelu(linear_1(h)));  four adjacent rows joined;  linear_2(gelu(linear_1(h)))
 
-Attention is bidirectional within an image. A head's first dimensions rotate by the time (0), row
-and column of the patch, in equal parts. Patches are ordered by squares that one image token stands
-for, row by row, and row by row inside a square.
+Attention is bidirectional within an image. The first dimensions of a head rotate by time (always
+0), row and column of the patch, in three equal parts. One image token stands for a square of
+patches. Squares are ordered row by row, and so are the patches inside a square.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ from negamax.layers.weights import WeightSlot
 from negamax.models.minimax_m3 import names
 from negamax.quantization.scheme import WeightFormat
 
-# Of CLIP, on pixels from 0 to 1: red, green, blue.
+# CLIP's mean and deviation of red, green and blue, for pixels from 0 to 1
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-# Rows that an MLP computes at a time, which bounds its memory; a multiple of every square.
+# rows that an MLP computes at a time, to bound memory; a multiple of the patches of any image token
 _ROWS = 4096
 
 
@@ -40,12 +40,12 @@ class _Weights:
         return target
 
     def take_linear(self, name: str, rows: int, columns: int) -> Callable[[Tensor], Tensor]:
-        """Return x [T, columns] -> x W^T + b [T, rows]."""
+        """Return a function from x [T, columns] to x W^T + b [T, rows]."""
         weight, bias = self.take(f"{name}.weight", (rows, columns)), self.take_bias(name, rows)
         return lambda x: F.linear(x, weight, bias)
 
     def take_norm(self, name: str, width: int, eps: float) -> Callable[[Tensor], Tensor]:
-        """Return x [T, width] -> layer_norm(x)."""
+        """Return a function from x [T, width] to layer_norm(x)."""
         weight, bias = self.take(f"{name}.weight", (width,)), self.take_bias(name, width)
         return lambda x: F.layer_norm(x, (width,), weight, bias, eps)
 
@@ -55,7 +55,7 @@ class _Weights:
     def take_mlp(
         self, mlp: tuple[str, str], inputs: int, width: int, outputs: int
     ) -> Callable[[Tensor], Tensor]:
-        """Return x [T, inputs] -> linear_2(gelu(linear_1(x))) [T, outputs]."""
+        """Return a function from x [T, inputs] to linear_2(gelu(linear_1(x))) [T, outputs]."""
         first = self.take_linear(mlp[0], width, inputs)
         second = self.take_linear(mlp[1], outputs, width)
         return lambda x: torch.cat([second(F.gelu(first(rows))) for rows in x.split(_ROWS)])
@@ -73,7 +73,7 @@ class _VisionLayer:
         self._mlp = weights.take_mlp(own.mlp, hidden, spec.intermediate_size, hidden)
 
     def __call__(self, h: Tensor, angles: tuple[Tensor, Tensor], sizes: Sequence[int]) -> Tensor:
-        """h [N, hidden] of images with `sizes` patches each; cos, sin [N, 1, rotated] fp32."""
+        """h [N, hidden] holds images of `sizes` patches; angles: cos, sin [N, 1, rotated] fp32."""
         x = self._norms[0](h)
         q, k, v = (project(x).unflatten(-1, self._heads) for project in self._qkv)
         q, k = (half_split(part.float(), *angles).to(v.dtype) for part in (q, k))
@@ -84,7 +84,7 @@ class _VisionLayer:
 
 
 class VisionTower:
-    """Tower and projector, whole on every rank that has them."""
+    """The vision tower and projector. Every rank that has them holds all their weights."""
 
     def __init__(self, spec: VisionSpec, weights: WeightFormat) -> None:
         own, hidden = _Weights(weights), spec.hidden_size
@@ -99,7 +99,7 @@ class VisionTower:
         merged = text * spec.patches_per_token
         self._merge = own.take_mlp(names.MERGE, merged, spec.projector_hidden_size, text)
         self.slots = own.slots
-        rotated = 2 * (spec.head_dim // 3 // 2)  # dimensions of each of time, row and column
+        rotated = 2 * (spec.head_dim // 3 // 2)  # dimensions for each of time, row and column
         exponents = torch.arange(0, rotated, 2).float() / rotated
         self._frequencies = (1.0 / spec.rope_theta**exponents).to(weights.device)
         self._mean, self._std = (
@@ -108,9 +108,9 @@ class VisionTower:
         )
 
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """images: uint8 [height, width, 3] each, on the device -> [tokens of all, text hidden].
+        """Encode `images`, each uint8 [height, width, 3], to [all image tokens, text hidden].
 
-        Sides are multiples of `VisionSpec.token_pixels`. One run computes all images.
+        Sides must be multiples of `VisionSpec.token_pixels`. One run encodes all images.
         """
         side = self.spec.patch_size
         grids = [(image.shape[0] // side, image.shape[1] // side) for image in images]
@@ -123,12 +123,12 @@ class VisionTower:
         return self._merge(squares.flatten(1))
 
     def _cut(self, image: Tensor) -> Tensor:
-        """Normalize an image and cut it: [patches, values of a patch] in the compute dtype."""
+        """Normalize an image; split it into [patches, patch values] in the compute dtype."""
         merge, side = self.spec.spatial_merge_size, self.spec.patch_size
         pixels = (image.float() / 255 - self._mean) / self._std
         rows, columns = image.shape[0] // (merge * side), image.shape[1] // (merge * side)
         cut = pixels.to(self._dtype).view(rows, merge, side, columns, merge, side, 3)
-        patches = cut.permute(0, 3, 1, 4, 6, 2, 5)  # squares, patches of each, channels, pixels
+        patches = cut.permute(0, 3, 1, 4, 6, 2, 5)  # squares, patches, colors, pixels
         frames = patches.unsqueeze(5).expand(*[-1] * 5, self.spec.temporal_patch_size, -1, -1)
         return frames.reshape(-1, self.spec.patch_values)
 
