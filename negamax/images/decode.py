@@ -1,4 +1,4 @@
-"""Decode and resize one image. Runs in a process with limits: the bytes may be hostile."""
+"""Decode and resize one image in a process with limits, because its bytes may be hostile."""
 
 import base64
 import binascii
@@ -14,36 +14,37 @@ from negamax.images.sizes import Rule, fit
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 MAX_SOURCE_PIXELS = 64_000_000
-HEADER = struct.Struct(">III")  # height and width after resizing, pixels of the source
+HEADER = struct.Struct(">III")  # height and width after resizing, number of source pixels
 _SPACE = re.compile(r"\s+")
 
 Image.MAX_IMAGE_PIXELS = None  # `MAX_SOURCE_PIXELS` is checked before anything is decoded
 
 
 def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> bytes:
-    """Return `HEADER` and uint8 [height, width, 3] of the first frame, upright and on white.
+    """Return a packed `HEADER`, followed by the first frame as uint8 [height, width, 3].
 
-    `data`: base64 of PNG, JPEG, GIF or WEBP; `rule`, `longest`: as of `sizes.fit`. Without
-    `needs_pixels` only the file's header is read, and rows and columns may be exchanged.
-    Errors: `InvalidRequestError` without the image's place.
+    `data`: base64 of PNG, JPEG, GIF or WEBP. `rule` and `longest` are arguments of `sizes.fit`.
+    The frame is rotated upright and drawn on white. Without `needs_pixels`, only the size is
+    returned, and height and width are exchanged if the file asks for a rotation by 90 degrees.
+    Raises `InvalidRequestError`; the caller prepends the image's position to its message.
     """
     try:
         image = Image.open(io.BytesIO(_decode_base64(data)), formats=FORMATS)
     except InvalidRequestError:
         raise
-    except Exception as error:  # decoders raise many types
+    except Exception as error:  # decoders raise many exception types
         raise _refuse(error) from None
     num_pixels = image.width * image.height
     if num_pixels > MAX_SOURCE_PIXELS:
         raise InvalidRequestError(
-            f"has {image.width} x {image.height} pixels; allowed: {MAX_SOURCE_PIXELS} in all"
+            f"has {image.width} x {image.height} pixels; the limit is {MAX_SOURCE_PIXELS} pixels"
         )
     height, width = fit(image.height, image.width, rule=rule, longest=longest)
     if not needs_pixels:
         return HEADER.pack(height, width, num_pixels)
     try:
         image.load()
-        with suppress(Exception):  # of a broken orientation
+        with suppress(Exception):  # ignore a broken EXIF orientation
             image = ImageOps.exif_transpose(image)
         height, width = fit(image.height, image.width, rule=rule, longest=longest)
         pixels = _flatten(image).resize((width, height), Image.Resampling.BICUBIC).tobytes()
@@ -55,7 +56,7 @@ def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> byt
 
 
 def _decode_base64(text: str) -> bytes:
-    """Decode base64 with line breaks or without padding, also of the alphabet for URLs."""
+    """Decode standard or URL-safe base64. Line breaks and missing padding are allowed."""
     text = _SPACE.sub("", text).rstrip("=").replace("-", "+").replace("_", "/")
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
@@ -64,7 +65,7 @@ def _decode_base64(text: str) -> bytes:
 
 
 def _flatten(image: Image.Image) -> Image.Image:
-    """Convert to RGB: transparency on white, 16 bits to the nearest 8."""
+    """Convert to 8-bit RGB. Transparent pixels are drawn on white, 16-bit values rounded."""
     if image.mode.startswith("I"):
         image = image.convert("F").point(lambda value: value * (1 / 257) + 0.5).convert("L")
     if image.has_transparency_data:
@@ -74,7 +75,7 @@ def _flatten(image: Image.Image) -> Image.Image:
 
 
 def _refuse(error: Exception) -> InvalidRequestError:
-    reason = "it is none of these formats or broken" if isinstance(error, OSError) else "broken"
+    reason = "broken file or other format" if isinstance(error, OSError) else "broken file"
     return InvalidRequestError(
         f"cannot be decoded ({reason}); allowed: {', '.join(FORMATS)}", code="invalid_image"
     )

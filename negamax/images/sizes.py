@@ -1,6 +1,6 @@
-"""The sizes to which MiniMax-M3 resizes images, by two rules. Pure.
+"""Compute the sizes to which MiniMax-M3 resizes images, by one of two rules.
 
-Sides become multiples of `SIDE` pixels, of which a square is one image token.
+Height and width become multiples of `SIDE`. A square of `SIDE` x `SIDE` pixels is one image token.
 """
 
 import math
@@ -10,35 +10,35 @@ from negamax.base.errors import InvalidRequestError
 
 Rule = Literal["longest", "area"]
 RULES: tuple[str, ...] = get_args(Rule)
-SIDE = 28  # pixels of each side of the square that an image token stands for
+SIDE = 28  # pixels on each side of the square that one image token represents
 LONGEST_SIDE = 2016  # default; requests may set another multiple of SIDE
-LONGEST_SIDES = (112, 3584)  # that requests may set
+LONGEST_SIDES = (112, 3584)  # range that requests may set, in pixels
 MAX_ASPECT_RATIO = 200
 _SHORTEST_SIDE = 112
-_MAX_PIXELS = LONGEST_SIDES[1] ** 2  # of a resized image
-_LEAST_AREA, _MOST_AREA = 3136, 451_584  # of the area rule
+_MAX_PIXELS = LONGEST_SIDES[1] ** 2  # largest resized image
+_LEAST_AREA, _MOST_AREA = 3136, 451_584  # limits of the area rule, in pixels
 
 
 def fit(height: int, width: int, *, rule: Rule, longest: int = LONGEST_SIDE) -> tuple[int, int]:
-    """Return the height and width after resizing; `longest` counts for the rule "longest".
+    """Return the height and width after resizing. Only the rule "longest" reads `longest`.
 
-    Errors: `InvalidRequestError` for an aspect ratio above 200.
+    Raises `InvalidRequestError` for an aspect ratio above 200.
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise InvalidRequestError(
-            f"has {width} x {height} pixels; the longer side may have at most "
-            f"{MAX_ASPECT_RATIO} times the pixels of the shorter one"
+            f"has {width} x {height} pixels; the longer side may be at most "
+            f"{MAX_ASPECT_RATIO} times as long as the shorter side"
         )
     return _fit_area(height, width) if rule == "area" else _fit_long_side(height, width, longest)
 
 
 def count_tokens(height: int, width: int) -> int:
-    """Return the image tokens of a resized image, without the two markers around them."""
+    """Return the number of image tokens of a resized image, without its two marker tokens."""
     return height * width // SIDE**2
 
 
 def _fit_long_side(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Shrink to the longest side, or enlarge to the shortest one within the longest."""
+    """Limit the long side to `longest`, and enlarge a side below `_SHORTEST_SIDE` if it fits."""
     long, short = max(height, width), min(height, width)
     scale = 1.0
     if long > longest:
@@ -51,7 +51,7 @@ def _fit_long_side(height: int, width: int, longest: int) -> tuple[int, int]:
 
 
 def _fit_area(height: int, width: int) -> tuple[int, int]:
-    """Keep the area within its limits."""
+    """Keep the area between `_LEAST_AREA` and `_MOST_AREA` pixels."""
     high, wide = (round(side / SIDE) * SIDE for side in (height, width))
     if high * wide > _MOST_AREA:
         scale = math.sqrt(height * width / _MOST_AREA)

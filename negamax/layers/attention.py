@@ -1,4 +1,4 @@
-"""Grouped-query attention with QK norm over a paged cache; the attention group splits the heads."""
+"""Grouped-query attention with QK norm over a paged cache, with heads split over ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from negamax.kernels.kvcache.op import LOCATE, KvCache, TokenPlaces, write
 from negamax.kernels.op import Op
 from negamax.kernels.registry import KernelTable
 from negamax.kernels.rotary import half_split
-from negamax.layers.context_exchange import KeyExchange, key_exchange
+from negamax.layers.context_exchange import KeyExchange
 from negamax.layers.heads import AttentionSizes
 from negamax.layers.kv_scales import KvScales
 from negamax.layers.linear import ColumnParallel
@@ -22,18 +22,18 @@ from negamax.layers.qk_norm import FullWidthNorm, PerHeadNorm
 from negamax.layers.weights import LayerSetup
 from negamax.parallel.collectives import Partial
 
-# One layer's caches on this rank by name, each [num_blocks, heads, block_size, width]: within a
-# block the tokens of a head are adjacent (`kernels/kvcache/op.py`).
+# Names and caches of one layer on this rank. A cache is [num_blocks, heads, block_size, width]:
+# within a block, the tokens of a head are adjacent (`kernels/kvcache/op.py`).
 KvCaches = Mapping[str, Tensor]
 
 
 class AttentionKind(Protocol):
-    """Prepares per step what all layers of one kind share."""
+    """Prepares the state that all layers of one attention kind share in a step."""
 
     name: str
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> Any:
-        """Prepare a step. `kv`: the caches of one such layer."""
+        """Prepare a step. `kv`: caches of one layer of this kind."""
 
 
 def prepare_attention(
@@ -50,20 +50,20 @@ class GroupedQueryStep:
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
     slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
-    # plan of the attention.decode kernel for the first num_decodes tokens; None: there are none
+    # plan of the attention.decode kernel for the first num_decodes tokens; None if num_decodes is 0
     decode: Any
-    # plan of the attention.prefill kernel for the other tokens; None: there are none
+    # plan of the attention.prefill kernel for the other tokens; None if all are decodes
     prefill: Any
-    exchange: KeyExchange | None  # exchanges keys and values with context-parallel ranks
+    exchange: KeyExchange | None  # exchange of keys and values; None: no sharded tokens
 
 
 class PagedKind:
-    """Attention with rotary embeddings over a paged cache, in a decode and a prefill kernel."""
+    """Rotary attention over a paged cache, with separate kernels for decode and prefill."""
 
     ops: tuple[Op[Any, Any], Op[Any, Any]]
 
     def __init__(self, shape: PagedShape, *, frequencies: Tensor, kernels: KernelTable) -> None:
-        """The caches and `kernels` determine the block size and the dtype of `shape`."""
+        """The dtype of `shape` is set from `kernels`, and its block size in each step."""
         self._shape = replace(shape, dtype=kernels.dtype)
         self._frequencies, self._locate = frequencies, kernels[LOCATE].run
         self._plan_decode, self._plan_prefill = (kernels[op].prepare for op in self.ops)
@@ -71,7 +71,7 @@ class PagedKind:
     def prepare_step(
         self, metadata: AttentionMetadata, kv: KvCaches, heads: tuple[int, ...]
     ) -> GroupedQueryStep:
-        """Compute angles and cache rows, and plan both kernels. `heads`: of each kind of cache."""
+        """Compute angles and cache rows, and plan kernels. `heads`: head counts of the caches."""
         shape = replace(self._shape, block_size=kv["k"].shape[2])
         cos, sin, slot_mapping = self._locate(
             metadata.token_tables,
@@ -86,7 +86,9 @@ class PagedKind:
                 (self._plan_prefill, metadata.prefills),
             )
         )
-        exchange = key_exchange(metadata, block_size=shape.block_size, heads=heads)
+        exchange = None
+        if metadata.shared_tokens is not None:
+            exchange = KeyExchange(metadata, block_size=shape.block_size, heads=heads)
         return GroupedQueryStep(cos, sin, slot_mapping, decode, prefill, exchange)
 
 
@@ -101,11 +103,12 @@ class GroupedQueryKind(PagedKind):
 
 
 class Attention:
-    """q, k, v projection; RMS norm of q and of k, over all heads or each (`norm_per_head`;
-    `gemma_norm`: by 1 + the weights); rope; attention; output projection. A rank holds `heads / tp`
-    query heads and `kv_heads / tp` KV heads; with more ranks than KV heads, adjacent ranks hold
-    copies of one. If these shard its cache by blocks (DCP), each projects the query heads of all of
-    them.
+    """Grouped-query attention from q, k, v projection to output projection, with QK norm and rope.
+
+    RMS norm covers all heads together, or each head alone with `norm_per_head`. With `gemma_norm`
+    it scales by 1 + the weights. A rank holds `heads / tp` query heads and `kv_heads / tp` KV
+    heads. If there are more ranks than KV heads, adjacent ranks hold copies of one KV head. If they
+    shard that head's cache by blocks (DCP), each rank projects the query heads of all of them.
     """
 
     def __init__(
@@ -125,8 +128,8 @@ class Attention:
         qkv = sizes.qkv(names.qkv, queried, own_kv)
         self._qkv = ColumnParallel(qkv, sizes.hidden_size, setup=setup)
         self._out = sizes.out(names.out, setup)
-        self.activation = self._qkv.activation  # forms of the input besides plain activations
-        # one scale covers a head
+        self.activation = self._qkv.activation  # quantized form of x that this layer also accepts
+        # the attention kernels quantize their output with one scale per head
         given = self._out.activation if kernels[PREFILL].provider != "reference" else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim
         self._heads, self._kv_heads = len(queried), len(own_kv)
@@ -134,7 +137,7 @@ class Attention:
         self._qk_norm: FullWidthNorm | PerHeadNorm = norm(
             names, sizes, gemma=gemma_norm, setup=setup
         )
-        # None: norm, rope and cache write are separate
+        # None: norm, rope and cache write are separate kernels
         self.norm_kernel = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
         self.kv_scales = KvScales(names)
         self.slots = [
@@ -142,7 +145,7 @@ class Attention:
         ]  # fmt: skip
 
     def finish_loading(self) -> None:
-        """Pack the weights for their kernels. Errors: as `KvScales`."""
+        """Pack the weights for their kernels. Raises `CheckpointError` for invalid KV scales."""
         self.kv_scales.finish_loading()
         self._qk_norm.finish_loading()
         self._qkv.finish_loading()
@@ -151,7 +154,7 @@ class Attention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden], or parts of it. Writes the new keys and values to `kv`."""
+        """x [T, hidden] -> [T, hidden], or P parts [T, P, hidden]. Keys and values go to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, cache = self._qkv(x), self.kv_scales.scale(kv)
         if self.norm_kernel is not None:  # norm, rope and cache write in one launch

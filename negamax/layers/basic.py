@@ -20,15 +20,15 @@ from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.parallel.collectives import Partial, SingleRank
 from negamax.quantization.scheme import WeightFormat
 
-_ROWS = 4096  # rows of an embedding changed at a time
+_ROWS = 4096  # rows of an embedding that `map_rows` changes at a time
 
 
 class RmsNorm:
-    """Completes a sum over the ranks, adds it to the residual stream, then applies RMS norm. Every
-    rank has the stream; with large batches on GPUs, each keeps a shard of its rows from the first
-    to the last norm of a step (`kernels/collectives/triton.py`). `activation`: the form that the
-    next layer takes. `gemma`: the weight is stored less 1. `prepared`: the weight for fused
-    kernels.
+    """Completes a sum over ranks, adds it to the residual stream, and applies RMS norm.
+
+    Every rank holds the whole stream. For large batches on GPUs, a rank holds only a shard of its
+    rows from the first to the last norm of a step (`kernels/collectives/triton.py`). `activation`:
+    the quantized form that the next layer takes. `gemma`: the checkpoint stores the weight minus 1.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RmsNorm:
         self.slots = [WeightSlot(name, (width,), target=weight)]
 
     def __call__(self, part: Partial, residual: Tensor) -> Tensor | QuantizedActivations:
-        """Sum `part` over its group, add it to residual [T, width] in place; return its norm."""
+        """Add the sum of `part` over its group to residual [T, width]; return the RMS norm."""
         if part.group.size == 1:
             return self._add_rms(part.x, residual, self.prepared)
         return self._sum_add_rms(part.x, residual, self._sum_norm, part.group)
@@ -61,15 +61,15 @@ class RmsNorm:
     def complete(
         self, residual: Tensor, group: Collective, *, copy: bool = True, out: Tensor | None = None
     ) -> Tensor:
-        """Complete the residual stream [T, width] on every rank after this norm's sum over `group`,
-        as a copy (in `out` if given) or, without `copy`, perhaps the stream itself.
+        """Return the whole residual stream [T, width] after this norm's sum over `group`. With
+        `copy` the result is a copy, in `out` if given. Without `copy` it may be `residual` itself.
         """
         stream: Tensor = self._complete(residual, group, copy=copy, out=out)
         return stream
 
 
 class VocabEmbedding:
-    """The token embedding's weight, its rows split over `group`; `steps.embed` reads it."""
+    """The token embedding's weight, with rows split over `group`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class VocabEmbedding:
         ]
 
     def whole(self) -> "VocabEmbedding":
-        """Return the embedding with all rows on this rank: itself, or a copy if it is split."""
+        """Return this embedding, or if it is split, a copy that has all rows on this rank."""
         if self._group.size == 1:
             return self
         other = copy(self)
@@ -99,7 +99,7 @@ class VocabEmbedding:
         return other
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> "VocabEmbedding":
-        """Return a copy with `change` applied to rows [n, hidden], some at a time."""
+        """Return a copy with `change` applied to the rows, a chunk [n, hidden] at a time."""
         other = copy(self)
         other.table = torch.empty_like(self.table)
         for rows, changed in zip(self.table.split(_ROWS), other.table.split(_ROWS), strict=True):
@@ -108,7 +108,7 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """Logits over the vocabulary, its rows split over the attention group."""
+    """The output head. The attention group splits the vocabulary."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], *, rows: range, setup: LayerSetup

@@ -2,7 +2,7 @@
 
 Index heads score the blocks of earlier tokens. The query heads of each KV head attend to the blocks
 that its index head selects. Heads are split over the attention group. All index heads share the
-index keys, which are replicated or sharded by blocks (`choice.IndexShard`).
+index keys, which are replicated or sharded by blocks (`selection.IndexShard`).
 """
 
 from dataclasses import dataclass, replace
@@ -36,13 +36,13 @@ from negamax.parallel.collectives import Partial
 
 @dataclass(frozen=True)
 class BlockSparseStep(GroupedQueryStep):
-    index_rows: Tensor | None  # [T] int64, cache row of its index key; None: derived from `rows`
+    index_rows: Tensor | None  # [T] int64, row of each index key; None: slot_mapping gives it
     select: Any  # plan of the kernel that selects blocks for all tokens
-    merge: Any  # plan of the selection among the best blocks of all shards; None: no shards
+    merge: Any  # plan of the kernel that merges selections of all shards; None: no shards
 
 
 class BlockSparseKind(PagedKind):
-    """Block-sparse attention."""
+    """Prepares the steps of `BlockSparseAttention`."""
 
     name = "block sparse"
     ops = BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
@@ -72,16 +72,17 @@ class BlockSparseKind(PagedKind):
         else:
             select = self._plan_select_shard(metadata, shape)
             merge = self._plan_merge(metadata, shape)
-        # caches of keys and values, and of index keys
+        # head counts of the K and V caches and of the index-key cache
         step = self.prepare_step(metadata, kv, (shape.kv_heads, 1))
         return BlockSparseStep(**vars(step), index_rows=index_rows, select=select, merge=merge)
 
 
 class BlockSparseAttention:
-    """q, k, v, index q and index k projection; RMS norm of each head except v; rope; block
-    selection; attention; output projection. Heads are split as in `Attention`, index heads with
-    their KV heads; with a shard of the index keys, a rank has the index queries of all heads.
-    `gemma_norm`: norms scale by 1 + the checkpoint's weights.
+    """Attention to the KV blocks that index heads select, from projections to output projection.
+
+    Heads are split as in `Attention`. An index head is on the rank of its KV head, unless the index
+    keys are sharded: then every rank computes the index queries of all heads. Each head of q, k,
+    index q and index k has RMS norm; with `gemma_norm` it scales by 1 + the checkpoint's weights.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class BlockSparseAttention:
         )
         self._out = sizes.out(names.out, setup)
         self.activation = self._projection.activation
-        # one scale covers a head
+        # the attention kernels quantize their output with one scale per head
         has_fp8 = kernels[BLOCK_SPARSE_PREFILL].provider != "reference"
         given = self._out.activation if has_fp8 else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim
@@ -143,7 +144,7 @@ class BlockSparseAttention:
         ]
 
     def finish_loading(self) -> None:
-        """Pack the weights for their kernels. Errors: as `KvScales`."""
+        """Pack the weights for their kernels. Raises `CheckpointError` for invalid KV scales."""
         if self._gemma:
             for weight in self._norm_weights:
                 weight.add_(1)
@@ -154,7 +155,7 @@ class BlockSparseAttention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden], or parts of it. Writes keys, values and index keys."""
+        """x [T, hidden] -> [T, hidden], or P parts [T, P, hidden]. New keys go to `kv`."""
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
         cache, index = self.kv_scales.scale(kv), kv["index"]
         at = TokenPlaces(step.cos, step.sin, step.slot_mapping)

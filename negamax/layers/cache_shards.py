@@ -1,10 +1,8 @@
-"""Decode context parallelism (DCP): ranks with copies of a KV head each hold some blocks of its
-cache.
+"""Decode context parallelism (DCP): ranks with the same KV head split the blocks of its cache.
 
-Every rank attends to its own blocks with the query heads of all these ranks. Each then merges the
-results for its own heads.
-
-Layers are unaware of it: their kernel table has attention ops that do this.
+Every rank attends to its own blocks with the query heads of all these ranks. Each rank then merges
+the partial results of its own heads. Attention layers need no code for DCP, because their kernel
+table contains ops that split and merge.
 """
 
 from collections.abc import Callable
@@ -42,12 +40,12 @@ _PARTIAL: dict[Op[Any, Any], Op[Any, Any]] = {
 
 
 def cache_shard(view: AttentionView) -> CacheShard:
-    """Blocks of this rank."""
+    """Return which blocks of the cache this rank holds."""
     return CacheShard(view.cache_rank, view.cache_size)
 
 
 def cache_kernels(kernels: KernelTable, context: ParallelContext) -> KernelTable:
-    """Wrap attention and cache-row ops for a rank with some blocks; with all, change nothing."""
+    """Return `kernels` with ops for sharded caches, or unchanged if a rank has all blocks."""
     view, group = context.layout.attention, context.cache_group
     if view.cache_size == 1:
         return kernels
@@ -70,7 +68,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Merged:
-    """An attention op that wraps the op for a rank's blocks."""
+    """An attention op that runs a partial op on this rank's blocks and merges the results."""
 
     part: AnyKernel
     merge: Callable[..., Hidden]
@@ -83,7 +81,7 @@ class _Merged:
         return _Plan(self.part.prepare(queries, replace(shape, quantize=False)), shape.quantize)
 
     def run(self, q: Tensor, cache: KvCache, *rest: Any) -> Hidden:
-        """q [T, heads of the group, head_dim] -> [T, own heads * head_dim]. `rest`: plan last."""
+        """q [T, group heads, head_dim] -> [T, own heads * head_dim]. `rest` ends with the plan."""
         *choice, plan = rest
         own = self.part.run(q, cache, *choice, plan.part)
         count = q.shape[1] // self.group.size

@@ -1,5 +1,5 @@
-"""Exchange between context-parallel ranks in a layer. Each sends the keys and values of its shard
-of the new tokens to all, so every cache holds every token.
+"""Exchange of keys and values between context-parallel ranks. Each rank sends the keys and values
+of its shard of the new tokens to all other ranks, so every rank's cache holds every token.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,14 +12,14 @@ from negamax.kernels.kvcache.op import TokenTables, cache_rows, slots_of
 
 
 class KeyExchange:
-    """The exchange of one step. Cache rows travel in their stored format, in one message for all
-    caches of a layer. Padding rows are in a block that no sequence owns.
+    """The exchange of keys and values in one step. One message per layer carries the cache rows of
+    all caches in their stored format. Padding rows belong to a block that no sequence owns.
     """
 
     def __init__(
         self, metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
     ) -> None:
-        """For caches of so many `heads`. `metadata`: of a sharded step."""
+        """`metadata`: of a step with sharded tokens. `heads`: head counts of a layer's caches."""
         shared = metadata.shared_tokens
         assert shared is not None
         self._group = shared.group
@@ -43,15 +43,6 @@ class KeyExchange:
             stored.index_copy_(0, places, part.reshape(-1, stored.shape[1]))
 
 
-def key_exchange(
-    metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
-) -> KeyExchange | None:
-    """Return the exchange of a step; None if every rank computes all of its tokens."""
-    if metadata.shared_tokens is None:
-        return None
-    return KeyExchange(metadata, block_size=block_size, heads=heads)
-
-
 def _stored_rows(cache: Tensor) -> Tensor:
-    """View as [rows, bytes of a row]: FP8 tensors cannot be indexed."""
+    """View as bytes [rows, bytes per row], because FP8 tensors cannot be indexed."""
     return cache.view(torch.uint8).view(-1, cache.shape[-1] * cache.element_size())

@@ -1,5 +1,5 @@
-"""Dispatch of tokens to experts: maps selected experts to slots on ranks, sends tokens to those
-ranks and combines the outputs into a partial sum.
+"""Dispatch of tokens to experts. A dispatch maps selected experts to slots on ranks, sends tokens
+to these ranks and combines the expert outputs into a partial sum.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from negamax.kernels.moe.op import PLACE
 from negamax.layers.weights import LayerSetup
 from negamax.parallel.collectives import Collective, Partial
 
-# Rows of all ranks together. Up to so many also travel unquantized, because kernels for few tokens
-# read them unquantized.
+# Up to this number of rows of all ranks together, rows are sent quantized and unquantized, because
+# kernels for few tokens read unquantized rows.
 UNQUANTIZED_ROWS = 64
 
 
@@ -43,7 +43,7 @@ class ExpertMap:
         slots: list[list[int]] = [[] for _ in range(num_experts)]
         for slot, expert in enumerate(table):
             slots[expert].append(slot)
-        # number of copies, then their slots, padded with the first slot
+        # row of an expert: number of copies, then its slots, padded with the first slot
         rows = [[len(own), *own, *own[:1] * (most - len(own))] for own in slots]
         packed = torch.tensor(rows, dtype=torch.int32)
         if self._slots.is_cuda:
@@ -59,16 +59,16 @@ class ExpertMap:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Activations of T rows on the rank of their experts; slots (-1: none), weights [T, top_k]."""
+    """Activations of T rows on a rank that holds some of their experts."""
 
     x: Tensor | QuantizedActivations
-    ids: Tensor
-    weights: Tensor
+    ids: Tensor  # [T, top_k] expert slots, -1: none
+    weights: Tensor  # [T, top_k]
     exchange: "TokenExchange | None" = None  # exchange that sent the rows; None: rows were not sent
 
 
 class TokenExchange:
-    """Sends tokens between ranks with different tokens, and sums the results."""
+    """Sends tokens between ranks with different tokens, and sums the expert outputs."""
 
     def __init__(
         self, group: Collective, ranks: Sequence[int], *, num_slots: int, setup: LayerSetup
@@ -81,7 +81,7 @@ class TokenExchange:
         self._send, self._sum = kernels[DISPATCH].run, kernels[COMBINE].run
 
     def send(self, own: Dispatched, num_rows: int) -> Dispatched:
-        """Exchange this rank's tokens for those of all ranks, each padded to `num_rows`."""
+        """Gather the tokens of all ranks. The tokens of each rank are padded to `num_rows`."""
         x = own.x
         if not isinstance(x, QuantizedActivations):
             ids, weights, x = self._gather(own, [x], num_rows)
@@ -110,13 +110,13 @@ class TokenExchange:
 
 
 class ReplicatedTokens:
-    """Every rank of the expert group has all tokens and computes the selections in its own slots.
-    Nothing is sent; the next norm sums over the group. Without a map, expert i is in slot i and no
-    kernel is launched. This rank holds slots first .. first + len(experts) - 1.
+    """The dispatch for an expert group whose ranks all have all tokens. Each rank runs the experts
+    in its own slots. No token is sent; the next norm sums over the group. Without a map, expert i
+    is in slot i and no kernel is launched. This rank holds slots first .. first + len(experts) - 1.
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
-        self.table, context = tuple(table), setup.context  # as it is at start, as are `experts`
+        self.table, context = tuple(table), setup.context  # at start, like `experts`
         slots = context.layout.experts.experts(len(self.table))
         self.first, self._group = slots.start, context.expert_group
         self.experts = [self.table[slot] for slot in slots]
@@ -130,13 +130,13 @@ class ReplicatedTokens:
             self._map = ExpertMap(self.table, most_copies=most, device=device, counts=counts)
 
     def use_map(self, experts: ExpertMap) -> None:
-        """Look experts up in this map from the next call on."""
+        """Look up the slots of experts in the map `experts` from the next call on."""
         self._map = experts
 
     def dispatch(
         self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
-        """x [T, hidden], experts (-1: none) and weights [T, top_k] -> input of own experts."""
+        """x [T, hidden], expert ids (-1: none), weights [T, top_k] -> input of own experts."""
         return Dispatched(x, self._slots_of(ids, tokens.positions), weights)
 
     def _slots_of(
@@ -157,12 +157,12 @@ class ReplicatedTokens:
 
 
 class DistributedTokens(ReplicatedTokens):
-    """Data-parallel ranks have different tokens. Each sends its tokens to the others, padded to the
-    largest number on any rank, and receives the summed expert outputs.
+    """The dispatch for data-parallel ranks, which have different tokens. Each rank sends its
+    tokens to the others, padded to the largest number on any rank, and receives summed outputs.
 
-    In a sharded step, context-parallel ranks do the same with their shards. In other steps they
-    have equal tokens: only ranks of the same context-parallel index exchange them, and the results
-    are summed over the context-parallel ranks.
+    In a sharded step, context-parallel ranks also exchange their shards of tokens. In other steps,
+    context-parallel ranks have equal tokens: tokens are exchanged only between ranks of the same
+    context-parallel index, and the results are summed over the context-parallel ranks.
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
@@ -170,7 +170,7 @@ class DistributedTokens(ReplicatedTokens):
         context, layout = setup.context, setup.context.layout
         self._context = context.context_group
         self._group = context.attention_group
-        # of sharded steps, and between data-parallel ranks in others; None: there is one
+        # exchange in sharded steps, and in other steps; None: its group has one rank
         self._sharded, self._between = (
             TokenExchange(group, ranks, num_slots=len(self.table), setup=setup)
             if len(ranks) > 1
@@ -200,8 +200,8 @@ class DistributedTokens(ReplicatedTokens):
 
 
 def expert_dispatch(table: Sequence[int], *, setup: LayerSetup) -> ReplicatedTokens:
-    """Return the dispatch for the ranks of `setup`. `table`: the expert in each slot. Ranks have
-    equally many consecutive slots.
+    """Return the dispatch for the ranks of `setup`. `table`: the expert in each slot. Every rank
+    has the same number of consecutive slots.
     """
     layout = setup.context.layout
     kind = ReplicatedTokens if layout.dp == layout.cp == 1 else DistributedTokens

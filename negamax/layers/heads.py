@@ -1,4 +1,4 @@
-"""Sizes of an attention, and the projections of a rank's heads."""
+"""Sizes of an attention layer, and the projections of a rank's heads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from negamax.layers.weights import LayerSetup
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes in the checkpoint; `eps` of the norms of queries and keys."""
+    """Sizes of an attention layer in the checkpoint. `eps`: epsilon of the QK norms."""
 
     hidden_size: int
     heads: int
@@ -22,7 +22,7 @@ class AttentionSizes:
         return range(heads.start * self.head_dim, heads.stop * self.head_dim)
 
     def qkv(self, names: Sequence[str], queried: range, kv_heads: range) -> list[ProjectionPart]:
-        """Return the projections `names` to queries, keys and values of these heads."""
+        """Return the q, k, v projections `names` of the query heads `queried` and of `kv_heads`."""
         counts, own = (self.heads, self.kv_heads, self.kv_heads), (queried, kv_heads, kv_heads)
         return [
             ProjectionPart(name, count * self.head_dim, self.rows(heads))

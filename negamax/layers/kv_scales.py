@@ -12,7 +12,7 @@ from negamax.layers.weights import WeightSlot
 
 
 class KvScales:
-    """The scales of one layer's keys and values; 1.0 where the checkpoint has none."""
+    """The scales of one layer's keys and values. A scale is 1.0 if the checkpoint has none."""
 
     def __init__(self, names: AttentionNames) -> None:
         self._names, self.values, self.are_stored = names, (1.0, 1.0), False
@@ -23,18 +23,20 @@ class KvScales:
         ]
 
     def finish_loading(self) -> None:
-        """Errors: `CheckpointError` for invalid scales, or only one of two."""
+        """Raises `CheckpointError` for an invalid scale, or if one scale of the two is missing."""
         written, absent = (
             [slot.name for slot in self.slots if slot.written is there] for there in (True, False)
         )
         if written and absent:
-            raise CheckpointError(f"the checkpoint has {written[0]} and no {absent[0]}")
+            raise CheckpointError(
+                f"the checkpoint has {written[0]} and no {absent[0]}; it must have both or none"
+            )
         self.are_stored = bool(written)
         k_scale, v_scale = self._stored.tolist()
         if not (0 < k_scale < float("inf") and 0 < v_scale < float("inf")):
             raise CheckpointError(
                 f"{self._names.k_scale} and {self._names.v_scale} are {k_scale} and {v_scale}; "
-                "both must be above 0"
+                "both scales must be finite and above 0"
             )
         self.values = k_scale, v_scale
 
@@ -52,7 +54,7 @@ def describe_kv_scales(layers: Iterable[object], dtype: torch.dtype) -> str:
     count = sum(own.are_stored for own in scales)
     if dtype != FP8:
         name = str(dtype).removeprefix("torch.")
-        text = f"its scales of keys and values in FP8 ({count} layers) are not needed for {name}"
+        text = f"the checkpoint's FP8 KV scales ({count} layers) are not used with a {name} cache"
         return f"; {text} (--kv-cache-dtype fp8 uses them)" if count else ""
     if count == len(scales):
         return "; FP8 keys and values have the checkpoint's scales"

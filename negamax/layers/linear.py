@@ -1,4 +1,4 @@
-"""Linear layers split over ranks: by output rows (column parallel) or input columns (row)."""
+"""Linear layers split over ranks by output rows (column parallel) or columns (row parallel)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,17 +37,17 @@ class _Linear:
     ) -> None:
         kernel, held, reason = choose_kernel(LINEAR, names, setup, columns=shape[1], shares=shares)
         self._run, self._prepare = kernel.run, kernel.prepare
-        self.activation = kernel.activation  # forms of its input besides plain values
+        self.activation = kernel.activation  # quantized form of x that the kernel also accepts
         self._matrix = MatrixWeight(shape, held, weights=setup.weights, reason=reason)
         self._weight: Prepared = None
 
     def finish_loading(self) -> None:
-        """Pack the weight for its kernel; frees the plain copy."""
+        """Pack the weight for its kernel and free the unpacked copy."""
         self._weight = self._prepare(self._matrix.take())
 
 
 class ColumnParallel(_Linear):
-    """y = x W^T. W stacks this rank's rows of one or more checkpoint tensors; no communication."""
+    """y = x W^T, where W stacks this rank's rows of one or more checkpoint tensors."""
 
     def __init__(self, parts: Sequence[ProjectionPart], inputs: int, *, setup: LayerSetup) -> None:
         shape = (sum(len(part.rows) for part in parts), inputs)
@@ -75,10 +75,10 @@ class ColumnParallel(_Linear):
 def stack_rows(
     parts: Sequence[tuple[ColumnParallel, range]],
 ) -> Callable[[Tensor | QuantizedActivations], list[Tensor]]:
-    """Return a GEMM with copied rows of several, x [T, in] -> [T, rows] of each.
+    """Return a function that multiplies x [T, in] by `rows` of each part: a list of [T, rows].
 
-    The weights must be written and not yet packed; rows must not cut a group of their format.
-    Weights in different formats, or in one that does not stack, have a GEMM each.
+    The rows are copied. Weights must be written and not yet packed, and rows must not cut a group
+    of the format. One GEMM computes all parts if they share a format that can be stacked.
     """
     copies = [part._matrix.copy_rows(rows) for part, rows in parts]
     first, (part, _) = copies[0].format, parts[0]
@@ -100,7 +100,7 @@ def stack_rows(
 
 
 class ColumnParallels:
-    """`ColumnParallel` with one GEMM per run of parts in the same format."""
+    """`ColumnParallel` with one GEMM for each run of adjacent parts in the same format."""
 
     def __init__(self, parts: Sequence[ProjectionPart], inputs: int, *, setup: LayerSetup) -> None:
         self._products = [
@@ -109,7 +109,7 @@ class ColumnParallels:
         ]
         self.slots = [slot for product in self._products for slot in product.slots]
         wanted = {product.activation for product in self._products}
-        # each GEMM quantizes plain activations itself
+        # None: x stays plain, and each GEMM quantizes it
         self.activation = wanted.pop() if len(wanted) == 1 else None
 
     def finish_loading(self) -> None:
@@ -124,8 +124,8 @@ class ColumnParallels:
 
 
 class RowParallel(_Linear):
-    """y = x W^T. x and W hold this rank's input columns, so y is its part of a sum over the
-    attention group.
+    """y = x W^T, where x and W hold this rank's input columns. y is this rank's part of a sum over
+    the attention group.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class RowParallel(_Linear):
         self.slots = self._matrix.slots(name, shape, region=(range(shape[0]), columns))
 
     def __call__(self, x: Tensor | QuantizedActivations, *, in_parts: bool = False) -> Partial:
-        """x [T, own columns] -> [T, out]; with `in_parts` perhaps [T, P, out] parts."""
+        """x [T, own columns] -> [T, out]; with `in_parts` possibly P parts, [T, P, out]."""
         out = self._run(x, self._weight, IN_PARTS if in_parts else LIKE_INPUT)
         return Partial(out, self._group)
 
 
 def cat_columns(parts: Sequence[Tensor], columns: range) -> Tensor:
-    """Return `columns` of [T, width] `parts` side by side, [T, len(columns)]."""
+    """Return `columns` of the concatenation of `parts` [T, width] along dim 1."""
     width, shares = parts[0].shape[1], []
     for number, part in enumerate(parts):
         ends = (end - number * width for end in (columns.start, columns.stop))

@@ -24,15 +24,17 @@ from negamax.parallel.collectives import Partial
 from negamax.quantization.scheme import WeightFormat
 
 ALL_TOKENS = StepTokens()
-# Up to so many tokens the shared expert runs beside the others. M3.1 on an H200: 2 % less time at
-# one token, 1 % at 16, 1 % more at 64.
+# Most tokens for which the shared expert runs on a second stream. M3.1 on an H200: steps take 2 %
+# less time at 1 token, 1 % less at 16 tokens, 1 % more at 64 tokens.
 _FORK_MAX_M = 32
 
 
 class SparseMoe:
-    """Router (replicated, fp32) and SwiGLU experts, split by expert and by width. The shared expert
-    is one more expert, selected for every token; if its format or size differs, or ranks hold
-    different experts, a separate `Mlp`, split by width over the ranks with the same tokens.
+    """A router in fp32 on every rank, and SwiGLU experts that are split by expert and by width.
+
+    The shared expert is one more expert that is selected for every token. If its format or size
+    differs, or if ranks hold different experts, the shared expert is a separate `Mlp`, split by
+    width over the ranks with the same tokens.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class SparseMoe:
         setup: LayerSetup,
         table: Sequence[int] | None = None,
     ) -> None:
-        """`routed_scaling`: factor of the expert weights; `shared_width`: of the shared expert, 0
-        without; `table`: the expert in each slot, None: the layout's for `layer`.
+        """`routed_scaling`: factor of the routing weights. `shared_width`: width of the shared
+        expert (0: none). `table`: the expert in each slot (None: as the layout says for `layer`).
         """
         experts = [names.expert(number) for number in range(num_experts)]
         layout, kernels, weights = setup.context.layout, setup.kernels, setup.weights
@@ -108,7 +110,7 @@ class SparseMoe:
     def _allocate_experts(
         self, experts: Sequence[MlpNames], hidden_size: int, width: int, setup: LayerSetup
     ) -> list[WeightSlot]:
-        """Create the matrices of this rank's experts, gate rows before up rows."""
+        """Create the matrices of this rank's experts. Gate rows are above up rows."""
         here, view = self._dispatch.experts, setup.context.layout.experts
         local = [name for each in here for name in _matrices(experts[each])]
         self._experts_kernel, held, reason = choose_kernel(
@@ -136,7 +138,7 @@ class SparseMoe:
         return slots
 
     def finish_loading(self) -> None:
-        """Pack the router and the experts for their kernels; frees the plain copies."""
+        """Pack the router and the experts for their kernels and free the unpacked copies."""
         route, experts = self._route_kernel.prepare, self._experts_kernel.prepare
         self._router = route(self._gate, self._bias, scaling=self._scaling, shared=self._is_shared)
         self._prepared = experts(
@@ -150,8 +152,8 @@ class SparseMoe:
         del self._gate, self._bias, self._gate_up, self._down
 
     def rank_experts(self, x: Tensor) -> Tensor | None:
-        """Return the scores by which experts are selected for x [T, hidden], [T, experts] fp32;
-        None: the router is packed for a kernel.
+        """Return the selection scores [T, experts] fp32 of all experts for x [T, hidden], or None
+        if the router is packed for a kernel.
         """
         if self._route_kernel is not ROUTE.reference:
             return None
@@ -170,19 +172,19 @@ class SparseMoe:
         return self._prepared
 
     def use_map(self, experts: ExpertMap) -> None:
-        """Use this map from the next call on. A graph keeps the map of its capture."""
+        """Use the map from the next call on. A graph keeps the map that its capture used."""
         self._dispatch.use_map(experts)
 
     def observe(self, ids: Tensor | None) -> None:
-        """Write the experts of later calls' first tokens to `ids` [max_tokens, top_k] int32. A
-        graph keeps the tensor of its capture.
+        """Write the selected experts of each later call's first tokens to `ids` [max_tokens, top_k]
+        int32. A graph keeps the tensor that its capture used.
         """
         self._observed = ids
 
     def __call__(
         self, x: Tensor | QuantizedActivations, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
-        """x [T, hidden] -> [T, P, hidden], P parts of its sum. Padding reaches no expert."""
+        """x [T, hidden] -> [T, P, hidden], P parts of a sum. No expert computes padding tokens."""
         return self.run_experts(x, *self._route(x, tokens), tokens)
 
     def run_after(
@@ -194,7 +196,7 @@ class SparseMoe:
     def route_after(
         self, norm: RmsNorm, part: Partial, residual: Tensor, tokens: StepTokens = ALL_TOKENS
     ) -> tuple[Tensor | QuantizedActivations, Tensor, Tensor]:
-        """Return the output of `norm` [T, hidden], and the ids and weights that it selects."""
+        """Return the output of `norm` [T, hidden], and ids and weights of the selected experts."""
         if self._norm_route is None or part.group.size > 1:
             x = norm(part, residual)
             return x, *self._route(x, tokens)
@@ -216,7 +218,7 @@ class SparseMoe:
         weights: Tensor,
         tokens: StepTokens = ALL_TOKENS,
     ) -> Partial:
-        """Run the selected experts, ids and weights [T, C] as of `moe.route`."""
+        """Run the selected experts. `moe.route` returns `ids` and `weights`, [T, C]."""
         if self._observed is not None:
             count = min(len(ids), len(self._observed))
             self._observed[:count].copy_(ids[:count, : self.top_k])
@@ -241,8 +243,9 @@ class SparseMoe:
 
 
 def _fork(ids: Tensor) -> torch.cuda.Stream | None:
-    """Return a stream whose kernels run beside those of the current one from here on, in captured
-    steps of few tokens, ids [T, top_k]. None in others: the host sets their pace, or the bytes do.
+    """Return a stream that continues from the current stream, for captured steps of few tokens.
+
+    `ids`: [T, top_k]. Return None for other steps: host launches or memory traffic limit them.
     """
     if not ids.is_cuda or len(ids) > _FORK_MAX_M or not torch.cuda.is_current_stream_capturing():
         return None
@@ -265,7 +268,7 @@ def _matrices(names: MlpNames) -> tuple[str, str, str]:
 
 
 def mixtures(layers: Iterable[object]) -> list[SparseMoe]:
-    """List the mixtures of experts among the parts of `layers`, in order."""
+    """List the `SparseMoe` parts of `layers`, in order."""
     return [
         part for layer in layers for part in vars(layer).values() if isinstance(part, SparseMoe)
     ]

@@ -1,4 +1,4 @@
-"""Norms of queries and keys: over all heads together, or over each head alone."""
+"""RMS norms of queries and keys, over all heads together or over each head alone."""
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ from negamax.layers.weights import LayerSetup, WeightSlot
 
 
 class FullWidthNorm:
-    """RMS norm over all q heads and over all k heads, on all ranks."""
+    """RMS norm over the query heads of all ranks, and over the key heads of all ranks."""
 
     op = "attention.qk_norm"
 
     def __init__(
         self, names: AttentionNames, sizes: AttentionSizes, *, gemma: bool, setup: LayerSetup
     ) -> None:
-        assert not gemma, "only norms of single heads are stored less 1"
+        assert not gemma, "gemma norms (weights stored minus 1) are per head"
         view, self._group = setup.context.layout.attention, setup.context.attention_group
         heads, kv_heads = view.cache_heads(sizes.heads), view.kv_heads(sizes.kv_heads)
         q, kv = sizes.rows(heads), sizes.rows(kv_heads)
@@ -33,7 +33,7 @@ class FullWidthNorm:
         ]
 
     def finish_loading(self) -> None:
-        """The weights are complete as they are."""
+        """Do nothing: these weights need no change after loading."""
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q, k [T, heads, head_dim] fp32 of this rank -> normalized, same shapes."""

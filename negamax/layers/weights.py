@@ -15,7 +15,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
-# For each dimension, how often an entry is repeated, and the index of the first repetition.
+# For each dimension: repetitions of an entry, and the index of the first repetition that is kept.
 Copies = tuple[tuple[int, int], ...]
 
 
@@ -30,22 +30,23 @@ class LayerSetup:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One tensor of a quantized matrix that a slot takes as it is stored."""
+    """A stored tensor of a quantized matrix, which a slot takes without dequantizing it."""
 
     tensor: StoredTensor
-    # shape of the matrix and this rank's part of it; None: those of the tensor itself
+    # shape of the matrix and this rank's region of it; None: shape and region of the slot
     matrix: tuple[tuple[int, int], Region] | None = None
-    # keep nothing; compare the tensor with its only valid values
+    # compare the tensor with its only valid values, and keep nothing
     is_compared: bool = False
-    copies: Copies = ()  # repetition of entries; none: unchanged
+    copies: Copies = ()  # repetitions of entries; empty: no repetition
 
 
 class WeightSlot:
     """The destination of one checkpoint tensor of `shape` on this rank. Single writer: the loader.
-    `target`: parameter or view that receives the part `region`, one range per dimension; None: this
-    rank keeps nothing. It is dropped once written. `source`: the matrix's format in the checkpoint.
-    Without `stored`, the slot takes the dequantized matrix; otherwise that tensor of it.
-    `optional`: it may be absent. `reason`: why a matrix is dequantized, for the log.
+
+    `target`: parameter or view that receives the part `region`, one range per dimension. None: this
+    rank keeps nothing. The slot drops `target` once it is written. `source`: the matrix's format in
+    the checkpoint. `stored`: the stored tensor that the slot takes; None: the dequantized matrix.
+    `optional`: the tensor may be absent. `reason`: why a matrix is dequantized, for the log.
     """
 
     def __init__(
@@ -78,18 +79,18 @@ class WeightSlot:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Shape of the slot's matrix, or of the matrix that its tensor belongs to."""
+        """Shape of the slot's matrix, or of the matrix that the slot's tensor belongs to."""
         rows, columns = self._part.matrix[0] if self._part and self._part.matrix else self.shape
         return rows, columns
 
     @property
     def matrix_region(self) -> Region:
-        """This rank's part of that matrix."""
+        """This rank's part of the matrix of shape `matrix_shape`."""
         rows, columns = self._part.matrix[1] if self._part and self._part.matrix else self.region
         return rows, columns
 
     def split_rows(self, count: int) -> "Iterator[WeightSlot]":
-        """Replace this slot by slots for at most `count` entries of the first dimension each."""
+        """Replace this slot by slots that take at most `count` entries of the first dimension."""
         target, self.target, self.written = self.target, None, True
         first, *rest = self.region
         for at in range(0, len(first), count):
@@ -107,8 +108,8 @@ class WeightSlot:
             )
 
     def write(self, tensor: Tensor) -> None:
-        """Copy this rank's part of a full checkpoint tensor. Errors: `CheckpointError` for a second
-        write, another shape, or values that are not floating point.
+        """Copy this rank's part of a full checkpoint tensor. Raises `CheckpointError` for a second
+        write, a wrong shape or a wrong dtype.
         """
         self._check_shape(tensor, self.shape)
         for dim, wanted in enumerate(self.region):
@@ -117,8 +118,8 @@ class WeightSlot:
         self.write_part(tensor)
 
     def write_part(self, part: Tensor, matrix: tuple[int, int] | None = None) -> Tensor:
-        """Write the part `region`; return the written view of the parameter. `matrix`: shape that
-        fixed values are computed for (None: the slot's).
+        """Write the part `region` and return the written view of the parameter. `matrix`: shape of
+        the matrix for which valid values are computed (None: `matrix_shape`).
         """
         if self.written:
             raise CheckpointError(f"tensor {self.name} is in the checkpoint twice")
@@ -144,10 +145,10 @@ class WeightSlot:
             if count > 1:
                 part = part.repeat_interleave(count, dim).narrow(dim, first, target.shape[dim])
         if self.stored is not None and target.element_size() == 1:
-            # the same bits: E8M0 and MI300's FP8 each have two names
+            # keep the bits: E8M0 and FP8 bytes may be stored under another dtype
             part = part.view(target.dtype)
         with torch.inference_mode():
-            # do not reuse the pinned memory of `part` before the copy ends
+            # the caller must not reuse the pinned memory of `part` before the copy ends
             return target.copy_(part, non_blocking=True)
 
     def mark_written(self) -> None:
@@ -159,7 +160,7 @@ class WeightSlot:
             raise CheckpointError(
                 f"tensor {self.name} has shape {list(tensor.shape)}; config.json requires "
                 f"{list(expected)}",
-                hint="config.json and the weights are not of the same model",
+                hint="config.json and the weights belong to different models",
             )
 
     def __repr__(self) -> str:
@@ -169,8 +170,8 @@ class WeightSlot:
 
 class MatrixWeight:
     """One rank's matrices [..., rows, columns] in one parameter, in the format that their kernel
-    reads. Unfilled entries are zeros, scales per matrix ones: some formats divide by them. So
-    padding rows are 0 in every format.
+    reads. Entries that no slot fills are 0, so padding rows are 0 in every format. Scales per
+    matrix are 1 unless a slot fills them, because some formats divide by the scale.
     """
 
     def __init__(
@@ -182,8 +183,8 @@ class MatrixWeight:
         padded: bool = False,
         reason: str = "",
     ) -> None:
-        """`stored`: the format held in memory, `PLAIN` for the compute dtype; `reason`: why this
-        format. `padded`: whether `slots` leave entries unfilled.
+        """`stored`: the format held in memory, `PLAIN` for the compute dtype. `reason`: why it was
+        chosen. `padded`: whether `slots` leave entries unfilled.
         """
         *lead, rows, columns = shape
         self.format, self._weights, self._reason = stored, weights, reason
@@ -206,8 +207,8 @@ class MatrixWeight:
         region: Region | None,
         at: tuple[int, ...] = (0,),
     ) -> list[WeightSlot]:
-        """Return the slots of the matrix `name`, of which this rank keeps `region` (None: nothing)
-        at leading indices and first row `at`. The region must not cut a group of the held format.
+        """Return the slots of the matrix `name`. This rank keeps `region` (None: nothing) at the
+        leading indices and first row `at`. `region` must not cut a group of the held format.
         """
         source = self._weights.stored(name)
         if self.format is PLAIN:
@@ -220,7 +221,7 @@ class MatrixWeight:
             ]
         assert region is None or region == self.format.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
-        # ranks that keep other parts may hold them in another format
+        # a rank that keeps nothing does not depend on the format that other ranks hold
         all_held = source.tensors if region is None else self.format.tensors
         return [
             WeightSlot(
@@ -242,7 +243,7 @@ class MatrixWeight:
         ]
 
     def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:
-        """Return the place of the part `region` in the parameter, from row at[-1], column 0 on."""
+        """Return the view of the parameter for `region`; it starts at row at[-1], column 0."""
         held, own = self._tensors[tensor.name][at[:-1]], tensor.held()
         for n, (dim, part) in enumerate(zip(own.dims, own.part(region), strict=True)):
             row = at[-1] if dim.axis is Axis.ROWS else 0
@@ -251,7 +252,7 @@ class MatrixWeight:
         return held
 
     def copy_rows(self, rows: range) -> StoredWeight:
-        """Copy `rows` of the written matrix; they must not cut a group of its format."""
+        """Copy `rows` of the written matrix. `rows` must not cut a group of the format."""
         region, tensors = (rows, range(self._num_columns)), self.format.tensors
         parts = {
             tensor.name: self._place_of(tensor, region, (rows.start,)).clone()
@@ -261,14 +262,14 @@ class MatrixWeight:
         return StoredWeight(self.format, parts)
 
     def take(self) -> StoredWeight:
-        """Return the weight for a kernel's `prepare`, and drop it here."""
+        """Return the weight for a kernel's `prepare` and drop all references to its tensors."""
         tensors = self._tensors
         del self._tensors
         return StoredWeight(self.format, tensors)
 
 
 def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
-    """Return the conversion of the `tensor` entries that hold `region` to the format `held`."""
+    """Return how to repeat the entries of `tensor` for `region` to get the units of `held`."""
     assert tensor.name == held.name, f"{tensor.name} <- {held.name}"
     found = []
     for wide, fine in zip(tensor.dims, held.dims, strict=True):
@@ -285,10 +286,10 @@ def choose_kernel(
     columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
-    """Choose the kernel for the matrices `names`, which share parameters, the format of its
-    weights, and for the log why it differs from the checkpoint's: that is kept if all matrices have
-    it, a kernel reads it and no shard cuts a group. `columns`: of one matrix on this rank;
-    `shares`: rows or columns per rank of one matrix.
+    """Return the kernel for the matrices `names`, which share a parameter; the weights' format; and
+    the reason, for the log, if it is not the checkpoint's format. The checkpoint's format is kept
+    if all matrices have it, a kernel reads it and no shard cuts a group. `columns`: columns of one
+    matrix on this rank. `shares`: rows or columns per rank of one matrix.
     """
     kernels, weights = setup.kernels, setup.weights
     if not weights.keep_quantized:

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Reference counts over KV blocks, and an index from content hash to block. A block is *held*
-    (count above 0) or free: *blank* or still *cached*, which `share` can hold again. Blank blocks
-    are allocated first, then cached ones, least recently released first.
+    """Reference counts of KV blocks, and an index from content hash to block.
+
+    A block is *held* (count above 0) or free. A free block is *blank*, or it is *cached*: `share`
+    can hold it again. Blank blocks are allocated first, then cached blocks, least recently released
+    first.
     """
 
     __slots__ = (
@@ -19,7 +21,7 @@ class BlockPool:
         """`changes`: receives the hash of each block that is indexed (True) or evicted."""
         self.num_blocks = num_blocks
         self._changes = changes
-        # rises when a block becomes free or is indexed: an admission may succeed again
+        # number of blocks that became free or were indexed: an admission may then succeed
         self.gain_count = 0
         self.eviction_count = 0  # cached blocks that were allocated for other content
         self._ref_counts = [0] * num_blocks
@@ -30,23 +32,19 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Count free blocks, cached ones included."""
+        """Number of free blocks, including cached blocks."""
         return len(self._blank) + len(self._cached)
 
     @property
     def num_indexed(self) -> int:
-        """Count blocks with indexed content, held or free."""
+        """Number of blocks with indexed content, held or free."""
         return len(self._block_of)
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
-    def is_indexed(self, block_id: int) -> bool:
-        """Whether the block's content is indexed. An indexed block must not be written."""
-        return self._block_hashes[block_id] is not None
-
     def find(self, block_hash: bytes) -> int | None:
-        """Return the block with this content, held or free; None if there is none."""
+        """Return the held or free block with this content; None if no block has it."""
         return self._block_of.get(block_hash)
 
     def allocate(self) -> int:
@@ -61,14 +59,14 @@ class BlockPool:
         return block_id
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Hold indexed blocks once more."""
+        """Increment the reference counts of indexed blocks."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._cached[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release a sequence's blocks, in position order. The tail is reused first."""
+        """Release a sequence's blocks, in position order. The last blocks are reused first."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -86,7 +84,7 @@ class BlockPool:
         self._cached.clear()
 
     def index(self, block_id: int, block_hash: bytes) -> None:
-        """Index a held, completely computed block, unless another block has its content."""
+        """Index a held block whose KV is complete, unless another block has the same content."""
         assert self._ref_counts[block_id] > 0 and self._block_hashes[block_id] is None
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block_id

@@ -1,8 +1,8 @@
 """Changes of a rank's prefix cache, for `engine.core.kv_events`.
 
-The block pools append each change. The chains of blocks that are indexed, and of blocks that an
-admitted sequence shares, tell a reader of the log which tokens a hash stands for. The chain of a
-block that comes from elsewhere follows its change.
+The block pools append each change. A chain gives the tokens of consecutive block hashes. The log
+has the chains of blocks that are indexed and of blocks that an admitted sequence shares. If another
+engine computed a block, its chain is logged after its change.
 """
 
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from typing import Any
 
 from negamax.scheduler.prefix_cache import BlockHashes
 
-Change = tuple[bytes, bool]  # hash of a block; whether it is cached from now on
+Change = tuple[bytes, bool]  # hash of a block; True: cached, False: evicted
 
 
 @dataclass(frozen=True)
 class CacheChanges:
-    """Changes in their order, by level."""
+    """Changes of each cache level, in order."""
 
-    chains: list[tuple[BlockHashes, int, int]]  # blocks: from, to
+    chains: list[tuple[BlockHashes, int, int]]  # hashes of a sequence, first block, end block
     kv: list[Change]  # KV cache
     host: list[Change]  # host memory
     files: list[Change] = field(default_factory=list)
@@ -33,7 +33,7 @@ class CacheLog:
         self.files: list[Change] = []
 
     def take(self) -> CacheChanges | None:
-        """Return the changes and forget them; None: there were none."""
+        """Return and clear the changes; None if there are no changes."""
         logs: tuple[list[Any], ...] = (self.chains, self.kv, self.host, self.files)
         if not any(logs):
             return None

@@ -1,6 +1,6 @@
-"""How many tokens of a prompt run in one step.
+"""Choose how many tokens of a prompt run in one step.
 
-A token attends to all earlier tokens, so chunks of equal length take ever longer. In a pipeline,
+A token attends to all earlier tokens, so later chunks of equal length take longer. In a pipeline,
 later stages wait for the last chunk of a prompt, which takes longest.
 """
 
@@ -12,8 +12,8 @@ class ChunkLength(Protocol):
     """Chooses the length of each chunk, from the arguments alone."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
-        """Return (tokens to run, budget they use, at least as many), both at least 1. `left`:
-        remaining tokens of the sequence, after `computed` ones; `budget`: room in the step.
+        """Return the tokens to run (at least 1) and the budget that they use (at least as many).
+        `left`: remaining tokens of the sequence after `computed` tokens. `budget`: of the step.
         """
 
 
@@ -33,8 +33,8 @@ class EvenTimes:
 
     block_size: int
     every: int
-    # Cost of a token after 0, every, 2 * every ... others, relative to one at the start of a
-    # prompt. At least 1, and never falling.
+    # Cost of a token after 0, `every`, 2 * `every` ... computed tokens, relative to the first token
+    # of a prompt. Prices are at least 1 and never decrease.
     prices: tuple[float, ...]
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:

@@ -10,12 +10,12 @@ from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import StepPlan
 
 _MAX_REQUESTS = 1000
-# Fields with texts or token ids. A dump contains only their lengths.
+# fields with texts or token ids, of which a dump contains only the lengths
 _COUNTED = ("stop", "stop_token_ids", "allowed_token_ids", "logit_bias")
 
 
 def describe_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Describe the parameters, with the lengths of texts and token ids only."""
+    """Describe sampling parameters, with lengths in place of texts and token ids."""
     fields = msgspec.structs.asdict(sampling)
     for name in _COUNTED:
         fields[name] = None if fields[name] is None else len(fields[name])

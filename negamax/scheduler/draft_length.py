@@ -1,19 +1,19 @@
-"""Chooses how many draft tokens each row verifies, to maximize tokens per second.
+"""Choose how many draft tokens each row verifies, to maximize tokens per second.
 
 A step of `rows` rows with k drafts each takes T(rows, k) and yields 1 + p1 + p1 p2 + ... tokens per
-row. p_i is the share of drafts accepted at place i, given that all before it are accepted.
-Committed steps update both estimates:
+row. p_i is the share of drafts accepted at place i if all drafts before place i are accepted.
+Committed steps update the estimates of T and p_i:
 
-- T: the time measured at start, times one factor for all k at similar `rows` (contexts grow) and
-  one factor for each k (errors of similar k are correlated). The factors are states of a
-  Kalman filter in the logarithm. Its remaining error makes a length look faster than its estimate,
-  so that uncertain lengths are tried. The error grows in steps without the length.
-- p_i: shares over recent trials, with a prior. Old trials decay, so an abandoned length, also
-  drafting as a whole, is tried again: soon at first, then less and less often.
-  Where the draft estimates its acceptance (a confidence head), p_i is the mean of its recent
-  estimates plus their mean error over these trials. So it follows a change before many trials.
+- T is the time measured at start, times one factor for all k at similar `rows` (contexts grow) and
+  one factor for each k (errors of similar k are correlated). A Kalman filter estimates the
+  logarithms of these factors. A length is scored as faster if its factor is uncertain, so that
+  uncertain lengths are tried. The uncertainty of a length grows in steps that do not use it.
+- p_i is the accepted share of recent trials, with a prior. Old trials decay, so an unused length is
+  tried again: soon at first, then less often.
+  If the draft model estimates its acceptance (a confidence head), p_i is the mean of its recent
+  estimates plus their mean error over these trials, so p_i follows a change after few trials.
 
-Deterministic: the same calls give the same choices.
+The same calls always give the same choices.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ from negamax.scheduler.step import StepPlan, StepResult
 
 StepSeconds = tuple[int, int, float]  # rows, drafts per row, seconds
 
-# steps until another length may be tried; odd, because rows that take turns differ in number
+# steps before another length may be tried; odd, because two alternating batches differ in size
 STEPS_PER_CHOICE = 5
-_GAIN = 1.01  # relative gain that another length must promise
+_GAIN = 1.01  # relative gain in score that another length must have
 
-# Acceptance: trials, or else steps, in which older trials decay to a third; the prior and its
-# weight in trials.
+# Acceptance. Old trials decay to a third over `_TRIALS` trials, but not faster than over
+# `_TRIAL_STEPS` steps. `_PRIOR` weighs as much as `_PRIOR_TRIALS` trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
-# The draft's own estimates: rows, or else steps, in which older ones decay to a third; the least
-# trials that they count as once they end; the fewest and most trials that correct them.
+# Estimates by the draft model. They decay to a third over `_ESTIMATES` rows, but not faster than
+# over `_ESTIMATE_STEPS` steps. An estimate that ends counts as `_ESTIMATE_TRIALS` trials or more.
+# `_LEAST_BIAS_TRIALS` to `_BIAS_TRIALS` trials correct an estimate.
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
-_UNTIMED_STEPS = 256  # steps until a length is tried without known times
-# Variances of logarithms of times (measured times exclude the host). Error of the longest drafts,
-# which shorter ones have in part; each length's own error; noise of one step.
+_UNTIMED_STEPS = 256  # steps after which lengths are tried although no step had a usable time
+# Variances of the logarithm of a step time. `_ERROR`: of the longest drafts at start, partly shared
+# with shorter drafts (measured times exclude the host). `_OWN_ERROR`: of each length alone.
+# `_NOISE`: of a single step.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
-_NEAR = 0.07**2  # added for half or twice as many rows
+_NEAR = 0.07**2  # variance added for half or twice as many rows
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
-_OUTLIERS = 3  # consecutive steps with unexplained errors after which times are reset
+_OUTLIERS = 3  # consecutive outliers after which the estimates of times are reset
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
 _ASSUMED_COST = 0.2  # assumed cost of a draft token, as a share of a step, without measurements
-_TRIED = 2.0  # standard deviations by which an uncertain length looks faster
+_TRIED = 2.0  # standard deviations that are subtracted from the time of an uncertain length
 
 
 class DraftLength(Protocol):
-    """Chooses the number for each plan, from earlier calls alone."""
+    """Chooses the number of draft tokens for each plan, from earlier calls alone."""
 
     def choose(self, num_rows: int) -> int:
-        """Return how many drafts each of up to `num_rows` generating rows verifies and proposes."""
+        """Return how many drafts each row verifies and proposes, if `num_rows` rows generate."""
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Record that `plan` took `seconds` (0: unknown). Called for all plans, in order."""
+        """Record that `plan` took `seconds` (0: unknown). The caller records plans in order."""
 
 
 class FixedDraftLength:
@@ -75,8 +77,8 @@ class FixedDraftLength:
 
 
 class _Times:
-    """Corrections to the logarithms of step times at similar numbers of rows: a sum of one number
-    for all lengths and one per length, estimated by a Kalman filter.
+    """Corrections to the logarithms of step times at similar numbers of rows. A Kalman filter
+    estimates one number for all lengths and one for each length; a correction is their sum.
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
@@ -86,8 +88,8 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # the number for all lengths
-        # errors of long drafts also apply to shorter ones, but less
+        self._means = [0.0] * (len(self._lengths) + 1)  # for all lengths, then for each length
+        # errors of long drafts also apply to shorter drafts, with less weight
         most = math.log1p(self._lengths[-1])
         shares = [math.log1p(length) / most for length in self._lengths]
         self._covariances = [[_UNKNOWN, *(0.0 for _ in shares)]]
@@ -97,7 +99,7 @@ class _Times:
             self._covariances.append([0.0, *row])
 
     def extrapolate(self, *, step: int) -> _Times:
-        """Return the state for half or twice as many rows without observed steps."""
+        """Return the initial state for half or twice as many rows."""
         times = _Times(self._lengths, step=step)
         times._means = self._means[:]
         times._covariances = [row[:] for row in self._covariances]
@@ -106,16 +108,16 @@ class _Times:
         return times
 
     def get_correction(self, index: int) -> float:
-        """Correction of a length."""
+        """Return the correction of a length."""
         return self._means[index + 1]
 
     def error(self, index: int, other: int) -> float:
-        """Standard deviation of the difference between the corrections of two lengths."""
+        """Return the standard deviation of the difference between two lengths' corrections."""
         rows, i, j = self._covariances, index + 1, other + 1
         return math.sqrt(max(0.0, rows[i][i] + rows[j][j] - 2.0 * rows[i][j]))
 
     def correct(self, index: int, found: float, *, step: int) -> None:
-        """Update with a step of a length that took `found` more than measured or assumed."""
+        """Update with a step. `found`: logarithm of its time relative to the expected time."""
         rows, own, passed = self._covariances, index + 1, step - self._latest
         self._latest = step
         rows[0][0] = min(_UNKNOWN, rows[0][0] + passed * _DRIFT)
@@ -127,12 +129,12 @@ class _Times:
         variance, error = expected + self._noise, found - self._means[0] - self._means[own]
         bound = 3.0 * math.sqrt(variance)
         self._outliers = self._outliers + 1 if abs(error) > bound else 0
-        if self._outliers == _OUTLIERS:  # the error is common to all lengths, so all are reset
+        if self._outliers == _OUTLIERS:  # the error is common to all lengths, so reset all lengths
             self._reset()
             self.correct(index, found, step=step)
             return
         error = min(bound, max(-bound, error))
-        if expected < self._noise:  # the step's own error
+        if expected < self._noise:  # the error is mostly noise of this step
             noise = self._noise + (error * error - variance) / _NOISE_STEPS
             self._noise = min(_MOST_NOISE, max(_LEAST_NOISE, noise))
         for row, gain in zip(rows, gains, strict=True):
@@ -145,50 +147,48 @@ class _Times:
 
 @dataclass
 class _Shares:
-    """Acceptance at one place of a draft, over the trials that count."""
+    """Acceptance of draft tokens at one place, over decaying trials."""
 
     accepted: float = 0.0
     trials: float = 0.0
     new_accepted: int = 0  # accepted in the current step
     new_trials: int = 0
-    tried: int = 0  # steps with trials since the length was dropped, and later steps without
-    untried: int = 0
-    rest: float = _FIRST_REST  # steps in which trials decay to a third
-    estimate: float | None = (
-        None  # by the draft, of its recent tokens at this place; None: no estimate
-    )
-    latest: float = 0.0  # estimate of its latest tokens
-    error: float = 0.0  # accepted minus expected, over the trials that count
-    bias: float = 0.0  # mean error per trial, over more of them, `bias_trials`
+    tried: int = 0  # steps with trials since the length was last unused
+    untried: int = 0  # steps since the last trial
+    rest: float = _FIRST_REST  # steps without trials in which old trials decay to a third
+    estimate: float | None = None  # mean of the draft model's recent estimates
+    latest: float = 0.0  # the draft model's latest estimate
+    error: float = 0.0  # accepted minus estimated drafts, over decaying trials
+    bias: float = 0.0  # mean error per trial, over the last `bias_trials` trials
     bias_trials: float = 0.0
 
     def share(self, prior: float) -> float:
-        """Return the share that is accepted; `prior`: that of the place before."""
+        """Return the accepted share of trials. `prior`: accepted share of the place before."""
         if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # not corrected yet
             return (self.accepted + prior * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         error = (self.error + self.bias * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         return min(1.0, max(0.0, self.estimate + error))
 
     def expect(self, share: float | None, num_rows: int) -> None:
-        """Update with the draft's estimate for `num_rows` new tokens; None: it proposed none."""
+        """Update with the draft model's estimate for `num_rows` new tokens (None: no tokens)."""
         if share is not None:
             weight = 1.0 - math.exp(-min(num_rows / _ESTIMATES, 1.0 / _ESTIMATE_STEPS))
             before = share if self.estimate is None else self.estimate
             self.estimate, self.latest = before + weight * (share - before), share
         elif self.estimate is not None:
-            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # the trials may be from before a change
+            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # old trials may precede a change
                 most = max(self.trials, _ESTIMATE_TRIALS)
                 self.accepted, self.error = self.share(0.0) * most, self.bias * most
                 self.trials = most
             self.estimate = None
 
     def end_step(self, num_rows: int) -> None:
-        """Finish a step with `num_rows` new trials. Without trials, old ones decay."""
+        """Add the new trials of a step of `num_rows` rows. Old trials decay in every step."""
         if self.new_trials:
             if self.untried > STEPS_PER_CHOICE:
                 self.tried, self.rest = 0, min(2.0 * self.rest, _LAST_REST)
             self.tried, self.untried = self.tried + 1, 0
-            if self.tried > 3 * STEPS_PER_CHOICE:  # more than an occasional try
+            if self.tried > 3 * STEPS_PER_CHOICE:  # the length is in regular use
                 self.rest = _FIRST_REST
             kept = math.exp(-min(self.new_trials / _TRIALS, 1.0 / _TRIAL_STEPS))
         else:
@@ -207,15 +207,15 @@ class _Shares:
 
 
 class AdaptiveDraftLength:
-    """Chooses the number with the most estimated tokens per second."""
+    """Chooses the number of drafts with the most estimated tokens per second."""
 
     def __init__(self, lengths: Sequence[int], measured: Sequence[StepSeconds] = ()) -> None:
         """`lengths`: the numbers to choose from besides 0, ascending. `measured`: step times by
-        rows and drafts, in any order; if some lengths have none, all use assumed times.
+        rows and drafts, in any order. If a length has no time, all lengths use assumed times.
         """
         self._lengths = (0, *lengths)
         self._places = [_Shares() for _ in range(self._lengths[-1])]
-        self._times: dict[int, _Times] = {}  # by `_size_class`
+        self._times: dict[int, _Times] = {}  # by `_size_class` of the rows
         self._measured: dict[int, list[tuple[int, float]]] = {
             drafts: [] for drafts in self._lengths
         }
@@ -223,15 +223,15 @@ class AdaptiveDraftLength:
             if drafts in self._measured and seconds > 0.0:
                 self._measured[drafts].append((rows, math.log(seconds)))
         self._is_measured = all(self._measured.values())
-        # rows with estimates of the draft in this step, and their expected acceptance by place
+        # rows with estimates in this step, and the sum of their expected acceptances by place
         self._num_expected, self._expected = 0, [0.0] * len(self._places)
         self._num_steps = 0
         self._timed_at = 0  # the latest step with a usable time
         self._chosen, self._chosen_for = len(lengths), -1
-        self._tried_at = 0  # the earliest step at which another length may be tried
+        self._tried_at = 0  # the latest step at which another length could be chosen
 
     def choose(self, num_rows: int) -> int:
-        if not num_rows:  # only prompts ran so far
+        if not num_rows:  # no sequence is running
             return self._lengths[self._chosen]
         size = _size_class(num_rows)
         if size != self._chosen_for:
@@ -239,7 +239,7 @@ class AdaptiveDraftLength:
             self._chosen, self._chosen_for = scores.index(max(scores)), size
         if self._num_steps >= self._tried_at + STEPS_PER_CHOICE:
             self._tried_at = self._num_steps
-            # without usable times, beside prompts, a try costs time and teaches little
+            # while prompts make times unusable, trying another length gives little information
             untimed = (self._num_steps - self._timed_at) % _UNTIMED_STEPS
             scores = self._scores(num_rows, tried=_TRIED if untimed < STEPS_PER_CHOICE else 0.0)
             best = scores.index(max(scores))
@@ -248,7 +248,7 @@ class AdaptiveDraftLength:
         return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
-        """Estimate for each place the share of drafts accepted up to it."""
+        """Estimate for each place the share of rows that accept all drafts up to that place."""
         shares, share, prior = [], 1.0, _PRIOR
         for place in self._places:
             prior = place.share(prior)
@@ -260,7 +260,7 @@ class AdaptiveDraftLength:
         self.record_all([(plan, result)], seconds)
 
     def record_all(self, ranks: Sequence[tuple[StepPlan, StepResult]], seconds: float) -> None:
-        """Record a step of data-parallel ranks. Each has a plan of the same number, or no rows."""
+        """Record a step of all data-parallel ranks. Ranks with rows propose equally many drafts."""
         num_proposed, num_rows, is_even = 0, 0, True
         for plan, result in ranks:
             if not plan.slots:
@@ -270,7 +270,7 @@ class AdaptiveDraftLength:
             for (count, num_accepted), rows_alike in rows.items():
                 self.add_rows(rows_alike, count, num_accepted)
             num_drafts, full = sum(drafts), len(drafts) * plan.num_proposed
-            # only generated tokens, and nearly all rows verify as many drafts as they propose
+            # no prompt tokens, and nearly all rows verify as many drafts as they propose
             is_even &= plan.num_tokens == len(drafts) + num_drafts
             is_even &= 0.9 * full <= num_drafts <= full
             num_proposed, num_rows = plan.num_proposed, max(num_rows, len(drafts))
@@ -279,22 +279,22 @@ class AdaptiveDraftLength:
         self.end_step(num_rows, num_proposed if is_even else None, seconds)
 
     def add_rows(self, num_rows: int, num_drafts: int, num_accepted: int) -> None:
-        """Record rows that verified `num_drafts` each and accepted the first `num_accepted`."""
+        """Record rows that each verified `num_drafts` drafts and accepted `num_accepted`."""
         for place in self._places[: min(num_drafts, num_accepted + 1)]:
             place.new_trials += num_rows
         for place in self._places[:num_accepted]:
             place.new_accepted += num_rows
 
     def add_expected(self, num_rows: int, shares: Sequence[float]) -> None:
-        """Record new drafts of rows: up to each place a share of rows is expected to accept all.
-        Places after `shares` have no estimate.
+        """Record the draft model's estimates for `num_rows` rows. `shares`: for each place, the
+        expected share of rows that accept all drafts up to that place.
         """
         self._num_expected += num_rows
         for place, share in enumerate(shares[: len(self._places)]):
             self._expected[place] += num_rows * share
 
     def end_step(self, num_rows: int, num_drafts: int | None, seconds: float) -> None:
-        """Record a step. `num_drafts` None: rows differ or other tokens ran; ignore `seconds`."""
+        """Record a step. `num_drafts`: drafts of every row; None: `seconds` is not usable."""
         self._num_steps += 1
         for place in self._places:
             place.end_step(num_rows)
@@ -310,7 +310,7 @@ class AdaptiveDraftLength:
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:
-        """Score lengths by tokens per second; unchosen ones look `tried` deviations faster."""
+        """Estimate tokens per second of each length, minus `tried` standard deviations of time."""
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []
@@ -332,7 +332,7 @@ class AdaptiveDraftLength:
         return self._times[size]
 
     def _log_seconds(self, num_rows: int, drafts: int) -> float:
-        """Return the measured time, interpolated between numbers of rows, or the assumed one."""
+        """Return the logarithm of the time measured at start (interpolated) or assumed."""
         if not self._is_measured:
             return math.log(1.0 + _ASSUMED_COST * drafts)
         points = self._measured[drafts]
@@ -344,19 +344,19 @@ class AdaptiveDraftLength:
 
 
 class RankDraftLength:
-    """One data-parallel rank's part in a number common to all. A joint step takes as long as its
-    largest rank, so a rank alone would underestimate the cost of drafts.
+    """The draft length of one data-parallel rank, which is equal on all ranks. A step takes as long
+    as its largest rank, so a rank that chose alone would underestimate the cost of drafts.
     """
 
     def __init__(self, joint: AdaptiveDraftLength, ranks: list[RankDraftLength]) -> None:
-        """Join as the next of the `ranks`, which plan and commit in this order."""
+        """Append this rank to `ranks`, which plan and commit in this order."""
         self._joint, self._ranks = joint, ranks
         self._num_rows = self._number = 0
         self._committed: tuple[StepPlan, StepResult] | None = None
         ranks.append(self)
 
     def choose(self, num_rows: int) -> int:
-        """later ranks are assumed to have as many rows as in the previous step"""
+        """Assume that later ranks have as many rows as in the previous step."""
         self._num_rows = num_rows
         first = self._ranks[0]
         if self is first:
@@ -378,5 +378,5 @@ def make_rank_lengths(joint: AdaptiveDraftLength, num_ranks: int) -> Sequence[Dr
 
 
 def _size_class(num_rows: int) -> int:
-    """Map rows to a size class: 1, 2, 3 to 4, 5 to 8, ..."""
+    """Map a number of rows to a size class: 1, 2, 3 to 4, 5 to 8, and so on."""
     return (num_rows - 1).bit_length()

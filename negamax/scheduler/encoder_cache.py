@@ -1,9 +1,9 @@
-"""The rows that the vision tower computes for images, in pages of a pool on the worker.
+"""Allocate pages of a pool on the worker for the rows that the vision tower computes for images.
 
-The scheduler decides which images a step encodes. An image keeps its pages while a sequence has yet
-to commit tokens of it. Afterwards they stay cached, by cache salt and digest, until another image
-needs them; the least recently used image goes first. Plans run in order, so pages may be given away
-while an earlier plan still reads them.
+The scheduler decides which images a step encodes. An image keeps its pages until its sequences have
+committed all its tokens. Then the pages stay cached, by cache salt and image digest, until another
+image needs pages; the least recently used image is evicted first. Plans run in order, so pages may
+be allocated again while an earlier plan still reads them.
 """
 
 from collections import OrderedDict
@@ -14,8 +14,8 @@ from negamax.scheduler.request import ImageInput
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun
 
-# Patches that a rank encodes in a step besides its first image. A patch counts more in a large
-# image, where attention costs more: twice in one of `_SQUARE` patches.
+# Most weighted patches that a rank encodes in a step, unless its first image alone has more. The
+# weight of a patch grows with the cost of attention: it is 2 in an image of `_SQUARE` patches.
 STEP_PATCHES, _SQUARE = 10_000, 8_824
 
 _Key = tuple[str, bytes]
@@ -28,15 +28,15 @@ class EncodedImage:
     key: _Key
     pages: list[int]
     step_id: int  # the plan that encodes it
-    num_users: int = 0  # images of sequences that hold it
+    num_users: int = 0  # number of images in sequences that hold these rows
 
 
 class EncoderCache:
-    """The pool's pages, and the images in them."""
+    """The pages of the pool, and the images whose rows are in the pages."""
 
     def __init__(self, num_tokens: int, *, num_ranks: int) -> None:
         """`num_tokens`: rows of the pool; `num_ranks`: tensor-parallel ranks that encode."""
-        self.num_hits = 0  # images found with their rows
+        self.num_hits = 0  # images whose rows were found in the pool
         self._free = list(range(num_tokens // ROWS_PER_PAGE - 1, -1, -1))
         self._images: dict[_Key, EncodedImage] = {}
         self._unused: OrderedDict[_Key, EncodedImage] = OrderedDict()  # oldest first
@@ -46,7 +46,7 @@ class EncoderCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Count pages that no sequence holds, cached ones included."""
+        """Number of pages that no sequence holds, including cached pages."""
         return len(self._free) + sum(len(image.pages) for image in self._unused.values())
 
     def may_begin(self, sequence: Sequence, start: int) -> bool:
@@ -59,8 +59,8 @@ class EncoderCache:
         )
 
     def acquire(self, sequence: Sequence, count: int, step_id: int) -> int:
-        """Hold the images among the next `count` tokens of a sequence. Return how many of the
-        tokens may run in plan `step_id`: those before the first image without rows.
+        """Hold the images among the next `count` tokens of a sequence. Return how many of these
+        tokens may run in plan `step_id`: the tokens before the first image without rows.
         """
         start = sequence.num_computed
         for number, image in enumerate(sequence.request.images):
@@ -75,22 +75,22 @@ class EncoderCache:
         return count
 
     def release(self, sequence: Sequence) -> None:
-        """Release the images of a sequence whose tokens are all committed."""
+        """Release each image of a sequence if all tokens of the image are committed."""
         for number, held in list(sequence.held_images.items()):
             if sequence.request.images[number].end <= sequence.num_committed:
                 del sequence.held_images[number]
                 self._drop_user(held, is_valid=True)
 
     def release_all(self, sequence: Sequence, *, is_valid: bool = True) -> None:
-        """Release all images of a sequence that leaves the batch. Those that are not `is_valid`
-        are encoded again for others.
+        """Release all images of a sequence that leaves the batch. If `is_valid` is False, other
+        sequences must encode the images again.
         """
         for held in sequence.held_images.values():
             self._drop_user(held, is_valid=is_valid)
         sequence.held_images.clear()
 
     def fail(self, step_id: int, running: Iterable[Sequence]) -> list[Sequence]:
-        """Forget the images that a lost plan has encoded; return the `running` readers of them."""
+        """Drop the images that a lost plan has encoded; return `running` sequences with them."""
         for held in [held for held in self._images.values() if held.step_id == step_id]:
             del self._images[held.key]
             if self._unused.pop(held.key, None) is not None:
@@ -107,14 +107,14 @@ class EncoderCache:
             self._evict_oldest()
 
     def take_jobs(self) -> list[EncodeJob]:
-        """Return the encode jobs of the plan that is made, and begin the next one."""
+        """Return the encode jobs of the current plan, and start an empty list for the next plan."""
         jobs, self._jobs = self._jobs, []
         if jobs:
             self._loads = [0.0] * len(self._loads)
         return jobs
 
     def _hold(self, image: ImageInput, salt: str, step_id: int) -> EncodedImage | None:
-        """Hold an image once more, encoding it if it is new; None: it does not fit this plan."""
+        """Hold an image, and encode it if it is new; return None if it does not fit this plan."""
         key = salt, image.digest
         found = self._images.get(key)
         if found is None:
@@ -133,13 +133,13 @@ class EncoderCache:
         return found
 
     def _fits(self, image: ImageInput) -> bool:
-        """Whether a new image may be encoded in this plan. Each rank's first one always may."""
+        """Whether a new image fits this plan. The first image of a rank needs only free pages."""
         load = self._loads[self._next_rank()]
         is_due = not load or load + _weigh(image) <= STEP_PATCHES
         return is_due and _count_pages(image) <= self.num_free_pages
 
     def _next_rank(self) -> int:
-        """Return the rank with the fewest patches in this plan, in turns."""
+        """Return the rank with the fewest patches in this plan; equal ranks take turns."""
         ranks = len(self._loads)
         return min(
             range(ranks), key=lambda rank: (self._loads[rank], (rank - self._num_jobs) % ranks)
@@ -169,7 +169,7 @@ class EncoderCache:
 
 
 def list_runs(sequence: Sequence, start: int, stop: int) -> list[ImageRun]:
-    """List where positions `start` to `stop` of a sequence read rows of its images."""
+    """List the rows of images that positions `start` to `stop` of a sequence read."""
     held: Mapping[int, EncodedImage] = sequence.held_images
     return [
         ImageRun(

@@ -1,8 +1,7 @@
-"""Placement of a layer's experts: copies, ranks, and moves between placements. Plain integers;
-every result depends on the arguments alone.
+"""Compute placements of a layer's experts on ranks, and moves between placements.
 
-A placement lists the expert in each slot. Ranks have equally many consecutive slots. Tokens use the
-copies of an expert evenly.
+A placement lists the expert in each slot. Every rank has the same number of consecutive slots. The
+tokens of an expert are split evenly over its copies.
 """
 
 import heapq
@@ -13,15 +12,15 @@ Slots = Sequence[int]  # the expert in each slot
 
 
 def rank_loads(loads: Sequence[int], slots: Slots, num_ranks: int) -> list[float]:
-    """Sum the `loads` (by expert) of each rank."""
+    """Return the load of each rank. `loads`: of each expert."""
     copies, per_rank = Counter(slots), len(slots) // num_ranks
     shares = [loads[expert] / copies[expert] for expert in slots]
     return [sum(shares[at : at + per_rank]) for at in range(0, len(slots), per_rank)]
 
 
 def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list[int]:
-    """Return the placement whose busiest rank has the least load: packed with experts in place
-    where possible, `current` (which wins ties) or ordered.
+    """Return the placement whose busiest rank has the least load. The candidates are `current`
+    (which wins ties), a packed placement near `current`, and the experts in order.
     """
     num_slots = len(current)
     packed = pack(loads, copies_of(loads, num_slots, num_ranks), num_ranks)
@@ -31,7 +30,7 @@ def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list
 
 
 def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
-    """Count the slots of each expert: one, more by load per slot, at most one per rank."""
+    """Return the copies of each expert, at most one per rank; heavy experts get the most."""
     copies = [1] * len(loads)
     heaviest = [(-float(load), expert) for expert, load in enumerate(loads)]
     heapq.heapify(heaviest)
@@ -44,7 +43,7 @@ def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]
 
 
 def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[set[int]]:
-    """Assign equally many experts to each rank: the heaviest first, to the least loaded rank."""
+    """Assign equally many experts to each rank, heaviest first, to the least loaded rank."""
     items = [
         (loads[expert] / count, expert) for expert, count in enumerate(copies) for _ in range(count)
     ]
@@ -56,7 +55,8 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
         lacking = [rank for rank in range(num_ranks) if expert not in ranks[rank]]
         to = min(lacking, key=lambda rank: (len(ranks[rank]) == per_rank, totals[rank], rank))
         if len(ranks[to]) == per_rank:
-            # All ranks with room have this expert already: one of them swaps another one for it.
+            # All ranks with room have this expert already, so a full rank takes it and gives
+            # another expert to a rank with room.
             roomy = next(rank for rank in range(num_ranks) if len(ranks[rank]) < per_rank)
             given = min(
                 ranks[to] - ranks[roomy],
@@ -72,7 +72,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
 
 
 def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> list[int]:
-    """Assign each pack to the rank that has most of it. Experts that stay keep their slots."""
+    """Assign each pack to the rank with most of its experts. Experts that stay keep slots."""
     per_rank = len(current) // num_ranks
     held = [current[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
     pairs = [
@@ -91,7 +91,7 @@ def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> 
 
 
 def settle(wanted: Sequence[int], held: Slots) -> list[int]:
-    """Place the `wanted` experts of a rank in its slots. Those already there stay."""
+    """Assign the `wanted` experts of a rank to its slots. Experts in `held` keep their slots."""
     missing = Counter(wanted)
     slots: list[int | None] = []
     for expert in held:
@@ -103,8 +103,8 @@ def settle(wanted: Sequence[int], held: Slots) -> list[int]:
 
 
 def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int, int]]:
-    """Return simultaneous moves (from slot, to slot) towards `target`; empty once ranks have its
-    experts. A rank sends and receives one expert at most, and no expert is ever without a slot.
+    """Return simultaneous moves (from slot, to slot) towards `target`, or [] if every rank has its
+    experts. A rank sends and receives at most one expert, and an expert always has a slot.
     """
     per_rank = len(current) // num_ranks
     goal: list[int] = []
@@ -131,7 +131,7 @@ def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int,
                 senders.add(sources[0] // per_rank)
                 receivers.add(rank)
             continue
-        # the only copy: swap it with an expert that is misplaced
+        # `expert` has no other copy: swap it with a misplaced expert
         others = [
             at for at in sources if goal[at] != current[at] and at // per_rank not in receivers
         ]

@@ -1,15 +1,15 @@
-"""Files as the third level of a rank's prefix cache: their index, and the copies under way.
+"""Files as the third level of a rank's prefix cache: the index of files, and pending copies.
 
-A file has the hash of its block and holds what a host block holds. The index is a hint: other
-engines may delete files, and files may be damaged. A read that fails on any rank of the group is a
-miss on all of them.
+A file is named by the hash of its block and has the content of a host block. The index may be
+outdated: other engines may delete files, and files may be damaged. A read that fails on any rank of
+the group is a miss on all ranks.
 
-- A block that is stored in host memory is *written* to a file as soon as few writes are under way.
+- A block in host memory is *written* to a file when fewer writes than the limit are pending.
 - A waiting request's missing blocks are *read* into free host blocks. Then the request waits for
-  its admission again, and `HostTier` loads them.
+  its admission again, and `HostTier` loads the blocks into the KV cache.
 
-A write or a read holds its host block until all ranks have reported its end. Plans that are lost
-repeat their copies, so no host block is released while a rank may still use it.
+A write or a read holds its host block until all ranks have reported its end. The copies of a lost
+plan are repeated, so no host block is released while a rank may still use it.
 """
 
 from collections import OrderedDict
@@ -21,27 +21,27 @@ from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import FileCopies, FileProgress
 from negamax.scheduler.waiting import WaitingQueue
 
-MOST_WRITES = 64  # blocks under way at a time
+MOST_WRITES = 64  # most blocks that are being written at a time
 _NO_PROGRESS = FileProgress(0)
 
 
 @dataclass(eq=False)
 class _FileRead:
-    """Blocks of waiting sequences on their way from files."""
+    """Blocks of waiting sequences that are being read from files."""
 
-    sequences: list[Sequence]  # that have not ended
+    sequences: list[Sequence]  # sequences that wait for this read
     hashes: list[bytes]
-    places: list[int]  # host block of each
-    held_places: list[int]  # host blocks of the same sequences with content
-    step_id: int = -1  # of the plan with its copies; -1: none yet
+    places: list[int]  # host block of each hash
+    held_places: list[int]  # other host blocks that the sequences need
+    step_id: int = -1  # plan that carries the copies; -1: no plan yet
 
 
 @dataclass(eq=False)
 class _FileWrite:
     block_hash: bytes
     place: int  # host block
-    step_id: int = -1  # as of a read
-    is_kept: bool = True  # False: the cache was emptied since
+    step_id: int = -1  # plan that carries the copy; -1: no plan yet
+    is_kept: bool = True  # False: the cache was emptied meanwhile
 
 
 class FileTier:
@@ -54,34 +54,34 @@ class FileTier:
         waiting: WaitingQueue,
         changes: list[tuple[bytes, bool]] | None = None,
     ) -> None:
-        """`num_blocks`: that all files hold, perhaps 0. `host`: the blocks in host memory.
+        """`num_blocks`: most blocks in files, may be 0. `host`: the blocks in host memory.
         `waiting`: the queue that sequences return to after their reads. `changes`: receives the
         hash of each block that is indexed (True) or discarded.
         """
         self.num_blocks = num_blocks
         self.num_hits = 0  # blocks that were read
-        self.num_written = 0  # blocks
+        self.num_written = 0  # blocks that were written
         self.progress = _NO_PROGRESS  # the latest report
         self._host, self._waiting, self._changes = host, waiting, changes
         self._most_writes = max(1, min(MOST_WRITES, host.num_blocks // 4))
         self._index: OrderedDict[bytes, int] = OrderedDict()  # hash -> time of its last use
         self._time = 0  # number of uses
-        self._used: list[bytes] = []  # to be reported to the ranks
+        self._used: list[bytes] = []  # hashes of used files, to be reported to the ranks
         self._queue: dict[bytes, None] = {}  # hashes of the host blocks to write, in order
         self._writes: dict[bytes, _FileWrite] = {}
         self._reads: list[_FileRead] = []  # oldest first
-        self._missing: set[bytes] = set()  # reads under way that failed on some rank
+        self._missing: set[bytes] = set()  # hashes of pending reads that failed on a rank
         self._deletes_all = False
         self._emptied_at = -1  # step id of the plan that deletes all files
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that files are believed to hold."""
+        """Number of blocks in the index of files."""
         return len(self._index)
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests with a read under way."""
+        """Number of requests that wait for a read."""
         return sum(len(read.sequences) for read in self._reads)
 
     @property
@@ -91,12 +91,12 @@ class FileTier:
 
     @property
     def has_new_reads(self) -> bool:
-        """Whether a read waits for a plan to carry it."""
+        """Whether a read is in no plan yet."""
         return any(read.step_id < 0 for read in self._reads)
 
     @property
     def has_writes(self) -> bool:
-        """Whether plans are needed to write files, although no request needs them."""
+        """Whether plans are needed to write files, even if no request needs a plan."""
         is_needed = bool(self._queue or self._writes or self._deletes_all)
         return is_needed and self.num_blocks > 0
 
@@ -104,17 +104,17 @@ class FileTier:
         return block_hash in self._index
 
     def add_found(self, hashes: Iterable[bytes]) -> None:
-        """Index files of earlier engines, the least recently used first."""
+        """Index files that earlier engines wrote. `hashes`: the least recently used first."""
         for block_hash in hashes:
             self._insert(block_hash)
 
     def offer(self, block_hash: bytes) -> None:
-        """Queue a block in host memory to be written."""
+        """Queue a block in host memory for writing to a file."""
         if self.num_blocks and block_hash not in self._index and block_hash not in self._writes:
             self._queue[block_hash] = None
 
     def touch(self, block_hash: bytes) -> None:
-        """Count a block as used. The ranks are told only of files that may be deleted soon."""
+        """Record a use of a block. Ranks receive only uses of files that may be deleted soon."""
         used_at = self._index.get(block_hash)
         if used_at is not None:
             if self._time - used_at > self.num_blocks // 4:
@@ -124,7 +124,7 @@ class FileTier:
             self.offer(block_hash)
 
     def take_queued(self) -> None:
-        """Write queued blocks with the next plan, as many as may be under way."""
+        """Write queued blocks with the next plan, up to the limit of pending writes."""
         while self._queue and len(self._writes) < self._most_writes:
             block_hash = next(iter(self._queue))
             del self._queue[block_hash]
@@ -134,9 +134,9 @@ class FileTier:
                 self._writes[block_hash] = _FileWrite(block_hash, place)
 
     def begin(self, sequence: Sequence, hashes: list[bytes], held_places: list[int]) -> bool:
-        """Read blocks for a waiting sequence, or wait for a read of the first of them. `hashes`:
-        none of them is in host memory. `held_places`: host blocks that it needs, too. False if no
-        host block is free.
+        """Read blocks for a waiting sequence, or join a pending read of the first block. `hashes`:
+        of blocks that are not in host memory. `held_places`: host blocks that the sequence also
+        needs. Return False if no host block is free.
         """
         for read in self._reads:
             if hashes[0] in read.hashes:
@@ -154,7 +154,7 @@ class FileTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """End a sequence whose read is under way; the read goes on. False if there is none."""
+        """Remove a sequence from its read, which continues. Return False if it has no read."""
         for read in self._reads:
             if sequence in read.sequences:
                 read.sequences.remove(sequence)
@@ -162,7 +162,7 @@ class FileTier:
         return False
 
     def take_copies(self, step_id: int) -> FileCopies | None:
-        """Return the copies of the plan `step_id`; None if it has none."""
+        """Return the copies of the plan `step_id`; None if the plan has no copies."""
         writes = [write for write in self._writes.values() if write.step_id < 0]
         reads = [read for read in self._reads if read.step_id < 0]
         used, self._used = self._used, []
@@ -185,7 +185,7 @@ class FileTier:
         )
 
     def commit(self, progress: FileProgress) -> None:
-        """Apply the report of all ranks."""
+        """Apply the combined report of all ranks."""
         self.progress = progress
         self._missing.update(progress.missing)
         for write in list(self._writes.values()):
@@ -197,7 +197,7 @@ class FileTier:
                     self.num_written += 1
         for read in [read for read in self._reads if 0 <= read.step_id <= progress.read_step]:
             self._end_read(read)
-        if progress.is_off:  # copies under way may never end, and keep their host blocks
+        if progress.is_off:  # pending copies may never end, so they keep their host blocks
             self.num_blocks = 0
             self._discard_all()
             self._queue.clear()
@@ -205,7 +205,7 @@ class FileTier:
                 self._return_sequences(read)
 
     def fail(self, step_id: int) -> None:
-        """Repeat the copies of a lost plan with the next one."""
+        """Repeat the copies of a lost plan with the next plan."""
         for write in self._writes.values():
             write.step_id = -1 if write.step_id == step_id else write.step_id
         for read in self._reads:
@@ -221,8 +221,8 @@ class FileTier:
             write.is_kept = False
 
     def _insert(self, block_hash: bytes) -> None:
-        """Index a block as the one used last; forget the least recently used ones above the bound,
-        whose files the ranks delete.
+        """Index a block as the most recently used one. Drop the least recently used blocks above
+        the bound; the ranks delete the files of dropped blocks.
         """
         self._time += 1
         if self._changes is not None and block_hash not in self._index:
@@ -254,7 +254,7 @@ class FileTier:
         self._return_sequences(read)
 
     def _return_sequences(self, read: _FileRead) -> None:
-        """Let the sequences of a read wait for their admission."""
+        """Return the sequences of a read to the queue for admission."""
         for sequence in read.sequences:
             sequence.may_read = False
             self._waiting.push(sequence)

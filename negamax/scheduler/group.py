@@ -2,8 +2,9 @@
 cache and running sequences; all ranks run each step together.
 
 A request waits in one common queue until a rank can admit it, and goes to the cheapest rank
-(`Scheduler.cost_of`). The cost counts the rank's cached prefix, its pending tokens, its rows and
-their context. Preempted requests stay on their rank, which may still cache their prefix.
+(`Scheduler.cost_of`). The cost depends on the prefix that the rank has cached, and on the rank's
+pending tokens, rows and context lengths. Preempted requests stay on their rank, which may still
+cache their prefix.
 """
 
 from collections.abc import Sequence as Items
@@ -29,17 +30,17 @@ from negamax.scheduler.waiting import WaitingQueue
 
 
 class GroupScheduler:
-    """A `Scheduler` for each data-parallel rank. Use: `add` and `end` at any moment; `plan`, launch
-    it, then `commit` (or `fail`) plans in order.
+    """A `Scheduler` for each data-parallel rank. Call `plan`, launch the plans, then call `commit`
+    or `fail` for the steps in order. `add` and `end` may be called at any time.
     """
 
     def __init__(
         self, limits: SchedulerLimits, draft_lengths: Items[DraftLength | None] = (None,)
     ) -> None:
-        """`limits` of each rank, but of all waiting requests; a draft length per rank."""
+        """`limits`: per rank, except `max_queued_requests`, which is for all ranks together."""
         self.limits, self._requests = limits, RequestTable(limits)
         self.ranks = [Scheduler(limits, self._requests, length) for length in draft_lengths]
-        self._waiting = WaitingQueue()  # not assigned to a rank yet
+        self._waiting = WaitingQueue()  # sequences that are not assigned to a rank yet
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests.sequences
@@ -50,7 +51,7 @@ class GroupScheduler:
 
     @property
     def has_writes(self) -> bool:
-        """Whether plans are needed to write KV blocks into files, although no request needs any."""
+        """Whether plans are needed to write KV blocks to files, even if no request needs a plan."""
         return any(rank.host.has_writes for rank in self.ranks)
 
     @property
@@ -59,8 +60,8 @@ class GroupScheduler:
         return len(self._waiting) + sum(rank.num_waiting for rank in self.ranks)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request with resolved sampling. Errors: those of `RequestTable.add`, and
-        InvalidRequestError for an unknown data-parallel rank.
+        """Queue a request with resolved sampling. Raises the errors of `RequestTable.add`, and
+        `InvalidRequestError` for an unknown data-parallel rank.
         """
         pinned = request.data_parallel_rank
         if pinned is not None and not 0 <= pinned < len(self.ranks):
@@ -76,13 +77,13 @@ class GroupScheduler:
             self._waiting.push(sequence)
 
     def sequences(self) -> list[Sequence]:
-        """Running and waiting requests with their state, read-only."""
+        """Return the state of all running and waiting requests, which callers must not change."""
         return list(self._requests.sequences.values())
 
     def end(
         self, request_id: str, finish_reason: str, *, error: str | None = None
     ) -> SequenceUpdate | None:
-        """End a request now and free its resources; None if it is unknown or finished."""
+        """End a request and free its resources; return None if it is unknown or finished."""
         sequence = self._requests.sequences.get(request_id)
         if sequence is None:
             return None
@@ -110,7 +111,7 @@ class GroupScheduler:
             self._requests.clear_grammar(sequence)
 
     def plan(self) -> list[StepPlan] | None:
-        """Return the next step, a plan per rank; None if none can run before a commit or `add`."""
+        """Return the next step, a plan per rank; None if nothing can run before a commit or add."""
         if len(self.ranks) == 1:
             plan = self.ranks[0].plan()
             return None if plan is None else [plan]
@@ -127,12 +128,12 @@ class GroupScheduler:
         return [msgspec.structs.replace(plan, of_all=size) for plan in plans]
 
     def take_admitted(self) -> list[str]:
-        """Return the ids of requests first admitted since the last call."""
+        """Return the ids of requests that were first admitted since the last call."""
         admitted, self._requests.admitted = self._requests.admitted, []
         return admitted
 
     def proposed(self, results: Items[StepResult]) -> dict[str, list[int]]:
-        """Return `Scheduler.proposed` for the oldest uncommitted step."""
+        """Return `Scheduler.proposed` of all ranks for the oldest uncommitted step."""
         ranks = zip(self.ranks, results, strict=True)
         return {name: drafts for rank, one in ranks for name, drafts in rank.proposed(one).items()}
 
@@ -164,7 +165,7 @@ class GroupScheduler:
                 (0, at) for at, rank in enumerate(self.ranks) if rank.can_take(sequence)
             ]
             if not possible:
-                break  # the first is never overtaken
+                break  # no request overtakes the first one
             self._waiting.remove(sequence)
             num_rows[sequence.tenant] += 1
             self._assign(sequence, min(possible)[1])
@@ -177,7 +178,7 @@ class GroupScheduler:
 def _size(
     plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shards: int
 ) -> StepSize:
-    """Size of the step that these plans form. `sequences`: of their rows, in the state after it."""
+    """Return the size of the step of these `plans`. `sequences`: of the rows, as planned."""
     is_decode, longest_run, largest_shard = True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)

@@ -1,17 +1,17 @@
-"""Host memory as the second level of a rank's prefix cache: its index, and the copies under way.
+"""Host memory as the second level of a rank's prefix cache: its index, and pending copies.
 
-A block in host memory has the hash of its KV block and holds all its caches. Plans carry the copies
-(`HostCopies`). The worker runs them in plan order, and each step waits on the device for copies of
-blocks that it reads or writes. So this index may run ahead of the copies:
+A host block has the hash of a KV block and a copy of its data in all caches. Plans carry the copies
+(`HostCopies`). The worker runs copies in plan order, and each step waits on the device for copies
+of blocks that it reads or writes. So this index may be ahead of the copies:
 
-- A full KV block is *stored* with the next plan, and found once that plan is committed.
-- A waiting request's missing blocks are *loaded* into free KV blocks. The load holds both until the
-  worker reports it as complete; then the KV blocks are cached like computed ones, and the request
-  waits for its admission again.
+- A full KV block is *stored* with the next plan. Requests find it once that plan is committed.
+- A waiting request's missing blocks are *loaded* into free KV blocks. The load holds its host
+  blocks and KV blocks until the worker reports that it is complete. Then the KV blocks are cached
+  like computed blocks, and the request waits for its admission again.
 
-The least recently used block makes room for a new one. A sequence that leaves the batch uses its
-blocks, the first one last, so that a chain loses its end first. Files may be a third level
-(`FileTier`): their blocks are read into host memory before they are loaded.
+A new block replaces the least recently used one. When a sequence leaves the batch, its blocks count
+as used, the first block last, so that the end of a chain is evicted first. Files may be a third
+level (`FileTier`): blocks are read from files into host memory before they are loaded.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,14 +29,14 @@ from negamax.scheduler.waiting import WaitingQueue
 
 @dataclass(eq=False)
 class _BlockLoad:
-    """Blocks of waiting sequences on their way from host memory."""
+    """Blocks of waiting sequences that are being loaded from host memory."""
 
-    sequences: list[Sequence]  # that have not ended
-    held_blocks: list[int]  # KV blocks, by position: found ones and loaded ones
-    blocks: list[int]  # KV blocks that are written
-    hashes: list[bytes]  # of these
-    places: list[int]  # host blocks that are read
-    step_id: int = -1  # of the plan with its copies; -1: none yet
+    sequences: list[Sequence]  # sequences that wait for this load
+    held_blocks: list[int]  # found and loaded KV blocks, by position
+    blocks: list[int]  # KV blocks that the load writes
+    hashes: list[bytes]  # hashes of `blocks`
+    places: list[int]  # host blocks that the load reads
+    step_id: int = -1  # plan that carries the copies; -1: no plan yet
 
 
 @dataclass(frozen=True)
@@ -52,29 +52,29 @@ class HostTier:
     def __init__(
         self, limits: SchedulerLimits, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None
     ) -> None:
-        """`limits`: with the numbers of blocks in host memory and files, perhaps 0. `pool`: the KV
+        """`limits`: give the numbers of blocks in host memory and files, may be 0. `pool`: the KV
         blocks. `waiting`: the queue that sequences return to after their loads. `log`: receives the
         changes of the index.
         """
         self.num_blocks = num_blocks = limits.num_host_blocks
         self.num_queries = 0  # tokens that were looked up
         self.num_hits = 0  # tokens that were found
-        self.num_stored = 0  # blocks, like the next one
-        self.num_loaded = 0
+        self.num_stored = 0  # blocks that were stored
+        self.num_loaded = 0  # blocks that were loaded
         self._pool, self._waiting, self._log = pool, waiting, log
         self._host = BlockPool(num_blocks, log.host if log else None)
         self.files = FileTier(
             limits.num_file_blocks, self._host, waiting, log.files if log else None
         )
         self._queue: dict[bytes, None] = {}  # hashes of the KV blocks to store, in order
-        self._new_stores: list[_BlockStore] = []  # without a plan
-        self._stores: dict[int, list[_BlockStore]] = {}  # by step id of an uncommitted plan
-        self._storing: dict[bytes, int] = {}  # host blocks of all these stores, by hash
+        self._new_stores: list[_BlockStore] = []  # stores in no plan yet
+        self._stores: dict[int, list[_BlockStore]] = {}  # stores by step id of their plan
+        self._storing: dict[bytes, int] = {}  # host blocks of all pending stores, by hash
         self._loads: list[_BlockLoad] = []  # oldest first
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests with a load or a read under way."""
+        """Number of requests that wait for a load or a read."""
         return sum(len(load.sequences) for load in self._loads) + self.files.num_waiting
 
     @property
@@ -93,31 +93,31 @@ class HostTier:
 
     @property
     def has_new_loads(self) -> bool:
-        """Whether a load or a read waits for a plan to carry it."""
+        """Whether a load or a read is in no plan yet."""
         return bool(self._loads and self._loads[-1].step_id < 0) or self.files.has_new_reads
 
     @property
     def has_writes(self) -> bool:
-        """Whether plans are needed to write files, although no request needs them."""
+        """Whether plans are needed to write files, even if no request needs a plan."""
         has_stores = bool(self._queue or self._new_stores or self._stores)
         return self.files.has_writes or (has_stores and self.files.num_blocks > 0)
 
     def offer(self, sequence: Sequence, first: int, stop: int) -> None:
-        """Queue the blocks `first` to `stop` of a sequence, which are cached, to be stored."""
+        """Queue the cached blocks `first` to `stop` of a sequence for storing in host memory."""
         if self._log is not None and first < stop:
             self._log.chains.append((sequence.block_hashes, first, stop))
         if self.num_blocks:
             self.offer_hashes(sequence.block_hashes[index] for index in range(first, stop))
 
     def offer_hashes(self, hashes: Iterable[bytes]) -> None:
-        """Queue cached blocks to be stored, unless they are in host memory or on their way."""
+        """Queue cached blocks for storing, unless they are stored or being stored."""
         for block_hash in hashes:
             if self._host.find(block_hash) is None and block_hash not in self._storing:
                 self._queue[block_hash] = None
 
     @property
     def has_new_stores(self) -> bool:
-        """Whether a store waits for a plan to carry it."""
+        """Whether a store is in no plan yet."""
         return bool(self._new_stores)
 
     @property
@@ -129,7 +129,7 @@ class HostTier:
         return self._host.find(block_hash) is not None
 
     def hold(self, hashes: Items[bytes]) -> list[int] | None:
-        """Hold the host blocks with these hashes, until `release`; None if one is missing."""
+        """Hold the host blocks with these hashes until `release`; return None if one is missing."""
         places = [place for each in hashes if (place := self._host.find(each)) is not None]
         if len(places) < len(hashes):
             return None
@@ -140,13 +140,13 @@ class HostTier:
         self._host.release(places)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Allocate host blocks to be filled from elsewhere; None without enough room."""
+        """Allocate host blocks for another engine's blocks; return None if too few are free."""
         if num_blocks > self._host.num_free:
             return None
         return [self._host.allocate() for _ in range(num_blocks)]
 
     def insert(self, places: list[int], hashes: Items[bytes]) -> None:
-        """Index the first of these host blocks by `hashes`, and release all of them."""
+        """Index the first host blocks of `places` by `hashes`, and release all of `places`."""
         for place, block_hash in zip(places, hashes, strict=False):
             self._host.index(place, block_hash)
         self._host.release(places)
@@ -169,8 +169,8 @@ class HostTier:
         return sum(1 for _ in self._match(sequence, first))
 
     def begin(self, sequence: Sequence) -> bool:
-        """Load a waiting sequence's missing blocks, or wait for a load of the first of them; those
-        in files are read first. The pool must have room for them. False if there is nothing to do.
+        """Load a waiting sequence's missing blocks, or join a pending load of the first block.
+        Blocks in files are read first. The pool must have room. Return False if none is missing.
         """
         found = list(self._match(sequence))
         unread = [index for index, block in enumerate(found) if block == (None, None)]
@@ -209,7 +209,7 @@ class HostTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """End a sequence whose load is under way; the load goes on. False if there is none."""
+        """Remove a sequence from its load, which continues. Return False if it has no load."""
         for load in self._loads:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)
@@ -217,7 +217,7 @@ class HostTier:
         return self.files.detach(sequence)
 
     def touch(self, sequence: Sequence) -> None:
-        """Count the blocks of a sequence that leaves the batch as used."""
+        """Mark the blocks of a sequence that leaves the batch as recently used."""
         if not self.num_blocks:
             return
         hashes = [sequence.block_hashes[index] for index in range(sequence.num_indexed)]
@@ -228,7 +228,7 @@ class HostTier:
             self.files.touch(block_hash)
 
     def take_copies(self, step_id: int, *, is_awaited: bool) -> HostCopies | None:
-        """Return the copies of the plan `step_id`; None if it has none."""
+        """Return the copies of the plan `step_id`; None if the plan has no copies."""
         stores, self._new_stores = self._new_stores, []
         loads = [load for load in self._loads if load.step_id < 0]
         files = self.files.take_copies(step_id)
@@ -248,9 +248,9 @@ class HostTier:
         )
 
     def commit(self, result: StepResult) -> None:
-        """Index the stores of a plan, and the loads, reads and writes that are complete."""
+        """Index the stored blocks of a plan, and blocks of loads, reads and writes that ended."""
         for store in self._stores.get(result.step_id, ()):
-            if self._storing.get(store.block_hash) == store.place:  # not evicted since
+            if self._storing.get(store.block_hash) == store.place:  # it was not evicted meanwhile
                 self._host.index(store.place, store.block_hash)
                 self.num_stored += 1
                 self.files.offer(store.block_hash)
@@ -260,7 +260,7 @@ class HostTier:
             self.files.commit(result.files)
 
     def fail(self, step_id: int) -> None:
-        """Drop the copies of a lost plan; those of files are repeated."""
+        """Drop the copies of a lost plan, except file copies, which are repeated."""
         self._end_stores(step_id)
         self.files.fail(step_id)
         lost = [load for load in self._loads if load.step_id == step_id]
@@ -269,15 +269,15 @@ class HostTier:
         self._end_loads(lost)
 
     def evict(self) -> None:
-        """Drop all blocks, except those that requests are loading."""
+        """Drop all blocks, except blocks that requests are loading."""
         self._queue.clear()
         self._storing.clear()
         self._host.evict()
         self.files.evict()
 
     def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
-        """Find the blocks of a waiting sequence from `first` on: the KV block of each, the host
-        block, or neither for a file. At least one token must run to be sampled from.
+        """Yield (KV block, host block) of each cached block of a waiting sequence from `first` on;
+        (None, None) for a file. At least one token is left out, because it must run.
         """
         hashes = sequence.block_hashes
         if sequence.request.sampling.prompt_logprobs is not None:

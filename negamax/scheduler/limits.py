@@ -7,9 +7,9 @@ from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Limits of a scheduler. All are at least 1 and checked with the options."""
+    """Limits of a scheduler. The options' checks ensure that they are valid."""
 
-    max_num_seqs: int  # running sequences: the worker's slots
+    max_num_seqs: int  # running sequences, which is the number of slots
     max_num_batched_tokens: int  # tokens in one step
     max_model_len: int  # tokens of one sequence, prompt and output
     block_size: int  # tokens per KV block
@@ -18,16 +18,16 @@ class SchedulerLimits:
     max_queued_requests: int
     eos_token_ids: frozenset[int]
     num_draft_tokens: int = 0  # draft tokens per row and step
-    # stages of a pipeline: one plan per stage is in flight, and none needs tokens that another
-    # samples
+    # pipeline stages: one plan per stage is in flight, and no plan needs tokens that another plan
+    # in flight samples
     num_stages: int = 1
     num_shards: int = 1  # context-parallel ranks, which split the tokens of prompts
     constrained_drafts: bool = True  # whether rows with grammar masks verify drafts
     num_host_blocks: int = 0  # KV blocks in host memory, the second level of the prefix cache
-    num_file_blocks: int = 0  # those in files, the third level
-    # whether full blocks are stored in host memory at once; False: once another request shares them
+    num_file_blocks: int = 0  # KV blocks in files, the third level
+    # True: store full blocks in host memory at once; False: when another request shares them
     stores_new_blocks: bool = True
     encoder_tokens: int = 0  # rows for image tokens; 0: images are not read
     num_encoders: int = 1  # tensor-parallel ranks that encode images
-    logs_cache_changes: bool = False  # whether `Scheduler.cache_log` is kept
+    logs_cache_changes: bool = False  # whether `Scheduler.cache_log` records changes
     chunk_length: ChunkLength = field(default_factory=EvenChunks)  # lengths of prompt chunks

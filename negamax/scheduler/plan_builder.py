@@ -7,7 +7,7 @@ from negamax.scheduler.step import ImageRun, NewRow, StepPlan
 
 
 class PlanBuilder:
-    """Columns of a plan under construction: generating rows first, longer chunks last."""
+    """Columns of a plan under construction. Generating rows come first, longer chunks last."""
 
     __slots__ = (
         "appended_blocks", "appended_slots", "budget", "chunk_length", "chunks", "drafts",
@@ -23,18 +23,18 @@ class PlanBuilder:
         self.new_rows: list[NewRow] = []
         self.appended_slots: list[int] = []
         self.appended_blocks: list[int] = []
-        self.sequences: list[Sequence] = []  # one per slot: generating rows only
+        self.sequences: list[Sequence] = []  # one per slot
         self.slots: list[int] = []
-        self.drafts: dict[int, int] = {}  # draft tokens by row, where there are any
-        self.chunks: list[tuple[int, bool, Sequence]] = []  # tokens, whether it samples, sequence
+        self.drafts: dict[int, int] = {}  # draft tokens of rows that have any
+        self.chunks: list[tuple[int, bool, Sequence]] = []  # (tokens, whether it samples, sequence)
 
     def append_block(self, sequence: Sequence) -> None:
         self.appended_slots.append(sequence.slot)
         self.appended_blocks.append(sequence.block_ids[-1])
 
     def add_chunk(self, sequence: Sequence) -> bool:
-        """Add as many of the sequence's remaining tokens as the budget allows, at least 1 unless
-        an image lacks rows. Return whether none remains, so that the chunk samples.
+        """Add as many of the sequence's remaining tokens as the budget allows, but none if its next
+        image has no rows. Return whether no token remains, so that the chunk samples.
         """
         computed, left = sequence.num_computed, sequence.num_total - sequence.num_computed
         count, room = self.chunk_length.fit(computed, left, self.budget)
@@ -52,7 +52,7 @@ class PlanBuilder:
         return samples
 
     def extend_chunk(self, sequence: Sequence) -> None:
-        """Add more tokens to a chunk that does not sample, or add the first one."""
+        """Add tokens to the sequence's chunk, which does not sample, or add its first chunk."""
         earlier = [chunk for chunk in self.chunks if chunk[2] is sequence]
         num_chunks = len(self.chunks)
         self.add_chunk(sequence)

@@ -1,8 +1,8 @@
-"""Shareable blocks of the prefix cache: full blocks, named by a hash of all tokens up to their end.
+"""Hashes of full blocks, by which the prefix cache shares blocks between requests.
 
 KV of a position depends on all earlier tokens, so a block's hash covers the previous block's hash,
 its own tokens, and the digest and place of each image that overlaps it. The first hash of a chain
-starts from the request's cache salt: different salts never share blocks.
+starts from the request's cache salt: requests with different salts never share blocks.
 """
 
 from array import array
@@ -12,11 +12,11 @@ from hashlib import blake2b
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.request import ImageInput
 
-HASH_BYTES = 32  # 128 bits, against collisions found by an attacker
+HASH_BYTES = 32  # 128 bits of security against deliberate collisions
 
 
 class BlockHashes:
-    """Hashes of full blocks, computed on demand. `tokens`: a sequence's own growing list."""
+    """Hashes of full blocks, computed on demand. `tokens`: the list of a sequence, which grows."""
 
     __slots__ = ("_hashes", "_images", "_root", "_tokens", "block_size", "salt")
 
@@ -32,7 +32,7 @@ class BlockHashes:
         self._hashes: list[bytes] = []
 
     def __getitem__(self, index: int) -> bytes:
-        """Return the hash of block `index`; all its tokens must be known."""
+        """Return the hash of block `index`. All tokens of the block must be known."""
         hashes = self._hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
@@ -55,7 +55,7 @@ class BlockHashes:
         )
 
     def computed(self, first: int, stop: int) -> list[bytes]:
-        """Return the hashes of blocks `first` to `stop`, which are computed."""
+        """Return the hashes of blocks `first` to `stop`, which must already be computed."""
         return self._hashes[first:stop]
 
     def tokens(self, first: int, stop: int) -> list[int]:
@@ -64,7 +64,7 @@ class BlockHashes:
 
 
 def match_prefix(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:
-    """Return the longest run of indexed blocks from the start, at most `max_blocks`; holds none."""
+    """Return the longest run of indexed blocks from the start, at most `max_blocks`, unheld."""
     block_ids: list[int] = []
     for index in range(max_blocks):
         block_id = pool.find(block_hashes[index])

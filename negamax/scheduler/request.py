@@ -1,4 +1,4 @@
-"""Sampling parameters and the request that crosses into the engine. Frozen; plain data."""
+"""Sampling parameters, and the request that is sent to the engine."""
 
 import msgspec
 
@@ -16,8 +16,8 @@ SEED_LIMIT = 2**63
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a request, named as in vLLM. `resolved` replaces None by the model's
-    default (its generation_config.json). `temperature=0` is greedy; `top_k` 0 or -1 is off. Errors:
-    `InvalidRequestError` from `check`, naming the field, the value and the limit.
+    default (its generation_config.json). `temperature=0` is greedy; `top_k` 0 or -1 is off. `check`
+    raises `InvalidRequestError` with the field, the value and the limit.
     """
 
     n: int = 1
@@ -29,7 +29,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    # only these tokens are sampled; not with a constraint
+    # only these tokens may be sampled; not allowed with a grammar or a thinking budget
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     max_tokens: int | None = None  # None: up to the context length
@@ -42,7 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None: off; 0: the sampled token only; k: also the k most likely
     prompt_logprobs: int | None = None  # like `logprobs`, for each prompt token after the first
     grammar: Grammar | None = None  # grammar of the content
-    reasoning: Reasoning | None = None  # where the content begins; None: at once
+    reasoning: Reasoning | None = None  # where content begins; None: with the first token
     # limit of reasoning tokens, after which the reasoning is closed; ignored without `reasoning`
     thinking_token_budget: int | None = None
 
@@ -54,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self, *, max_logprobs: int, vocab_size: int) -> None:
-        """Refuse values out of range. `max_logprobs`: the server's cap."""
+        """Refuse values out of range. `max_logprobs`: most logprobs that the server allows."""
         most = 2**31 - 1
         ranges: dict[str, tuple[float, float]] = {
             "n": (1, MAX_CHOICES),
@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "min_tokens": (0, most if self.max_tokens is None else self.max_tokens),
             "logprobs": (0, max_logprobs),
             "prompt_logprobs": (0, max_logprobs),
-            "repetition_penalty": (0.01, 10.0),  # far smaller ones overflow float32 logits
+            "repetition_penalty": (0.01, 10.0),  # much smaller values overflow float32 logits
             "thinking_token_budget": (0, most),
         }
         for name, (low, high) in ranges.items():
@@ -108,13 +108,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError(
                 "allowed_token_ids cannot be combined with structured output, a tool choice or "
                 "a thinking budget",
-                hint="send only one of them",
+                hint="remove allowed_token_ids or the other parameter",
                 param="allowed_token_ids",
                 code="invalid_value",
             )
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> "SamplingParams":
-        """Replace None by the model's defaults; `room`: tokens left in the context."""
+        """Replace None by the model's defaults. `room`: tokens left in the context."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         found = {name: getattr(self, name) for name in names}
         found |= {name: getattr(defaults, name) for name in names if found[name] is None}
@@ -123,24 +123,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **found, max_tokens=max_tokens)
 
     def copy_for_choice(self, index: int, *, seed: int) -> "SamplingParams":
-        """Return a copy for choice `index`: seed + index, wrapped to int64."""
+        """Return a copy for choice `index` with the seed `seed + index`, wrapped to int64."""
         wrapped = (seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         return msgspec.structs.replace(self, n=1, seed=wrapped)
 
 
 class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that another engine has computed, or is computing, and where that engine listens."""
+    """A prompt that another engine has computed or is computing, and that engine's address."""
 
     host: str
     port: int
     lease_id: str
-    engine_id: str = ""  # "": any engine there, which may have yet to compute the prompt
+    engine_id: str = ""  # "": any engine at the address, even if it has not computed the prompt yet
 
 
 class ImageInput(msgspec.Struct, frozen=True):
-    """An image of a prompt: its pixels, and the tokens that its rows replace."""
+    """An image of a prompt: its pixels, and the prompt tokens that it takes."""
 
-    offset: int  # index of its first token among the prompt's
+    offset: int  # index of its first token in the prompt
     num_tokens: int
     grid: tuple[int, int]  # rows and columns of patches
     digest: bytes  # identifies the pixels
@@ -162,14 +162,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    priority: int = 0  # lower runs earlier
-    tenant: str = ""  # tenants share the rows
-    cache_salt: str = ""  # requests share prefix-cache blocks only with the same salt
+    priority: int = 0  # lower values run earlier
+    tenant: str = ""  # tenants share the rows of the batch
+    cache_salt: str = ""  # only requests with the same salt share prefix-cache blocks
     data_parallel_rank: int | None = None  # data-parallel rank that must run it; None: any
     lease_id: str = ""  # keep the computed prompt for another engine, under this name
     remote: RemotePrompt | None = None  # read the computed prompt from another engine
     images: list[ImageInput] = []  # in the order of the prompt
-    # prompt tokens that the other engine found cached; None: the prompt was not read from one
+    # prompt tokens that the other engine found cached; None: this engine computed the prompt
     num_remote_cached_tokens: int | None = None
 
 

@@ -13,8 +13,8 @@ class RequestTable:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.sequences: dict[str, Sequence] = {}
-        self.num_constrained = 0  # constrained sequences among them
-        self.num_rows: Counter[str] = Counter()  # running sequences by tenant, none of them 0
+        self.num_constrained = 0  # number of constrained sequences
+        self.num_rows: Counter[str] = Counter()  # running sequences of tenants that have any
         self.admitted: list[str] = []  # request ids, until `GroupScheduler.take_admitted`
         self._limits = limits
         self._count = 0
@@ -22,17 +22,17 @@ class RequestTable:
         self._last_turns: dict[str, int] = {}  # turn of each tenant's latest request
 
     def add(self, request: GenerateRequest, *, num_waiting: int) -> Sequence:
-        """Make the sequence of a resolved request. Errors: ContextLengthError without room for
-        output; InvalidRequestError for an empty prompt, a used id or too large a request;
-        OverloadedError.
+        """Create the sequence of a resolved request. Raises `ContextLengthError` if there is no
+        room for output, `InvalidRequestError` for an empty prompt, an id in use or a request that
+        can never fit, and `OverloadedError` if the queue is full.
         """
         limits, max_tokens = self._limits, request.sampling.max_tokens
-        assert max_tokens is not None, "sampling must be resolved before it gets here"
+        assert max_tokens is not None, "sampling must be resolved before `add` is called"
         prompt_len = len(request.prompt_token_ids)
         if request.request_id in self.sequences:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by an unfinished request; choose "
-                f"another",
+                f"another id",
                 param="request_id",
                 code="duplicate_request_id",
             )
@@ -70,7 +70,7 @@ class RequestTable:
         return sequence
 
     def admit(self, sequence: Sequence) -> bool:
-        """Record that a sequence begins or resumes to run; return whether it is the first time."""
+        """Record that a sequence starts or resumes. Return whether it runs for the first time."""
         self._turn = max(self._turn, sequence.turn)
         self.num_rows[sequence.tenant] += 1
         is_first, sequence.was_admitted = not sequence.was_admitted, True
@@ -82,7 +82,7 @@ class RequestTable:
 
     def leave(self, sequence: Sequence) -> None:
         """Record that a running sequence ends or is preempted."""
-        self.num_rows -= Counter((sequence.tenant,))  # drops a tenant without rows
+        self.num_rows -= Counter((sequence.tenant,))  # this drops a tenant that has no rows left
 
     def remove(self, sequence: Sequence) -> None:
         """Drop a sequence that ends."""
@@ -95,7 +95,7 @@ class RequestTable:
         sequence.is_constrained = False
 
     def _check_images(self, request: GenerateRequest) -> None:
-        """Refuse images without a tower, or that exceed the encoder cache."""
+        """Refuse images if there is no vision tower, or if one exceeds the encoder cache."""
         room = self._limits.encoder_tokens
         if not room:
             raise InvalidRequestError(
@@ -107,7 +107,7 @@ class RequestTable:
         if request.lease_id or request.remote is not None:
             raise InvalidRequestError(
                 "prompts with images are not exchanged with other engines",
-                hint="send them to an engine without --kv-transfer-config",
+                hint="send prompts with images to an engine without --kv-transfer-config",
                 param="messages",
                 code="images_not_supported",
             )
@@ -124,15 +124,15 @@ class RequestTable:
             if image.offset < end or image.end >= len(request.prompt_token_ids):
                 raise InvalidRequestError(
                     f"image {number} takes tokens {image.offset} to {image.end} of a prompt of "
-                    f"{len(request.prompt_token_ids)}; images must not overlap, and a token must "
-                    f"follow the last one",
+                    f"{len(request.prompt_token_ids)} tokens; images must not overlap, and a token "
+                    f"must follow the last image",
                     param="messages",
                     code="invalid_value",
                 )
             end = image.end
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
-        """Refuse a request that exceeds the empty pool. The last token is never run: no room."""
+        """Refuse a request that exceeds an empty pool. Its last token never runs and has no KV."""
         limits = self._limits
         needed = -(-(limit - 1) // limits.block_size)
         if needed <= limits.num_blocks:

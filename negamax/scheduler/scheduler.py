@@ -1,19 +1,18 @@
-"""Plans each step, allocates KV blocks, and turns results into updates for the callers.
+"""Plan each step, allocate KV blocks, and turn results into updates for the callers.
 
 Steps overlap: `plan` may be called before the last plan is committed. The worker executes plans in
-order and feeds each sampled token to its row. So a later plan may reuse blocks and slots freed
-here, and may contain a decode row whose input token is still unknown here. A row whose next token
-depends on a grammar mask is planned like any other; if the mask is late, `postpone` takes the row
-back.
+order and feeds each sampled token to its row. So a later plan may reuse blocks and slots that the
+scheduler has freed, and may contain a decode row whose input token the scheduler does not know yet.
+A row whose next token depends on a grammar mask is planned like other rows. If the mask is late,
+`postpone` takes the row's last token back.
 
 A row with k draft tokens yields 1 to k+1 tokens. Until its step is committed, the sequence counts
-all drafts as accepted: its blocks and limits are those of the longest outcome. The commit releases
-the rest, also for plans made since.
+all drafts as accepted and has blocks for the longest outcome. The commit subtracts rejected drafts.
 
-Tenants share the rows: while a request waits whose tenant has at least two rows fewer than another
-tenant, rows of that other tenant are preempted until it fits.
+Tenants share the rows. If a waiting request's tenant has at least two rows fewer than another
+tenant, rows of the other tenant are preempted until the request fits.
 
-Deterministic: plans depend only on the calls, not on time, string hashes or set order.
+Plans depend only on the calls, not on time, string hashes or set order.
 """
 
 from bisect import insort
@@ -43,8 +42,8 @@ from negamax.scheduler.waiting import (
     rank_waiting,
 )
 
-# Cost of a running sequence over all its steps, in prompt tokens of equal duration: a constant, and
-# one token per so many tokens of KV cache.
+# Cost of a running sequence over all its steps, in prompt tokens that take as long: `ROW_COST`,
+# plus 1 per `TOKENS_PER_COST` tokens of KV cache.
 ROW_COST, TOKENS_PER_COST = 128, 4
 
 
@@ -59,13 +58,13 @@ class Scheduler:
     """Continuous batching on one data-parallel rank: paged KV blocks, chunked prefill, prefix cache
     and preemption by recompute.
 
-    Use: `plan`, launch it, then `commit` (or `fail`) plans in order.
+    Call `plan`, launch the plan, then call `commit` or `fail` for the plans in order.
     """
 
     def __init__(
         self, limits: SchedulerLimits, requests: RequestTable, draft_length: DraftLength | None
     ) -> None:
-        """`requests`: of all ranks. `draft_length`: chooses draft tokens; None: the limit."""
+        """`requests`: of all ranks. `draft_length`: None for as many drafts as `limits` allow."""
         self.limits = limits
         self._requests = requests
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
@@ -87,7 +86,7 @@ class Scheduler:
         self._in_flight: deque[_UncommittedPlan] = deque()
         # the request that could not be admitted, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
-        # the request that no rows could make room for, and the gain count that may change this
+        # the request for which preemption made no room, and the gain count at which to try again
         self._kept_out: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # step id
@@ -98,19 +97,19 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a slot: new, preempted, or with a load under way."""
+        """Number of requests without a slot: new, preempted, or waiting for a load."""
         return len(self._waiting) + self.host.num_waiting
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of KV blocks that no live request holds; cached ones count."""
+        """Number of KV blocks that no request holds, including cached blocks."""
         return self._pool.num_free
 
     def queue(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Drop a sequence. Its rows still in flight are dropped at commit."""
+        """Drop a sequence. `commit` drops its rows that are still in flight."""
         self._requests.remove(sequence)
         if sequence.slot != NO_SLOT:
             self._leave(sequence)
@@ -123,7 +122,7 @@ class Scheduler:
         self.encoder.evict()
 
     def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
-        """Return the grammar rows of the latest plan whose sequences have not ended since."""
+        """Return the grammar rows of the latest plan, except rows of sequences that have ended."""
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
         found = []
@@ -135,13 +134,13 @@ class Scheduler:
         return found
 
     def proposed(self, result: StepResult) -> dict[str, list[int]]:
-        """Return the oldest uncommitted plan's proposed tokens of its grammar rows, by request."""
+        """Return the drafts of the oldest uncommitted plan's grammar rows, by request id."""
         sequences = self._in_flight[0].sequences
         return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
     def postpone(self, plan: StepPlan, rows: list[int]) -> None:
         """Postpone rows of the latest plan until `unblock`: their samples are ignored, and their
-        last token runs again. The step's `GrammarBitmask` names them to the worker.
+        last token runs again. The step's `GrammarBitmask` lists these rows.
         """
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
@@ -154,7 +153,7 @@ class Scheduler:
             sequence.num_total -= 1
 
     def plan(self) -> StepPlan | None:
-        """Return the next step; None if nothing can run before a commit, `add` or pipeline turn."""
+        """Return the next plan; None if nothing can run before a commit, `add` or pipeline turn."""
         self._turns.begin()
         self.shared.take_queued()
         first = self._waiting.first(self._requests.num_rows)
@@ -168,15 +167,15 @@ class Scheduler:
         prefills = self._plan_decodes(builder, num_drafts)
         unfinished = self._plan_shares(builder, prefills) if prefills else []
         started = {sequence.tenant: sequence.order for sequence in reversed(unfinished)}
-        # each sequence with a load under way will need a slot
+        # keep a slot for each sequence that waits for a load
         while builder.budget and len(self._free_slots) > self.host.num_waiting:
             first = self._waiting.first(self._requests.num_rows, after=started)
             if first is not None and self._begin_load(first):
-                self._waiting.remove(first)  # others run meanwhile
+                self._waiting.remove(first)  # other requests run meanwhile
                 continue
             new_row = None if first is None else self._admit(first)
             if first is None or new_row is None:
-                break  # the first is never overtaken
+                break  # no request overtakes the first one
             builder.new_rows.append(new_row)
             self._waiting.remove(first)
             builder.add_chunk(first)
@@ -194,7 +193,7 @@ class Scheduler:
         return self._finish(builder, num_proposed=num_drafts)
 
     def plan_nothing(self) -> StepPlan:
-        """Return a step without rows, for a rank that runs beside other data-parallel ranks."""
+        """Return a plan without rows, for a rank that runs beside other data-parallel ranks."""
         return self._finish(self._build_plan(0), num_proposed=0)
 
     def _build_plan(self, budget: int) -> PlanBuilder:
@@ -217,8 +216,8 @@ class Scheduler:
         return self._in_flight[-1].sequences
 
     def cost_of(self, sequence: Sequence) -> int | None:
-        """Return the cost of admitting a waiting sequence here, in prompt tokens: those that run
-        before its first output, and the batch that it would join. None if it would have to wait.
+        """Return the cost of admitting a waiting sequence here, in prompt tokens: the tokens that
+        run before its first output, plus the cost of the batch. None if it would have to wait.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -240,8 +239,8 @@ class Scheduler:
         return backlog + own + ROW_COST * num_rows + num_held // TOKENS_PER_COST
 
     def can_take(self, sequence: Sequence) -> bool:
-        """Whether rows of a tenant with more rows make room for a waiting sequence of the group,
-        which comes before those that wait here.
+        """Whether a waiting sequence of the group comes before all sequences that wait here, and
+        preempting rows of a tenant with more rows makes room for it.
         """
         num_rows = self._requests.num_rows
         first = self._waiting.first(num_rows)
@@ -251,8 +250,8 @@ class Scheduler:
     def commit(
         self, plan: StepPlan, result: StepResult, *, seconds: float = 0.0
     ) -> list[SequenceUpdate]:
-        """Apply the oldest uncommitted plan's result: an update per sequence that gained tokens or
-        ended. Rows of ended sequences are dropped. `seconds`: duration of the step, 0 if unknown.
+        """Apply the oldest uncommitted plan's result. Return an update for each sequence that
+        gained tokens or ended. `seconds`: duration of the step, 0 if unknown.
         """
         step = self._take_in_flight(plan)
         postponed = step.postponed
@@ -349,16 +348,16 @@ class Scheduler:
         return [self._end(row, message) for row in dict.fromkeys(lost) if not row.finished]
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
-        """Plan a row for each running sequence with one token left, with up to `most_drafts` of its
-        drafts from the budget that remains; return the others, in order. The budget suffices:
-        admission leaves a token for every running sequence.
+        """Plan a row for each running sequence with one token left, with up to `most_drafts` drafts
+        if the budget allows. Return the sequences with more tokens left, in order. The budget
+        suffices, because admission leaves a token for every running sequence.
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0
         has_drafts, looks_ahead = (self.limits.num_draft_tokens > least for least in (0, 1))
         most_rows = self._turns.most_rows(self._running, builder.budget)
         spare = builder.budget - min(len(self._running), most_rows) if most_drafts else 0
-        # _grow may preempt later sequences, never one already visited
+        # _grow may preempt later sequences, but no sequence that was already visited
         for sequence in self._running:
             if sequence.is_postponed:
                 num_postponed += 1  # its token stays reserved in the budget
@@ -391,15 +390,15 @@ class Scheduler:
             sequences.append(sequence)
             slots.append(sequence.slot)
         builder.budget -= len(slots) + sum(builder.drafts.values()) + num_postponed
-        if self.limits.num_stages > 1:  # rows with a later turn reserve nothing
+        if self.limits.num_stages > 1:  # rows whose turn comes later reserve nothing
             builder.budget = max(0, builder.budget)
         assert builder.budget >= 0
         return prefills
 
     def _plan_shares(self, builder: PlanBuilder, prefills: list[Sequence]) -> list[Sequence]:
         """Plan chunks of running prompts. If several tenants have prompts of the best priority,
-        each gets an equal share of the budget; what it does not need, and the shares of tenants
-        that wait for a slot, stay in the budget. Return the prompts that may take more of it.
+        each tenant gets an equal share of the budget. Unused shares, and shares of tenants that
+        wait for a slot, stay in the budget. Return the prompts that may take more of the budget.
         """
         priority = prefills[0].order[0]
         urgent = [row for row in prefills if row.order[0] == priority]
@@ -423,7 +422,7 @@ class Scheduler:
         return [row for row in prefills if row not in ended] if num_shares > 1 else []
 
     def _reserve_drafts(self, sequence: Sequence, most: int, builder: PlanBuilder) -> int:
-        """Reserve free blocks for up to `most` drafts within the length limit; preempt nothing."""
+        """Reserve free blocks for up to `most` drafts, without preemption. Return how many fit."""
         wanted = min(most, sequence.limit - 1 - sequence.num_total)
         pool = self._pool
         while sequence.num_total + wanted > sequence.capacity and pool.num_free:
@@ -440,9 +439,9 @@ class Scheduler:
             builder.append_block(sequence)
 
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
-        """Return the rows to preempt for a waiting sequence, none if it fits: rows with the fewest
-        computed tokens of the tenant with the most rows, which keeps more rows than the tenant of
-        the waiting one. None if no tenant has two rows more, or if its rows do not suffice.
+        """Return the rows to preempt for a waiting sequence, [] if it fits already: the rows with
+        the fewest computed tokens of the tenant with the most rows. That tenant keeps more rows
+        than the waiting tenant. None if no tenant has two rows more, or its rows do not suffice.
         """
         pool, num_rows = self._pool, self._requests.num_rows
         own = num_rows[waiting.tenant]
@@ -466,8 +465,8 @@ class Scheduler:
         return yielding if missing <= 0 and (yielding or self._free_slots) else None
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Give a running sequence one more block, preempting later ones. False if it would be
-        preempted itself and must skip the step. The first one never skips: all make progress.
+        """Allocate a block for a running sequence; preempt later sequences if needed. Return False
+        if the sequence itself is the victim: it skips the step. The first sequence never skips.
         """
         pool = self._pool
         while pool.num_free == 0:
@@ -483,7 +482,7 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue, to be recomputed. Its tokens in flight still count."""
+        """Return a sequence to the queue for recomputation. Its tokens in flight still count."""
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
@@ -491,9 +490,9 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
-        """Admit a waiting sequence with blocks for all its tokens; None if not possible now. While
-        others run, one more block must be free, or the first of them to grow would preempt it. If
-        none runs, every block is free: the request fits.
+        """Admit a waiting sequence with blocks for all its tokens; return None if it must wait.
+        While other sequences run, one more block must be free, or the next one that grows would
+        preempt this one. If no sequence runs, every block is free and the request fits.
         """
         if not self._may_admit(sequence):
             return None
@@ -532,13 +531,13 @@ class Scheduler:
         )
 
     def _may_admit(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence's tokens are all known and enough blocks may be free now."""
+        """Whether all tokens of a waiting sequence are known and enough blocks may be free."""
         retry_gain = sequence.retry_gain if self._running else 0
         return sequence.resume_after <= self._last_committed and self._pool.gain_count >= retry_gain
 
     def _begin_load(self, sequence: Sequence) -> bool:
-        """Load a waiting sequence's blocks from host memory, once per admission, perhaps after
-        reading files. False if it needs no load, or if there is no room for all its tokens.
+        """Start to load a waiting sequence's blocks from host memory or files, once per admission.
+        Return False if it needs no load, or if there is no room for all its tokens.
         """
         if not (self.host.num_blocks and sequence.may_load and self._may_admit(sequence)):
             return False
@@ -547,7 +546,7 @@ class Scheduler:
         return self.host.begin(sequence)
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return a waiting sequence's cached blocks, the number of others and of free ones."""
+        """Return a waiting sequence's cached blocks, and the numbers of new and free blocks."""
         pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
         shared: list[int] = []
         if sequence.request.sampling.prompt_logprobs is None:
@@ -558,7 +557,7 @@ class Scheduler:
         return shared, num_new, num_new + sum(pool.ref_count(block) == 0 for block in shared)
 
     def _index_blocks(self, sequence: Sequence) -> None:
-        """Index the blocks filled by committed steps: the content of a lost step is invalid."""
+        """Index the blocks that committed steps filled. Blocks of a lost step are invalid."""
         block_size = self.limits.block_size
         num_full = sequence.num_committed // block_size
         for index in range(sequence.num_indexed, num_full):

@@ -13,8 +13,8 @@ NEVER = 2**63  # larger than any position
 
 
 class Sequence:
-    """State of one request: waiting (no slot, no blocks), running, or finished. `len(tokens)` are
-    known here; `num_total` also counts those sampled by steps in flight; `num_computed`, always
+    """State of one request: waiting (no slot, no blocks), running, or finished. `tokens` are known
+    here. `num_total` also counts tokens that steps in flight sample. `num_computed` tokens, always
     fewer, have run or are in a plan. Draft tokens in flight count as accepted.
     """
 
@@ -37,7 +37,7 @@ class Sequence:
         eos_token_ids: frozenset[int],
         block_size: int,
     ) -> None:
-        """`limit`: most tokens. At equal priority a lower `turn`, then `arrival`, runs first."""
+        """`limit`: most tokens. At equal priority, lower `turn` and then `arrival` runs first."""
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
@@ -47,7 +47,7 @@ class Sequence:
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.limit = limit
-        # a stop token counts after this many tokens
+        # stop tokens are ignored up to this number of tokens
         self.stop_from = self.prompt_len + sampling.min_tokens
         self.stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
@@ -60,36 +60,36 @@ class Sequence:
         self.rank: int | None = None  # data-parallel rank that runs it
         self.slot = NO_SLOT
         self.block_ids: list[int] = []
-        self.capacity = 0  # positions that block_ids have room for
+        self.capacity = 0  # positions for which block_ids have room
         self.num_computed = 0
-        self.num_committed = 0  # leading blocks computed by committed steps
+        self.num_committed = 0  # leading tokens computed by committed steps
         self.num_total = self.prompt_len
         self.num_indexed = 0  # leading blocks already offered to the pool's index
         self.index_at = NEVER  # number of computed tokens at which the next block is full
 
-        self.known_at = 0  # first turn in which a plan may need the token sampled last
-        self.num_proposed = 0  # draft tokens proposed after the token sampled last
-        self.drafts = (0, 0, 0)  # rows with drafts, their draft tokens, accepted ones
+        self.known_at = 0  # first turn in which a plan may read the last sampled token
+        self.num_proposed = 0  # draft tokens proposed after the last sampled token
+        self.drafts = (0, 0, 0)  # rows with drafts, draft tokens, accepted draft tokens
         self.was_admitted = False
-        self.num_cached_tokens = 0  # at the first admission
-        # after a preemption: the last step that may still yield tokens for it
+        self.num_cached_tokens = 0  # prompt tokens found cached at the first admission
+        # after a preemption: the last step that may still yield tokens for this sequence
         self.resume_after = -1
-        self.may_load = True  # whether host memory is searched before the next admission,
-        self.may_read = True  # and whether files are
-        self.retry_gain = 0  # pool.gain_count that must be exceeded before admission is tried again
-        # collected so far; None: not wanted or delivered
+        self.may_load = True  # whether host memory is searched before the next admission
+        self.may_read = True  # whether files are searched before the next admission
+        self.retry_gain = 0  # pool.gain_count at which admission is tried again
+        # prompt logprobs collected so far; None: not requested, or already sent
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
-        self.is_constrained = sampling.is_constrained  # its next token may depend on a mask
-        self.is_postponed = False  # not to be planned: its mask is not available yet
+        self.is_constrained = sampling.is_constrained  # whether the next token may depend on a mask
+        self.is_postponed = False  # whether it is not planned, because its mask is missing
         self.worker_sampling = sampling  # without fields that only the engine reads
         if sampling.grammar is not None or sampling.reasoning is not None:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False
 
     def give_back(self, num_rejected: int) -> None:
-        """Take back the tokens of rejected drafts; blocks stay for the next tokens."""
+        """Subtract the tokens of rejected drafts. Their blocks stay for the next tokens."""
         self.num_computed -= num_rejected
         self.num_total -= num_rejected
 
@@ -121,7 +121,7 @@ class DraftCounters:
     def __init__(self, most_drafts: int) -> None:
         self.num_rows = 0  # rows with draft tokens
         self.num_tokens = 0  # draft tokens of these rows
-        self.accepted_per_position = [0] * most_drafts  # by place in the row
+        self.accepted_per_position = [0] * most_drafts  # by place of the draft token in its row
 
     def add(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count a committed row with drafts."""

@@ -1,9 +1,9 @@
 """Blocks in host memory that other engines read, or that are read from other engines.
 
 An engine that has computed a prompt keeps its full blocks in host memory under a *lease*, until
-another engine has read them or the lease expires. That engine *imports* the blocks: it allocates
-host blocks, lets its ranks fill them, and indexes them like blocks it has stored itself. So a
-request of another engine becomes a request with a prefix in host memory.
+another engine has read them or the lease expires. The reading engine *imports* the blocks: it
+allocates host blocks, its ranks fill these blocks, and it indexes them like its own stores. Then
+the prompt is a prefix in its host memory.
 """
 
 from collections.abc import Sequence as Items
@@ -18,8 +18,8 @@ from negamax.scheduler.step import StepResult
 
 
 def hash_prompt(tokens: Items[int], *, block_size: int) -> bytes:
-    """Return the hash of the tokens before the last full block's end that needs no salt; at least
-    one token stays outside, to be sampled from. b"" without a full block.
+    """Return the hash, without salt, of a prompt's tokens up to the end of its last full block; b""
+    if it has no full block. At least one token is left out, because it must run to sample.
     """
     num_blocks = (len(tokens) - 1) // block_size
     hashes = BlockHashes(list(tokens), block_size=block_size, salt="")
@@ -31,14 +31,14 @@ class Lease:
     """The blocks of a computed prompt that another engine may read."""
 
     lease_id: str
-    hashes: list[bytes]  # of its full blocks, in order
+    hashes: list[bytes]  # hashes of the prompt's full blocks, in order
     prompt_hash: bytes  # `hash_prompt`
-    num_cached_tokens: int  # prompt tokens that were not computed for it
+    num_cached_tokens: int  # prompt tokens that were found cached
     blocks: list[int]  # KV blocks, held until all are in host memory
-    held: dict[int, int] = field(default_factory=dict)  # host blocks by index, held from now on
+    held: dict[int, int] = field(default_factory=dict)  # held host blocks, by index in `hashes`
     step_id: int = -1  # the plan whose copies must be complete before a read
-    is_open: bool = False  # whether a reader knows its blocks
-    expires: float = inf  # monotonic seconds; set by the owner of the clock
+    is_open: bool = False  # whether a reader has received the list of blocks
+    expires: float = inf  # monotonic seconds; the caller sets it
 
     @property
     def places(self) -> list[int]:
@@ -65,7 +65,7 @@ class SharedBlocks:
     def __init__(self, pool: BlockPool, host: HostTier, *, block_size: int) -> None:
         self.leases: dict[str, Lease] = {}
         self.last_step = -1  # step id of the last committed plan
-        self.settled: list[Lease] = []  # leases that became readable; the owner empties it
+        self.settled: list[Lease] = []  # leases that became readable; the caller empties the list
         self._pool, self._host, self._block_size = pool, host, block_size
         self._unsettled: list[Lease] = []
 
@@ -76,7 +76,7 @@ class SharedBlocks:
 
     @property
     def can_store(self) -> bool:
-        """Whether a lease waits for stores, and host memory has room for one."""
+        """Whether a lease waits for stores and host memory has a free block."""
         return bool(self._unsettled) and self._host.has_room
 
     @property
@@ -93,8 +93,8 @@ class SharedBlocks:
         return bool(self._unsettled)
 
     def lend(self, sequence: Sequence, *, step_id: int) -> None:
-        """Lease the prompt of a sequence that is about to leave the batch, after the commit of
-        `step_id`. Nothing is leased of a prompt that exceeds the host memory.
+        """Lease the prompt of a sequence that leaves the batch with the commit of `step_id`. A
+        prompt that exceeds the host memory is not leased.
         """
         request, size = sequence.request, self._block_size
         num_blocks = (sequence.prompt_len - 1) // size
@@ -113,21 +113,21 @@ class SharedBlocks:
         self._settle(step_id)
 
     def take_queued(self) -> None:
-        """Store queued blocks with the next plan, and those of the oldest unsettled lease. Several
-        leases at once could each wait for the room that others hold.
+        """Store queued blocks and the blocks of the oldest unsettled lease with the next plan. If
+        several leases were stored at once, each could wait for room that another one holds.
         """
         for lease in self._unsettled[:1]:
             self._host.offer_hashes(lease.hashes)
         self._host.take_queued()
 
     def commit(self, result: StepResult) -> None:
-        """Apply the copies of a plan, as of `HostTier.commit`, and settle leases."""
+        """Apply the copies of a plan with `HostTier.commit`, and settle leases."""
         self._host.commit(result)
         self._settle(result.step_id)
 
     def _settle(self, step_id: int) -> None:
-        """Make leases readable whose blocks are all in host memory after plan `step_id`. The oldest
-        other one holds those that are, so that they make no room for the rest.
+        """Make each lease readable if all its blocks are in host memory after plan `step_id`. The
+        oldest unsettled lease holds its host blocks, so that no other block replaces them.
         """
         self.last_step = step_id
         for lease in self._unsettled.copy():
@@ -145,7 +145,7 @@ class SharedBlocks:
                 self.settled.append(lease)
 
     def end(self, lease_id: str) -> bool:
-        """Release the blocks of a lease. False if there is none."""
+        """Release the blocks of a lease. Return False if the lease does not exist."""
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return False
@@ -156,7 +156,7 @@ class SharedBlocks:
         return True
 
     def find_missing(self, hashes: Items[bytes]) -> list[int]:
-        """Return the indices of `hashes` whose blocks are not here."""
+        """Return the indices of `hashes` that are neither in the KV cache nor in host memory."""
         return [
             index
             for index, each in enumerate(hashes)
@@ -164,8 +164,8 @@ class SharedBlocks:
         ]
 
     def begin_import(self, hashes: Items[bytes]) -> tuple[Import, list[int]] | None:
-        """Allocate host blocks for those of `hashes` that are missing here. Return them with their
-        indices in `hashes`; None without enough room.
+        """Allocate host blocks for the `hashes` that are missing here. Return an import with the
+        indices of the missing hashes, or None if there is not enough room.
         """
         missing = self.find_missing(hashes)
         places = self._host.allocate(len(missing))
@@ -174,11 +174,11 @@ class SharedBlocks:
         return Import(places, [hashes[index] for index in missing]), missing
 
     def end_import(self, blocks: Import, *, is_valid: bool) -> None:
-        """Index the blocks of an import, if their content is valid, and release them."""
+        """Index the blocks of an import if `is_valid`, and release the blocks."""
         self._host.insert(blocks.places, blocks.hashes if is_valid else [])
 
     def hold(self, hashes: Items[bytes]) -> list[int]:
-        """Hold the host blocks with these hashes that exist, until `release`."""
+        """Hold the existing host blocks with these hashes until `release`; skip missing ones."""
         return [place for each in hashes for place in self._host.hold([each]) or ()]
 
     def release(self, places: list[int]) -> None:

@@ -1,8 +1,9 @@
 """Turns of rows in a pipeline. One plan per stage is in flight, so generating rows take turns: a
-row's next turn comes once its last token can be available.
+row runs again only when its last sampled token can be available.
 
-The first stage reads the token of a decode. With P stages, each row is therefore in one of P plans.
-Rows are spread evenly, because a step with fewer rows takes hardly less time per stage.
+The first stage reads the token of a decode. With P stages, each row is therefore in one of P
+consecutive plans. Rows are spread evenly, because a step with fewer rows takes hardly less time per
+stage.
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ class Turns:
         self._number = 0
 
     def begin(self) -> None:
-        """Advance to the next plan, or to a gap in its place."""
+        """Advance to the next turn, which has a plan or stays empty."""
         self._number += 1
 
     def is_due(self, sequence: Sequence) -> bool:
@@ -33,7 +34,7 @@ class Turns:
         return min(budget, self.share(generating))
 
     def share(self, num_rows: int) -> int:
-        """Rows of one plan, of `num_rows` in all."""
+        """Return how many of `num_rows` rows one plan runs."""
         return -(-num_rows // self._num_stages)
 
     def most_slots(self, max_num_seqs: int, budget: int) -> int:

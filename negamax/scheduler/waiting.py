@@ -1,7 +1,7 @@
-"""The queue of requests without a slot, and their turns between tenants.
+"""The queue of requests without a slot, with turns between tenants.
 
-Among waiting requests of equal priority the tenant with the fewest running rows comes first, then
-the order of turns and arrival. With one tenant that is the order alone.
+Among waiting requests of equal priority, requests of the tenant with the fewest running rows come
+first. Among these, the order is by turn, then by arrival.
 """
 
 from bisect import insort
@@ -15,7 +15,7 @@ by_order = attrgetter("order")
 
 
 class WaitingQueue:
-    """Waiting sequences by tenant, each tenant's by order. Tenants without any are dropped."""
+    """Waiting sequences by tenant, in order. Tenants without waiting sequences are dropped."""
 
     def __init__(self) -> None:
         self._by_tenant: dict[str, list[Sequence]] = {}
@@ -43,10 +43,10 @@ class WaitingQueue:
     def first(
         self, num_rows: Mapping[str, int], *, after: Mapping[str, tuple[float, ...]] | None = None
     ) -> Sequence | None:
-        """Return the next sequence to admit, None if none waits.
+        """Return the next sequence to admit, or None if no sequence waits.
 
-        `num_rows`: running rows of each tenant that has any. `after`: by tenant, the order
-        of its first unfinished prompt; its later requests wait for that.
+        `num_rows`: running rows of each tenant that has any. `after`: order of the first
+        unfinished prompt by tenant; later requests of the same tenant are skipped.
         """
         heads = [queue[0] for queue in self._by_tenant.values()]
         if after:
@@ -55,15 +55,15 @@ class WaitingQueue:
 
 
 def rank_waiting(sequence: Sequence, num_rows: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the sort key of a waiting sequence, as of `WaitingQueue.first`."""
+    """Return the key by which `WaitingQueue.first` orders waiting sequences."""
     return sequence.order[0], num_rows.get(sequence.tenant, 0), *sequence.order[1:]
 
 
 def choose_victim(
     running: list[Sequence], sequence: Sequence, num_rows: Mapping[str, int]
 ) -> Sequence:
-    """Return the row to preempt so that `sequence` may grow, of those from it on: by priority, then
-    of the tenant with the most rows, then the last.
+    """Return the row to preempt so that `sequence` may grow. Of `sequence` and the rows after it,
+    it has the worst priority, then the tenant with the most rows, then the last position.
     """
     if len(num_rows) == 1:
         return running[-1]
@@ -75,7 +75,7 @@ def list_yielding(
     running: list[Sequence], waiting: Sequence, num_rows: Mapping[str, int]
 ) -> tuple[list[Sequence], str]:
     """Return the rows that may be preempted for a waiting sequence, the shortest first, and their
-    tenant: of those with no better priority, the one with the most rows.
+    tenant. Of the tenants with rows of no better priority, that tenant has the most rows.
     """
     rows = [
         row

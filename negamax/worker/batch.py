@@ -1,6 +1,6 @@
-"""Inputs of one forward pass, from a plan and the request state. The host lays them out and sends
-them in one transfer. The device places them after the computed tokens, whose number only the device
-may have.
+"""Build the inputs of a forward pass from a plan and the request state. The host lays out the
+tokens and sends the layout in one transfer. The device adds the number of computed tokens of each
+slot, which the host may not know yet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SampleInputs:
     slots: list[int]  # [R] slot of each sampled row
     bounds: list[int]  # [R] upper bound of the sampled token's position in its slot
     slots_device: Tensor  # [R] int64
-    positions_device: Tensor  # [R] int64, its position
+    positions_device: Tensor  # [R] int64, position of the sampled token
 
 
 class StepColumns(NamedTuple):
@@ -39,12 +39,12 @@ class StepColumns(NamedTuple):
     token_slots: Column  # [T]
     slots: Column  # [S]
     token_offsets: Column  # [T]
-    end_offsets: Column  # [S] after each sequence's last token
+    end_offsets: Column  # [S] offset after each sequence's last token
     query_starts: Column  # [S + 1]
 
     @classmethod
     def of_decodes(cls, slots: Sequence[int], counts: Sequence[int]) -> StepColumns:
-        """The next counts[i] tokens of slots[i]."""
+        """Describe the next counts[i] tokens of slots[i]."""
         rows, lengths = np.array(slots, dtype=np.int64), np.array(counts, dtype=np.int64)
         starts = np.concatenate(([0], lengths.cumsum()))
         offsets = np.arange(starts[-1]) - starts[:-1].repeat(lengths)
@@ -53,18 +53,18 @@ class StepColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """A step on the host: T tokens of S sequences, single tokens first, then prompt runs."""
+    """T tokens of S sequences in a step, on the host: first single tokens, then prompt runs."""
 
     num_decodes: int
     columns: StepColumns
-    seq_len_bounds: Column  # [S] upper bound of the tokens including this step
-    # per row of the plan: index of its first prompt token among the T (meaningless without any)
+    seq_len_bounds: Column  # [S] upper bound of the tokens after this step
+    # per row of the plan: index of its first prompt token among the T (unused if it has none)
     prompt_starts: list[int]
-    # [R] row of the plan: one sample, and one for each of its draft tokens
+    # [R] row of the plan; a row with k draft tokens has k + 1 samples
     sample_rows: Column
     sample_slots: Column  # [R]
-    sample_offsets: Column  # [R] of the sampled token
-    sample_tokens: Column  # [R] index among the T of the token whose hidden state is sampled
+    sample_offsets: Column  # [R] offset of the sampled token
+    sample_tokens: Column  # [R] index of the token before it, among the T tokens
 
     @classmethod
     def without_samples(
@@ -75,7 +75,7 @@ class BatchLayout:
 
     @classmethod
     def of_decodes(cls, plan: StepPlan) -> BatchLayout:
-        """Describe a plan whose tokens are all sampled, for a captured step: no upper bounds."""
+        """Describe a plan whose tokens are all sampled, for a captured step, without bounds."""
         columns = StepColumns.of_decodes(plan.slots, plan.num_scheduled)
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled)
         offsets = columns.token_offsets + 1
@@ -88,7 +88,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Positions of T tokens of S sequences, on the device; int64, the last two may be int32."""
+    """Positions of T tokens of S sequences on the device. The last two may be int32."""
 
     token_slots: Tensor  # [T]
     slots: Tensor  # [S]
@@ -98,7 +98,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, columns: Tensor, places: Tensor, num_tokens: int, num_seqs: int) -> StepInputs:
-        """Split `StepColumns` and the positions and lengths, which are stored consecutively."""
+        """Split consecutive `StepColumns`, and consecutive positions and lengths."""
         parts = [num_tokens, num_seqs]
         size = sum(parts)
         query_starts = columns[2 * size : 2 * size + num_seqs + 1]
@@ -106,7 +106,7 @@ class StepInputs:
 
 
 def is_decode(plan: StepPlan, requests: RequestState) -> bool:
-    """Whether every row is a sampled decode with its drafts: a graph can replay it all."""
+    """Whether every row is a sampled decode, so that a graph can replay the whole step."""
     return (
         bool(plan.slots)
         and all(plan.needs_sampling)
@@ -119,16 +119,16 @@ def build_batch_layout(
     plan: StepPlan, requests: RequestState, *, generated_apart: bool, drafts_apart: bool = True
 ) -> BatchLayout:
     """Split `plan` into single generated tokens and runs of prompt tokens. With `generated_apart`,
-    generated tokens always run one by one as decodes, several perhaps of one sequence: a layer
-    writes all keys before it attends. Without it, a resumed sequence is one run of tokens; without
-    `drafts_apart`, so is a row with draft tokens.
+    every generated token is a decode; a sequence may have several, because a layer writes all keys
+    before it attends. Without `generated_apart`, a resumed sequence is one run of tokens. Without
+    both options, a row with draft tokens is one run, too.
     """
     decodes: list[tuple[int, int, int]] = []  # slot, first offset, tokens
     prefills: list[tuple[int, int, int]] = []
     num_prompt_tokens = 0
     prompt_starts: list[int] = []
-    # per row: whether its last token is in a run, and its index among all single tokens or all
-    # tokens in runs
+    # per row: whether its last token is in a run, and the token's index among the tokens in runs or
+    # among the single tokens
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
     left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # remaining prompt tokens
@@ -153,7 +153,7 @@ def build_batch_layout(
         for row, is_sampled in enumerate(plan.needs_sampling)
         if is_sampled
         for in_run, last in [last_tokens[row]]
-        for place in range(plan.num_draft_tokens[row], -1, -1)  # from the row's last token back
+        for place in range(plan.num_draft_tokens[row], -1, -1)  # distance to the row's last token
     ]
     return BatchLayout(
         num_decodes,
@@ -174,7 +174,7 @@ def build_batch_layout(
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Build metadata. `active` [1] int32: tokens without padding; `host`: fields on the host."""
+    """Build metadata. `active` [1] int32: tokens without padding. `host`: fields on the host."""
     return AttentionMetadata(
         positions=inputs.positions,
         token_slots=inputs.token_slots,
@@ -190,7 +190,7 @@ def metadata_of(
 def build(
     layout: BatchLayout, requests: RequestState, *, most_tokens: int | None = None
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Gather the tokens and metadata of `layout`. `most_tokens` as in `AttentionMetadata`."""
+    """Gather the tokens and metadata of `layout`. `AttentionMetadata` explains `most_tokens`."""
     columns = layout.columns
     (packed,) = upload([np.concatenate(columns)], requests.tokens.device)
     num_tokens, num_seqs = len(columns.token_slots), len(columns.slots)
@@ -212,7 +212,7 @@ def build(
 def build_padding(
     requests: RequestState, *, most_tokens: int, is_share: bool
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Build one padding token: the inputs of a rank without tokens."""
+    """Build one padding token as the inputs of a rank that has no tokens."""
     columns = StepColumns.of_decodes([requests.padding_slot], [1])
     layout = BatchLayout.without_samples(1, columns, columns.end_offsets)
     token_ids, metadata = build(layout, requests, most_tokens=most_tokens)
@@ -223,7 +223,7 @@ def build_padding(
 def sample_inputs(
     slots: Sequence[int] | Column, offsets: Sequence[int] | Column, requests: RequestState
 ) -> SampleInputs:
-    """Locate samples: their tokens come `offsets` tokens after the computed ones of `slots`."""
+    """Locate the sampled tokens, `offsets` positions after the computed tokens of `slots`."""
     columns = np.asarray(slots, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     slots_device, offsets_device = upload(columns, requests.tokens.device)
     return SampleInputs(

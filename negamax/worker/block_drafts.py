@@ -1,11 +1,11 @@
-"""Proposes draft tokens by a block draft (`models/dspark`), which keeps its context in the blocks
-of the target model.
+"""Propose draft tokens with a block draft model (`models/dspark`), which stores its context in the
+KV blocks of the target model.
 
-Every step writes the context of its tokens from the target's residual streams, prompt chunks and
-steps without drafts included. An entry depends on tokens up to its own only, so prefix-cache hits
-reuse it, and those of rejected drafts are overwritten once their positions are run again. A
-proposal runs all rows of the trained block, whose own keys and values are not kept, and takes the
-first tokens. A confidence head also estimates how likely each is accepted.
+Every step writes the context of its tokens from the target's residual streams, also for prompt
+chunks and without drafts. An entry depends only on tokens up to its position, so prefix-cache hits
+reuse it. Entries of rejected drafts are overwritten when their positions run again. A proposal runs
+all rows of the trained block without keeping their keys and values, and takes the first tokens. A
+confidence head may estimate how likely each draft token is accepted.
 """
 
 import torch
@@ -21,7 +21,7 @@ from negamax.worker.request_state import RequestState
 
 
 class BlockProposer(DraftModelProposer):
-    """Proposes several tokens by one pass of the draft; Markov matrices then link them."""
+    """Proposes several tokens by one pass of the draft model, corrected by Markov matrices."""
 
     _model: BlockDraft
 
@@ -45,7 +45,7 @@ class BlockProposer(DraftModelProposer):
         model.write_context(states.residuals, states.metadata, self._kv)
         if not num_tokens or not num_rows:
             return slots.new_empty(num_rows, num_tokens)
-        # surplus rows may end after the context length
+        # a row of an ended sequence may exceed the context length
         before = (lengths - 1).clamp(0, requests.tokens.shape[1] - 1)
         anchors = requests.tokens[slots, before].long()
         seen = before.masked_fill(slots == requests.padding_slot, 0).int()

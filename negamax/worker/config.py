@@ -1,4 +1,4 @@
-"""The configuration of one rank, and its report: plain data, sent as MessagePack."""
+"""The configuration of one rank, and the report of a started rank, sent as MessagePack."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,20 +17,20 @@ from negamax.worker.node_sockets import tcp_endpoint
 
 @dataclass(frozen=True)
 class RankAddresses:
-    """Where rank processes meet the executor, which may be on another machine, and each other.
-    Sockets are ZeroMQ endpoints; TCP ones accept only peers with the key (`worker.node_sockets`).
+    """Addresses by which rank processes reach each other and the executor, perhaps on another
+    machine. Sockets are ZeroMQ endpoints. TCP sockets require a key (`worker.node_sockets`).
     """
 
     plans: tuple[str, ...]  # one per rank, for everything that the executor sends
     results: tuple[str, ...]  # one per data-parallel rank, for the results of its plans
     rendezvous: str  # a file or TCP address that all ranks can reach
     beats: str  # a file on the ranks' machine for their heartbeats
-    # network interface between the ranks; None: they are on one machine
+    # network interface between the ranks; None: all ranks are on one machine
     interface: str | None = None
 
     @staticmethod
     def local(folder: str, layout: ParallelLayout) -> "RankAddresses":
-        """Use Unix sockets and files: torch's TCP store would listen everywhere, without a key."""
+        """Use Unix sockets and files: torch's TCP store would listen everywhere without a key."""
         return RankAddresses(
             plans=tuple(f"ipc://{folder}/rank{rank}" for rank in range(layout.world_size)),
             results=tuple(f"ipc://{folder}/results{rank}" for rank in range(layout.dp)),
@@ -41,25 +41,25 @@ class RankAddresses:
 
 @dataclass(frozen=True)
 class LaneOptions:
-    """How the ranks of an engine exchange host blocks with those of other engines."""
+    """How the ranks of an engine exchange host blocks with ranks of other engines."""
 
     kind: str  # "nixl" or "tcp"
-    folder: str  # for the sockets of this engine
-    host: str | None  # address that other machines reach; None: only engines of this machine do
+    folder: str  # folder for the sockets of this engine
+    host: str | None  # address for other machines; None: only engines on this machine connect
 
     def reads_endpoint(self, rank: int) -> str:
-        """Where a rank listens to other engines. On a network the system assigns the port."""
+        """Return where a rank listens to other engines. The system assigns a network port."""
         local = f"ipc://{self.folder}/lane-{rank}"
         return local if self.host is None else tcp_endpoint(self.host, "*")
 
     def imports_endpoint(self, rank: int) -> str:
-        """Where a rank listens to its own engine."""
+        """Return where a rank listens to its own engine."""
         return f"ipc://{self.folder}/imports-{rank}"
 
 
 @dataclass(frozen=True)
 class MachineShare:
-    """Resources of one machine: folders, its network, and CPU threads for each rank."""
+    """Settings of one machine: folders, network interface, and CPU threads of each rank."""
 
     folder: str | None
     draft_folder: str | None
@@ -67,8 +67,8 @@ class MachineShare:
     crash_dump_dir: str | None
     kv_offloading_path: str | None
     num_threads: int
-    beats: str  # as in `RankAddresses`
-    interface: str | None  # as in `RankAddresses`
+    beats: str  # `RankAddresses.beats`
+    interface: str | None  # `RankAddresses.interface`
 
 
 @dataclass(frozen=True)
@@ -94,27 +94,27 @@ class WorkerConfig:
     seed: int
     show_progress: bool
     addresses: RankAddresses | None  # None: a single rank in the executor's process
-    index_cache_dtype: str = "auto"  # as kv_cache_dtype; the worker replaces it by torch's name
+    index_cache_dtype: str = "auto"  # like kv_cache_dtype; the worker replaces it by torch's name
     # all-to-all backend between data-parallel ranks
     all2all_backend: str = "allgather_reducescatter"
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # folder
-    num_replicas: int = 1  # engines like this one on the machine
-    experts: str = FIXED  # or COUNTED, or MOVED, as plans require
+    num_replicas: int = 1  # number of engines like this one on the machine
+    experts: str = FIXED  # FIXED, COUNTED or MOVED
     draft: DraftModel | None = None
-    speculation: SpeculationConfig | None = None  # its model is a folder or a bundled name
-    max_logprobs: int = 20  # of a token
+    speculation: SpeculationConfig | None = None  # `model` is a folder or a bundled name
+    max_logprobs: int = 20  # most log-probabilities of a token
     encoder_tokens: int = 0  # rows for image tokens; 0: images are not read
     kv_offloading_size: float | None = None  # host memory for KV blocks, in GiB over all ranks
     kv_offloading_ratio: float | None = None  # host blocks for each KV block; overrides the size
     kv_offloading_path: str | None = None  # folder for files of KV blocks
-    kv_offloading_path_size: float = 0.0  # GiB of them
-    kernels: tuple[str, ...] = ()  # choices of `KernelTable.select`
+    kv_offloading_path_size: float = 0.0  # bound of these files, in GiB
+    kernels: tuple[str, ...] = ()  # arguments of `KernelTable.select`
     self_check: bool = False
     lane: LaneOptions | None = None  # None: host blocks are not exchanged with other engines
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> "WorkerConfig":
-        """Return the configuration for ranks of a machine with its own files."""
+        """Return the configuration for ranks of a machine with its own folders."""
         draft = self.draft
         if draft is not None:
             draft = replace(draft, folder=share.draft_folder)
@@ -140,18 +140,18 @@ class WorkerConfig:
 
     @property
     def own_draft(self) -> DraftModel | None:
-        """The draft, on ranks of the last pipeline stage."""
+        """The draft model on ranks of the last pipeline stage; None on other ranks."""
         return self.draft if self.layout.is_last_stage else None
 
     @property
     def num_captured_before(self) -> int:
-        """Layers of earlier pipeline stages that the draft reads."""
+        """Number of layers of earlier pipeline stages that the draft model reads."""
         first = self.layout.layers(self.spec.num_layers).start
         return sum(layer < first for layer in self.draft.spec.aux_layers) if self.draft else 0
 
     @property
     def kv_caches(self) -> KvCacheSpecs:
-        """The caches of this rank's pipeline stage, followed by those of the draft."""
+        """The caches of this rank's pipeline stage, followed by the draft model's caches."""
         own = self.layout.layers(self.spec.num_layers)
         caches, of_index = self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype
         caches = split_over_holders(caches, self.layout.dcp)
@@ -184,32 +184,32 @@ class WorkerReady:
     load_summary: str
     paths: str = ""  # the kernels of the QK norm and of the all-reduce, for the log
     memory_summary: str = ""  # GPU memory of weights, cache and graphs
-    num_draft_tokens: int = 0  # draft tokens that its proposer can propose per row and step
-    # of captured steps: rows, draft tokens of each, seconds
+    num_draft_tokens: int = 0  # most draft tokens that its proposer proposes per row and step
+    # (rows, draft tokens per row, seconds) of captured steps
     step_seconds: tuple[tuple[int, int, float], ...] = ()
     num_host_blocks: int = 0  # KV blocks in host memory
-    host_block_bytes: int = 0  # of one of them, on this rank
+    host_block_bytes: int = 0  # bytes of one host block on this rank
     num_file_blocks: int = 0  # KV blocks that files hold
-    file_hashes: bytes = b""  # hashes of those found at the start, the least recently used first
-    # endpoints where other engines read host blocks: of this rank, later of all
+    file_hashes: bytes = b""  # hashes of the files found at start, least recently used first
+    # endpoints where other engines read host blocks, first of this rank, later of all ranks
     lanes: tuple[str, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)  # `worker.shape`
 
 
-# argument: 1 or 0; while 1, steps run without graphs and record expert ids
+# argument: 1 starts, 0 stops to run steps without graphs and to record expert ids
 OBSERVE_ROUTING = "observe_routing"
 # argument: most rows of a step; result: experts selected since the last command
 DISTINCT_EXPERTS = "distinct_experts"
 # result: [layers, experts] int64, selections of each expert on all ranks since the start
 EXPERT_COUNTS = "expert_counts"
-# argument: rows; result: device time of one captured step, launched back to back
+# argument: rows; result: mean device time of captured steps launched back to back
 DECODE_SECONDS = "decode_seconds"
-# result of the second: the kernels between the two commands
+# result of STOP_PROFILE: the kernels since START_PROFILE
 START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 
 
 class DebugCommand(msgspec.Struct, frozen=True):
-    """A benchmark's command to the worker between steps; `name` is one of those above."""
+    """A benchmark's command to the worker between steps. `name`: such as EXPERT_COUNTS."""
 
     name: str
     argument: int = 0
@@ -224,7 +224,7 @@ class KernelTime(msgspec.Struct, frozen=True):
 
 
 class DebugResult(msgspec.Struct, frozen=True):
-    """`number`, `kernels`, `counts` or `experts`, as the command asks; None: it cannot answer."""
+    """The answer to a command, in one field. Without an answer, all fields are None."""
 
     number: float | None = None
     kernels: list[KernelTime] | None = None

@@ -1,4 +1,4 @@
-"""Commands of benchmarks to a worker, between steps: expert load, step time, time by kernel."""
+"""Run a benchmark's commands on a worker between steps: expert load, step and kernel times."""
 
 from itertools import repeat
 
@@ -23,7 +23,7 @@ REPLAYS = 20
 
 
 class DebugCommands:
-    """Executes the commands on one worker."""
+    """Executes benchmark commands on one worker."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._mixtures, self._experts = mixtures(runner.model.layers), runner.experts
@@ -35,11 +35,11 @@ class DebugCommands:
 
     @property
     def needs_eager(self) -> bool:
-        """Whether steps must run eagerly: captured steps record no expert ids."""
+        """Whether steps must run eagerly, because captured steps record no expert ids."""
         return self._routing is not None
 
     def run(self, command: DebugCommand) -> DebugResult:
-        """Return the result of `command`; empty if this worker cannot answer."""
+        """Return the result of `command`, with no field set if this worker has no answer."""
         if command.name == OBSERVE_ROUTING:
             on = command.argument == 1
             self._routing = None

@@ -1,7 +1,7 @@
 """Device and dtype of a rank, and transfers between host and device.
 
-Nothing here waits for a GPU: uploads leave from pinned memory, results arrive in pinned memory, and
-only `HostTensor.read` waits.
+Only `HostTensor.read` waits for a GPU: uploads are copied from pinned memory, and results are
+copied to pinned memory.
 """
 
 import gc
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 def choose_device(name: str) -> str:
-    """Resolve option `name` to "cpu" or "cuda". Errors: `ConfigError`."""
+    """Resolve the value of --device to "cpu" or "cuda". Raises `ConfigError` without a GPU."""
     if name not in DEVICES:
         raise ConfigError(f"--device is {name!r}; allowed: {', '.join(DEVICES)}")
     found = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
@@ -39,7 +39,7 @@ def choose_device(name: str) -> str:
 
 
 def num_gpus(device: str) -> int | None:
-    """Count the GPUs for a result of `choose_device`; None on the CPU, which ranks share."""
+    """Return the number of GPUs, or None for the device "cpu", which all ranks share."""
     return torch.cuda.device_count() if device == "cuda" else None
 
 
@@ -50,7 +50,7 @@ def multiplies_blocks(device: str) -> bool:
 
 
 def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
-    """Resolve the compute dtype; "auto": the checkpoint's, or float32 on a CPU without bfloat16."""
+    """Resolve the compute dtype. "auto": of the checkpoint, or float32 on CPUs without bfloat16."""
     if name == "auto":
         name = spec.dtype
         if device == "cuda" and name == "float32":
@@ -72,12 +72,12 @@ def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
 
 
 def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
-    """Resolve the cache dtype. Errors: `ConfigError` for FP8 on the CPU or another float type."""
+    """Resolve the cache dtype. Raises `ConfigError` for FP8 on a CPU or another float type."""
     return _cache_dtype(name, "--kv-cache-dtype", dtype=dtype, has_fp8=device == "cuda")
 
 
 def index_dtype(name: str, *, dtype: torch.dtype) -> torch.dtype:
-    """Resolve the dtype of index keys in the same way; FP8 is allowed on every device."""
+    """Resolve the dtype of index keys like `kv_dtype`. FP8 is allowed on every device."""
     return _cache_dtype(name, "--index-cache-dtype", dtype=dtype, has_fp8=True)
 
 
@@ -95,11 +95,11 @@ def _cache_dtype(name: str, option: str, *, dtype: torch.dtype, has_fp8: bool) -
 def check_platform(
     platform: Platform, *, cache_dtypes: Collection[torch.dtype], rank: int = 0
 ) -> None:
-    """Refuse a GPU that cannot run the model (`ConfigError`); rank 0 warns of an untested one."""
+    """Raise `ConfigError` if the GPU cannot run the model. Rank 0 warns of an untested GPU."""
     platform.check(fp8_cache=torch.float8_e4m3fn in cache_dtypes)
     if rank == 0 and not platform.is_measured:
         logger.warning(
-            "%s: Negamax was never run on such a GPU; its speed and results are unknown",
+            "%s: Negamax has not been tested on this GPU; speed and results are unknown",
             platform.label,
         )
 
@@ -107,8 +107,8 @@ def check_platform(
 def upload(
     columns: Sequence[NDArray[np.int64]], device: torch.device, *, out: Tensor | None = None
 ) -> list[Tensor]:
-    """Send all columns in one transfer, each as an int64 tensor; at the front of `out` if given."""
-    if device.type == "cpu" and out is None:  # they are there
+    """Send all columns in one transfer, to the front of `out` if given, as int64 tensors."""
+    if device.type == "cpu" and out is None:  # no transfer
         return [torch.from_numpy(np.ascontiguousarray(column)) for column in columns]
     packed = torch.from_numpy(np.concatenate(columns))
     if device.type != "cpu":
@@ -118,11 +118,6 @@ def upload(
     else:
         packed = out[: len(packed)].copy_(packed, non_blocking=True)
     return list(torch.split(packed, [len(column) for column in columns]))
-
-
-def upload_floats(values: Sequence[float], device: torch.device) -> Tensor:
-    column = torch.tensor(values, dtype=torch.float32)
-    return column if device.type == "cpu" else column.pin_memory().to(device, non_blocking=True)
 
 
 def indices(members: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
@@ -137,13 +132,13 @@ class Graph(Protocol):
 
 
 class GraphPool(Protocol):
-    """Captures runs of kernels, which share memory."""
+    """Captures runs of kernels as graphs that share memory."""
 
     def capture(self, step: Callable[[], None]) -> Graph:
-        """Run `step` once to compile and allocate, which a capture must not do, then capture it."""
+        """Capture `step` after one run of it, because a capture must not compile or allocate."""
 
     def num_bytes(self) -> int:
-        """Memory of the graphs captured so far, in bytes."""
+        """Return the memory of the graphs captured so far, in bytes."""
 
 
 class CudaGraphPool:
@@ -172,7 +167,7 @@ class CudaGraphPool:
 
 
 def pool_bytes(pool: tuple[int, int]) -> int:
-    """Return the GPU memory of `pool`'s graphs; a capture may shrink the allocator's total."""
+    """Return the GPU memory of the graphs in `pool`, in bytes."""
     segments = torch.cuda.memory_snapshot()
     return sum(
         segment["total_size"]
@@ -190,13 +185,13 @@ class Runtime:
     is_asynchronous: bool
     # captures steps of common sizes; None: no captured steps
     graph_pool: Callable[[], GraphPool] | None
-    # Whether a token's bits must not depend on its step: generated tokens then always run as
+    # Whether a token's result must not depend on its step. Generated tokens then always run as
     # decodes.
     is_batch_invariant: bool
     samples_on_shards: bool  # whether rows are sampled from their logits shards, if possible
 
     def record_event(self) -> torch.cuda.Event | None:
-        """Record the current point on the device's timeline; None if it has none."""
+        """Record an event after the launched kernels; None if launches are synchronous."""
         if not self.is_asynchronous:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -204,7 +199,7 @@ class Runtime:
         return event
 
     def seconds_of(self, run: Callable[[], None], *, repeats: int) -> float | None:
-        """Measure the mean device time of `repeats` calls after a warmup; None: no clock."""
+        """Return the mean device time of `repeats` calls after a warmup; None without events."""
         run()
         began = self.record_event()
         for _ in range(repeats):
@@ -241,7 +236,7 @@ def runtime_of(device: torch.device) -> Runtime:
 
 
 class HostTensor:
-    """A device tensor on its way to the host. On the CPU it is the tensor itself."""
+    """A device tensor that is being copied to the host. A CPU tensor is not copied."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -253,7 +248,7 @@ class HostTensor:
             self._arrived.record()
 
     def read(self) -> Tensor:
-        """The values, once they are there."""  # host-sync: waits for the step that makes them
+        """Wait for the copy and return the values."""  # host-sync: waits for the step
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor

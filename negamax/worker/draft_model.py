@@ -1,4 +1,4 @@
-"""Draft models: what all their proposers share, from loading to the choice of tokens."""
+"""The base class of proposers with a draft model: it loads weights and chooses tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,12 +26,12 @@ from negamax.worker.request_state import FILTERS, RequestState
 
 
 class DraftModelProposer(Proposer):
-    """Proposes the draft's most likely tokens. With "probabilistic" and a temperature, it instead
-    samples the draft's logits with the target's noise, as on a GPU.
+    """Proposes the draft model's most likely tokens. With "probabilistic" and a temperature, it
+    samples the draft's logits with the noise that the target's sampler uses on a GPU.
     """
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
-        """Check the draft's files. Errors: those of `plan_load`."""
+        """Check the draft's files. Raises the errors of `plan_load`."""
         assert config.speculation is not None
         self.num_draft_tokens = config.speculation.num_speculative_tokens
         self.capture = draft.spec.aux_layers
@@ -74,15 +74,15 @@ class DraftModelProposer(Proposer):
         return LayerSetup(context, weights, self._kernels)
 
     def _build(self, setup: LayerSetup) -> dict[str, WeightSlot]:
-        """Build the draft without weights; return its slots."""
+        """Build the draft model without weights and return its weight slots."""
         raise NotImplementedError
 
     def _finish_loading(self, target: Decoder) -> None:
-        """Prepare the written weights for their kernels; missing ones are the `target`'s."""
+        """Prepare the written weights for their kernels. `target` supplies missing weights."""
         raise NotImplementedError
 
     def _keep_drawn(self, slots: Mapping[str, WeightSlot]) -> Mapping[str, WeightSlot]:
-        """Return the slots whose synthetic weights are drawn; write the others."""
+        """Return the slots that get random synthetic weights; write the other slots."""
         return slots
 
     def _choose(
@@ -95,9 +95,9 @@ class DraftModelProposer(Proposer):
         place: int,
         first_id: int,
     ) -> Tensor:
-        """Choose tokens [R] int64 by logits [R, tokens of this rank] fp32; -1: not finite.
+        """Choose tokens [R] int64 from logits [R, tokens of this rank] fp32; -1: not finite.
 
-        With "probabilistic" as the target samples at lengths + place [R] of `slots` [R].
+        With "probabilistic", sample like the target at positions lengths + place of `slots`, [R].
         """
         shard: dict[str, Any] = {"first_id": first_id, "group": self._group}
         if not self._draws:

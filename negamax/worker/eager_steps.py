@@ -1,9 +1,9 @@
-"""Compiles the kernels of eager steps before the first request.
+"""Compile the kernels of eager steps before the first request.
 
-A specialization is compiled at its first launch. That takes up to a second on all ranks, while all
-requests wait. The specialization depends on the numbers of tokens, decodes and sampled rows of a
-step. Captured steps have launched theirs. The rest is the proposer after captured layers, batches
-of prompts with long sequences, and rows that need all logits.
+A kernel specialization is compiled at its first launch. That takes up to a second on all ranks,
+while all requests wait. The specialization depends on the numbers of tokens, decodes and sampled
+rows of a step. Captured steps have launched all their kernels. Other kernels run in the proposer
+after captured layers, in batches of prompts with long sequences, and for rows that need all logits.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from negamax.worker.warmup import cut, warming_up, warmup_layers
 if TYPE_CHECKING:
     from negamax.worker.runner import ModelRunner
 
-# Rows of a step whose logits are computed, or `max_num_seqs` if that is more. Verification and
-# prompt log-probabilities compute more, for which kernels have no further specializations.
+# Rows of a warmup step whose logits are computed, or `max_num_seqs` if that is more. Kernels have
+# no further specializations for more rows, as in verification and prompt log-probabilities.
 _MOST_LOGITS = 128
-# tokens of a sequence beyond which kernels have no further specializations, and some of a prompt
-# that is short for each kernel
+# number of tokens beyond which kernels have no further specializations, and length of a prompt that
+# every kernel treats as short
 _LONG, _SHORT = 16_384, 1024
 
 
 @torch.inference_mode()
 def compile_eager_steps(runner: ModelRunner) -> None:
-    """Compile the kernels of steps of every shape without running them, by first layers."""
+    """Compile the kernels of steps of every shape by launching the first layers under warmup."""
     model, config, requests = runner.model, runner.config, runner.requests
     layers = warmup_layers(model.layers, config.kv_caches)
     entering = None
@@ -58,17 +58,17 @@ def compile_eager_steps(runner: ModelRunner) -> None:
 
 
 def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the decodes and prompt tokens of each step, the tokens before them, and the longest
-    prompt.
+    """Yield, for each step, the numbers of decodes, of prompt tokens and of computed tokens before
+    each sequence, and the most tokens of one prompt.
     """
     most, longest = config.max_num_batched_tokens, config.max_model_len
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
-    # each draft is a decode
+    # each draft token is a decode
     most_rows = min(config.max_num_seqs * (1 + num_drafts), most)
     powers = {1 << power for power in range(most.bit_length())}
     rows = sorted({*(power for power in powers if power < most_rows), most_rows})
     tokens = capture_sizes(TOKENS, most)
-    # FP8 GEMMs differ where the number of tokens is odd
+    # FP8 GEMMs have other specializations for odd numbers of tokens
     sizes = sorted({*powers, *tokens, *(size - 1 for size in tokens if size > 1)})
     yield from ((num_rows, 0, 0, longest) for num_rows in rows)
     yield from ((0, size, 0, longest) for size in sizes)
@@ -80,7 +80,7 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: int) -> BatchLayout:
-    """Lay out `num_decodes` decodes and `prompts` of so many tokens, all in `slot`."""
+    """Lay out decodes and prompts, all in `slot`. `prompts`: number of tokens of each prompt."""
     counts = [1] * num_decodes + prompts
     columns = StepColumns.of_decodes([slot] * len(counts), counts)
     return BatchLayout.without_samples(num_decodes, columns, columns.end_offsets + num_computed)
@@ -89,7 +89,7 @@ def _layout(num_decodes: int, prompts: list[int], *, slot: int, num_computed: in
 def _launch(
     layout: BatchLayout, runner: ModelRunner, caches: Sequence[KvCaches], entering: Tensor | None
 ) -> None:
-    """Launch one step, from its tokens to the proposal after them."""
+    """Launch one step, from its token ids to the proposal of drafts."""
     model, requests, proposer = runner.model, runner.requests, runner.proposer
     most_rows = runner.config.max_num_seqs
     shard = shard_tokens(layout, requests, runner.context.context_group)
@@ -109,7 +109,7 @@ def _launch(
     runner.sampler.launch_all(logits[:1], sample_inputs(slots[:1], np.ones(1, np.int64), requests))
     if proposer is None or not capture:
         return
-    # the first layers alone leave fewer streams
+    # with the first layers alone, fewer streams are captured
     streams += [hidden] * (len(capture) - len(streams))
     states = TokenStates(shard.describe_all(metadata), [shard.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)

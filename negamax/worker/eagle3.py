@@ -1,14 +1,14 @@
-"""Proposes draft tokens by an EAGLE3 draft model (`models/eagle3`), which keeps its own caches in
-the blocks of the target model.
+"""Propose draft tokens with an EAGLE3 draft model (`models/eagle3`), which keeps its own caches in
+the KV blocks of the target model.
 
 The first pass runs over every token of the step, from the target's residual streams and the
-following token. So its caches cover the same tokens as the target's, also for prompt chunks and
-prefix-cache hits. Entries of rejected drafts are overwritten. Each further pass runs one token per
-row, from the hidden state of the pass before.
+following token. So the draft's caches cover the same tokens as the target's caches, also for prompt
+chunks and prefix-cache hits. Entries of rejected drafts are overwritten. Each further pass runs one
+token per row, from the hidden state of the pass before.
 
-A draft's keys of a position depend on the following token. So the last keys of a block that two
-sequences share belong to the sequence that filled it. This may lower acceptance, but never changes
-the output.
+The draft's keys of a position depend on the following token. If two sequences share a block, its
+last keys depend on the next token of the sequence that filled the block. This may lower acceptance,
+but never changes the output.
 """
 
 from collections.abc import Mapping
@@ -34,12 +34,12 @@ from negamax.worker.request_state import RequestState
 
 
 class Eagle3Proposer(DraftModelProposer):
-    """Proposes token after token, each by a pass of the draft."""
+    """Proposes one token after the other, each by a pass of the draft model."""
 
     _model: Eagle3Draft
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
-        """Check the draft's files. Errors: those of `plan_load` and `read_rotation`."""
+        """Check the draft's files. Raises the errors of `plan_load` and `read_rotation`."""
         self._rotation = None
         if draft.spec.is_rotated_back and config.folder is not None:
             self._rotation = read_rotation(Path(config.folder))
@@ -59,7 +59,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _finish_loading(self, target: Decoder) -> None:
         self._model.finish_loading(target, self._rotation if self._draft.folder else None)
         self._target_ids = self._model.target_ids
-        if self._draws:  # by the target's ids
+        if self._draws:  # logits are scattered to the target's token ids
             size = self._model.spec.vocab_size
             self._target_ids = torch.arange(size + 1, device=self._target_ids.device)
             self._target_ids[size] = -1
@@ -94,20 +94,20 @@ class Eagle3Proposer(DraftModelProposer):
     def _pick_drafts(
         self, hidden: Tensor, slots: Tensor, lengths: Tensor, requests: RequestState, *, place: int
     ) -> Tensor:
-        """Sample the token at lengths + place from hidden [R, hidden] -> [R] int64, an index of
-        `_target_ids`; -1 without a finite logit.
+        """Choose the tokens at positions lengths + place from hidden [R, hidden]. Return indices
+        of `_target_ids`, [R] int64; -1 without a finite logit.
         """
         model = self._model
         logits, first_id = model.local_logits(hidden), model.vocab_range.start
-        if self._draws:  # noise is keyed by the target's ids
+        if self._draws:  # the noise depends on the target's token ids
             logits, first_id = model.scatter_logits(logits), 0
         return self._choose(logits, slots, lengths, requests, place=place, first_id=first_id)
 
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
     ) -> AttentionMetadata:
-        """Describe one token of each of `slots`, [R] int64 each but seq_lens [R] int32."""
-        # only a GPU has them
+        """Describe one token per slot. Arguments are [R] int64, except seq_lens, [R] int32."""
+        # on a GPU, the host does not have the lengths
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(
             positions=positions,
@@ -123,6 +123,6 @@ class Eagle3Proposer(DraftModelProposer):
 
 
 def _spread(spec: Eagle3Spec) -> Tensor:
-    """Spread a synthetic draft's tokens evenly over the target's: its d2t [draft vocab]."""
+    """Return d2t [draft vocab], which spreads a synthetic draft's tokens over the target's."""
     ids = torch.arange(spec.draft_vocab_size)
     return ids * spec.vocab_size // spec.draft_vocab_size - ids

@@ -1,9 +1,9 @@
-"""The experts of one rank: selection counts, and the moves between slots and ranks that plans
+"""Count the selections of each expert on a rank, and move experts between slots and ranks as plans
 request.
 
 All ranks enqueue moves between two steps, in the order of the plans. So a step launched before a
-move uses the old weights and map, and a step launched after it the new ones. A move needs two
-buffers and no other memory.
+move uses the old weights and map, and a step launched after the move uses the new ones. A move
+needs two buffers and no other memory.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class ExpertRecorder:
     """Counts the selections of each expert."""
 
     def __init__(self, model: Decoder, context: ParallelContext, device: torch.device) -> None:
-        """Start counting. Create this before any step is captured."""
+        """Start counting. Create the recorder before any step is captured."""
         layout, num_layers = context.layout, model.spec.num_layers
         sizes = model.spec.expert_sizes()
-        assert sizes is not None, "a model without experts"
+        assert sizes is not None, "the model has no experts"
         self._num_experts, self._world = sizes[0], context.world
-        # for all layers, with one more expert (a shared one); layers of other stages stay 0
+        # counts of all layers, with a column for a shared expert; layers of other stages stay 0
         shape = (num_layers, self._num_experts + 1)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._mixtures = {
@@ -57,20 +57,20 @@ class ExpertRecorder:
             rank for rank in range(layout.world_size) if layout.replace_rank(rank).tp_rank == 0
         ]
         self._counting_ranks = torch.tensor(counting, device=device)
-        self._gather()  # open connections now, not under load
+        self._gather()  # this opens the connections before there is load
 
     def reset(self) -> None:
-        """Reset the counts: warmup steps do not count."""
+        """Reset the counts, because warmup steps do not count."""
         self._counts.zero_()
 
     def counts(self) -> HostTensor:
-        """Return counts [layers, experts] int64 of all ranks, each of which must call this."""
+        """Return counts [layers, experts] int64 of all ranks. Every rank must call this method."""
         everyone = self._gather()[self._counting_ranks]
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Apply a plan's expert changes before its step; return the counts if it asks for them."""
-        assert not step.moves, "experts are recorded, not moved"
+        """Apply a plan's expert moves before its step; return the counts if the plan asks."""
+        assert not step.moves, "this recorder does not move experts"
         return self.counts() if step.wants_counts else None
 
     def _gather(self) -> Tensor:
@@ -93,14 +93,14 @@ class MovableExperts(ExpertRecorder):
         self._open()
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Errors: `EngineDeadError` if a plan or a rank is missing."""
+        """Raises `EngineDeadError` if a plan or a rank is missing."""
         counts = self.counts() if step.wants_counts else None
         if not step.moves:
             return counts
         if step.version != self._version + 1:
             raise EngineDeadError(
-                f"a plan that moves experts is missing: number {step.version} came where "
-                f"{self._version + 1} was expected"
+                f"a plan that moves experts is missing: received number {step.version}, expected "
+                f"number {self._version + 1}"
             )
         self._version = step.version
         layers = dict.fromkeys(move.layer for move in step.moves)
@@ -157,14 +157,14 @@ class MovableExperts(ExpertRecorder):
 def load_recorder(
     config: WorkerConfig, model: Decoder, context: ParallelContext, device: torch.device
 ) -> ExpertRecorder | None:
-    """Create the recorder that `config` asks for; None: nothing is counted."""
+    """Create the recorder that `config` requires; None if selections are not counted."""
     if config.experts == FIXED or config.spec.expert_sizes() is None:
         return None
     return (MovableExperts if config.experts == MOVED else ExpertRecorder)(model, context, device)
 
 
 class _ExpertLayout:
-    """Places of an expert's tensors in a buffer."""
+    """Byte ranges of an expert's tensors in a buffer."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         # first byte, end, dtype, shape

@@ -1,16 +1,16 @@
 """Files of one rank as a third level of its KV caches, below host memory.
 
-A file holds one block: all caches of one rank. The folder's name is a fingerprint of everything
-that a block's content and layout depend on; the file's name is the block's hash. The file's header
-repeats both, with the length and a CRC-32 of the whole file. If any of them differs, the lookup is
-a miss and deletes the file. So several engines and ranks may share a folder.
+A file holds one block in all caches of one rank. The folder's name is a fingerprint of all settings
+that a block's content and layout depend on. The file's name is the block's hash. The file's header
+has the fingerprint, the hash, the length and a CRC-32 of the whole file. If one of these differs,
+the lookup is a miss and deletes the file. So several engines and ranks may share a folder.
 
-A file is written under a temporary name and renamed. It is not synced to the disk: a process that
-dies loses no complete file, and after a power failure the checksum finds incomplete ones.
+A file is written under a temporary name and then renamed, but not synced to the disk. A process
+that dies loses no complete file. After a power failure, the checksum detects incomplete files.
 
-Two groups of threads read and write beside the steps. The scheduler bounds the copies under way.
-The first error of the system, or a minute in which no copy ends, switches the files off: later
-copies end at once, without effect.
+Two groups of threads read and write files while steps run. The scheduler bounds the pending copies.
+The first I/O error, or a minute in which no copy ends, disables the files: later copies end at once
+and do nothing.
 """
 
 import hashlib
@@ -44,10 +44,10 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 READ_THREADS = 4
-SCAN_SHARE = 16  # the folder is scanned after this part of its bound was written
-STALL_SECONDS = 60.0  # without the end of a copy, such as on a network file system
-MOST_FOUND = 1 << 18  # files of earlier engines that are used
-ABANDONED_SECONDS = 3600.0  # age of temporary files that no engine writes any more
+SCAN_SHARE = 16  # the folder is scanned after writing 1 / SCAN_SHARE of its bound
+STALL_SECONDS = 60.0  # after this time without the end of a copy, the files are disabled
+MOST_FOUND = 1 << 18  # most files of earlier engines that are used
+ABANDONED_SECONDS = 3600.0  # age from which a temporary file counts as abandoned
 FINGERPRINT_BYTES = 16
 _MAGIC = b"NMXKV01\n"
 _HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # ..., length, CRC-32
@@ -72,7 +72,7 @@ class _FileBatch:
 
 @dataclass(frozen=True)
 class _StoredFile:
-    """A file in the folder, of any engine."""
+    """A file in the folder, written by any engine."""
 
     used_at: float
     num_bytes: int
@@ -93,10 +93,10 @@ class FileStore:
         sharing: int,
         cleans: bool,
     ) -> None:
-        """`most_bytes`: of all files below `folder`. `facts`: what blocks depend on. `host`: blocks
-        in host memory, [blocks, bytes] uint8 for each kind of cache. `sharing`: ranks that write
-        each block into this folder, the first of which deletes files above the bound (`cleans`).
-        Errors: `ConfigError` for a folder that cannot be used.
+        """`most_bytes`: bound of all files below `folder`. `facts`: settings that blocks depend on.
+        `host`: blocks in host memory, [blocks, bytes] uint8 for each kind of cache. `sharing`: how
+        many ranks write each block to `folder`. `cleans`: whether this rank deletes files above the
+        bound. Raises `ConfigError` if the folder cannot be used.
         """
         self.file_bytes = _HEADER.size + sum(kind.shape[1] for kind in host)
         self.num_blocks = most_bytes // (sharing * self.file_bytes)
@@ -104,7 +104,7 @@ class FileStore:
         self._fingerprint = hashlib.sha256("\n".join(facts).encode()).digest()[:FINGERPRINT_BYTES]
         self._folder = folder / self._fingerprint.hex()
         self._host, self._rank, self._sharing = host, rank, sharing
-        self._part = f".{secrets.token_hex(8)}{_PART}"  # of this store's temporary names
+        self._part = f".{secrets.token_hex(8)}{_PART}"  # suffix of this store's temporary files
         if not self.num_blocks:
             raise ConfigError(
                 f"--kv-offloading-path-size is {most_bytes / 2**30:.3g} (GiB): less than one KV "
@@ -112,11 +112,11 @@ class FileStore:
                 hint=f"use {1.01 * sharing * self.file_bytes / 2**30:.3g} or more",
             )
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-read")
-        self._writer = ThreadPoolExecutor(1, "kv-write")  # deletes, too: in plan order
+        self._writer = ThreadPoolExecutor(1, "kv-write")  # writes and deletes in plan order
         self._reads: deque[_FileBatch] = deque()  # not reported yet
         self._writes: deque[_FileBatch] = deque()
         self._read_step = self._written_step = -1
-        self._active_at = 0.0  # monotonic seconds, when a copy ended last
+        self._active_at = 0.0  # monotonic time at which the last copy ended
         self._is_off = False
         self._lock = threading.Lock()  # for the counters
         self._bytes_read = self._bytes_written = self._num_evicted = self._num_errors = 0
@@ -131,7 +131,7 @@ class FileStore:
             ) from None
 
     def run(self, files: FileCopies, step_id: int, ended: Ended) -> None:
-        """Begin the copies of a plan. They wait for `ended` first."""
+        """Start the copies of a plan. Each copy first calls `ended` to wait."""
         if not self.is_busy:
             self._active_at = time.monotonic()
         reads = zip(files.read_hashes, files.read_places, strict=True)
@@ -182,12 +182,12 @@ class FileStore:
             )
 
     def close(self) -> None:
-        """Wait for all copies, unless the files are off: some may never end."""
+        """Wait for all copies. If the files are disabled, do not wait: copies may never end."""
         for threads in (self._readers, self._writer):
             threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 
     def _guard(self, copy: Callable[..., bytes | None], *arguments: object) -> bytes | None:
-        """Run a copy; return the hash of a block that could not be read. An error ends all."""
+        """Run a copy; return the hash of a block that was not read. An error disables the files."""
         try:
             if not self._is_off:
                 return copy(*arguments)
@@ -213,7 +213,7 @@ class FileStore:
             )
 
     def _read(self, block_hash: bytes, place: int, ended: Ended) -> bytes | None:
-        """Read a file into a host block. Return its hash if there is no intact file."""
+        """Read a file into a host block. Return `block_hash` if there is no intact file."""
         if ended is not None:
             ended()
         path = self._folder / block_hash.hex()
@@ -228,7 +228,7 @@ class FileStore:
         if is_complete and bytes(header) == self._header(block_hash, views):
             self._count(read=self.file_bytes)
             return None
-        logger.warning("%s is damaged, and is deleted", path)
+        logger.warning("the KV block file %s is damaged; it is deleted", path)
         path.unlink(missing_ok=True)
         self._count(errors=1)
         return block_hash
@@ -274,8 +274,8 @@ class FileStore:
             file.path.unlink(missing_ok=True)
 
     def _clean(self) -> list[_StoredFile]:
-        """Delete the least recently used files above the bound, of all engines. Return this rank's
-        files that remain, the least recently used first.
+        """Delete the least recently used files of all engines above the bound. Return this rank's
+        remaining files, the least recently used first.
         """
         folders = (each for each in os.scandir(self._root) if _is_own(each))
         files = sorted(
@@ -284,7 +284,7 @@ class FileStore:
         )
         total, most, now = sum(file.num_bytes for file in files), self._most_bytes, time.time()
         if total > most - most // SCAN_SHARE and self._cleans:
-            most -= most // SCAN_SHARE  # room until the next scan
+            most -= most // SCAN_SHARE  # bytes that may be written until the next scan
         kept = []
         for file in files:
             is_part = file.path.name.endswith(_PART)
@@ -309,8 +309,8 @@ class FileStore:
 def open_files(
     config: WorkerConfig, kernels: KernelTable, host: Sequence[np.ndarray], *, dtype: str
 ) -> FileStore | None:
-    """Open the files of this rank, which hold blocks of `host` with caches in `dtype`; None: none
-    are asked for. Errors: as of `FileStore`.
+    """Open the files of this rank for the blocks of `host`, with caches in `dtype`. Return None if
+    `config` has no folder for files. Raises `ConfigError` if the folder cannot be used.
     """
     if config.kv_offloading_path is None:
         return None
@@ -332,8 +332,8 @@ def open_files(
 
 
 def _list_facts(config: WorkerConfig, kernels: KernelTable, *, dtype: str) -> list[str]:
-    """List everything that the content and the layout of this rank's blocks depend on. Ranks with
-    the same shard of other data-parallel ranks have the same facts.
+    """List all settings that content and layout of this rank's blocks depend on. Ranks with the
+    same shard have the same facts in all data-parallel ranks.
     """
     layout, draft = config.layout, config.draft
     folders = (config.folder, draft and draft.folder)
@@ -356,17 +356,17 @@ def _describe(value: object) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder for this user alone: its files hold what users wrote. Errors: `OSError`."""
+    """Create a folder that only this user can read: files hold user data. Raises `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():
-        raise PermissionError(1, "it belongs to another user")
+        raise PermissionError(1, "the folder belongs to another user")
     probe = folder / f"{secrets.token_hex(8)}{_PART}"
     probe.touch(mode=0o600)
     probe.unlink()
 
 
 def _fill(stream: RawIOBase, view: memoryview) -> bool:
-    """Read all bytes of `view`; False if the file ends first."""
+    """Read until `view` is full; return False if the file ends first."""
     done = 0
     while count := stream.readinto(view[done:]):
         done += count
@@ -374,7 +374,7 @@ def _fill(stream: RawIOBase, view: memoryview) -> bool:
 
 
 def _is_own(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder of blocks that this user keeps."""
+    """Whether an entry is a folder of KV blocks that belongs to this user."""
     is_named = entry.is_dir(follow_symlinks=False) and _FOLDER.fullmatch(entry.name) is not None
     return is_named and entry.stat(follow_symlinks=False).st_uid == os.getuid()
 
@@ -384,7 +384,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _scan(folder: Path) -> Iterator[_StoredFile]:
-    """Yield the files of a rank's folder, temporary ones included."""
+    """Yield the files of a rank's folder, including temporary files."""
     for entry in os.scandir(folder):
         if _FILE.fullmatch(entry.name) or entry.name.endswith(_PART):
             with suppress(FileNotFoundError):

@@ -19,7 +19,7 @@ TILE = 32  # rows unpacked at a time, to bound the memory
 
 @dataclass(frozen=True)
 class RowBitmasks:
-    """Masks of M of a step's sampled rows."""
+    """Grammar masks of M sampled rows of a step."""
 
     members: list[int]  # [M] indices of sampled rows
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
@@ -37,7 +37,7 @@ class RowBitmasks:
         )
 
     def apply(self, logits: Tensor, *, first_id: int) -> None:
-        """Forbid tokens in logits [R, V of this rank] fp32, from token `first_id` on, in place."""
+        """Set forbidden tokens of logits [R, V of this rank] fp32, from `first_id` on, to -inf."""
         num_ids = logits.shape[1]
         shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
         for start in range(0, len(self.members), TILE):
@@ -54,7 +54,7 @@ class RowBitmasks:
 
 
 class PendingBitmask:
-    """The bitmask of a plan, which arrives after it. The first access waits for it."""
+    """The bitmask of a plan, which arrives after the plan. The first access waits for it."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PendingBitmask:
     def of_plan(
         cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, requests: RequestState
     ) -> "PendingBitmask":
-        """Take the bitmask from `wait` once needed. A row with a mask of another size fails."""
+        """Call `wait` when the bitmask is first needed. A row whose mask has a wrong size fails."""
         bitmask = cache(wait)
 
         def read_rows() -> dict[int, list[bytes | None]]:
@@ -84,7 +84,7 @@ class PendingBitmask:
                 if mask is not None and 8 * len(mask) - vocab_size not in range(8):
                     requests.fail(
                         plan.slots[row],
-                        ValueError(f"a mask of {len(mask)} bytes for {vocab_size} tokens"),
+                        ValueError(f"a grammar mask of {len(mask)} bytes for {vocab_size} tokens"),
                     )
                     mask = None
                 found.setdefault(row, []).append(mask)
@@ -95,7 +95,7 @@ class PendingBitmask:
         return cls(cache(read_rows), lambda: bitmask().postponed)
 
     def select(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowBitmasks | None:
-        """Send the masks of samples of `sampled_rows` to the device; None if none has one."""
+        """Send the masks of samples of `sampled_rows` to the device; None if no sample has one."""
         left = {row: iter(masks) for row, masks in self._by_row().items()}
         of_samples = [next(left[row], None) if row in left else None for row in sampled_rows]
         members = [i for i, mask in enumerate(of_samples) if mask is not None]
@@ -110,7 +110,7 @@ class PendingBitmask:
         )
 
     def drop_drafts(self, drafts: Tensor, plan: StepPlan) -> bool:
-        """Void forbidden drafts [sampled rows, K] int64 in place; return whether any may be."""
+        """Set drafts [sampled rows, K] after a row's last mask to -1; return if any may exist."""
         limits = {row: len(masks) - 1 for row, masks in self._by_row().items()}
         limits |= dict.fromkeys(self.postponed, 0)
         if all(plan.num_draft_tokens[row] <= limit for row, limit in limits.items()):
@@ -123,7 +123,7 @@ class PendingBitmask:
         return True
 
     def single(self, row: int) -> "PendingBitmask":
-        """Return the bitmasks of a plan with this row alone."""
+        """Return the bitmask of a plan that has only this row."""
 
         def read_rows() -> dict[int, Sequence[bytes | None]]:
             masks = self._by_row().get(row)

@@ -2,18 +2,18 @@
 
 A host needs several times as long to launch sixty layers kernel by kernel as a GPU needs to run
 them. A replay reads slots and token counts from a fixed buffer and everything else from the request
-state. So the host sends a few integers and one launch per step, before the step before it has
-ended. A step is padded to the next captured shape of its kind:
+state. So the host sends a few integers and one launch per step, while the previous step still runs.
+A step is padded to the next captured shape of its kind:
 
-    kind     shape                    what is captured
-    rows     (n, n, 1)                decodes: the whole step, from the rows' tokens to the sampled
-                                      ones and the new lengths
-    drafts   (n * (k + 1), n, k + 1)  decodes with up to k draft tokens each: likewise, with the
-                                      verification; for each draft length k that may be chosen
-    tokens   (T, seqs, T)             any batch: all layers; the device computes the attention's
-                                      query tiles, and sampling is not captured
+    kind     shape                    captured work
+    rows     (n, n, 1)                decodes: the whole step, from input tokens to sampled tokens
+                                      and new lengths
+    drafts   (n * (k + 1), n, k + 1)  decodes with up to k draft tokens per row: the whole step with
+                                      verification, for each draft length k that may be chosen
+    tokens   (T, seqs, T)             any batch: all layers without sampling; the device computes
+                                      the query tiles of attention
 
-The first two include the proposer's work. A row with fewer drafts than k takes fewer tokens: the
+Graphs of the kinds `rows` and `drafts` include the proposer. If a row has fewer than k drafts, the
 padding follows the tokens of all rows.
 """
 
@@ -46,9 +46,9 @@ from negamax.worker.verify import VerifiedRows, Verifier
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Outputs of every replay, from the front. N, R: most tokens and sampled tokens."""
+    """Outputs of replays, which fill the first rows. N: most tokens. R: most sampled tokens."""
 
-    # [N, hidden], of steps that are not sampled, and of all stages but the last
+    # [N, hidden]; a captured step that samples does not write it
     hidden: Tensor
     entering: Tensor | None  # [N, hidden], see `Decoder.forward`; None: this is the first stage
     residuals: list[Tensor]  # streams of the captured layers, [N, hidden] each
@@ -58,7 +58,7 @@ class StepBuffers:
 
 
 class StepGraphs:
-    """Captured steps of the given shapes."""
+    """Captures and replays steps of the given shapes."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class StepGraphs:
         proposer: Proposer | None = None,
         image_rows: Tensor | None = None,
     ) -> None:
-        """`proposer`: runs after each sampled step. `image_rows`: the pool of rows of images."""
+        """`proposer`: runs after each sampled step. `image_rows`: the pool of image rows."""
         self.shapes, self._model, self._kv, self._requests = shapes, model, kv, requests
         self._pick, self._draw_leading = kernels[PICK].run, kernels[DRAW_LEADING].run
         self._place_tokens = kernels[PLACE_TOKENS].run
@@ -106,11 +106,11 @@ class StepGraphs:
         self._words = torch.zeros(
             max(2 * shape.num_seqs + 2 for shape in every), dtype=torch.int32, device=device
         )
-        # of each token: its id, and the length of the sequence that ends with it (0: padding)
+        # for each token: its id, and the length of the sequence up to it (0: padding)
         self._token_ids, self._ends = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
-        # of decodes
+        # query starts of decodes
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
-        # rows of image tokens in the steps that have prompts; decodes have none
+        # rows of image tokens, in steps with prompts; decodes read no images
         self._images = None
         if image_rows is not None:
             none = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
@@ -134,8 +134,8 @@ class StepGraphs:
             token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
             num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
         )
-        # of each row of a step with drafts: known tokens after it, its last accepted token, its
-        # drafts
+        # for each row of a step with drafts: known tokens after the step, index of its last
+        # accepted token, its drafts
         self._lengths, self._last_tokens = torch.zeros(
             2, num_sampled, dtype=torch.int64, device=device
         )
@@ -144,11 +144,11 @@ class StepGraphs:
         )
         # graph of the step and, for sampled shapes, the graph that `draw` or `finish` replays
         self._graphs: dict[StepShape, list[Graph]] = {}
-        # the latest step of each shape, and where its slots started
+        # the latest step of each shape, and the computed tokens of its slots before
         self._latest: dict[StepShape, tuple[StepColumns, Column]] = {}
 
     def warmup(self, layers: int) -> None:
-        """Launch the kernels of every shape, with the first `layers` alone."""
+        """Launch the kernels of every shape, with the first `layers` only."""
         for shapes in self.shapes.values():
             for shape in shapes:
                 self._send(shape, StepColumns.of_decodes([], []))
@@ -156,7 +156,7 @@ class StepGraphs:
                     step()
 
     def capture(self, kind: str, pool: GraphPool, progress: Callable[[int, int], None]) -> str:
-        """Run and capture every shape of `kind`, the largest first; return a line for the log."""
+        """Run and capture every shape of `kind`, largest first. Return a line for the log."""
         started, before = time.monotonic(), pool.num_bytes()
         shapes = sorted(self.shapes[kind])
         for number, shape in enumerate(reversed(shapes)):
@@ -170,7 +170,7 @@ class StepGraphs:
         )
 
     def find(self, num_tokens: int, num_seqs: int) -> StepShape | None:
-        """Return the smallest captured shape for a batch of this size; None if it is too large."""
+        """Return the smallest captured shape for a batch; None if the batch is too large."""
         shapes = self.shapes[TOKENS]
         found = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
         fits = found < len(shapes) and shapes[found].num_seqs >= num_seqs
@@ -197,7 +197,7 @@ class StepGraphs:
         self._send(shape, columns)
 
     def place_images(self, rows: Column | None) -> None:
-        """Set the rows of images that a prepared step reads, -1 for other tokens; None: none."""
+        """Set the image row of each token of a prepared step, -1: none. None: no images."""
         if self._images is None or (rows is None and not self._has_images):
             return
         self._has_images, index = rows is not None, self._images.at
@@ -206,7 +206,7 @@ class StepGraphs:
             index[: len(rows)] = upload((rows,), index.device)[0].int()
 
     def replay(self, shape: StepShape) -> StepBuffers:
-        """Run the prepared step. Its results are valid until the next replay, padding last."""
+        """Run the prepared step. The results, padding last, are valid until the next replay."""
         self._graphs[shape][0].replay()
         return self.buffers
 
@@ -215,7 +215,7 @@ class StepGraphs:
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
-        """Locate the replayed samples to sample them again, and restore their draft tokens."""
+        """Locate the samples of a replay to sample them again, and restore its draft tokens."""
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
             self._requests.store(inputs.token_slots, inputs.positions, ran)
@@ -229,22 +229,22 @@ class StepGraphs:
         )
 
     def draw(self, shape: StepShape) -> None:
-        """Resample rows with a small top_k. With a proposer, the replay itself has done so."""
+        """Resample rows with a small top_k. With a proposer, the replay has already done it."""
         if self._proposer is None:
             self._graphs[shape][1].replay()
 
     def drafts(self, shape: StepShape) -> Tensor:
-        """Return the step's drafts [rows, drafts] int64, which `finish` reads again."""
+        """Return the step's drafts [rows, drafts] int64. `finish` reads this tensor again."""
         return self._drafts[: shape.num_seqs, : shape.num_drafts]
 
     def finish(self, shape: StepShape, token_ids: Tensor) -> None:
-        """Verify and propose again after the replayed step, for other sampled tokens."""
+        """Verify and propose again after a replay whose sampled tokens are replaced."""
         self.buffers.token_ids[: len(token_ids)].copy_(token_ids)
         if self._proposer is not None:
             self._graphs[shape][1].replay()
 
     def replay_seconds(self, num_rows: int, *, repeats: int) -> float | None:
-        """Measure the latest decode of `num_rows` rows without a host; None: there was none."""
+        """Measure the device time of the latest decode of `num_rows` rows; None without one."""
         shape = self.find_decodes(num_rows)
         if shape is None or shape not in self._latest:
             return None
@@ -255,7 +255,7 @@ class StepGraphs:
         slots, lengths = upload((columns.slots, starts), num_computed.device)
 
         def replay() -> None:
-            num_computed[slots] = lengths  # the step changes them
+            num_computed[slots] = lengths  # the step changes the lengths
             graph.replay()
 
         seconds = self._runtime.seconds_of(replay, repeats=repeats)
@@ -273,7 +273,7 @@ class StepGraphs:
         upload([*padded, np.array([num_tokens])], self._columns.device, out=self._columns)
 
     def _steps(self, shape: StepShape, kv: Sequence[KvCaches]) -> list[Callable[[], None]]:
-        """The functions to capture for `shape`, each as a graph."""
+        """Return the functions to capture for `shape`, one graph each."""
         if not shape.is_sampled:
             return [partial(self._run_layers, shape, kv)]
         if not self._model.is_last_stage:
@@ -282,7 +282,7 @@ class StepGraphs:
         return [partial(self._run_decodes, shape, kv), partial(again, shape)]
 
     def _run_layers(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
-        """Run the layers of any batch; copy the results out of the graphs' shared memory."""
+        """Run the layers of a batch, and copy the results out of the graphs' shared memory."""
         inputs = self._place(shape)
         seq_lens, query_starts, active = self._words_of(shape)
         metadata = metadata_of(
@@ -300,7 +300,7 @@ class StepGraphs:
         self.buffers.hidden[: shape.num_tokens].copy_(hidden)
 
     def _run_decodes(self, shape: StepShape, kv: Sequence[KvCaches]) -> None:
-        """Run a step of decodes, from their tokens to the proposal."""
+        """Run a step of decodes, from input tokens to proposed drafts."""
         requests = self._requests
         if shape.num_drafts:
             slots = self._inputs(shape).slots
@@ -338,7 +338,7 @@ class StepGraphs:
         self._store(shape, self._drawn(shape, self.buffers.token_ids[: shape.num_tokens]))
 
     def _drawn(self, shape: StepShape, otherwise: Tensor) -> Tensor:
-        """Sample the rows with a small top_k; the others keep the tokens `otherwise`."""
+        """Sample the rows with a small top_k; other rows keep the tokens `otherwise`."""
         logits = self.buffers.logits[: shape.num_tokens]
         token_ids: Tensor = self._draw_leading(
             logits, self._get_sampling(shape), otherwise=otherwise, **self._shard
@@ -346,7 +346,7 @@ class StepGraphs:
         return token_ids
 
     def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:
-        """Verify the step's drafts and propose the next ones. It may be repeated."""
+        """Verify the step's drafts and propose new ones. The call may be repeated."""
         if self._verifier is None:
             return
         num_tokens, num_seqs = shape[:2]
@@ -380,21 +380,21 @@ class StepGraphs:
         return self._inputs(shape)
 
     def _inputs(self, shape: StepShape) -> StepInputs:
-        """The results of `_place`."""
+        """Return the results of `_place`."""
         return StepInputs.of(self._columns, self._places, shape.num_tokens, shape.num_seqs)
 
     def _words_of(self, shape: StepShape) -> tuple[Tensor, ...]:
-        """Sequence lengths [S], query starts [S + 1] and tokens without padding [1], int32."""
+        """Return sequence lengths [S], query starts [S + 1], tokens without padding [1], int32."""
         parts = shape.num_seqs, shape.num_seqs + 1, 1
         return self._words[: sum(parts)].split(parts)
 
     def _counts(self, shape: StepShape) -> Tensor:
-        """Tokens of each row, [rows] int64."""
+        """Return the number of tokens of each row, [rows] int64."""
         first = 2 * shape.num_tokens + shape.num_seqs
         return self._columns[first : first + shape.num_seqs]
 
     def _decode_metadata(self, shape: StepShape) -> AttentionMetadata:
-        """Describe each token as a sequence of its own; tokens of a row with drafts are a run."""
+        """Describe each token as a separate sequence; tokens of a row with drafts form a run."""
         inputs, num_tokens = self._inputs(shape), shape.num_tokens
         seq_lens, _, active = self._words_of(shape)
         runs = None
@@ -431,6 +431,6 @@ class StepGraphs:
 
 
 def _widths(shape: StepShape) -> list[int]:
-    """The widths of the `StepColumns`, then that of the number of tokens."""
+    """Return the widths of the `StepColumns`, then the width of the number of tokens, 1."""
     num_tokens, num_seqs = shape[:2]
     return [num_tokens, num_seqs, num_tokens, num_seqs, num_seqs + 1, 1]

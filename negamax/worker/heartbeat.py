@@ -1,4 +1,4 @@
-"""The heartbeat thread of a rank process. It also aborts waits for ranks that do not answer."""
+"""The heartbeat thread of a rank process, which also aborts waits for unresponsive ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 BEAT_SECONDS = 0.1
-# for the executor to find the dead rank, before this rank ends because of it
+# time for the executor to detect the dead rank before this rank exits because of it
 LOST_SECONDS = 2.0
 
 
 class RankHeartbeat:
-    """Heartbeats of one rank, a row of `beats`; the last row asks kernels to stop waiting."""
+    """Writes heartbeats to the rank's row of `beats`. The last row requests an abort of waits."""
 
     def __init__(self, beats: SharedNumbers, rank: int) -> None:
         self._rank = rank
@@ -30,12 +30,12 @@ class RankHeartbeat:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def watch(self, control: PollControl | None) -> None:
-        """Keep the clock of the kernels' waits, and end the process when one of them times out."""
+        """Advance the clock of waiting kernels, and end the process when a wait times out."""
         self._control = control
 
     @property
     def is_aborted(self) -> bool:
-        """Whether waits were aborted: later steps are void."""
+        """Whether waits were aborted, so that results of later steps are invalid."""
         return self._control is not None and self._control.is_aborted
 
     def _beat(self) -> None:
@@ -43,7 +43,7 @@ class RankHeartbeat:
         while True:
             now = self._row[0] = time.monotonic()
             if self._control is not None:
-                # do not count the time in which this process was stopped
+                # exclude the time in which this process was stopped
                 self._control.tick(min(now - last, 2 * BEAT_SECONDS))
                 if self._abort[0]:
                     self._control.abort()

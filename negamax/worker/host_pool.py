@@ -1,12 +1,13 @@
-"""Host memory of one rank as a second level of its KV caches: the copies that plans ask for. Files
+"""Host memory of one rank as a second level of its KV caches: the copies that plans request. Files
 may be a third level (`FileStore`).
 
-On a GPU the copies run on a stream of their own, in plan order. They begin after all steps launched
-before them. A step waits on the device for the copies under way that read a block it writes, or
-write a block it reads. So no step sees half a copy, whatever the host knows about its progress.
+On a GPU the copies run on a separate stream, in plan order, and start after all steps that were
+launched before. A step waits on the device for pending copies that read a block that it writes, or
+write a block that it reads. So no step sees half a copy, even if the host does not know how far the
+copy is.
 
-A host block holds all caches of a block. Copies pass through a staging buffer on the device: one
-gather or scatter per kind of cache, and one transfer per run of neighbouring host blocks.
+A host block holds all caches of a KV block. Copies pass through a staging buffer on the device: one
+gather or scatter per kind of cache, and one transfer per run of adjacent host blocks.
 """
 
 import contextlib
@@ -27,16 +28,16 @@ from negamax.worker.device import Runtime, indices
 from negamax.worker.file_store import FileStore
 from negamax.worker.kv_cache import STAGING_BYTES, zeros_on_large_pages
 
-# most time that an awaited plan waits for a load or a file: requests may arrive
+# most time that an awaited plan waits for a load or a file, because requests may arrive
 AWAIT_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """The copies of one plan, not known to be complete."""
+    """The copies of one plan, which may be pending."""
 
     step_id: int
-    event: torch.cuda.Event | None  # their end; None: they are complete
+    event: torch.cuda.Event | None  # end of the copies; None: they are complete
     stored_blocks: frozenset[int]
     loaded_blocks: frozenset[int]
 
@@ -47,16 +48,16 @@ class _Batch:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """The loads of all plans up to a launch. Another thread than the launching one may read it."""
+    """The loads of all plans up to a launch. Any thread may read the progress."""
 
-    loaded_step: int  # those of plans up to this step id were complete at the launch
-    pending: tuple[_Batch, ...]  # the others, in plan order
+    loaded_step: int  # loads of plans up to this step id were complete at the launch
+    pending: tuple[_Batch, ...]  # batches with later loads, in plan order
     is_awaited: bool
-    files: FileStore | None = None  # if this rank reports results
+    files: FileStore | None = None  # None: there are no files
 
     def read(self) -> int:
         """Return the step id up to which all loads are complete. An awaited plan first waits for a
-        load or a file, but not for long.
+        load or a file, at most `AWAIT_SECONDS`.
         """
         end = time.monotonic() + AWAIT_SECONDS * self.is_awaited
         while time.monotonic() < end and not self._has_news:
@@ -69,7 +70,7 @@ class LoadProgress:
         return loaded_step
 
     def report_files(self) -> FileProgress | None:
-        """Return `FileStore.report`; the step must not fail after it."""
+        """Return `FileStore.report`. The step must not fail after this call."""
         return None if self.files is None else self.files.report()
 
     @property
@@ -91,7 +92,7 @@ class HostPool:
         device: torch.device,
         runtime: Runtime,
     ) -> None:
-        """`caches` of this rank; `num_blocks` in host memory."""
+        """`caches`: KV caches of this rank. `num_blocks`: blocks in host memory."""
         self.num_blocks, self._block_size = num_blocks, block_size
         self._device, self._runtime = device, runtime
         self._caches = view_blocks(caches)
@@ -121,13 +122,13 @@ class HostPool:
             memory.view(torch.int64).view(num_blocks, *size)
             for memory, size in zip(raw, sizes, strict=True)
         ]
-        self._batches: deque[_Batch] = deque()  # not known to be complete
+        self._batches: deque[_Batch] = deque()  # batches that may be pending
         self._loaded_step = self._last_step = -1
-        self.files: FileStore | None = None  # set by the runner, if there are any
+        self.files: FileStore | None = None  # set by the runner if files are enabled
 
     def run(self, plan: StepPlan) -> LoadProgress:
-        """Launch the copies of a plan. The step that is launched next waits for those that it
-        must not overtake.
+        """Launch the copies of a plan. The step that is launched next waits on the device for
+        copies of its blocks.
         """
         copies = plan.copies
         if copies is not None and (copies.stored_blocks or copies.loaded_blocks):
@@ -150,8 +151,8 @@ class HostPool:
         return [kind.view(self.num_blocks, -1).view(torch.uint8).numpy() for kind in self.host]
 
     def await_copies(self, step_id: int, *, seconds: float) -> bool:
-        """Wait until the copies of plans up to `step_id` are complete. Any thread may call it.
-        False after so many seconds.
+        """Wait until the copies of plans up to `step_id` are complete. Return False after
+        `seconds`. Any thread may call this method.
         """
         end = time.monotonic() + seconds
         while self._last_step < step_id:
@@ -173,7 +174,7 @@ class HostPool:
         self._pinned.clear()
 
     def _launch(self, copies: HostCopies, step_id: int) -> None:
-        launched = self._runtime.record_event()  # the end of the steps before
+        launched = self._runtime.record_event()  # the end of earlier steps
         on_stream = contextlib.nullcontext()
         if self._stream is not None and launched is not None:
             self._stream.wait_event(launched)
@@ -188,7 +189,7 @@ class HostPool:
         self._batches.append(_Batch(step_id, ended, stored, loaded))
 
     def _record_end(self) -> Callable[[], object] | None:
-        """Return a function that waits for the copies launched so far; None: they have ended."""
+        """Return a function that waits for the launched copies; None if copies are synchronous."""
         if self._stream is None:
             return None
         event = torch.cuda.Event(blocking=True)  # a waiting thread must not spin
@@ -196,7 +197,7 @@ class HostPool:
         return event.synchronize
 
     def _order_step(self, plan: StepPlan) -> None:
-        """Let the next step wait for copies of blocks that it uses from this plan on."""
+        """Let the next step wait for copies of blocks that this plan starts to use."""
         used, written = set[int](), set(plan.appended_blocks)
         for row in plan.new_rows:
             used.update(row.block_ids)
@@ -229,7 +230,7 @@ class HostPool:
 
 
 def view_blocks(caches: list[KvCaches]) -> list[Tensor]:
-    """View caches by block, as words: [blocks, layers, words] int64 for each allocation."""
+    """View caches by block: [blocks, layers, words] int64 for each allocation."""
     allocations: dict[int, list[Tensor]] = {}
     for cache in (cache for layer in caches for cache in layer.values()):
         allocations.setdefault(cache.untyped_storage().data_ptr(), []).append(cache)
@@ -243,7 +244,7 @@ def view_blocks(caches: list[KvCaches]) -> list[Tensor]:
 
 
 def _find_runs(places: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of neighbouring places: their indices, and the places."""
+    """Yield (indices, places) of each run of consecutive numbers in `places`."""
     ends = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
     for first, stop in pairwise(ends):
         yield slice(first, stop), slice(places[first], places[first] + stop - first)

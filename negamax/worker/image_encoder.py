@@ -1,7 +1,7 @@
-"""The rows of images on one rank: computed before a step, read in place of embeddings.
+"""Compute the rows of images on one rank before a step, which reads them in place of embeddings.
 
-Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. The others
-have zeros for these, so that the sum of all ranks' embeddings is exact.
+Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. Other
+ranks have zeros for these images, so that the sum of all ranks' embeddings is exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ from negamax.worker.batch import Column, StepColumns
 from negamax.worker.device import Runtime, upload
 from negamax.worker.request_state import RequestState
 
-# Image tokens that one run of the tower computes, unless one image has more: 2016 pixels square.
+# Image tokens of one run of the tower (2016 x 2016 pixels); a larger image has its own run.
 _RUN_TOKENS = 5184
 
 
 @dataclass(frozen=True)
 class _Broken:
-    """Why the rows in some pages are invalid."""
+    """Pages with invalid rows, and the error of their image."""
 
     pages: frozenset[int]
     error: Exception
@@ -46,7 +46,7 @@ class ImageEncoder:
         rank: int,
         runtime: Runtime,
     ) -> None:
-        """`num_tokens`: rows of the pool; `rank`: among the tensor-parallel ranks."""
+        """`num_tokens`: rows of the pool. `rank`: index among the tensor-parallel ranks."""
         self._tower, self._spec, self._requests = tower, spec, requests
         self._rank, self._runtime = rank, runtime
         self.num_tokens, self._device = num_tokens, requests.tokens.device
@@ -56,11 +56,11 @@ class ImageEncoder:
 
     @property
     def rows(self) -> Tensor:
-        """The pool, [rows, text hidden]."""
+        """The pool of image rows, [rows, text hidden]."""
         return self._pool.flatten(0, 1)
 
     def encode(self, plan: StepPlan) -> None:
-        """Compute the images of `plan`, and end requests that read an image that failed."""
+        """Encode the images of `plan`, and end requests that read an image that failed."""
         own = [job for job in plan.encodes if job.rank == self._rank]
         for job in plan.encodes:
             pages = frozenset(job.pages)
@@ -83,13 +83,11 @@ class ImageEncoder:
                         self._requests.fail(run.slot, each.error)
 
     def find_rows(self, runs: Sequence[ImageRun], columns: StepColumns) -> Column | None:
-        """Return the row of each token of `columns` [T], -1 where it has none; None: no token has
-        one.
-        """
+        """Return the image row of each token of `columns` [T], -1: none. None: no images."""
         if not runs:
             return None
         rows = np.full(len(columns.token_slots), -1, dtype=np.int64)
-        # exact: a prompt has no unverified drafts
+        # this is exact, because a prompt has no unverified drafts
         computed = self._requests.num_computed_bound[columns.token_slots]
         positions = computed + columns.token_offsets
         for run in runs:
@@ -124,8 +122,8 @@ class ImageEncoder:
         return peak
 
     def _split(self, jobs: list[EncodeJob]) -> Iterator[list[EncodeJob]]:
-        """Split images into runs, which bounds the memory. Where the bits of a request must not
-        depend on the batch, each image has its own run.
+        """Split images into runs of the tower, to bound the memory. If results must not depend on
+        the batch, each image is a run.
         """
         most = 0 if self._runtime.is_batch_invariant else _RUN_TOKENS
         run, size = list[EncodeJob](), 0

@@ -1,4 +1,4 @@
-"""The KV caches of one rank: their number of blocks, and their tensors."""
+"""The KV caches of one rank: number of blocks, and tensors."""
 
 import mmap
 from collections import Counter
@@ -24,11 +24,11 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 GIB = 2**30
-# A CPU rank's default share for its cache, of the memory that is free after loading the weights.
+# Share of the memory that is free after loading the weights that a CPU rank's cache takes.
 CPU_CACHE_SHARE = 0.25
 # GPU memory for CUDA graphs and the driver, in addition to the measured peak of a full step.
 GRAPH_RESERVE = GIB
-# Largest buffer on the device for copies to and from host memory, unless a block is larger.
+# Size of the device buffer for copies to and from host memory, unless a block is larger.
 STAGING_BYTES = 128 * 2**20
 # Share of the free main memory that blocks in host memory may take.
 HOST_SHARE = 0.9
@@ -37,11 +37,11 @@ ALIGNMENT = 512
 
 
 def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:
-    """Refuse an FP8 cache with KV scales for int8, by the reasons for `skipped` tensors."""
+    """Refuse an FP8 cache if KV scales for int8 are a reason in `skipped`."""
     if dtype == torch.float8_e4m3fn and INT8_CACHE in skipped:
         raise ConfigError(
-            "--kv-cache-dtype is fp8; the checkpoint's scales of keys and values are for int8, one "
-            "for each channel",
+            "--kv-cache-dtype is fp8; the checkpoint's scales of keys and values are per channel, "
+            "for int8",
             hint="use --kv-cache-dtype auto",
         )
 
@@ -56,8 +56,9 @@ def allocate(
     device: torch.device,
     shared: bool = False,
 ) -> list[KvCaches]:
-    """Allocate zeroed caches of every layer, [num_blocks, heads, block_size, width] each, in
-    `dtype` unless they specify one. Equal caches are one allocation; with `shared`, one cache.
+    """Allocate zeroed caches [num_blocks, heads, block_size, width] of every layer, in `dtype`
+    unless a cache specifies one. Caches with one specification share an allocation. With `shared`,
+    all layers share one cache.
     """
     kinds = Counter(cache for layer in caches for cache in layer)
     pools: dict[KvCacheSpec, Iterator[Tensor]] = {}
@@ -82,8 +83,8 @@ def _zeros(
 
 
 def zeros_on_large_pages(num_bytes: int) -> Tensor:
-    """Allocate zeroed bytes on 2 MiB pages if possible: attention gathers small blocks from the
-    whole pool, with a TLB miss each on 4 KiB pages. Untouched pages take no memory.
+    """Allocate zeroed bytes on 2 MiB pages if possible. With 4 KiB pages, attention would have a
+    TLB miss for each small block that it gathers. Untouched pages take no memory.
     """
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -99,8 +100,8 @@ def choose_blocks(
     encoding: int = 0,
     device: torch.device,
 ) -> int:
-    """Return how many blocks this rank can hold. `dtype`: of caches that specify none; `workspace`,
-    `encoding`: bytes of a step, and of the largest image before it, on a GPU.
+    """Return how many blocks this rank can hold. `dtype`: of caches that specify none. `workspace`:
+    GPU bytes of a step. `encoding`: GPU bytes of encoding the largest image before a step.
     """
     if config.num_kv_blocks:
         return config.num_kv_blocks
@@ -131,20 +132,20 @@ def choose_blocks(
 
 
 def draft_buffers(config: WorkerConfig) -> int:
-    """Bytes of captured steps for drafts: logits of verifying rows, and residual streams."""
+    """Return the bytes of captured steps for drafts: logits of rows, and residual streams."""
     speculation, spec = config.speculation, config.spec
     if speculation is None or not config.cudagraph_size:
         return 0
     rows = config.cudagraph_size * speculation.num_speculative_tokens
     logits = rows * -(-spec.vocab_size // config.layout.attention.size) * 4
-    if config.draft and config.draft.spec.most_tokens is not None:  # it computes as many itself
+    if config.draft and config.draft.spec.most_tokens is not None:  # its logits
         logits *= 2
     streams = len(config.draft.spec.aux_layers) if config.draft else 0
     return logits + streams * config.max_num_batched_tokens * spec.hidden_size * 2
 
 
 def stage_buffers(config: WorkerConfig) -> int:
-    """Bytes of residual streams that wait to be sent or run, a draft model's included."""
+    """Return the bytes of residual streams that wait to be sent or run."""
     if config.layout.pp == 1:
         return 0
     streams = 1 + (len(config.draft.spec.aux_layers) if config.draft else 0)
@@ -152,7 +153,7 @@ def stage_buffers(config: WorkerConfig) -> int:
 
 
 def staging_buffer(config: WorkerConfig, *, dtype: torch.dtype) -> int:
-    """Bytes on the device for copies to and from host memory."""
+    """Return the device bytes of the buffer for copies to and from host memory."""
     if not config.has_host_blocks:
         return 0
     return max(STAGING_BYTES, bytes_of_blocks(1, config, dtype=dtype))
@@ -161,8 +162,8 @@ def staging_buffer(config: WorkerConfig, *, dtype: torch.dtype) -> int:
 def choose_host_blocks(
     config: WorkerConfig, num_blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Return how many blocks this rank keeps in host memory, beside `num_blocks` in its KV cache.
-    Errors: `ConfigError` for less than one block, `ResourceError` for more than fits.
+    """Return how many blocks this rank keeps in host memory. `num_blocks`: blocks of its KV cache.
+    Raises `ConfigError` for less than one block, `ResourceError` for more than fits.
     """
     size, ranks = config.kv_offloading_size, config.layout.world_size
     per_block = bytes_of_blocks(1, config, dtype=dtype)
@@ -182,7 +183,7 @@ def choose_host_blocks(
         )
     local, free = config.layout.ranks_per_node, min(env.available_memory(), env.main_memory())
     free = int(free * HOST_SHARE)
-    if device.type == "cpu":  # the KV cache takes its memory with its first use
+    if device.type == "cpu":  # the KV cache takes memory only when it is used
         free -= local * bytes_of_blocks(num_blocks, config, dtype=dtype)
     needed = local * chosen * per_block
     if needed > free:
@@ -200,7 +201,7 @@ def choose_host_blocks(
 def choose_num_blocks(
     *, block_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int, budget: int
 ) -> int:
-    """Return the blocks that all sequences could use, within `budget` bytes. Errors:
+    """Return the number of blocks that all sequences could use, within `budget` bytes. Raises
     `ResourceError` if one sequence of `max_model_len` tokens does not fit.
     """
     blocks_per_sequence = -(-max_model_len // block_size)
@@ -219,7 +220,7 @@ def choose_num_blocks(
 
 
 def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> int:
-    """Bytes of `num_blocks` on this rank; `dtype`: of caches that specify none."""
+    """Return the bytes of `num_blocks` on this rank. `dtype`: of caches that specify none."""
     return num_blocks * block_bytes(
         config.kv_caches, config.block_size, dtype=_name(dtype), ranks=config.layout.attention.size
     )
@@ -238,15 +239,15 @@ def describe(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> st
     one_more = bytes_of_blocks(num_blocks + 1, config, dtype=dtype)
     if config.num_kv_blocks is None and asked >= one_more:
         limit = (
-            f" (of the {asked / GIB:.2f} GiB asked for: --max-num-seqs {config.max_num_seqs} "
-            f"requests of {config.max_model_len} tokens use no more)"
+            f" (of the {asked / GIB:.2f} GiB allowed: --max-num-seqs {config.max_num_seqs} "
+            f"requests of {config.max_model_len} tokens need no more)"
         )
     cache = f"KV cache {size:.2f} GiB{limit} per rank in {kinds}"
     return f"{cache}, {per_token:,} bytes per token{shards}"
 
 
 def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
-    """Refuse rows whose tokens and block tables exceed the free memory (of all ranks on a CPU)."""
+    """Refuse sequences whose tokens and block tables exceed the free memory."""
     item = 8 if device.type == "cpu" else 4
     per_row = slot_bytes(config.max_model_len, config.block_size, item=item)
     free = (
@@ -272,7 +273,7 @@ def check_weights_fit(
     device: torch.device,
     layout: ParallelLayout,
 ) -> None:
-    """Refuse weights that exceed the free memory of a GPU, or of this machine for all CPU ranks."""
+    """Refuse weights that exceed the free memory of the GPU, or of the machine for CPU ranks."""
     on_gpu, num_ranks, kept = device.type == "cuda", layout.world_size, kernels.reads_stored
     padding = expert_padding(spec, kept=kept, layout=layout)
     if padding and layout.rank == 0:

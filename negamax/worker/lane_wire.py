@@ -1,12 +1,12 @@
-"""Messages of the lanes that carry KV blocks between ranks of different engines. Torch-free."""
+"""Messages of lanes, which copy KV blocks between ranks of different engines."""
 
 import msgspec
 
-PIECE_BYTES = 16 * 2**20  # about, of one reply
+PIECE_BYTES = 16 * 2**20  # approximate size of one reply
 
 
 class HeadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Adjacent heads of one kind of cache, numbered as on the rank that stores them."""
+    """Adjacent heads of one kind of cache, with the numbers that the storing rank uses."""
 
     kind: int
     first: int
@@ -14,24 +14,24 @@ class HeadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadBlocks(msgspec.Struct, frozen=True, array_like=True, tag="read"):
-    """To a lane: send these heads of host blocks. The reply is b"" or a problem, then a frame for
+    """Asks a lane to send heads of host blocks. The reply is b"" or an error text, then a frame for
     each range: [blocks, layers, heads, words] int64.
     """
 
     places: list[int]  # host blocks
     ranges: list[HeadRange]
-    step_id: int  # wait for the copies of plans up to this one
+    step_id: int  # the lane first waits for copies of plans up to this step id
 
 
 class KindLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Where a lane keeps a kind of cache: [blocks, layers, heads, words] int64."""
+    """Address of a kind of cache in a lane's memory: [blocks, layers, heads, words] int64."""
 
     address: int
     shape: tuple[int, int, int, int]
 
 
 class Describe(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
-    """To a lane: send a `Description` in place of blocks."""
+    """Asks a lane to send its `Description`."""
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
@@ -40,18 +40,18 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ImportBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """From an engine to its own lanes: fill host blocks from the lanes of another engine."""
+    """Asks an engine's own lane to fill host blocks from the lanes of another engine."""
 
     number: int
-    places: list[int]  # host blocks that are written,
-    after_step: int  # once the copies of plans up to this one are complete
+    places: list[int]  # host blocks that are written
+    after_step: int  # the lane first waits for copies of plans up to this step id
     lanes: list[str]  # endpoints of the other engine's ranks
-    remote_places: list[int]  # their host blocks, one for each of `places`
-    remote_step: int  # as `ReadBlocks.step_id`
+    remote_places: list[int]  # host blocks of the other engine, one for each of `places`
+    remote_step: int  # `ReadBlocks.step_id` of the reads
 
 
 class ImportDone(msgspec.Struct, frozen=True, array_like=True):
-    """From a lane to its engine. Nothing writes the blocks any more."""
+    """Tells an engine that its lane has finished writing the blocks of an import."""
 
     number: int
     problem: str = ""  # "": the blocks are complete

@@ -1,8 +1,8 @@
-"""The lane of one rank: it sends host blocks to ranks of other engines, and fills host blocks with
-theirs. The device takes no part: plans copy between KV blocks and host blocks.
+"""The lane of one rank sends host blocks to ranks of other engines, and fills host blocks from
+them. Lanes do not use the device: plans copy between KV blocks and host blocks.
 
 A rank reads the heads that it needs from each rank of the other engine, which may have another
-tensor-parallel size. Two threads: one answers reads, one runs the imports of this rank's engine.
+tensor-parallel size. One thread answers reads, another one runs the imports of this rank's engine.
 """
 
 import contextlib
@@ -27,24 +27,24 @@ from negamax.worker.node_sockets import bind, connect
 
 logger = get_logger(__name__)
 
-STALL_SECONDS = 10.0  # an import fails after so long without a reply
-_POLL_MS = 100  # between looks at the stop flag
-_AHEAD = 2  # reads that wait for their replies
+STALL_SECONDS = 10.0  # an import fails if it gets no reply for this time
+_POLL_MS = 100  # interval between checks of the stop flag
+_AHEAD = 2  # most reads that wait for replies
 
 
 class LaneError(Exception):
-    """Blocks do not arrive from another engine."""
+    """Blocks of another engine cannot be read."""
 
 
 @dataclass(frozen=True)
 class HostKind:
-    """The host blocks of caches with one specification."""
+    """The host blocks of all caches that have one specification."""
 
     spec: KvCacheSpec
     blocks: NDArray[np.int64]  # [blocks, layers, heads, words] of this rank
 
     def heads_of(self, rank: int, ranks: int) -> range:
-        """Return the heads on one of `ranks`."""
+        """Return the heads that rank `rank` of `ranks` holds."""
         count = self.spec.local_heads(ranks)
         first = 0 if self.spec.replicated else rank * self.spec.heads // ranks
         return range(first, first + count)
@@ -52,7 +52,7 @@ class HostKind:
 
 @dataclass(frozen=True)
 class HeadCopy:
-    """Neighbouring heads of one kind that another rank has."""
+    """Adjacent heads of one kind of cache on another rank and on this rank."""
 
     kind: int
     remote_head: int
@@ -70,8 +70,8 @@ class Mover(Protocol):
         places: list[int],
         command: wire.ImportBlocks,
     ) -> None:
-        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. Errors: LaneError;
-        nothing is written afterwards.
+        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. Raises `LaneError`,
+        after which no block is written.
         """
 
     def close(self) -> None: ...
@@ -90,8 +90,8 @@ class Lane:
         rank: int,
         ranks: int,
     ) -> None:
-        """`specs` and `caches`: by layer. This is one of `ranks`. Errors: `ConfigError` without
-        NIXL where it is the lane, `ResourceError` for an address that cannot be used.
+        """`specs` and `caches`: by layer. Raises `ConfigError` if NIXL is configured and missing,
+        and `ResourceError` for an address that cannot be used.
         """
         self._pool, self._rank, self._ranks = pool, rank, ranks
         self.kinds = list(_view_kinds(pool, specs, caches, ranks=ranks))
@@ -105,7 +105,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 4 * _AHEAD  # a reader that reads has fewer replies under way
+        self._reads.sndhwm = 4 * _AHEAD  # a reader has fewer pending replies
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))
@@ -131,8 +131,8 @@ class Lane:
             peer, *frames = socket.recv_multipart()
             try:
                 answer = work(frames[-1])
-            except Exception as error:  # a frame that is no message, or an index out of range
-                logger.warning("a message of another engine was not understood: %r", error)
+            except Exception as error:  # an invalid message, or an index out of range
+                logger.warning("a message of another engine is invalid: %r", error)
                 answer = [repr(error).encode()]
             socket.send_multipart([peer, *answer], copy=False)
 
@@ -147,10 +147,10 @@ class Lane:
             self.kinds[one.kind].blocks[0, :, one.first : one.stop].nbytes for one in message.ranges
         )
         if asked > max(wire.PIECE_BYTES, whole):
-            raise ValueError(f"{asked} bytes are asked for; at most {wire.PIECE_BYTES} are sent")
-        # the reader waits longer
+            raise ValueError(f"{asked} bytes is too large a read; the limit is {wire.PIECE_BYTES}")
+        # shorter than the reader's timeout
         if not self._pool.await_copies(message.step_id, seconds=STALL_SECONDS / 2):
-            return [b"the blocks were not copied to main memory"]
+            return [b"the blocks were not copied to main memory in time"]
         found = [
             self.kinds[one.kind].blocks[message.places, :, one.first : one.stop]
             for one in message.ranges
@@ -162,7 +162,7 @@ class Lane:
         started, problem = time.monotonic(), ""
         try:
             if not self._pool.await_copies(command.after_step, seconds=STALL_SECONDS):
-                raise LaneError("this rank did not complete its copies")
+                raise LaneError("this rank did not complete its copies in time")
             reads = plan_reads(
                 self.kinds, rank=self._rank, ranks=self._ranks, peers=len(command.lanes)
             )
@@ -178,8 +178,8 @@ class Lane:
 def plan_reads(
     kinds: Sequence[HostKind], *, rank: int, ranks: int, peers: int
 ) -> dict[int, list[HeadCopy]]:
-    """Return what one of `ranks` reads from each of `peers` ranks of another engine: each of its
-    heads once.
+    """Return the heads that `rank` of `ranks` reads from each of the `peers` ranks of another
+    engine. Each head is read once.
     """
     reads: dict[int, list[HeadCopy]] = {}
     first = rank * peers // ranks  # ranks with copies of a head share the reads
@@ -198,7 +198,7 @@ def plan_reads(
 
 
 class TcpMover:
-    """Reads blocks through ZeroMQ sockets, a few pieces ahead. Single user: a lane's thread."""
+    """Reads blocks through ZeroMQ sockets, with a few requests ahead. One thread uses it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kinds: list[HostKind]) -> None:
         self._context, self._kinds = context, kinds
@@ -213,7 +213,7 @@ class TcpMover:
     ) -> None:
         words = sum(
             self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts
-        )  # of a block
+        )  # words of a block
         size = max(1, wire.PIECE_BYTES // (8 * words))
         pieces = [slice(first, first + size) for first in range(0, len(places), size)]
         ranges = [
@@ -246,7 +246,7 @@ class TcpMover:
         self._sockets[endpoint][0].send(wire.encode(message))
 
     def receive(self, endpoint: str) -> list[zmq.Frame]:
-        """Receive the next reply without its status. Errors: `LaneError`."""
+        """Return the frames of the next reply after its status. Raises `LaneError`."""
         socket, monitor = self._sockets[endpoint]
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -258,7 +258,7 @@ class TcpMover:
                 return frames
             problem = status.bytes.decode(errors="replace")
         else:
-            lost = "is gone" if ready else f"did not answer for {STALL_SECONDS:.0f} s"
+            lost = "has disconnected" if ready else f"did not answer for {STALL_SECONDS:.0f} s"
             problem = f"the other engine's rank at {endpoint} {lost}"
         self.drop(endpoint)  # later replies would answer other reads
         raise LaneError(problem)
@@ -276,7 +276,7 @@ class TcpMover:
 def _view_kinds(
     pool: HostPool, specs: KvCacheSpecs, caches: list[KvCaches], *, ranks: int
 ) -> Iterator[HostKind]:
-    """View the host blocks by head, with the specification of each allocation of `caches`."""
+    """Yield the host blocks of each allocation of `caches`, viewed by head."""
     found: dict[int, KvCacheSpec] = {}
     for of_layer, tensors in zip(specs, caches, strict=True):
         for spec in of_layer:

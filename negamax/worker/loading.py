@@ -1,4 +1,4 @@
-"""Fills a rank's weights from a checkpoint, the weight cache or a seed."""
+"""Fill a rank's weights from a checkpoint, the weight cache or a seed."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 def plan_loading(
     config: WorkerConfig, *, kernels: KernelTable, cache_dtype: torch.dtype
 ) -> LoadPlan | None:
-    """Plan how the checkpoint's files fill the model; None without files."""
+    """Plan how the checkpoint's files fill the model; return None for synthetic weights."""
     if config.folder is None:
         return None
     slots = build_empty_slots(config.spec, config.layout, kernels=kernels)
@@ -38,8 +38,8 @@ def plan_loading(
 def load_model(
     model: Decoder, config: WorkerConfig, plan: LoadPlan | None, *, device: torch.device
 ) -> str:
-    """Fill the weights by `plan` (None: synthetic) and pack them, in one thread: several wait at
-    barriers for seconds on busy cores. Returns a line for the log.
+    """Fill the weights by `plan` (None: synthetic) and pack them. Return a line for the log. This
+    uses one thread, because several threads wait at barriers for seconds on busy cores.
     """
     torch.set_num_threads(1)
     shown = config.show_progress and config.layout.rank == 0
@@ -71,13 +71,13 @@ def load_model(
 def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, config: WorkerConfig) -> str:
     with _progress("loading weights", config, unit=format_bytes) as progress:
         summary = fill(slots, plan, progress=progress).summary()
-    if config.layout.rank:  # the engine reports the first rank's progress
+    if config.layout.rank:  # the engine logs the first rank's summary
         logger.info("rank %d: %s", config.layout.rank, summary)
     return summary
 
 
 def _progress(what: str, config: WorkerConfig, unit: Callable[[int], str] = str) -> Progress:
-    """Show the progress of work that every rank does."""
+    """Return a progress display for work that every rank does."""
     rank = config.layout.rank if config.layout.world_size > 1 else None
     return Progress(what, unit=unit, enabled=config.show_progress, rank=rank)
 

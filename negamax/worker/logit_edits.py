@@ -1,7 +1,7 @@
 """Logit edits: the sampler stage that changes the logits of single rows before a token is sampled.
 
 To add a sampling parameter that changes logits, add a field to `SamplingParams`, write a
-`LogitEdit` and append it to `EDITS`. Nothing else in the worker or the engine reads it.
+`LogitEdit` and append the edit to `EDITS`. Other code of worker and engine does not read the field.
 """
 
 from collections.abc import Callable, Collection
@@ -17,12 +17,12 @@ from negamax.scheduler.request import SamplingParams
 
 @dataclass(frozen=True)
 class EditedRow:
-    """A row at the position that is sampled next."""
+    """The prompt and output tokens of a row before the position that is sampled."""
 
     prompt_ids: Tensor  # [P] int64
-    output_ids: Tensor  # [O] int64, -1: beyond the last output
+    output_ids: Tensor  # [O] int64, -1 after the last output
     num_outputs: Tensor  # [] int64
-    is_masked: bool  # a grammar bitmask is applied after the edits
+    is_masked: bool  # whether a grammar bitmask is applied after the edits
 
 
 ApplyEdit = Callable[[Tensor, EditedRow], None]  # changes logits [V] fp32 in place
@@ -32,12 +32,12 @@ class LogitEdit(Protocol):
     """Implements one or several sampling parameters."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
-        """Whether the edit changes anything, by the arguments alone, as on every rank."""
+        """Whether the edit changes logits. It depends only on arguments, which ranks share."""
 
     def prepare(
         self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
     ) -> ApplyEdit:
-        """Return the edit of a row with these parameters. Called once per row."""
+        """Return the edit of a row with these parameters. The caller calls it once per row."""
 
 
 class Penalties:
@@ -107,7 +107,7 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """`min_tokens`: forbids tokens that end a sequence. A grammar mask does so itself."""
+    """`min_tokens`: forbids tokens that end a sequence. A grammar mask already forbids them."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         if not params.min_tokens:

@@ -1,10 +1,10 @@
-"""Prompt lookup (method `ngram`): finds the last tokens of a sequence earlier in it, and proposes
-the tokens that followed them there.
+"""Prompt lookup (method `ngram`): find an earlier occurrence of a sequence's last tokens, and
+propose the tokens that followed there.
 
-The longest match wins, then the earliest, as in vLLM. Only the last `SEARCHED_TOKENS` are searched,
-and on a CPU no more than the longest sequence of the step has. So the cost per sequence is
-constant, and a long one does not slow the others. A hash table of n-grams would search all tokens,
-but would also need the tokens of the prefix cache, which no step runs.
+The longest match wins, then the earliest match, as in vLLM. Only the last `SEARCHED_TOKENS` tokens
+are searched, so the cost per sequence has a constant bound. On a CPU, the search is also limited to
+the longest sequence of the step. A hash table of n-grams could cover all tokens, but it would need
+the tokens of cached prefixes, which no step runs.
 """
 
 import torch
@@ -18,7 +18,7 @@ SEARCHED_TOKENS = 32768
 
 
 class NgramProposer(Proposer):
-    """A proposer without a model. It reads only tokens, which all ranks have."""
+    """A proposer without a model, which reads only tokens. All ranks have the same tokens."""
 
     has_gaps = True
 
@@ -30,18 +30,18 @@ class NgramProposer(Proposer):
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        """About 3 passes over the searched tokens per token compared."""
+        """The cost is about 3 passes over the searched tokens per compared token."""
         slots, lengths, _ = rows
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:
             return lengths.new_empty(len(lengths), 0)
-        lengths = lengths.clamp_max(tokens.shape[1])  # any value in a padding row
-        if tokens.device.type == "cpu":  # only a GPU has them
+        lengths = lengths.clamp_max(tokens.shape[1])  # a padding row may have any length
+        if tokens.device.type == "cpu":  # on a GPU, the host does not have the lengths
             width = min(width, max([1, *lengths.tolist()]))
         begins = (lengths - width).clamp_min(0)
-        # [R, width] of the tokens before lengths; in shorter sequences also tokens after these
+        # [R, width] tokens before lengths; for shorter sequences also tokens after lengths
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]
-        # Extend matches that end at each place. The last token is no match of itself.
+        # Extend the matches that end at each place. The last token must not match itself.
         matches = torch.arange(width, device=tokens.device) < (lengths - 1 - begins).unsqueeze(1)
         longest = torch.zeros_like(matches, dtype=torch.uint8)
         for back in range(min(self._most, width)):
@@ -49,7 +49,7 @@ class NgramProposer(Proposer):
             matches[:, back:] &= searched[:, : width - back] == last
             matches[:, :back] = False
             longest += matches
-        length, end = longest.max(dim=1)  # the first of several
+        length, end = longest.max(dim=1)  # the first one if several are equal
         positions = (begins + end + 1).unsqueeze(1) + torch.arange(num_tokens, device=tokens.device)
         is_known = (positions < lengths.unsqueeze(1)) & (length >= self._least).unsqueeze(1)
         followed = tokens[slots.unsqueeze(1), positions.clamp_max(tokens.shape[1] - 1)]

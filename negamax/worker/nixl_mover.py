@@ -1,7 +1,7 @@
-"""Reads KV blocks by NIXL: over RDMA, or what UCX finds without it. Needs the extra `pd`.
+"""Read KV blocks with NIXL, over RDMA or another transport of UCX. This needs the extra `pd`.
 
-The memory of all host blocks is registered once. With equal tensor-parallel sizes a block of one
-kind is one descriptor, whatever the number of layers; otherwise one for each layer.
+The memory of all host blocks is registered once. With equal tensor-parallel sizes, all layers of a
+block in one kind of cache are one descriptor; otherwise each layer is a descriptor.
 """
 
 import time
@@ -22,12 +22,12 @@ _DRAM = "DRAM"
 
 
 class NixlMover:
-    """Single user: a lane's thread."""
+    """Copies blocks with NIXL. Only the thread of a lane uses it."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], kinds: list[HostKind], pool: HostPool
     ) -> None:
-        """Errors: `ConfigError` if NIXL is not installed or does not start."""
+        """Raises `ConfigError` if NIXL is not installed or does not start."""
         try:
             from nixl._api import nixl_agent, nixl_agent_config
 
@@ -35,7 +35,7 @@ class NixlMover:
             self._registered = self._agent.register_memory(pool.host)
         except Exception as error:  # NIXL has its own exceptions
             raise ConfigError(
-                f"--kv-transfer-config asks for NIXL, which does not start: {error}",
+                f"--kv-transfer-config selects NIXL, which does not start: {error}",
                 hint="install negamax[pd], or use the kv_connector TcpConnector",
             ) from None
         self._kinds, self._messages = kinds, TcpMover(context, kinds)
@@ -54,7 +54,7 @@ class NixlMover:
         command: wire.ImportBlocks,
     ) -> None:
         self._messages.send(endpoint, wire.ReadBlocks([], [], command.remote_step))
-        self._messages.receive(endpoint)  # its copies are complete
+        self._messages.receive(endpoint)  # the reply means that the peer's copies are complete
         agent, description = self._find_peer(endpoint)
         own, theirs = self.description.kinds, description.kinds
         pairs = []
@@ -66,7 +66,7 @@ class NixlMover:
                     _describe_heads(there, command.remote_places, part.remote_head, count),
                 )
             )
-            whole = here.shape[2] == there.shape[2] == count  # all heads: layers are neighbours
+            whole = here.shape[2] == there.shape[2] == count  # with all heads, layers are adjacent
             if whole:
                 pairs[-1] = tuple(_join_layers(each, here.shape[1]) for each in pairs[-1])
         local, remote = (np.concatenate(each) for each in zip(*pairs, strict=True))
@@ -87,7 +87,7 @@ class NixlMover:
         return self._peers[endpoint]
 
     def _read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], agent: str) -> None:
-        """Read and wait for the end. Errors: `LaneError`; nothing is written afterwards."""
+        """Read and wait for the end. Raises `LaneError`, after which no block is written."""
         transfer = self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, _DRAM),
@@ -101,8 +101,8 @@ class NixlMover:
             state = self._agent.check_xfer_state(transfer)
             if state == "PROC" and time.monotonic() > end:
                 try:
-                    self._agent.release_xfer_handle(transfer)  # cancels it
-                except Exception:  # it cannot be cancelled now: its end is awaited
+                    self._agent.release_xfer_handle(transfer)  # this cancels the transfer
+                except Exception:  # it cannot be cancelled, so wait for its end
                     end = time.monotonic() + STALL_SECONDS
                     continue
                 raise LaneError(f"a read by NIXL took longer than {STALL_SECONDS:.0f} s")
@@ -114,8 +114,8 @@ class NixlMover:
 def _describe_heads(
     layout: wire.KindLayout, places: list[int], first: int, count: int
 ) -> NDArray[np.uint64]:
-    """Return address, bytes and device of `count` heads from `first` on, block by block and layer
-    by layer: [blocks * layers, 3] uint64.
+    """Return (address, bytes, device) of `count` heads from `first` on for each block and layer,
+    [blocks * layers, 3] uint64.
     """
     _, layers, heads, words = layout.shape
     rows = np.add.outer(np.array(places) * layers, np.arange(layers)).reshape(-1)
@@ -126,7 +126,7 @@ def _describe_heads(
 
 
 def _join_layers(descriptors: NDArray[np.uint64], layers: int) -> NDArray[np.uint64]:
-    """Join the descriptors of a block's layers, which are neighbours in memory."""
+    """Join the descriptors of a block's layers, which are adjacent in memory."""
     joined = descriptors[::layers].copy()
     joined[:, 1] *= layers
     return joined

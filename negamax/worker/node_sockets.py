@@ -2,10 +2,10 @@
 
 Both ends derive CurveZMQ key pairs for the listening and the connecting end from the environment
 variable NEGAMAX_NODE_KEY. A peer without the key is ignored. If the variable is unset, every
-Negamax has the same key: this keeps out accidental peers, not attackers.
+Negamax process has the same key, which keeps out accidental peers but no attackers.
 
-A peer costs little before it has proved the key: a listening socket bounds the bytes of its frames,
-the time of its handshake and, by `ConnectionLimit`, the number of connections.
+A listening socket limits the cost of peers that have not proved the key: it bounds the bytes of a
+frame, the time of a handshake and, by `ConnectionLimit`, the number of connections.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from negamax.base.errors import ResourceError
 from negamax.options.nodes import KEY_VARIABLE
 
 _TCP = "tcp://"
-FRAME_BYTES = 16 * 2**20  # most of a frame without log-probabilities
-_CONNECT_MS = 2000  # a lost packet is repeated after 1 s, then after twice as long each time
-_HANDSHAKE_MS = 5000  # for a new connection to prove the key
+FRAME_BYTES = 16 * 2**20  # most bytes of a frame without log-probabilities
+_CONNECT_MS = 2000  # a lost packet is repeated after 1 s, then after 2 s, then after 4 s
+_HANDSHAKE_MS = 5000  # time in which a new connection must prove the key
 _MOST_STRANGERS = 64  # connections beyond those that the nodes need
 
 
@@ -34,13 +34,13 @@ def has_key() -> bool:
 
 
 def tcp_endpoint(address: str, port: int | str) -> str:
-    """The ZeroMQ endpoint of an IPv4 or IPv6 address; port "*": one that the system assigns."""
+    """Return the ZeroMQ endpoint of an IP address. Port "*": the system assigns the port."""
     return f"{_TCP}[{address}]:{port}" if ":" in address else f"{_TCP}{address}:{port}"
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str, *, most_bytes: int = FRAME_BYTES) -> None:
-    """Listen at `endpoint`, encrypted and with frames of at most `most_bytes` if it is a TCP
-    endpoint. Errors: `ResourceError`.
+    """Listen at `endpoint`. A TCP endpoint is encrypted and receives frames of at most
+    `most_bytes`. Raises `ResourceError` if the endpoint cannot be used.
     """
     if endpoint.startswith(_TCP):
         socket.maxmsgsize, socket.handshake_ivl = most_bytes, _HANDSHAKE_MS
@@ -64,10 +64,10 @@ def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 class ConnectionLimit:
-    """Closes surplus connections to a listening socket. Single user: a thread that polls often."""
+    """Closes surplus connections to a listening socket. One thread must call `apply` often."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, num_peers: int) -> None:
-        """`num_peers`: connections that the nodes need. Create it before `bind`."""
+        """`num_peers`: connections that the nodes need. Create the limit before `bind`."""
         self._most = num_peers + _MOST_STRANGERS
         self._open: set[int] = set()  # file descriptors
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
@@ -75,7 +75,7 @@ class ConnectionLimit:
         )
 
     def apply(self) -> list[tuple[int, int]]:
-        """Close connections beyond the limit. Return new events of the socket and their values."""
+        """Close connections above the limit. Return new (event, value) pairs of the socket."""
         events = []
         while self._monitor.poll(0):
             message = parse_monitor_message(self._monitor.recv_multipart())
@@ -92,14 +92,14 @@ class ConnectionLimit:
 
 def _hang_up(connection: int) -> None:
     """Shut down a TCP connection of ZeroMQ, which then closes the file descriptor."""
-    # the number may belong to another file since: a duplicate keeps the one that is checked
+    # check a duplicate, because the system may reuse the number for another file at any time
     with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
         if peer.family in (sockets.AF_INET, sockets.AF_INET6):
             peer.shutdown(sockets.SHUT_RDWR)
 
 
 def shared_key(purpose: str) -> bytes:
-    """Derive 32 bytes from the key."""
+    """Derive 32 bytes for `purpose` from the key."""
     given = (env.get(KEY_VARIABLE) or "").encode()
     return hashlib.blake2b(
         given, digest_size=32, person=f"negamax {purpose}"[:16].encode()

@@ -1,4 +1,4 @@
-"""Memory of a step besides weights and cache, measured by running the largest prefill step once."""
+"""Measure the memory of a step besides weights and cache, by running the largest prefill step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = get_logger(__name__)
 
 @torch.inference_mode()
 def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
-    """Measure the GPU bytes of the largest prefill step and the proposer after it. Its layers share
-    one cache of just these tokens, in `dtype`.
+    """Measure the GPU bytes of the largest prefill step and the proposer after it. The layers share
+    one cache in `dtype`, which holds only the tokens of this step.
     """
     model, config, requests = runner.model, runner.config, runner.requests
     proposer, device = runner.proposer, runner.device
@@ -44,7 +44,7 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    # tables as wide as those of requests: kernels are compiled for this width
+    # block tables have the width of `RequestState`, because kernels are compiled for it
     tables = requests.block_tables.new_zeros(len(counts), requests.block_tables.shape[1])
     tables[:, :blocks_each] = torch.arange(tables.shape[0] * blocks_each, device=device).view(
         -1, blocks_each
@@ -64,9 +64,9 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
         if model.is_last_stage:
             model.local_logits(hidden[:most])
         if proposer is not None and capture and model.is_last_stage:
-            # the first layers alone leave fewer streams
+            # with the first layers alone, fewer streams are captured
             residuals += [hidden] * (len(capture) - len(residuals))
-            # in existing slots: there may be more sequences than slots
+            # there may be more sequences than slots, so slots are reused
             at = replace(metadata, token_slots=metadata.token_slots % most)
             ends = metadata.query_starts[1:].long()[:most] - 1
             proposer.use_caches(kv[len(model.layers) :])
@@ -86,4 +86,4 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
         num_tokens,
         peak / 2**30,
     )
-    return peak + peak // 8  # fragmentation of the allocator
+    return peak + peak // 8  # an eighth for fragmentation of the allocator

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, from the hidden states of a step."""
+"""Compute log-probabilities of prompt tokens from the hidden states of a step."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ TILE = 256
 def score_prompts(
     model: Decoder, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, requests: RequestState
 ) -> dict[int, list[LogprobEntries]]:
-    """Score the prompt tokens that hidden [T, hidden] predicts, by row, for rows that asked."""
+    """Score the prompt tokens that hidden [T, hidden] predicts, for rows that request it."""
     if not requests.prompt_logprob_slots:
         return {}
     found: dict[int, list[LogprobEntries]] = {}
@@ -33,7 +33,7 @@ def score_prompts(
                     requests.tokens[slot, start + 1 : start + 1 + predicted].long(),
                     num_top=state.sampling.prompt_logprobs or 0,
                 )
-            except EngineDeadError:  # another rank is gone, which is not the row's error
+            except EngineDeadError:  # another rank is dead, which is not the row's error
                 raise
             except Exception as error:
                 requests.fail(slot, error)

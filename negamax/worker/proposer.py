@@ -1,4 +1,4 @@
-"""The interface of all proposers of draft tokens, and the selection of one."""
+"""The interface of all proposers of draft tokens, and `load_proposer`, which selects one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from negamax.worker.synthetic_acceptance import SyntheticAcceptance
 
 @dataclass(frozen=True)
 class TokenStates:
-    """The T tokens that a step has run, rejected drafts included, and their residual streams."""
+    """The T tokens that a step has run, including rejected drafts, and their residual streams."""
 
-    metadata: AttentionMetadata  # their positions, in the slots of the request state
-    # of each layer in `Proposer.capture` [T, hidden]; see `Decoder.forward`
+    metadata: AttentionMetadata  # positions and slots of the tokens
+    # stream [T, hidden] of each layer in `Proposer.capture`; see `Decoder.forward`
     residuals: list[Tensor]
 
     @property
@@ -40,46 +40,46 @@ class TokenStates:
 
 
 class DraftRows(NamedTuple):
-    """R rows to propose for. Their first `lengths` tokens are known; all but the last have run."""
+    """R rows that need drafts. `lengths` tokens of a row are known; the last one has not run."""
 
     slots: Tensor  # [R] int64
     lengths: Tensor  # [R] int64
-    ends: Tensor  # [R] int64, index in the step of the last token that has run
+    ends: Tensor  # [R] int64, index in the step of the row's last token that has run
 
 
 class Proposer:
-    """Proposes draft tokens. All ranks must propose the same."""
+    """Proposes draft tokens. All ranks must propose the same tokens."""
 
-    num_draft_tokens: int  # per row and step, at most
-    capture: tuple[int, ...] = ()  # layers whose residual stream it reads
+    num_draft_tokens: int  # most draft tokens per row and step
+    capture: tuple[int, ...] = ()  # layers whose residual streams the proposer reads
     has_gaps: bool = False  # whether proposed tokens may be missing
     acceptance: SyntheticAcceptance | None = None  # accepts by a schedule instead of by comparison
-    # of the latest proposal [rows, num_draft_tokens] fp32, also of the place after its last token:
-    # estimated chance that a draft is accepted, given that those before it are; None: no estimate
+    # [rows, num_draft_tokens] fp32: estimated probability that a draft of the latest proposal is
+    # accepted if all drafts before it are, also for one more place; None: no estimate
     confidences: Tensor | None = None
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
-        """Load the proposer's own weights, after the target model's; return text for the log."""
+        """Load the proposer's weights after the target model's. Return a text for the log."""
         return ""
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:
-        """Set the caches that `WorkerConfig.draft` declares, in the blocks of the target's own."""
+        """Set the draft model's caches, which use the same block ids as the target's caches."""
         return
 
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
         """Propose draft tokens for R `rows` -> [R, num_tokens] int64, -1 from a missing token on.
-        Runs after every step, so that the proposer's caches receive every token. It must not wait
-        for the device, so that it can be captured (`AttentionMetadata.is_captured`: the host has no
-        lengths). `states` is valid until it returns. Padding rows have slot
-        `requests.padding_slot`; after a slot's own blocks, its table refers to the padding block.
+        This runs after every step, so that the proposer's caches receive every token. It must not
+        wait for the device, so that graphs can capture it; then the host has no lengths
+        (`AttentionMetadata.is_captured`). `states` is valid until the call returns. Padding rows
+        have slot `requests.padding_slot`. After a slot's own blocks, its table has padding blocks.
         """
         raise NotImplementedError
 
 
 class DistantProposer(Proposer):
-    """The proposer of earlier stages: gets the last one's drafts, sends residual streams."""
+    """The proposer of earlier stages. It sends residual streams and receives drafts."""
 
     def __init__(self, config: WorkerConfig, *, dtype: torch.dtype) -> None:
         assert config.speculation is not None
@@ -98,7 +98,7 @@ class DistantProposer(Proposer):
 def hand_down_embedding(
     target: Decoder, context: ParallelContext, weights: WeightFormat
 ) -> VocabEmbedding:
-    """Copy this rank's embedding rows from the first stage to the last. All must call it."""
+    """Copy embedding rows from the first stage to the last. Ranks of both stages must call it."""
     if target.is_first_stage:
         embedding = target.embedding
     else:
@@ -110,7 +110,7 @@ def hand_down_embedding(
 
 
 def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:
-    """Create the proposer of `config`, if any. Errors: `CheckpointError` for invalid files."""
+    """Create the proposer of `config`, if any. Raises `CheckpointError` for invalid files."""
     speculation = config.speculation
     if speculation is None:
         return None
@@ -133,5 +133,5 @@ def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | N
         proposer = BlockProposer(config, config.draft, kernels=kernels)
     if speculation.synthetic_acceptance_rates is not None:
         proposer.acceptance = SyntheticAcceptance(speculation.synthetic_acceptance_rates)
-        proposer.has_gaps = False  # even a missing token may be accepted
+        proposer.has_gaps = False  # the schedule may accept even a missing token
     return proposer

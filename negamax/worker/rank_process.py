@@ -1,14 +1,13 @@
-"""One rank as a process: `python -m negamax.worker.rank_process ENDPOINT RANK`.
+"""Run one rank as a process: `python -m negamax.worker.rank_process ENDPOINT RANK`.
 
 The executor's socket at ENDPOINT first sends a WorkerConfig, which contains all other addresses.
-Then it sends StepPlans (each with grammar rows is followed by its GrammarBitmask) and
-DebugCommands; an empty frame stops the rank. The first byte of these frames is their type. The rank
-answers with a WorkerReady or a RankFailed, then with one DebugResult per command.
+Then it sends StepPlans and DebugCommands. A plan with grammar rows is followed by its
+GrammarBitmask. The first byte of these frames is their type. An empty frame stops the rank. The
+rank answers with a WorkerReady or a RankFailed, then with one DebugResult per command.
 
-The first rank of those that run a plan sends its StepResult to the results socket; the others send
-RowFailures and FileProgress. A separate thread waits for the device, so that the next plan is
-launched meanwhile. Another thread writes heartbeats to the rank's row of the heartbeat file
-(`worker.heartbeat`).
+Of the ranks that run a plan, the first one sends the StepResult to the results socket. Other ranks
+send RowFailures and FileProgress. A separate thread waits for the device, so that the next plan can
+be launched meanwhile. Another thread writes heartbeats (`worker.heartbeat`).
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ logger = get_logger(__name__)
 
 Socket = zmq.Socket[bytes]
 
-# first byte of a frame of results
+# first byte of a frame that the rank sends
 RESULT, ROW_FAILURES, FILE_PROGRESS = b"r", b"f", b"d"
-PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # first byte of a frame
-IDLE_MILLISECONDS = 100  # no plan follows
+PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # first byte of a frame that it receives
+IDLE_MILLISECONDS = 100  # time without a frame after which a rank is idle
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks use plain peer memory, so the libraries' NVLink multicast is off. The executor watches the
-# ranks, so PyTorch's watchdog is off: it reports an orderly end as an error.
+# ranks, so PyTorch's watchdog is off, which reports an orderly end as an error.
 ENVIRONMENT = (
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
     ("NCCL_NVLS_ENABLE", "0"),
@@ -84,7 +83,7 @@ def main(endpoint: str, rank: int) -> int:
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as socket,
-        context.socket(zmq.PUSH) as reports,  # of ranks that send no results
+        context.socket(zmq.PUSH) as reports,  # for ranks that send no results
     ):
         socket.linger = reports.linger = 1000
         connect(socket, endpoint)
@@ -107,10 +106,10 @@ def main(endpoint: str, rank: int) -> int:
             heartbeat.watch(worker.poll_control)
         except NegamaxError as error:
             socket.send(msgspec.msgpack.encode(RankFailed(str(error), error.exit_code)))
-            # the executor ends all ranks: one that exits earlier looks like a failure to the others
+            # wait until the executor ends all ranks: an early exit would look like a failure
             socket.recv()
             return error.exit_code
-        # objects of the start live as long as the process: later collections skip them
+        # later collections skip the objects of the start, which live as long as the process
         gc.freeze()
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         sender = None
@@ -127,37 +126,37 @@ def main(endpoint: str, rank: int) -> int:
             last = [crash_details.describe_plan(steps.last_plan)] if steps.last_plan else []
             dumps.write("the rank failed", details=lambda: {"last_plans": last}, error=error)
             raise
-        finally:  # a rank that fails must exit without waiting for its own thread
+        finally:  # a rank that fails must not wait for its own thread
             if sender is not None:
                 sender.finish()
         if heartbeat.is_aborted:
-            exit_now(1)  # the groups cannot be closed in order: a rank is missing
+            exit_now(1)  # a rank is missing, so the groups cannot be closed in order
         worker.close()
     return 0
 
 
 def _set_environment(interface: str | None) -> None:
-    """Set the libraries' environment variables. `interface`: network between machines."""
-    # gloo and NCCL accept messages without a key, so they listen only on the network of the ranks.
+    """Set the libraries' environment variables. `interface`: network between the machines."""
+    # gloo and NCCL accept messages without a key, so they listen only on the ranks' network
     env.set_default("GLOO_SOCKET_IFNAME", interface or LOOPBACK)
     env.set_default("NCCL_SOCKET_IFNAME", f"={interface or LOOPBACK}")
-    if interface is not None:  # its store logs warnings for addresses without a name
+    if interface is not None:  # PyTorch's store warns of addresses without a name
         env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name, value in ENVIRONMENT:
         env.set_default(name, value)
 
 
 class _StepServer:
-    """Executes the executor's messages, in order."""
+    """Runs the plans and commands that the executor sends, in order."""
 
     def __init__(
         self, worker: Worker, socket: Socket, reports: Socket, sender: _ResultSender | None
     ) -> None:
-        """Without a `sender`, the rank sends only `reports`."""
+        """`sender`: sends results; None: the rank sends only `reports`."""
         self.last_plan: StepPlan | None = None
         self._worker, self._socket = worker, socket
         self._reports, self._sender = reports, sender
-        self._file_progress: FileProgress | None = None  # as sent last
+        self._file_progress: FileProgress | None = None  # the last one that was sent
         self._plans = msgspec.msgpack.Decoder(StepPlan)
         self._bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
         self._commands = msgspec.msgpack.Decoder(DebugCommand)
@@ -201,7 +200,7 @@ class _StepServer:
 
 
 class _ResultSender:
-    """Thread that waits for step outputs in order and sends their results."""
+    """A thread that waits for step outputs in order and sends their results."""
 
     def __init__(
         self,
@@ -217,11 +216,11 @@ class _ResultSender:
         self._thread.start()
 
     def put(self, outcome: StepOutput | StepResult) -> None:
-        """Send the output after those before it."""
+        """Queue an output, to be sent after all earlier outputs."""
         self._outcomes.put(outcome)
 
     def finish(self) -> None:
-        """Wait until all are sent, unless waits were aborted."""
+        """Wait until all outputs are sent, unless waits were aborted."""
         self._outcomes.put(None)
         while self._thread.is_alive() and not self._heartbeat.is_aborted:
             self._thread.join(0.1)

@@ -1,17 +1,17 @@
 """State of each running request that the worker keeps between steps, indexed by the scheduler's
 slot.
 
-The worker is the single writer. A slot holds the known tokens, the number of computed ones, the
-block table and the sampling state. The device writes sampled tokens here, so the next step can run
-before the host has read them. The last slot is for padding.
+The worker is the single writer. A slot holds the known tokens, the number of computed tokens, the
+block table and the sampling state. The device writes sampled tokens into the state, so the next
+step can run before the host has read them. The last slot is for padding.
 
 Only the device has the exact number of computed tokens, because it decides which draft tokens are
-accepted. The host keeps an upper bound for sizes: it counts drafts as accepted until the results of
-their step arrive, and is exact if none are in flight.
+accepted. The host keeps an upper bound: it counts drafts as accepted until the results of their
+step arrive. The bound is exact if no drafts are in flight.
 
-An exception while one row is prepared, sampled or described is kept in `failures`, and the row
-stays in the batch as a no-op. So the steps of all ranks keep the same shape, and the request ends
-with an error.
+If preparing, sampling or reporting a row raises an exception, `failures` keeps it and the row stays
+in the batch as a no-op. So the steps of all ranks keep the same shape, and the request ends with an
+error.
 """
 
 import mmap
@@ -27,7 +27,7 @@ from negamax.kernels.sampling.op import CANDIDATES, RowSampling
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan
 from negamax.worker import logit_edits
-from negamax.worker.device import upload, upload_floats
+from negamax.worker.device import upload
 from negamax.worker.logit_edits import ApplyEdit
 
 logger = get_logger(__name__)
@@ -39,7 +39,7 @@ _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetit
 
 @dataclass(frozen=True)
 class SlotState:
-    """The host's part of one row."""
+    """The part of a slot's state that only the host holds."""
 
     prompt_len: int
     sampling: SamplingParams
@@ -47,7 +47,7 @@ class SlotState:
 
 
 class RequestState:
-    """`max_num_seqs` rows of up to `max_model_len` tokens on `device`, and one row for padding."""
+    """The state of `max_num_seqs` slots of `max_model_len` tokens, and of a slot for padding."""
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class RequestState:
         self.padding_slot = max_num_seqs
         num_rows = max_num_seqs + 1
         index_dtype = torch.int64 if device.type == "cpu" else torch.int32
-        # One column more than the context length: the last sampled token of a full sequence is
-        # stored but never run.
+        # The last column is for the last sampled token of a full sequence, which is stored but
+        # never runs.
         self.tokens = _zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
         # tokens proposed to follow the known tokens of each slot, -1: none
         self.drafts = torch.full((num_rows, num_draft_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
         self._padding_block = 0
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
-        # tokens whose KV is in the cache: the next step of a slot starts there
+        # number of tokens whose KV is in the cache, which is where the slot's next step starts
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # upper bound on the host
-        # drafts that the bound counts as accepted
+        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # upper bounds on the host
+        # drafts in flight, which the bound counts as accepted
         self._unverified = np.zeros(num_rows, dtype=np.int64)
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
         # [rows, len(FILTERS)] fp32
@@ -85,17 +85,17 @@ class RequestState:
         # rows with logit edits (`worker.logit_edits`)
         self.special_slots: set[int] = set()
         self.drawn_slots: set[int] = set()  # rows with a temperature
-        # of those with a temperature, rows with top-k, top-p or min-p
+        # rows with a temperature and top-k, top-p or min-p
         self.filtered_slots: set[int] = set()
-        # of the filtered ones, rows that DRAW_LEADING does not sample
+        # filtered rows that DRAW_LEADING does not sample
         self.wide_slots: set[int] = set()
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
-        self.failures: dict[int, str] = {}  # by slot: why its sequence ends
+        self.failures: dict[int, str] = {}  # by slot: why its sequence ends with an error
         self._new_failures: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply new rows and appended blocks. A row that cannot be applied goes to `failures`."""
+        """Apply new rows and appended blocks. A row that cannot be applied is in `failures`."""
         for row in plan.new_rows:
             self._assign(row)
         if plan.appended_slots:
@@ -113,15 +113,15 @@ class RequestState:
             self.block_tables[rows, places] = values.to(self.block_tables.dtype)
 
     def get_sampling(self, slots: Tensor, positions: Tensor) -> RowSampling:
-        """Return the rows that sample `slots` at `positions`, [R] int64 both."""
+        """Return the sampling inputs of `slots` at `positions`, [R] int64."""
         return RowSampling(self.sampling, self.seeds, slots, positions)
 
     def advance(self, slots: Tensor, counts: Tensor) -> None:
-        """Add `counts` to the computed tokens of `slots` on the device. [R] int64 both."""
+        """Add `counts` [R] int64 to the computed tokens of `slots` [R] int64 on the device."""
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """Raise the bounds for launched rows; the last token of `postponed` ones runs again."""
+        """Raise the bounds for launched rows. The last token of `postponed` rows runs again."""
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens
@@ -129,8 +129,8 @@ class RequestState:
     def lower_bounds(
         self, plan: StepPlan, num_accepted: Mapping[int, int], reassigned: Container[int] = ()
     ) -> None:
-        """Lower the bounds by the rejected drafts of `plan`, except slots of other requests: those
-        `reassigned` and, in the last two steps, those without unverified drafts.
+        """Lower the bounds by the rejected drafts of `plan`. Skip slots that now belong to other
+        requests: `reassigned` slots, and slots without unverified drafts.
         """
         for row, num_drafts in enumerate(plan.num_draft_tokens):
             slot = plan.slots[row]
@@ -143,7 +143,7 @@ class RequestState:
         return not self._unverified[slots].any()
 
     def restore_lengths(self) -> None:
-        """Reset the lengths to those before a failed step, on a runtime whose bounds are exact."""
+        """Reset the lengths to the values before a failed step, if bounds are always exact."""
         self.num_computed.copy_(torch.from_numpy(self.num_computed_bound))
 
     def place_drafts(self, plan: StepPlan) -> None:
@@ -156,7 +156,7 @@ class RequestState:
         self.tokens[rows, positions] = self.drafts[rows, drafts].clamp_min(0).to(self.tokens.dtype)
 
     def store(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Write sampled tokens where the next step finds them. [R] int64 each."""
+        """Write sampled tokens to `positions` of `slots` for the next step. All are [R] int64."""
         self.tokens[slots, positions] = token_ids.clamp_min(0).to(self.tokens.dtype)
 
     def state(self, slot: int) -> SlotState:
@@ -191,7 +191,7 @@ class RequestState:
         return failures
 
     def _assign(self, row: NewRow) -> None:
-        """Assign a new row to its slot; one that fails becomes greedy, on the padding block."""
+        """Assign a new row to its slot. If it fails, it samples greedily on the padding block."""
         slot = row.slot
         self.failures.pop(slot, None)
         self._num_blocks[slot] = len(row.block_ids)
@@ -206,11 +206,11 @@ class RequestState:
             self.fail(slot, error)
             self._states[slot] = SlotState(row.prompt_len, _GREEDY, [])
             self.block_tables[slot] = self._padding_block
-            # ranks exchange candidates for all rows with temperature > 0, failed ones included
+            # ranks exchange candidates for all rows with temperature > 0, including failed rows
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
-        """Record the row's sampling needs, by the plan alone: ranks exchange logits by them."""
+        """Record how the row is sampled, from the plan alone, so that all ranks agree."""
         assert params.temperature is not None and params.top_k is not None
         edited = any(edit.applies(params, self._eos_token_ids) for edit in logit_edits.EDITS)
         is_drawn = params.temperature > 0.0
@@ -223,7 +223,7 @@ class RequestState:
         _toggle(self.prompt_logprob_slots, slot, params.prompt_logprobs is not None)
 
     def _fill(self, row: NewRow) -> None:
-        """Send the row's numbers to the device."""
+        """Send the row's tokens, blocks and sampling parameters to the device."""
         slot, params = row.slot, row.sampling
         assert params.seed is not None
         numbers = (
@@ -234,18 +234,20 @@ class RequestState:
         tokens, blocks, seed = upload(numbers, self._device)
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
-        # a proposer with its own caches runs past the known tokens
+        # a proposer with its own caches also runs tokens after the known ones
         self.block_tables[slot, len(row.block_ids) :] = self._padding_block
         self.seeds[slot : slot + 1] = seed
         self._fill_sampling(row)
 
     def _fill_sampling(self, row: NewRow) -> None:
-        values = [getattr(row.sampling, name) for name in FILTERS]
-        self.sampling[row.slot] = upload_floats(values, self._device)
+        values = torch.tensor([getattr(row.sampling, name) for name in FILTERS])
+        if self._device.type != "cpu":
+            values = values.pin_memory()
+        self.sampling[row.slot].copy_(values, non_blocking=True)
 
 
 def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate [rows, columns]. On a CPU only written pages take memory."""
+    """Allocate zeros [rows, columns]. On a CPU, only written pages take memory."""
     if device.type != "cpu":
         return torch.zeros(rows, columns, dtype=dtype, device=device)
     num_bytes = rows * columns * dtype.itemsize

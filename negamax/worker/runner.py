@@ -1,5 +1,5 @@
-"""Long-lived state of one rank: device, model, caches, request state and captured steps. Built
-once, before the first step.
+"""Long-lived state of one rank: device, model, caches, request state and captured steps. The state
+is built once, before the first step.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ class ModelRunner:
     """The model of one rank on its device, ready to run steps (`worker.step`)."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Load weights, allocate caches and capture steps. Errors: `ConfigError`, `CheckpointError`
-        and `ResourceError`, most of them before the weights take memory.
+        """Load weights, allocate caches and capture steps. Raises `ConfigError`, `CheckpointError`
+        or `ResourceError`, in most cases before the weights take memory.
         """
         self.device = device = take_device(config)
         self.runtime = runtime_of(device)
@@ -92,7 +92,7 @@ class ModelRunner:
                     partial(warming_up, context, shows=config.show_progress) if on_gpu else None
                 )
                 load_summary += check.run(self.model, warm_up)
-            self.runtime.release_memory()  # needed only for loading
+            self.runtime.release_memory()  # free memory that only loading needs
             self.requests = RequestState(
                 config.max_num_seqs,
                 config.max_model_len,
@@ -138,7 +138,7 @@ class ModelRunner:
         )
 
     def _open_encoder(self) -> ImageEncoder | None:
-        """Allocate the rows of images; None: this rank embeds no images."""
+        """Create the image encoder; return None if this rank embeds no images."""
         tower, spec, config = self.model.vision, self.config.spec.vision, self.config
         if tower is None or spec is None:
             return None
@@ -153,9 +153,9 @@ class ModelRunner:
         )
 
     def _allocate_caches(self, dtype: torch.dtype) -> int:
-        """Allocate the KV caches; returns the number of blocks that fit on every rank."""
+        """Allocate the KV caches. Return the number of blocks that fit on every rank."""
         config, workspace, encoding = self.config, 0, 0
-        if self.runtime.graph_pool is not None:  # measured by a full prefill step
+        if self.runtime.graph_pool is not None:  # a full prefill step measures it
             workspace = peak_bytes(self, dtype=dtype)
             encoding = self.encoder.peak_bytes() if self.encoder else 0
         affordable = kv_cache.choose_blocks(
@@ -164,7 +164,7 @@ class ModelRunner:
         num_blocks = self.context.world_min(affordable)
         self.caches = kv_cache.allocate(
             config.kv_caches,
-            num_blocks + 1,  # the padding block, which the scheduler does not count
+            num_blocks + 1,  # one padding block, which the scheduler does not count
             block_size=config.block_size,
             dtype=dtype,
             ranks=config.layout.attention.size,
@@ -176,7 +176,7 @@ class ModelRunner:
         return num_blocks
 
     def _open_host_pool(self, num_blocks: int, dtype: torch.dtype) -> HostPool | None:
-        """Allocate the blocks in host memory, as many on every rank; None: none are asked for."""
+        """Allocate blocks in host memory, as many on every rank; None if none are configured."""
         config, device = self.config, self.device
         if not config.has_host_blocks:
             return None
@@ -192,7 +192,7 @@ class ModelRunner:
         return pool
 
     def _open_lane(self) -> Lane | None:
-        """Open the lane to other engines; None: none is asked for."""
+        """Open the lane to other engines; return None if none is configured."""
         config, options = self.config, self.config.lane
         if options is None or self.host_pool is None:
             return None
@@ -200,7 +200,7 @@ class ModelRunner:
         return Lane(self.host_pool, config.kv_caches, self.caches, options, rank=rank, ranks=ranks)
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
-        """Compile eager steps and capture common ones, if possible; also return a log line."""
+        """Compile eager steps and capture common steps, if possible. Also return a log text."""
         config, pool_of = self.config, self.runtime.graph_pool
         if pool_of is None:
             return None, ""
@@ -237,7 +237,7 @@ class ModelRunner:
 
 
 def take_device(config: WorkerConfig) -> torch.device:
-    """Return this rank's device. On a GPU the thread gets its own stream, which graphs need."""
+    """Return this rank's device. On a GPU, the thread gets a separate stream, as graphs need."""
     if config.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())
@@ -249,10 +249,10 @@ def take_device(config: WorkerConfig) -> torch.device:
 def open_context(
     config: WorkerConfig, device: torch.device, num_draft_tokens: int
 ) -> ParallelContext:
-    """Open the groups of this rank; waits for the other ranks."""
+    """Open the groups of this rank, which waits for the other ranks."""
     if config.layout.world_size == 1:
         return ParallelContext.single()
-    assert config.addresses is not None, "several ranks need a rendezvous"
+    assert config.addresses is not None, "several ranks need addresses to meet at"
     rendezvous, has_drafts = config.addresses.rendezvous, num_draft_tokens > 0
     if device.type == "cpu":
         return ParallelContext.gloo(config.layout, rendezvous, has_drafts=has_drafts)
@@ -269,7 +269,7 @@ def open_context(
 
 
 def describe_paths(layers: Sequence[DecoderLayer], kernels: KernelTable, group: Collective) -> str:
-    """Name the kernels of the QK norms and of the all-reduce."""
+    """Describe which kernels run the QK norms and the all-reduce."""
     norms = dict.fromkeys(layer.attention.norm_kernel for layer in layers)
     named = [f"{one.provider} ({one.op})" if one else "unfused, by its definition" for one in norms]
     way = f"{kernels[ALL_REDUCE_ADD_RMS].provider} ({ALL_REDUCE_ADD_RMS}), "
@@ -283,7 +283,7 @@ def describe_paths(layers: Sequence[DecoderLayer], kernels: KernelTable, group: 
 
 
 def draft_lengths(runner: ModelRunner) -> tuple[int, ...]:
-    """The nonzero numbers of draft tokens with captured steps."""
+    """Return the nonzero numbers of draft tokens for which steps are captured."""
     if runner.proposer is None:
         return ()
     speculation = runner.config.speculation

@@ -1,7 +1,7 @@
-"""Samples one token per row from its logits and parameters.
+"""Sample one token per row from its logits and parameters.
 
-Rare features touch only the rows that use them. Nothing waits for the device: copies to the host
-are in flight when these functions return.
+Rare features cost time only for rows that use them. No function waits for the device: copies to the
+host may be in flight when a function returns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,14 @@ from negamax.worker.grammar_bitmask import RowBitmasks
 from negamax.worker.logit_edits import EditedRow
 from negamax.worker.request_state import RequestState
 
-BROKEN = -1  # in place of a token: the row's logits are not finite
+BROKEN = -1  # instead of a token, if the row's logits are not finite
 
 
 class LogprobEntries:
-    """Log-probabilities of N sampled tokens and up to `max(num_top)` others, while copied."""
+    """Log-probabilities of N sampled tokens and their top alternatives, copied to the host."""
 
     def __init__(self, logprobs: Tensor, token_ids: Tensor, *, num_top: Sequence[int]) -> None:
-        """logprobs [N, V] fp32, token_ids [N] int64; row i reports num_top[i] alternatives."""
+        """logprobs [N, V] fp32, token_ids [N] int64. Row i reports num_top[i] alternatives."""
         self._num_top = num_top
         described = ops.token_logprobs(
             logprobs, token_ids.clamp_min(0), num_top=min(max(num_top), logprobs.shape[1])
@@ -51,18 +51,19 @@ class LogprobEntries:
 class Sampled:
     """Sampled tokens of R rows."""
 
-    token_ids: Tensor  # [R] int64, BROKEN for a row without finite logits
-    # indices of the rows that asked for log-probabilities
+    token_ids: Tensor  # [R] int64, BROKEN for rows without finite logits
+    # indices of the rows that request log-probabilities
     logprob_rows: list[int] = field(default_factory=list)
-    logprobs: LogprobEntries | None = None  # log-probabilities of those rows
-    is_captured: bool = False  # whether a captured step has sampled and stored them
+    logprobs: LogprobEntries | None = None  # log-probabilities of these rows
+    is_captured: bool = False  # whether a captured step has sampled and stored the tokens
 
 
 class Sampler:
-    """Samples from logits split over the ranks of `group`. With `on_shards`, masked rows without
-    filters, edits and log-probabilities exchange a value and an index per rank, rows with a small
-    top_k their leading tokens. Whole logits of the others (without `on_shards`: of all) are
-    gathered on every rank; log-probabilities come before edits and masks.
+    """Samples from logits that are split over the ranks of `group`. With `on_shards`, ranks
+    exchange only a value and an index for a simple row, and the leading tokens for a row with a
+    small top_k. For rows with edits, log-probabilities or other filters, and for all rows without
+    `on_shards`, every rank gathers the whole logits. Log-probabilities are computed before edits
+    and masks.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Sampler:
         on_shards: bool,
         first_id: int = 0,
     ) -> None:
-        """This rank's logits begin at token `first_id`."""
+        """`first_id`: first token of this rank's logits."""
         self._requests, self._kernels = requests, kernels
         self._group, self._first_id, self._on_shards = group, first_id, on_shards
         self._shard: dict[str, Any] = {"first_id": first_id, "group": group}
@@ -87,8 +88,8 @@ class Sampler:
         picked: Tensor | None = None,
         masks: RowBitmasks | None = None,
     ) -> Sampled:
-        """Sample every row of `logits` [R, V of this rank] fp32, which may change. `picked` [R]:
-        tokens already sampled by a captured step.
+        """Sample every row of `logits` [R, V of this rank] fp32, which may be overwritten. `picked`
+        [R]: tokens that a captured step has already sampled.
         """
         members = list(range(len(inputs.slots)))
         if self._on_shards:
@@ -101,7 +102,7 @@ class Sampler:
         return self._choose_gathered(logits, inputs, members, picked=picked, masks=masks)
 
     def launch_all(self, logits: Tensor, inputs: SampleInputs) -> None:
-        """Launch, on padding, all kernels that sampling from `logits` may launch."""
+        """Launch all kernels that sampling from `logits` may use, for warmup on padding rows."""
         rows, shard = self._get_rows(inputs), self._shard
         picked = self._kernels[PICK].run(logits, rows, **shard)
         self._kernels[DRAW_LEADING].run(logits, rows, otherwise=picked, **shard)
@@ -137,7 +138,7 @@ class Sampler:
         picked: Tensor | None,
         masks: RowBitmasks | None,
     ) -> Sampled:
-        """Sample the rows `members` from their whole logits; the others keep `picked`."""
+        """Sample the rows `members` from their whole logits. Other rows keep `picked`."""
         device, requests, part, index = logits.device, self._requests, inputs, None
         if len(members) < len(inputs.slots):
             index = indices(members, device)
@@ -163,9 +164,9 @@ class Sampler:
         return Sampled(token_ids, asked, entries)
 
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """Sample each row from whole logits, on a GPU with the same result as from shards."""
+        """Sample each row from whole logits. On a GPU, sampling from shards gives equal tokens."""
         requests, kernels = self._requests, self._kernels
-        if self._on_shards:  # rows without filters are sampled by noise
+        if self._on_shards:  # noise samples rows without filters
             token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)
             drawing = requests.filtered_slots
         else:
@@ -180,8 +181,8 @@ class Sampler:
     def _draws(
         self, logits: Tensor, inputs: SampleInputs, members: list[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sample `members` with filters: with a fixed number of candidates for a small top_k,
-        otherwise from all logits. Shapes do not depend on the other group, so neither do tokens.
+        """Sample `members` with filters, in two groups: rows with a small top_k from a fixed number
+        of candidates, other rows from all logits. A group does not change the other one's tokens.
         """
         requests, vocab_size = self._requests, logits.shape[1]
         top_k = {i: requests.state(inputs.slots[i]).sampling.top_k or 0 for i in members}
@@ -202,7 +203,7 @@ class Sampler:
 def _edit_rows(
     logits: Tensor, inputs: SampleInputs, *, requests: RequestState, masks: RowBitmasks | None
 ) -> None:
-    """Apply each row's edits to its logits [R, V], in place, then the masks."""
+    """Apply each row's edits, then the masks, to logits [R, V] in place."""
     for i, slot in enumerate(inputs.slots):
         if slot in requests.special_slots:
             try:
@@ -229,7 +230,7 @@ def _edit(
     requests: RequestState,
     is_masked: bool,
 ) -> None:
-    """Edit `logits` [V] of one row. `position` [] int64 of the new token; `bound`: its bound."""
+    """Edit `logits` [V] of one row. `position` [] int64: of the new token, at most `bound`."""
     state = requests.state(slot)
     outputs = requests.tokens[slot, state.prompt_len : bound].long()
     places = torch.arange(state.prompt_len, bound, device=logits.device)

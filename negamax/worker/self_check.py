@@ -1,13 +1,14 @@
 """Check a loaded model before it serves (`--self-check`).
 
-Every rank runs single operations of three models on the same fixed inputs:
+Every rank runs single operations of three models on the same fixed inputs and compares results:
 
     loaded        the model that will serve
-    read again    the same kernels; weights of a few layers, read once more: equal to the bit, or
-                  the loaded weights are not those of the checkpoint
-    definition    the same weights; each op by its reference: equal within the ops' tolerance
+    read again    the same kernels with weights of a few layers that are read once more; results
+                  must be bit-identical, or the loaded weights differ from the checkpoint
+    definition    the reference of each op with the same weights; results must be equal within the
+                  tolerance of the ops
 
-The layers are the stage's first one, its first with experts and its first with sparse attention.
+It checks the first layer of the stage, the first with experts and the first with sparse attention.
 """
 
 from __future__ import annotations
@@ -50,25 +51,25 @@ from negamax.worker.config import WorkerConfig
 
 logger = get_logger(__name__)
 
-_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens of a step, and in a decode's cache
-# 8-bit activations: relative error of a GEMM's input; FP8 caches: of rounding the other way
+_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens, decodes, cached tokens
+# relative errors of 8-bit activations as a GEMM's input, and of rounding in an FP8 cache
 _EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2
-_MOST_LISTED = 3  # differences in a message
+_MOST_LISTED = 3  # most differences in a message
 
 
 @dataclass(frozen=True)
 class _Result:
-    """One operation's result, and the ops that it takes, in order."""
+    """The result of one operation, and the ops that compute it, in order."""
 
     name: str
     value: Tensor
     ops: tuple[AnyOp, ...]
-    # [T, experts] fp32, what the router ranks; None: `value` holds numbers, not choices
+    # [T, experts] fp32, scores of a router, whose `value` is expert ids; None: not a router
     scores: Tensor | None = None
 
 
 class SelfCheck:
-    """The checked layers of one rank. `plan`: how the model was loaded; None: from a seed."""
+    """Checks layers of one rank. `plan`: how the model was loaded; None: synthetic weights."""
 
     def __init__(
         self,
@@ -92,8 +93,8 @@ class SelfCheck:
         self._slack += _FP8_CACHE_ERROR * (cache_dtype.itemsize == 1)
 
     def run(self, model: Decoder, warm_up: Callable[[], Any] | None = None) -> str:
-        """Compare the loaded `model`; return a line for the log. Errors: `ConfigError` that names
-        ops and rank, once all ranks have compared. Every rank must call it.
+        """Compare the loaded `model`, and return a line for the log. Every rank must call this.
+        Raises `ConfigError` with ops and rank, after all ranks have compared.
         """
         layers = _choose_layers(model.layers)
         if warm_up is not None:
@@ -103,16 +104,16 @@ class SelfCheck:
         again = self._probe(self._read_again(self._kernels, max(layers) + 1), layers)
         problems = [
             f"{one.name} differs from the same kernels ({self._name_kernels(one)}) with weights "
-            f"that were read again: the loaded weights are not those of the checkpoint"
+            f"that were read again: the loaded weights differ from the checkpoint"
             for one, other in zip(loaded, again, strict=True)
             if not torch.equal(one.value, other.value)
         ]
-        # (wrong weights differ from the definition, too; all ranks agree whether to go on)
+        # wrong weights also differ from the definition; all ranks must agree whether to continue
         if self._context.world_min(not problems):
             defined = self._probe(self._read_again(self._define(), max(layers) + 1), layers)
             problems = [
-                f"{one.name} differs from its definition by {error:.1e}, and {limit:.0e} is "
-                f"allowed; kernels: {self._name_kernels(one)}"
+                f"{one.name} differs from its definition by {error:.1e}; the limit is {limit:.0e}; "
+                f"kernels: {self._name_kernels(one)}"
                 for one, other in zip(loaded, defined, strict=True)
                 for error, limit in [(_compare(one, other), self._limit(one))]
                 if not error <= limit
@@ -120,14 +121,14 @@ class SelfCheck:
         rank = self._context.layout.rank
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._context.world_min(0)  # no rank ends while others still compare
+        self._context.world_min(0)  # no rank exits while others still compare
         if problems:
             raise ConfigError(
                 f"--self-check: rank {rank}: {'; '.join(problems[:_MOST_LISTED])}",
                 hint="read the files again with `negamax doctor`, or choose other kernels with "
                 "--kernels OP=reference",
             )
-        return f"; self-check: {len(loaded)} results of {len(layers)} layers are right"
+        return f"; self-check: {len(loaded)} results of {len(layers)} layers are correct"
 
     def _name_kernels(self, result: _Result) -> str:
         return ", ".join(f"{op}={self._kernels.candidates[op][0].provider}" for op in result.ops)
@@ -137,7 +138,7 @@ class SelfCheck:
         return 0.0 if result.ops == (EMBED_TOKENS,) else total + self._slack
 
     def _define(self) -> KernelTable:
-        """Return the references, which read the weights as the chosen kernels do."""
+        """Return a table of the references, with the weight formats of the chosen kernels."""
         table: dict[AnyOp, tuple[AnyKernel, ...]] = {op: (op.reference,) for op in OPS.values()}
         for op, run, prepare in (
             (LINEAR, LINEAR.reference.run, LINEAR.reference.prepare),
@@ -175,10 +176,10 @@ class SelfCheck:
         return min(_NUM_TOKENS, self._config.max_num_batched_tokens)
 
     def _draw(self, *shape: int, seed: int = 0) -> Tensor:
-        """Draw the same normal numbers on every rank; the first row is 0."""
+        """Draw the same normal numbers on every rank. The first row is 0."""
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(shape, generator=generator)
-        drawn[0] = 0  # a router's input that leaves the choice to the bias
+        drawn[0] = 0  # the router then selects by its bias alone
         return drawn.to(self._device)
 
     def _run_ends(self, model: Decoder) -> Iterator[_Result]:
@@ -223,7 +224,7 @@ class SelfCheck:
         scores, top_k = mlp.rank_experts(unquantized(hidden)), mlp.top_k
         yield _Result(f"{name}: the router", ids[:, :top_k].long(), (ADD_RMS, ROUTE), scores)
         yield _Result(f"{name}: the router's weights", weights.sort(-1).values, (ADD_RMS, ROUTE))
-        # every expert, whatever the router selects
+        # run every expert, not only the experts that the router selects
         every = torch.arange(ids[:, :top_k].numel(), device=ids.device) % mlp.num_experts
         ids[:, :top_k], weights[:, :top_k] = every.view(-1, top_k), 1 / top_k
         out = mlp.run_experts(hidden, ids, weights)
@@ -233,7 +234,7 @@ class SelfCheck:
         return self._context.layout.layers(self._config.spec.num_layers)[at]
 
     def _fill_caches(self, model: Decoder, count: int) -> tuple[list[KvCaches], AttentionMetadata]:
-        """Allocate caches of `count` layers; describe decodes, and a prompt with the other rows."""
+        """Fill caches of `count` layers; describe some decodes, and a prompt of the other rows."""
         config, num_tokens = self._config, self._num_tokens()
         decodes = min(_NUM_DECODES, num_tokens - 1)
         lengths = [_NUM_CACHED + 1] * decodes + [num_tokens - decodes]
@@ -258,13 +259,13 @@ _CACHES = {"k": "the keys after K norm and rope", "v": "the values", "index": "t
 
 
 def _choose_layers(layers: Sequence[DecoderLayer]) -> list[int]:
-    """Return the first layer, and the first of each other kind."""
+    """Return the index of the first layer of each kind."""
     kinds = [(type(layer.attention), type(layer.mlp)) for layer in layers]
     return sorted({kinds.index(kind) for kind in kinds})
 
 
 def _compare(one: _Result, other: _Result) -> float:
-    """Return the relative error of a result; of choices, how far their scores are apart."""
+    """Return the relative error of a result, or for routers the difference of scores."""
     if other.scores is None:
         size = other.value.float().norm().clamp_min(1e-30)
         return float((one.value.float() - other.value.float()).norm() / size)
@@ -282,7 +283,7 @@ def _is_read(kernels: KernelTable, op: AnyOp, stored: Any) -> bool:
 
 
 class _Experts:
-    """Experts as they are stored; dequantized one by one, to save memory."""
+    """Stored experts, which are dequantized one by one to save memory."""
 
     def __init__(
         self, gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu, shared: bool
@@ -290,7 +291,7 @@ class _Experts:
         self._weights, self._activation = (gate_up, down), activation
 
     def dequantize(self, expert: int) -> Any:
-        """Return one expert, as `EXPERTS.reference` takes it."""
+        """Return one dequantized expert in the form that `EXPERTS.reference` reads."""
         one = slice(expert, expert + 1)
         gate_up, down = (
             StoredWeight(each.format, {name: held[one] for name, held in each.tensors.items()})

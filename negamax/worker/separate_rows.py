@@ -1,4 +1,4 @@
-"""A step whose rows run one by one, so that only rows with an error of their own are lost."""
+"""Run the rows of a failed step one by one, so that only rows that fail alone are lost."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -17,7 +17,7 @@ RunStep = Callable[[StepPlan, PendingBitmask], StepOutput]
 
 
 def run_rows_separately(plan: StepPlan, bitmask: PendingBitmask, run: RunStep) -> StepResult:
-    """Run the rows of `plan` one by one, and merge their results."""
+    """Run the rows of `plan` one by one and merge their results."""
     results = [_run_row(plan, row, bitmask, run) for row in range(len(plan.slots))]
     firsts = list(accumulate((len(result.token_ids) for result in results), initial=0))
     return StepResult(
@@ -37,7 +37,7 @@ def run_rows_separately(plan: StepPlan, bitmask: PendingBitmask, run: RunStep) -
 
 
 def _run_row(plan: StepPlan, row: int, bitmask: PendingBitmask, run: RunStep) -> StepResult:
-    """Run one row; an exception of the model becomes its error."""
+    """Run one row. An exception of the model becomes the row's error."""
     try:
         return run(_single_row(plan, row), bitmask.single(row)).result()
     except EngineDeadError:

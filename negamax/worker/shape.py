@@ -1,4 +1,4 @@
-"""The part of a serving shape that a rank knows: formats, caches, kernels and the GPU."""
+"""Describe the part of a serving shape that a rank holds: formats, caches, kernels, GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe_shape(runner: ModelRunner, *, cache_dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields as JSON; `negamax.engine.shape` adds the others."""
+    """Return this rank's fields as JSON values. `negamax.engine.shape` adds the other fields."""
     kernels, on_gpu = runner.kernels, runner.device.type == "cuda"
     scheme = detect(runner.config.spec.quantization)
     chosen = {str(op): kernels.candidates[op][0].provider for op in sorted(kernels.candidates)}
@@ -29,7 +29,7 @@ def describe_shape(runner: ModelRunner, *, cache_dtype: torch.dtype) -> dict[str
                 chosen[f"{op} of {stored.name}"] = kernel.provider
     tiles = None
     if on_gpu:
-        from negamax.kernels.launch.tile import has_h200_tiles  # Triton is there with a GPU only
+        from negamax.kernels.launch.tile import has_h200_tiles  # Triton needs a GPU
 
         tiles = "measured on H200" if has_h200_tiles(runner.device) else "not measured"
     shapes = runner.graphs.shapes if runner.graphs else {}
@@ -48,7 +48,7 @@ def describe_shape(runner: ModelRunner, *, cache_dtype: torch.dtype) -> dict[str
 
 
 def _list_formats(slots: Mapping[str, WeightSlot]) -> dict[str, str]:
-    """Return the formats of matrices by the last name of their module, as they are held."""
+    """Return the formats in which matrices are held, by the last part of the module name."""
     found: dict[str, dict[str, None]] = {}
     for slot in slots.values():
         module, _, values = slot.name.rpartition(".")

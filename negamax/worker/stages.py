@@ -1,13 +1,13 @@
 """Communication of a rank with other pipeline stages in a step.
 
 The residual stream goes from stage to stage, with the streams of earlier layers that a draft model
-reads. The sampled tokens go from the last stage to the first. With speculative decoding they go to
-all stages, with the next drafts and the number of accepted drafts, which determines where a row
-continues.
+reads. The sampled tokens go from the last stage to the first. With speculative decoding, all stages
+receive the sampled tokens, the new drafts and the number of accepted drafts, which determines where
+a row continues.
 
 A stage waits for the results of a step only before it runs a later step with the same rows
-(decision 41). If a slot belongs to another sequence by then, the results for the earlier one are
-dropped.
+(decision 41). If a slot belongs to another sequence by then, the results of the earlier sequence
+are dropped.
 """
 
 from collections import deque
@@ -30,15 +30,15 @@ from negamax.worker.verify import SampledRows, Verification
 
 @dataclass
 class _Expected:
-    """Results of a step that this stage is receiving. S samples of R rows."""
+    """A step whose results this stage will receive: S samples of R rows."""
 
     plan: StepPlan
     slots: list[int]  # [S]
     slots_device: Tensor  # [S] int64
     positions: Tensor  # [S] int64
-    # slots that were assigned to other sequences since
+    # slots that were assigned to other sequences meanwhile
     reassigned: set[int] = field(default_factory=set)
-    message: Tensor | None = None  # int64, once received; layout in `Stage.give_back`
+    message: Tensor | None = None  # int64; `Stage.give_back` defines the layout
     arrival: Arrival | None = None
 
 
@@ -48,22 +48,22 @@ class Arrived:
 
     plan: StepPlan
     verification: Verification
-    reassigned: set[int]  # slots that were assigned to other sequences since
+    reassigned: set[int]  # slots that were assigned to other sequences meanwhile
 
 
 @dataclass(frozen=True)
 class Entering:
-    """Inputs of a stage. T tokens, of which each rank of a stage receives P."""
+    """Inputs of a stage for T tokens. Each rank of the stage receives P of them."""
 
     # this rank's part of the residual stream [T, width]; None on the first stage
     stream: Tensor | None
-    # streams of earlier stages' layers that a draft model reads: on the last stage [T, width] each,
-    # on others as they are sent on, [P, width]
+    # streams of earlier stages' layers that a draft model reads: [T, width] each on the last stage,
+    # [P, width] each on other stages
     captured: list[Tensor]
 
 
 class Stage:
-    """This rank's side of the exchange. A pipeline of one stage exchanges nothing."""
+    """This rank's side of the exchange. A pipeline of one stage has no exchange."""
 
     def __init__(
         self,
@@ -83,12 +83,13 @@ class Stage:
         self._expected: deque[_Expected] = deque()
 
     def begin(self, plan: StepPlan) -> list[Arrived]:
-        """Receive results of old steps and those that `plan` needs; return the verifications."""
+        """Receive results of old steps and results that `plan` needs; return verifications."""
         if not self._expected:
             return []
         assigned = {row.slot for row in plan.new_rows}
         needed = set(plan.slots) - assigned
-        # older ones are here: a step advances one stage at a time
+        # steps older than the number of stages have results, because a step advances one stage at
+        # a time
         last = len(self._expected) - self._num_stages
         for number, step in enumerate(self._expected):
             step.reassigned |= assigned
@@ -105,8 +106,8 @@ class Stage:
         *,
         is_padding: bool = False,
     ) -> Entering:
-        """Receive the stage's inputs, at the front of `out` and `captured` where given. Where ranks
-        share the stream, other ranks' rows are zeros. `is_padding`: no stage sends the tokens.
+        """Receive the stage's inputs, at the front of `out` and `captured` if given. If ranks split
+        the stream, rows of other ranks are zeros. `is_padding`: no stage sends the tokens.
         """
         if self._links.previous is None:
             return Entering(None, [])
@@ -138,8 +139,8 @@ class Stage:
         return Entering(out, streams)
 
     def send(self, hidden: Tensor, entered: Entering, captured: Sequence[Tensor]) -> None:
-        """Send copies of the stream [T, width] that leaves the stage, and of the streams for a
-        draft model: those received and this stage's own, [T, width] each.
+        """Send copies of the stage's output stream [T, width] and of the streams for a draft model:
+        `entered.captured` and this stage's `captured`, [T, width] each.
         """
         if self._links.next is None:
             return
@@ -150,14 +151,14 @@ class Stage:
             self._links.next.send(torch.cat([part, *beside], dim=1) if beside else part.clone())
 
     def expect(self, plan: StepPlan, inputs: SampleInputs) -> None:
-        """Expect the last stage's samples for these rows of the step that was just sent."""
+        """Expect the last stage's samples for the rows `inputs` of the step that was just sent."""
         if self._links.sampled and inputs.slots:
             places = inputs.slots_device.clone(), inputs.positions_device.clone()
             self._expected.append(_Expected(plan, inputs.slots, *places))
 
     def give_back(self, plan: StepPlan, token_ids: Tensor, num_accepted: Tensor | None) -> None:
-        """From the last stage, send a step's sampled tokens [S] int64, accepted drafts [R] int64 of
-        sampled rows if it has drafts, and proposed tokens [R, plan.num_proposed].
+        """Send results from the last stage: a step's sampled tokens [S] int64, accepted drafts [R]
+        int64 of sampled rows if the step has drafts, and drafts [R, plan.num_proposed].
         """
         if not self._links.sampled:
             return
@@ -165,22 +166,22 @@ class Stage:
         if plan.num_proposed:
             slots = indices(SampledRows.of(plan).slots, token_ids.device)
             parts.append(self._requests.drafts[slots, : plan.num_proposed].flatten())
-        message = torch.cat(parts)  # a copy: the next step may overwrite these before they are sent
+        message = torch.cat(parts)  # a copy, because the next step may overwrite the parts
         for link in self._links.sampled:
             link.send(message)
 
     def post(self) -> None:
-        """Start to receive all expected results: a GPU that sends spins until then."""
+        """Start to receive all expected results, because a sending GPU spins until then."""
         for step in self._expected:
             self._receive(step)
 
     def finish(self) -> None:
-        """Receive and drop all that is expected."""
+        """Receive and drop all expected results."""
         while self._expected:
             self._receive(self._expected.popleft())[1].wait()
 
     def _receive(self, step: _Expected) -> tuple[Tensor, Arrival]:
-        """Start to receive the message of a step."""
+        """Start to receive the message of a step, if that has not started."""
         if step.message is None or step.arrival is None:
             plan, num_rows = step.plan, sum(step.plan.needs_sampling)
             per_row = any(plan.num_draft_tokens) + plan.num_proposed
@@ -204,7 +205,7 @@ class Stage:
         return self._take_in_drafts(plan, rest, step.reassigned) if len(rest) else None
 
     def _take_in_drafts(self, plan: StepPlan, rest: Tensor, reassigned: set[int]) -> Arrived | None:
-        """Apply the rest of a message, after the tokens: accepted drafts and proposed ones."""
+        """Apply the part of a message after the tokens: accepted drafts and new drafts."""
         rows, slots, num_drafts, _ = SampledRows.of(plan)
         kept = np.flatnonzero([slot not in reassigned for slot in slots])
         index, slot, count = upload((kept, slots[kept], num_drafts[kept]), rest.device)
@@ -218,7 +219,7 @@ class Stage:
         return Arrived(plan, Verification.of(plan, accepted), reassigned)
 
     def _whole(self, part: Tensor, num_tokens: int) -> Tensor:
-        """Gather the parts of all ranks of the stage."""
+        """Gather the parts of the stream that all ranks of the stage have received."""
         if self._num_places == 1:
             return part
         rows = part.new_zeros(num_tokens, part.shape[1])
@@ -226,6 +227,6 @@ class Stage:
         return self._group.all_reduce(rows)
 
     def _part(self, num_tokens: int) -> slice:
-        """The rows that ranks in this place of their stages exchange."""
+        """Return the rows that ranks with this tensor-parallel index exchange between stages."""
         first, stop = (num_tokens * at // self._num_places for at in (self._place, self._place + 1))
         return slice(first, stop)

@@ -1,8 +1,8 @@
-"""One step of a rank: prepare -> execute -> sample -> verify.
+"""Run one step of a rank: prepare -> execute -> sample -> verify.
 
-A step runs in one of three ways. A decode of a captured shape replays the whole step, sampling and
-verification included. Any other batch of a captured size replays the layers. Everything else is
-launched kernel by kernel ("eager").
+A step runs in one of three ways. A decode of a captured shape replays the whole step, including
+sampling and verification. Any other batch of a captured size replays only the layers. All other
+batches are launched kernel by kernel ("eager").
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ class Batch:
 
     plan: StepPlan
     layout: BatchLayout
-    # graphs and shape that replay its layers; None: eager
+    # graphs and shape that replay at least the layers; None: eager
     captured: tuple[StepGraphs, StepShape] | None = None
 
     @property
     def replay(self) -> tuple[StepGraphs, StepShape] | None:
-        """Graphs and shape that sample and verify, too; None: at most the layers are captured."""
+        """Graphs and shape that also sample and verify; None: at most the layers are captured."""
         return self.captured if self.captured and self.captured[1].is_sampled else None
 
 
 @dataclass(frozen=True)
 class Executed:
-    """The launched layers of a step, of the last pipeline stage with all ranks' tokens."""
+    """The launched layers of a step. On the last stage, it has the tokens of all shards."""
 
     began: torch.cuda.Event | None
-    hidden: Tensor  # [T or more, hidden], padding last
+    hidden: Tensor  # [T or more, hidden], with padding at the end
     states: TokenStates | None  # input of a proposer
 
 
 class StepRunner:
-    """Runs the steps of one rank. A failed one may run again after `restore_lengths`."""
+    """Runs the steps of one rank. A failed step may run again after `restore_lengths`."""
 
     def __init__(self, runner: ModelRunner, *, needs_eager: Callable[[], bool]) -> None:
-        """`needs_eager`: whether captured steps must not run at the moment."""
+        """`needs_eager`: returns whether the next step must not be a captured one."""
         self._model, self._caches, self._graphs = runner.model, runner.caches, runner.graphs
         self._requests, self._stage, self._sampler = runner.requests, runner.stage, runner.sampler
         self._runtime, self._device = runner.runtime, runner.device
@@ -128,17 +128,17 @@ class StepRunner:
         )
 
     def _copy_confidences(self, plan: StepPlan) -> HostTensor | None:
-        """Copy those of the proposed drafts to the host, unless a schedule accepts drafts."""
+        """Copy the confidences of new drafts to the host, unless a schedule accepts drafts."""
         if self._verifier is None or not plan.num_proposed or not any(plan.needs_sampling):
             return None
         proposer, num_rows = self._verifier.proposer, sum(plan.needs_sampling)
         if proposer.confidences is None or proposer.acceptance is not None:
             return None
-        # a copy, because the next step may replace them
+        # a copy, because the next step may overwrite the confidences
         return HostTensor(proposer.confidences[:num_rows, : plan.num_proposed + 1].clone())
 
     def _prepare(self, plan: StepPlan) -> Batch:
-        """Lay out the tokens of `plan`, and choose the captured step that runs them."""
+        """Lay out the tokens of `plan`, and choose a captured step for the layout."""
         requests, size, is_replayed = self._requests, plan.of_all, False
         graphs = None if self._needs_eager() else self._graphs
         if graphs is not None:
@@ -151,7 +151,7 @@ class StepRunner:
         has_drafts = any(plan.num_draft_tokens)
         if has_drafts:
             requests.place_drafts(plan)
-        # If bits must not depend on the step, the same kernel must compute a token in any step.
+        # If results must not depend on the step, the same kernel must compute a token in any step.
         apart = self._runtime.is_batch_invariant
         layout = build_batch_layout(plan, requests, generated_apart=apart)
         if graphs is not None:
@@ -165,8 +165,8 @@ class StepRunner:
         return Batch(plan, layout)
 
     def _execute(self, batch: Batch) -> Executed:
-        """Launch the layers, between receiving and sending residual streams. A plan without rows
-        launches padding and exchanges none.
+        """Receive the residual stream, launch the layers and send the stream. A plan without rows
+        launches padding and exchanges no stream.
         """
         plan, layout, requests, stage = batch.plan, batch.layout, self._requests, self._stage
         is_padding = not plan.slots
@@ -221,8 +221,9 @@ class StepRunner:
         return sample_inputs(layout.sample_slots, layout.sample_offsets, self._requests)
 
     def _sample(self, batch: Batch, hidden: Tensor, bitmask: PendingBitmask) -> Sampled | None:
-        """Sample the rows that ask for it and store the tokens. After a replay only rows that need
-        all logits are sampled again, or all if some have masks: graphs do not read masks.
+        """Sample the rows of the plan that need it, and store the tokens. After a replay, only rows
+        that need all logits are sampled again. If a row has a mask, all rows are sampled again,
+        because graphs do not read masks.
         """
         layout, requests, slots = batch.layout, self._requests, batch.plan.slots
         num_samples = len(layout.sample_rows)
@@ -246,7 +247,7 @@ class StepRunner:
         return sampled
 
     def _compute_logits(self, layout: BatchLayout, hidden: Tensor) -> Tensor:
-        """Logits of the samples [R, V of this rank]; NaN for rows that failed on this rank."""
+        """Compute the logits of samples [R, V of this rank]; NaN for rows that failed here."""
         hidden = hidden[indices(layout.sample_tokens, self._device)]
         failed = list(self._requests.failures_of(layout.sample_slots))
         if failed:
@@ -260,8 +261,8 @@ class StepRunner:
         states: TokenStates | None,
         bitmask: PendingBitmask,
     ) -> tuple[Tensor | None, Verification | None]:
-        """Verify the step's drafts, reject those without a mask, and propose the next ones. Returns
-        accepted drafts [R] int64 and the data for the host; None: the step has no drafts.
+        """Verify the step's drafts, reject drafts after the last mask, and propose new drafts.
+        Return accepted drafts [R] int64 and the data for the host; None if the step has no drafts.
         """
         plan, requests, verifier = batch.plan, self._requests, self._verifier
         if verifier is None or not plan.slots:
@@ -285,7 +286,7 @@ class StepRunner:
             rows = VerifiedRows(slots, counts, requests.num_computed[slots], *places)
             drafts = requests.drafts[slots]
             are_dropped = has_drafts and bitmask.drop_drafts(drafts, plan)
-            # three allocations: kernels are compiled for each alignment
+            # three allocations, because kernels have a specialization for each alignment
             accepted, lengths, ends = (torch.empty_like(slots) for _ in range(3))
             verifier(
                 rows,

@@ -1,4 +1,4 @@
-"""Results of a launched step, perhaps still on the device, and their `StepResult`."""
+"""The results of a launched step, which may still be on the device, and their `StepResult`."""
 
 from dataclasses import dataclass, field, replace
 
@@ -17,14 +17,14 @@ _NOT_FINITE = "the model produced logits that are not finite numbers"
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Events at the step's begin and end on the GPU, and at the end of the previous step."""
+    """GPU events at the start and end of a step, and at the end of the previous step."""
 
     began: torch.cuda.Event
     ended: torch.cuda.Event
     previous: torch.cuda.Event | None
 
     def seconds(self) -> tuple[float, float]:
-        """Return (busy, idle before it). Idle time without any request counts, too."""
+        """Return (step time, idle time before the step). Time without requests counts as idle."""
         self.ended.synchronize()  # host-sync: without samples no other event marks the end
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
@@ -32,7 +32,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One launched step. Another thread than the launching one may call `result`."""
+    """A launched step. Any thread may call `result`."""
 
     step_id: int
     # for each sample, its row of the plan; rows with draft tokens have several samples
@@ -41,13 +41,13 @@ class StepOutput:
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
     times: StepTimes | None = None
-    # by row of the plan: failures before the model ran, or after
+    # by row of the plan: failures before or after the model ran
     failures: dict[int, str] = field(default_factory=dict)
     verification: Verification | None = None  # None: the plan has no draft tokens
-    # grammar rows of the plan, if it proposes any tokens
+    # grammar rows of the plan, if the plan proposes tokens
     grammar_rows: list[int] = field(default_factory=list)
-    proposed: HostTensor | None = None  # [grammar rows, tokens] int64, proposed after each of them
-    expert_counts: HostTensor | None = None  # as `StepResult.expert_counts`
+    proposed: HostTensor | None = None  # [grammar rows, tokens] int64, drafts of these rows
+    expert_counts: HostTensor | None = None  # see `StepResult.expert_counts`
     loads: LoadProgress | None = None  # None: no host memory
     confidences: HostTensor | None = None  # [R, places] fp32, see `Proposer.confidences`
 
@@ -93,7 +93,7 @@ class StepOutput:
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
             [] if self.confidences is None else _expect_accepted(self.confidences.read()),
-            None if self.loads is None else self.loads.report_files(),  # the last that may fail
+            None if self.loads is None else self.loads.report_files(),  # last: it may fail
         )
 
 
@@ -107,14 +107,14 @@ def add_loads(output: StepOutput | StepResult, loads: LoadProgress) -> StepOutpu
 def add_expert_counts(
     output: StepOutput | StepResult, counts: HostTensor
 ) -> StepOutput | StepResult:
-    """Add the `counts` [layers, experts] int64 to `output`, for a plan that asks for them."""
+    """Add the `counts` [layers, experts] int64 to `output`, as its plan requests."""
     if isinstance(output, StepResult):
         return msgspec.structs.replace(output, expert_counts=expert_bytes(counts))
     return replace(output, expert_counts=counts)
 
 
 def _expect_accepted(confidences: Tensor) -> list[float]:
-    """Return `StepResult.expected`. Rows that failed are not finite."""
+    """Return `StepResult.expected`. Confidences of failed rows are not finite and count as 0."""
     shares: list[float] = confidences.nan_to_num(0.0).cumprod(dim=1).mean(dim=0).tolist()
     return shares
 

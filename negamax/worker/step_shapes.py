@@ -1,12 +1,12 @@
-"""The shapes of captured steps: sizes that are worth a CUDA graph."""
+"""Choose the shapes of captured steps, which have a CUDA graph each."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 ROWS, DRAFTS, TOKENS = "rows", "drafts", "tokens"
-# (first, last, step) of the sizes worth a graph; the last of each kind continues to the largest.
-# Decodes: each up to 16, then with at most an eighth of padding. Rows with drafts, for each number
-# of drafts: fewer sizes, because experts skip padding. Others: with at most a fifth of padding.
+# (first, last, step) of captured sizes; the last range of a kind continues to the largest size.
+# ROWS: all sizes up to 16, then sizes with at most an eighth of padding. DRAFTS, for each number of
+# drafts: fewer sizes, because experts skip padding. TOKENS: sizes with at most a fifth of padding.
 _SIZES = {
     ROWS: ((1, 16, 1), (20, 64, 4), (72, 128, 8), (144, 256, 16), (288, None, 32)),
     DRAFTS: ((1, 2, 1), (4, 8, 4), (16, 64, 16), (96, 128, 32), (192, None, 64)),
@@ -20,7 +20,7 @@ class StepShape(NamedTuple):
     num_tokens: int
     num_seqs: int
     max_query_len: int  # tokens of one sequence
-    is_sampled: bool  # the graph samples after every token; otherwise only the layers are captured
+    is_sampled: bool  # whether the graph samples after every token; False: it has only the layers
 
     @classmethod
     def of_decodes(cls, num_rows: int, num_drafts: int) -> "StepShape":
@@ -34,12 +34,12 @@ class StepShape(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens of a row of decodes."""
+        """Number of draft tokens of each row, for decodes."""
         return self.max_query_len - 1
 
 
 def capture_sizes(kind: str, largest: int) -> list[int]:
-    """List the sizes of `kind` worth a graph, up to `largest`."""
+    """List the sizes of `kind` to capture, up to `largest`."""
     sizes = {
         size
         for first, last, step in _SIZES[kind]
@@ -52,8 +52,8 @@ def capture_sizes(kind: str, largest: int) -> list[int]:
 def capture_shapes(
     *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
 ) -> dict[str, list[StepShape]]:
-    """List shapes by kind: decodes up to `max_rows` with each of `draft_lengths`, others up to
-    `max_tokens` tokens of `max_num_seqs` sequences.
+    """List shapes by kind: decodes up to `max_rows` rows without drafts and with each of
+    `draft_lengths`, other batches up to `max_tokens` tokens of `max_num_seqs` sequences.
     """
     most_rows = {length: min(max_rows, max_tokens // (length + 1)) for length in draft_lengths}
     return {

@@ -1,8 +1,8 @@
-"""Measures captured steps by rows and draft tokens, before the first request. The engine uses these
+"""Measure captured steps by rows and draft tokens, before the first request. The engine uses these
 times to choose the draft length (scheduler/draft_length.py).
 
-Rows begin with random tokens, so that they use as many experts as real requests, and have no
-context. Contexts slow all steps of similar size alike; the engine corrects for this later.
+Rows start with random tokens, so that they use as many experts as real requests, and have no
+context. Contexts slow all steps of similar size equally; the engine corrects for this later.
 """
 
 from functools import partial
@@ -24,8 +24,8 @@ REPEATS = 3  # timed replays, after one warmup
 def measure_steps(
     graphs: StepGraphs | None, requests: RequestState, runtime: Runtime, config: WorkerConfig
 ) -> tuple[StepSeconds, ...]:
-    """Measure step times for each number of drafts; empty without graphs, adaptive drafts or a
-    device clock. No slot may be in use; all ranks must measure together.
+    """Measure step times for each number of drafts. Return () without graphs, adaptive drafts or
+    GPU events. No slot may be in use, and all ranks must call this together.
     """
     speculation, width = config.speculation, requests.drafts.shape[1]
     if graphs is None or speculation is None or not speculation.adaptive or not width:
@@ -36,7 +36,7 @@ def measure_steps(
     found: list[StepSeconds] = []
 
     def replay(shape: StepShape) -> None:
-        requests.num_computed.zero_()  # steps change this, and the tensors below
+        requests.num_computed.zero_()  # steps change this tensor and the tensors below
         requests.tokens[:most_rows, :1] = firsts.to(requests.tokens.dtype)
         requests.drafts[:most_rows] = drafts
         graphs.replay(shape)

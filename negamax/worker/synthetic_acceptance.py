@@ -1,5 +1,5 @@
-"""Accepts drafts by a schedule instead of by comparison, so that a step's cost and gain at a given
-acceptance rate can be measured with random weights. The generated text is meaningless.
+"""Accept drafts by a schedule instead of by comparison, so that random weights suffice to measure a
+step's cost and gain at a given acceptance rate. The generated text is meaningless.
 """
 
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Consecutive seeds, as for the choices of one request, start far apart in the table.
+# consecutive seeds, as of the choices of one request, start far apart in the table
 _DRAWS, _SEED_STEP = 2**16, 40503
-# of SplitMix64 (Steele, Lea, Flood 2014), as signed numbers
+# constants of SplitMix64 (Steele, Lea, Flood 2014), as signed numbers
 _STEP, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 class SyntheticAcceptance:
-    """A table of random accepted lengths. `rates`: share of drafts accepted up to each place."""
+    """A table of random accepted lengths. `rates`: by place, share of rows that accept up to it."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         self._mean_length = 1.0 + sum(rates)
@@ -23,7 +23,7 @@ class SyntheticAcceptance:
         self._counts = (draws < torch.tensor(rates, dtype=torch.float64)).sum(dim=1)
 
     def load(self, device: torch.device) -> str:
-        """Move the table to `device`; returns a warning for the log."""
+        """Move the table to `device`, and return a warning for the log."""
         self._counts = self._counts.to(device)
         return (
             f"; SYNTHETIC ACCEPTANCE of {self._mean_length:.2f} tokens per row, whatever the "
@@ -31,13 +31,13 @@ class SyntheticAcceptance:
         )
 
     def count(self, num_drafts: Tensor, seeds: Tensor, lengths: Tensor) -> Tensor:
-        """Count accepted drafts. `lengths`: tokens before the drafts. [R] int64 each."""
+        """Return accepted drafts [R]. `lengths`: tokens before the drafts. Arguments: [R] int64."""
         places = (seeds * _SEED_STEP + lengths) & (_DRAWS - 1)
         return torch.minimum(self._counts[places], num_drafts)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Hash to numbers in [0, 1). [R] int64 both -> [R] fp64."""
+    """Hash `seeds` and `positions`, [R] int64, to numbers in [0, 1), [R] fp64."""
     return _shift_right(_mix(_mix(seeds) + positions), 11).double() * 2.0**-53
 
 
@@ -49,5 +49,5 @@ def _mix(numbers: Tensor) -> Tensor:
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Shift as unsigned numbers."""
+    """Shift int64 as if it were unsigned."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -1,12 +1,13 @@
-"""The tokens of a step that a rank computes: all of them, or its shard with context parallelism.
+"""Select the tokens of a step that a rank computes: all, or a shard with context parallelism.
 
-Prompt tokens are cut into 2 * ranks pieces. Rank i gets the i-th piece from the front and the i-th
-from the back: a token attends to all before it, so this balances the work. A piece is a sequence
-that ends with the piece. Earlier tokens may be on other ranks, because all keys of the step are in
-the caches before any rank attends. Single tokens (decodes) go to the ranks in turn.
+A run of prompt tokens is split into 2 * ranks pieces. Rank i gets the i-th piece from the front and
+the i-th piece from the back. This balances the work, because a token attends to all earlier tokens.
+A piece is a sequence that ends with the piece. Earlier tokens may be on other ranks, because all
+keys of the step are in the caches before any rank attends. Single tokens (decodes) go to the ranks
+in turn.
 
-Ranks derive the sharding from the plan without communication. For steps of other data-parallel
-ranks, the plan states whether they are sharded (all or none are) and the most tokens of a shard.
+Ranks derive the sharding from the plan without communication. The plan also states whether the
+steps of all data-parallel ranks are sharded, and the most tokens of any shard.
 """
 
 from dataclasses import dataclass, replace
@@ -25,11 +26,11 @@ from negamax.worker.request_state import RequestState
 
 @dataclass(frozen=True)
 class AllTokens:
-    """Every token of the step; one padding token if it has none."""
+    """Every token of the step, or one padding token if the step has no tokens."""
 
     layout: BatchLayout
     requests: RequestState
-    most_tokens: int | None = None  # largest number of any data-parallel rank
+    most_tokens: int | None = None  # largest number of tokens of any data-parallel rank
     is_share: bool = False  # whether other data-parallel ranks have shards
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
@@ -42,7 +43,7 @@ class AllTokens:
         return build(self.layout, self.requests, most_tokens=self.most_tokens)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """rows [N, ...] of the shard -> [T, ...] of all tokens, in their order."""
+        """rows [N, ...] of the shard -> rows [T, ...] of all tokens, in the order of the step."""
         return rows
 
     def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
@@ -51,7 +52,7 @@ class AllTokens:
 
 
 class ShardedRuns:
-    """A part of the tokens of a step, with the methods of `AllTokens`."""
+    """A shard of the tokens of a step, with the methods of `AllTokens`."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class ShardedRuns:
         *,
         most_tokens: int | None = None,
     ) -> None:
-        """`most_tokens`: at least the largest shard of any data-parallel rank; None: of one."""
+        """`most_tokens`: bound of any data-parallel rank's shards; None: there is one rank."""
         self._layout, self._requests, self._group = layout, requests, group
         shards = [_shard_of(layout, rank, group.size) for rank in range(group.size)]
         self._own, self._num_rows = shards[group.rank], max(len(each.tokens) for each in shards)
@@ -84,7 +85,7 @@ class ShardedRuns:
         self._shared = SharedTokens(group, positions, all_slots)
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
-        """A shard without tokens contains a padding token."""
+        """Return token ids and metadata; a shard without tokens has a padding token."""
         requests, most = self._requests, self._most_tokens
         if len(self._own.tokens):
             token_ids, metadata = build(self._own.layout, requests, most_tokens=most)
@@ -112,8 +113,8 @@ class _ShardTokens:
 def shard_tokens(
     layout: BatchLayout, requests: RequestState, group: Collective, *, size: StepSize | None = None
 ) -> TokenShard:
-    """Return this rank's shard of a step, all of it without a long prompt run. `size` decides for
-    several data-parallel ranks.
+    """Return this rank's shard of a step, or all tokens if the step has no long prompt run. With
+    several data-parallel ranks, `size` decides whether the step is sharded.
     """
     if size is not None:
         most_tokens = size.largest_shard or size.num_tokens
@@ -131,7 +132,7 @@ def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     columns, pieces = layout.columns, 2 * ranks
     starts, counts = columns.query_starts[:-1], np.diff(columns.query_starts)
     edges = starts[:, None] + counts[:, None] * np.arange(pieces + 1) // pieces
-    # (one further for each sequence, so that single tokens rotate over the ranks)
+    # shift by one for each sequence, so that single tokens rotate over the ranks
     owner = np.minimum(np.arange(pieces), pieces - 1 - np.arange(pieces))
     owner = (owner + np.arange(len(counts))[:, None]) % ranks
     sequence, piece = np.nonzero((owner == rank) & (edges[:, 1:] > edges[:, :-1]))

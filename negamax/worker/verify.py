@@ -1,7 +1,7 @@
-"""Verification of draft tokens, the same for eager and captured steps.
+"""Verify draft tokens, in eager and captured steps.
 
-The ordinary sampler runs on every row that a step verifies, with the ordinary key of its position.
-A draft token is accepted if it equals the token sampled in its place and all drafts before it are
+The sampler runs on every row that a step verifies, with the same random key as without drafts. A
+draft token is accepted if it equals the token sampled at its place and all drafts before it are
 accepted. So drafts never change the output.
 """
 
@@ -23,19 +23,19 @@ from negamax.worker.request_state import RequestState
 
 
 class VerifiedRows(NamedTuple):
-    """The R sampled rows of a step. All [R] int64."""
+    """The R sampled rows of a step. All fields are [R] int64."""
 
     slots: Tensor
-    counts: Tensor  # tokens to verify: the last known token and its drafts; 0: padding
-    seq_lens: Tensor  # tokens including all of these
+    counts: Tensor  # verified tokens: the last known token and the drafts; 0: padding
+    seq_lens: Tensor  # tokens of the sequence, including the verified ones
     first_samples: Tensor  # index of the row's first sample in the step
-    first_tokens: Tensor  # index in the step of the token that this sample follows
+    first_tokens: Tensor  # index in the step of the token before that sample
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """Counts accepted drafts, sets row lengths and proposes the next drafts. The ops default to
-    PyTorch: eager index tensors have any alignment, for each of which Triton would compile.
+    """Counts accepted drafts, sets row lengths and proposes new drafts. The ops default to PyTorch,
+    because eager index tensors have many alignments, and Triton would compile a kernel for each.
     """
 
     proposer: Proposer
@@ -55,8 +55,8 @@ class Verifier:
     ) -> None:
         """Verify `drafts` [R, K] against `sampled` [S], then propose `num_proposed` tokens per row.
 
-        `drafts` None: there are none. `out`, [R] int64 each: accepted drafts, known tokens
-        after the step, index of the last accepted token in the step.
+        `drafts` None: the step has no drafts. `out` receives [R] int64 each: accepted drafts, known
+        tokens after the step, index in the step of the last accepted token.
         """
         accepted, lengths, ends = out
         if drafts is None or sampled is None:
@@ -82,7 +82,7 @@ class Verifier:
 
 
 class SampledRows(NamedTuple):
-    """The R sampled rows of a plan, on the host. All [R]."""
+    """The R sampled rows of a plan, on the host. All fields are [R]."""
 
     rows: Column  # rows of the plan
     slots: Column
@@ -99,11 +99,11 @@ class SampledRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of verification, for the host."""
+    """The result of a verification, for the host."""
 
     sampled: SampledRows
     num_accepted: HostTensor  # [R] int64
-    drafts: HostTensor | None = None  # [R, K] int64, -1: missing; None: none is missing
+    drafts: HostTensor | None = None  # [R, K] int64, -1: missing; None: no draft is missing
 
     @classmethod
     def of(cls, plan: StepPlan, accepted: Tensor, drafts: Tensor | None = None) -> Verification:
@@ -112,13 +112,13 @@ class Verification:
         return cls(SampledRows.of(plan), HostTensor(accepted), host_drafts)
 
     def accepted(self) -> dict[int, int]:
-        """Number of accepted drafts, by row of the plan with drafts. Waits for the device."""
+        """Wait for the device; return the accepted drafts of rows with drafts, by row."""
         rows, _, num_drafts, _ = (column.tolist() for column in self.sampled)
         columns = zip(rows, num_drafts, self.num_accepted.read().tolist(), strict=True)
         return {row: accepted for row, drafts, accepted in columns if drafts}
 
     def proposed(self) -> dict[int, int]:
-        """Number of proposed drafts, by row of the plan, where some are missing."""
+        """Return the number of proposed drafts by row of the plan, for rows that lack some."""
         if self.drafts is None:
             return {}
         rows, _, num_drafts, _ = (column.tolist() for column in self.sampled)
@@ -127,7 +127,7 @@ class Verification:
         return {row: count for row, most, count in counts if count < most}
 
     def rejected_samples(self) -> set[int]:
-        """The samples of the step that follow a rejected draft."""
+        """Return the indices of samples that follow a rejected draft."""
         _, _, num_drafts, firsts = (column.tolist() for column in self.sampled)
         columns = zip(firsts, num_drafts, self.num_accepted.read().tolist(), strict=True)
         return {

@@ -1,7 +1,7 @@
-"""Compiles the GPU kernels before their first launch: a share on each rank, several at a time.
+"""Compile the GPU kernels before their first launch. Each rank compiles a share in threads.
 
-Without it, each kernel is compiled alone at its first launch, while every rank and the GPU wait:
-about forty seconds in all.
+Without this warmup, each kernel is compiled at its first launch, while every rank and the GPU wait.
+This takes about forty seconds in total.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ _MOST_THREADS = 8  # compilation holds the GIL half of the time
 
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
-    """Return how many of the first `layers` launch every kernel: one of each kind, and the layer
-    after it, whose first norm completes its output.
+    """Return how many of the first `layers` launch every kernel: they include a layer of each kind
+    and the layer after it, whose first norm completes the sum over ranks.
     """
     sorts = [
         (*map(type, (layer, *vars(layer).values())), *own)
-        # (those after the layers' belong to a draft)
+        # caches after those of the layers belong to a draft model
         for layer, own in zip(layers, caches, strict=False)
     ]
     return min(len(layers), max(sorts.index(sort) + 2 for sort in sorts))
@@ -37,8 +37,8 @@ def cut(num_tokens: int, longest: int) -> list[int]:
 
 @contextmanager
 def warming_up(context: ParallelContext, *, shows: bool = False) -> Iterator[None]:
-    """Compile Triton kernels without running them. All ranks of a stage launch the same ones.
-    `shows`: show the progress of the first rank.
+    """Compile Triton kernels instead of running them. All ranks of a stage must launch the same
+    kernels. `shows`: show the progress of the first rank.
     """
     from negamax.kernels.launch.triton import compiling  # Triton is installed only with a GPU
 
@@ -51,5 +51,5 @@ def warming_up(context: ParallelContext, *, shows: bool = False) -> Iterator[Non
         compiling(share=share, shares=shares, threads=threads, progress=progress),
     ):
         yield
-    context.world_min(0)  # every rank's kernels are in Triton's cache
-    torch.cuda.empty_cache()  # free the warmup's memory, so that later measurements exclude it
+    context.world_min(0)  # wait until the kernels of every rank are in Triton's cache
+    torch.cuda.empty_cache()  # free memory of the warmup, which later measurements must not count

@@ -1,4 +1,4 @@
-"""One rank: executes plans in order on its model runner."""
+"""The worker of one rank, which executes plans in order on its model runner."""
 
 from collections import deque
 from contextlib import suppress
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 class Worker:
-    """The model runtime of one rank. One thread calls it; another may read a `StepOutput`."""
+    """The model runtime of one rank. One thread calls it; another one may read `StepOutput`s."""
 
     def __init__(self, config: WorkerConfig) -> None:
         torch.set_num_threads(config.num_threads)
@@ -29,17 +29,17 @@ class Worker:
         self.ready, self.poll_control = runner.ready, runner.context.poll_control
         self._debug_commands = DebugCommands(runner)
         self._steps = StepRunner(runner, needs_eager=lambda: self._debug_commands.needs_eager)
-        # steps with drafts whose results may be on their way to the host, by number of the launch
-        # that made or received them
+        # steps with drafts whose results may still be copied to the host, with the number of the
+        # launch that made or received the results
         self._unverified: deque[tuple[int, Arrived]] = deque()
         self._num_steps = 0
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
-        """Run one plan; on a GPU it is only enqueued on return. Grammar rows wait for their bitmask
-        between the model and the sampling. A row that fails alone is reported in `errors`; on a
-        GPU, a model that raises fails the whole step. Errors: `EngineDeadError` if another rank is
-        gone.
+        """Run one plan. On a GPU the step is only enqueued when this returns. Grammar rows wait for
+        their bitmask after the model and before sampling. `errors` of the result contains rows that
+        fail alone. On a GPU, an exception of the model fails the whole step. Raises
+        `EngineDeadError` if another rank is dead.
         """
         runner, requests = self.runner, self.runner.requests
         self._lower_bounds(runner.stage.begin(plan))
@@ -57,7 +57,7 @@ class Worker:
         size = plan.of_all
         if plan.slots or (size is not None and size.num_tokens) or loads is None:
             output = self._run(plan, bitmask)
-        else:  # the plan has only copies
+        else:  # the plan contains only copies
             output = StepOutput(plan.step_id, [])
         if plan.slots:
             requests.raise_bounds(plan, postponed=bitmask.postponed)
@@ -70,7 +70,7 @@ class Worker:
         return output if loads is None else add_loads(output, loads)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
-        """Apply verifications on the host: of the step before the last one and earlier."""
+        """Apply the verifications of steps before the last one to the bounds on the host."""
         self._unverified += ((self._num_steps, step) for step in arrived)
         self._num_steps += 1
         settled = self._num_steps - self.runner.runtime.is_asynchronous
@@ -80,14 +80,14 @@ class Worker:
             self.runner.requests.lower_bounds(step.plan, accepted, step.reassigned)
 
     def _run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput | StepResult:
-        """Run the step as one batch; if that fails on a single CPU rank, row by row."""
+        """Run the step as one batch. If the batch fails on a single CPU rank, run row by row."""
         runner, requests = self.runner, self.runner.requests
         layout, is_lazy = runner.config.layout, runner.runtime.is_asynchronous
         has_others = plan.of_all is not None or layout.pp > 1 or layout.cp > 1
         try:
             output = self._steps.run(plan, bitmask)
             return output if is_lazy or layout.pp > 1 else output.result()
-        except EngineDeadError:  # another rank is gone: repeating is useless
+        except EngineDeadError:  # another rank is dead, so repeating the step is useless
             raise
         except Exception:
             if is_lazy or has_others:
@@ -98,23 +98,23 @@ class Worker:
                 len(plan.slots),
             )
         requests.restore_lengths()
-        for row in plan.grammar_rows:  # masks belong to drafts that may have been replaced
+        for row in plan.grammar_rows:  # the drafts that the masks belong to may have been replaced
             requests.drafts[plan.slots[row]] = -1
         return run_rows_separately(plan, bitmask, self._steps.run)
 
     @torch.inference_mode()
     def run_debug_command(self, command: DebugCommand) -> DebugResult:
-        """Answer a benchmark's command. Every rank must receive the same one, between steps."""
+        """Run a benchmark's command. Every rank must receive the same command, between steps."""
         return self._debug_commands.run(command)
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """Start to receive messages of other stages, when no plan has arrived for a while."""
+        """Start to receive messages of other stages. Call it if no plan arrives for a while."""
         if self.runner.runtime.is_asynchronous:
             self.runner.stage.post()
 
     def take_row_failures(self) -> dict[int, str]:
-        """Return why rows failed since the last call, by slot."""
+        """Return the errors of rows that failed since the last call, by slot."""
         return self.runner.requests.take_failures()
 
     def take_file_progress(self, output: StepOutput | StepResult) -> FileProgress | None:
@@ -125,9 +125,9 @@ class Worker:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Free the memory and leave the process groups. Nothing may be called afterwards."""
+        """Free the memory and leave the process groups. No method may be called afterwards."""
         runtime, context = self.runner.runtime, self.runner.context
-        with suppress(EngineDeadError):  # ranks that end together need not wait for each other
+        with suppress(EngineDeadError):  # other ranks may already have ended
             self.runner.stage.finish()
         if self.runner.lane is not None:
             self.runner.lane.close()

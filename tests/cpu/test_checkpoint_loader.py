@@ -263,7 +263,7 @@ def test_scales_of_an_fp8_cache_are_read_under_every_name(tmp_path: Path, name: 
     half = "; FP8 keys and values of 1 of 2 layers have scale 1, because the checkpoint has none"
     assert describe_kv_scales(model.layers, torch.float8_e4m3fn) == half
     unused = describe_kv_scales(model.layers, torch.bfloat16)
-    assert "in FP8 (1 layers) are not needed for bfloat16 (--kv-cache-dtype fp8" in unused
+    assert "KV scales (1 layers) are not used with a bfloat16 cache (--kv-cache-dtype fp8" in unused
     for changed, message in (
         ({names[0]: torch.tensor(-1.0)}, r"layers\.1\.\S+v_scale are -1\.0 and "),
         ({names[1]: None}, r"has model\.layers\.1\.self_attn\.k_scale and no model\S+v_scale"),

@@ -148,7 +148,7 @@ def test_refuses_devices_and_dtypes_that_are_not_supported(monkeypatch: pytest.M
     check_index_options(bundled_spec("minimax-m3").kv_caches(), dtype="fp8", sharding="on")
     kv_cache.check_scales([INT8_CACHE], dtype=torch.bfloat16)
     kv_cache.check_scales([], dtype=torch.float8_e4m3fn)
-    with pytest.raises(ConfigError, match=r"fp8; .* for int8, one for each channel .*auto"):
+    with pytest.raises(ConfigError, match=r"fp8; .* per channel, for int8 .*auto"):
         kv_cache.check_scales([INT8_CACHE], dtype=torch.float8_e4m3fn)
 
 
@@ -162,7 +162,7 @@ def test_messages_state_the_bytes_of_a_token_of_m3() -> None:
     said = kv_cache.describe(8192, config, dtype=torch.bfloat16)
     assert said == "KV cache 44.25 GiB per rank in bfloat16, 45,312 bytes per token"
     said = kv_cache.describe(64, config, dtype=torch.bfloat16)
-    assert "0.35 GiB (of the 40.00 GiB asked for: --max-num-seqs 1 requests of 1048576" in said
+    assert "0.35 GiB (of the 40.00 GiB allowed: --max-num-seqs 1 requests of 1048576" in said
     refusal = r"1048576 tokens needs 44\.25 GiB of KV cache, 40\.00 GiB .*--max-model-len to 947840"
     with pytest.raises(ResourceError, match=refusal):
         kv_cache.choose_blocks(config, dtype=torch.bfloat16, workspace=0, device=CPU)

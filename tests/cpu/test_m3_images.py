@@ -164,7 +164,7 @@ def test_images_wait_for_room_and_larger_ones_are_refused(seeing: tuple[Any, Pat
         assert answer.error is not None
         assert "image 0 has 40 tokens; the encoder cache holds 32" in answer.error
         (answer,) = engine.run(Prompt([text(5), image(4)]))
-        assert "a token must follow the last one" in str(answer.error)
+        assert "a token must follow the last image" in str(answer.error)
 
 
 def test_drafts_do_not_change_answers_to_images(

@@ -121,7 +121,7 @@ def check(
 def test_wrong_weights_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     named, model, fault = FAULTS[name]
     planted = plant(monkeypatch, fault)
-    with pytest.raises(ConfigError, match=f"rank 0: {named}.*not those of the checkpoint") as found:
+    with pytest.raises(ConfigError, match=f"rank 0: {named}.*differ from the checkpoint") as found:
         check(model, kernels=keeping_stored(FP32))
     assert len(planted) == 1 and found.value.exit_code == 2
 
@@ -164,7 +164,7 @@ def test_wrong_kernels_are_found(
 @pytest.mark.parametrize("kernels", [BF16, FP32, keeping_stored(FP32)])
 @pytest.mark.parametrize("model", ["nano", "nano-m3"])
 def test_right_models_pass(model: str, kernels: KernelTable) -> None:
-    assert "are right" in check(model, kernels=kernels)
+    assert "are correct" in check(model, kernels=kernels)
 
 
 @pytest.mark.parametrize("name", sample([*FORMATS, *EXPORTS], 0, 6))
@@ -172,7 +172,7 @@ def test_every_format_passes(name: str, tmp_path: Path) -> None:
     write(tmp_path, {**m2_checkpoints.CONFIG, **SIZES}, TENSORS, {**FORMATS, **EXPORTS}[name])
     spec = spec_of(tmp_path)
     for kernels in (FP32, keeping_stored(FP32)):
-        assert "are right" in check("nano", kernels=kernels, spec=spec, folder=tmp_path)
+        assert "are correct" in check("nano", kernels=kernels, spec=spec, folder=tmp_path)
 
 
 def test_chosen_providers_run_with_what_depends_on_them() -> None:

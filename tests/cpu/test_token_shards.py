@@ -12,7 +12,7 @@ from torch import Tensor
 from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.kvcache.op import cache_rows, slots_of
 from negamax.kernels.peers import PeerMemory
-from negamax.layers.context_exchange import key_exchange
+from negamax.layers.context_exchange import KeyExchange
 from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import NewRow, StepPlan, StepSize, bound_shard
 from negamax.worker.batch import BatchLayout, build, build_batch_layout
@@ -203,8 +203,7 @@ def test_caches_of_all_ranks_hold_every_token(dtype: torch.dtype) -> None:
     def run(rank: Rank) -> None:
         share = shard_tokens(layout, requests, rank)
         ids, own = share.build()
-        exchange = key_exchange(own, block_size=BLOCK, heads=(1, 2))
-        assert exchange is not None
+        exchange = KeyExchange(own, block_size=BLOCK, heads=(1, 2))
         for cache in caches[rank.rank].values():
             cache.view(torch.uint8).zero_()
             write(cache, ids, place(own))

@@ -26,14 +26,14 @@ def test_blank_blocks_are_given_out_before_cached_ones() -> None:
     assert {pool.allocate(), pool.allocate()}.isdisjoint(cached)
     assert pool.find(b"a") == cached[0]
     assert pool.allocate() == cached[0]
-    assert pool.find(b"a") is None and not pool.is_indexed(cached[0])
+    assert pool.find(b"a") is None and pool._block_hashes[cached[0]] is None
 
 
 def test_forgotten_blocks_are_blank_and_held_ones_stay_known() -> None:
     pool, (held, free) = filled_pool(3, [b"held", b"free"])
     pool.release([free])
     pool.evict()
-    assert pool.find(b"free") is None and not pool.is_indexed(free)
+    assert pool.find(b"free") is None and pool._block_hashes[free] is None
     assert pool.find(b"held") == held
     assert pool.num_free == 2
     again = [pool.allocate(), pool.allocate()]
@@ -54,7 +54,7 @@ def test_least_recently_released_prefix_is_evicted_first() -> None:
 
 def test_second_block_with_the_same_content_stays_out_of_the_index() -> None:
     pool, (first, second) = filled_pool(2, [b"same", b"same"])
-    assert pool.find(b"same") == first and not pool.is_indexed(second)
+    assert pool.find(b"same") == first and pool._block_hashes[second] is None
     pool.release([second])
     pool.release([first])
     assert [pool.allocate(), pool.allocate()] == [second, first]  # evict the useless copy first

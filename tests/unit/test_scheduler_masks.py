@@ -52,10 +52,10 @@ def test_the_block_of_a_postponed_row_is_cached_only_after_its_last_token_ran_ag
     scheduler.postpone(first, [0])
     scheduler.commit(first)
     blocks = scheduler._running[0].block_ids
-    assert [scheduler._pool.is_indexed(block) for block in blocks] == [True, False]
+    assert [scheduler._pool._block_hashes[block] is not None for block in blocks] == [True, False]
     scheduler.unblock("late")
     scheduler.step()
-    assert all(scheduler._pool.is_indexed(block) for block in blocks)
+    assert all(scheduler._pool._block_hashes[block] is not None for block in blocks)
 
 
 def test_requests_can_be_ended_and_freed_of_their_grammars_from_outside() -> None:

@@ -345,7 +345,7 @@ class Trace:
             first, last = start // limits.block_size, (start + count - 1) // limits.block_size
             for block in sequence.block_ids[first : last + 1]:
                 assert pool.ref_count(block) == 1, "the row writes a shared block"
-                assert not pool.is_indexed(block), "the row writes a cached block"
+                assert pool._block_hashes[block] is None, "the row writes a cached block"
             assert sequence.num_total <= sequence.limit, "the plan exceeds a length limit"
 
     def check_counters(self) -> None:
