@@ -12,7 +12,7 @@ Rules for every format:
 - A call opener begins a block if it begins a line of content, or if an invoke or the end of the
   output follows. In content it also begins a block if the block's closer follows. Any other call
   opener is quoted text.
-- In a fenced or indented code block of Markdown, a call is quoted text.
+- A call in a code block or inline code of Markdown is quoted text.
 - Another family's think closer ends reasoning if a line break or a call follows.
 - Text of a call block that cannot be read becomes content. A call with an argument that cannot be
   read is not made. If the call was announced already, it stays truncated.
@@ -196,7 +196,7 @@ class OutputParser:
         match lexeme.kind:
             case TagKind.THINK_OPEN | TagKind.THINK_CLOSE:
                 self._take_think_tag(lexeme)
-            case kind if kind in _QUOTED_IN_CODE and self._is_in_code():
+            case kind if kind in _QUOTED_IN_CODE and self._channel.is_in_code():
                 self._write(lexeme.text)
             case TagKind.LOOSE_THINK_CLOSE if self._state is _REASONING and self._splits:
                 self._closer = lexeme.text
@@ -224,7 +224,10 @@ class OutputParser:
         self._opener = []
         confirming = _AFTER_LOOSE_OPENER if self._opener_is_loose else _AFTER_OPENER
         may_be_empty = self._state is _CONTENT and not self._opener_is_loose
-        if lexeme.kind in confirming or (may_be_empty and lexeme.kind is TagKind.BLOCK_CLOSE):
+        is_block = lexeme.kind in confirming
+        is_block = is_block or (may_be_empty and lexeme.kind is TagKind.BLOCK_CLOSE)
+        # a call in inline code is on the line of its opener
+        if is_block and ("\n" in quoted or not self._channel.is_in_inline_code()):
             self._open_block(quoted)
         else:
             self._write(quoted)
@@ -317,15 +320,14 @@ class OutputParser:
             self._stoppable.begin(is_before_word=True)
         self._state = state
 
+    @property
+    def _channel(self) -> TextChannel:
+        return self._reasoning if self._state is _REASONING else self._content
+
     def _write(self, text: str) -> None:
-        channel = self._reasoning if self._state is _REASONING else self._content
-        channel.write(text)
+        self._channel.write(text)
         if self._is_after_block and not text.isspace():
             self._is_after_block = False
-
-    def _is_in_code(self) -> bool:
-        channel = self._reasoning if self._state is _REASONING else self._content
-        return channel.is_in_code()
 
     def _stop_or_emit(self, text: str) -> None:
         """Emit content up to a stop string. Emit other text of the channel unchanged."""
