@@ -1,1 +1,1 @@
-"""Errors, logging, environment, child processes."""
+"""Code that all other rooms use: errors, logging, environment, child processes."""

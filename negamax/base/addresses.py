@@ -1,4 +1,4 @@
-"""Addresses to listen on."""
+"""Resolve the addresses that a server listens on, and bind sockets to them."""
 
 import socket
 from typing import Any
@@ -7,25 +7,25 @@ from negamax.base.errors import ConfigError
 
 
 def resolve_host(host: str, port: int) -> tuple[int, Any]:
-    """Resolve `--host` ("": all interfaces) to family and address. Errors: `ConfigError`."""
+    """Resolve `--host` ("" means all interfaces) to (family, address). Raises `ConfigError`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ConfigError(
-            f"--host is {host!r}, which cannot be resolved: {error}",
-            hint="use 127.0.0.1 or 0.0.0.0",
+            f"--host {host!r} cannot be resolved: {error}", hint="use 127.0.0.1 or 0.0.0.0"
         ) from None
     return family, address
 
 
 def bind(family: int, address: Any, *, is_shared: bool = False) -> socket.socket:
-    """Return a TCP socket bound to `address`. Errors: `OSError`.
+    """Return a TCP socket bound to `address`. Raises `OSError`.
 
-    `is_shared`: others can be bound, too; the system spreads connections over those that listen.
+    With `is_shared`, several sockets can be bound to the address, and the system spreads
+    connections over the listening sockets.
     """
-    # with its protocol: otherwise asyncio leaves Nagle's algorithm on in accepted connections
+    # IPPROTO_TCP is needed: without it asyncio leaves Nagle's algorithm on in connections.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

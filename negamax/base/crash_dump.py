@@ -1,4 +1,4 @@
-"""Crash dumps: a JSON file for each crash, without anything that clients wrote."""
+"""Write a JSON file for each crash. Crash dumps contain no text of clients."""
 
 import datetime
 import json
@@ -16,25 +16,25 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-OFF = "none"  # given in place of a folder: write no dumps
-MAX_FILES = 20  # per folder; older ones are removed
-_PAUSE_SECONDS = 60.0  # between two dumps of one process: a failure may repeat every step
-_MAX_LINE = 2000  # characters of a line of the traceback
+OFF = "none"  # Value of the folder option that disables crash dumps.
+MAX_FILES = 20  # Crash dumps in a folder; older dumps are removed.
+_PAUSE_SECONDS = 60.0  # Least time between two dumps of a process, as each step may fail.
+_MAX_LINE = 2000  # Characters kept of a line of the traceback.
 _PACKAGES = ("negamax", "torch", "triton", "xgrammar", "msgspec", "pyzmq", "tokenizers", "fastapi")
 
 
 def default_folder() -> Path:
-    """The folder of dumps unless the operator names one."""
+    """Return the folder of crash dumps that is used unless the operator names a folder."""
     state = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "negamax" / "crashes"
 
 
 class CrashDumps:
-    """Writes the dumps of one process. Single writer: the thread that notices the crash."""
+    """Writes the crash dumps of one process, in the thread that notices a crash."""
 
     def __init__(self, folder: str | None, *, part: str, options: Mapping[str, Any]) -> None:
-        """`folder`: None for the default, or `OFF`; `part`: the kind of process, such as "engine";
-        `options` hold no secret.
+        """Write into `folder`; None is the default folder, and `OFF` disables crash dumps.
+        `part` is the kind of process, such as "engine". `options` must hold no secret.
         """
         self._folder, self._part, self._options = folder, part, options
         self._last = -_PAUSE_SECONDS
@@ -46,8 +46,8 @@ class CrashDumps:
         details: Callable[[], Mapping[str, Any]],
         error: BaseException | None = None,
     ) -> Path | None:
-        """Write a dump, mode 0600, and log its path. Return None if dumps are off, the last one is
-        recent, or writing fails. Never raises.
+        """Write a crash dump with file mode 0600, and log its path. Never raises. Return None if
+        dumps are off, if the last dump is recent, or if writing fails.
         """
         now = time.monotonic()
         if self._folder == OFF or now - self._last < _PAUSE_SECONDS:
@@ -56,7 +56,7 @@ class CrashDumps:
         try:
             folder = default_folder() if self._folder is None else Path(self._folder)
             path = self._write(folder, reason, details=details(), error=error)
-        except Exception as problem:  # a dump must not do further harm
+        except Exception as problem:  # a failed dump must not raise in a process that crashes
             logger.warning("no crash dump could be written: %r", problem)
             return None
         logger.error("a crash dump was written to %s", path)

@@ -1,4 +1,4 @@
-"""The only access to the process environment: variables, installed packages, cores, main memory."""
+"""Read the process environment (no other module does): variables, packages, cores, memory."""
 
 import hashlib
 import math
@@ -18,14 +18,14 @@ _HARMLESS = (
 
 
 def get(name: str) -> str | None:
-    """Read an environment variable; None if it is unset or empty."""
+    """Return the value of an environment variable; None if the variable is unset or empty."""
     return os.environ.get(name) or None
 
 
 def make_child_env(*, has_secrets: bool = True, **variables: str) -> dict[str, str]:
-    """This environment with `variables` added and without API keys, which children do not need.
+    """Return the environment of a child process: this one with `variables`, without API keys.
 
-    Without `has_secrets`, only variables of the interpreter, the loader and libraries of threads.
+    Without `has_secrets`, the child gets only `variables` and those listed in `_HARMLESS`.
     """
     kept = {
         name: value
@@ -36,7 +36,7 @@ def make_child_env(*, has_secrets: bool = True, **variables: str) -> dict[str, s
 
 
 def allow_open_files(needed: int) -> None:
-    """Raise the limit of open files to `needed`. Errors: `ResourceError` if the system refuses."""
+    """Raise the limit of open files to `needed`. Raises `ResourceError` if the system refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -59,7 +59,7 @@ def raise_file_limit() -> int:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set an environment variable of this process and its children unless it is set."""
+    """Set an environment variable of this process and its children, unless the variable is set."""
     os.environ.setdefault(name, value)
 
 
@@ -71,9 +71,9 @@ def set_variable(name: str, value: str) -> None:
 def set_openmp_defaults() -> None:
     """Let OpenMP threads sleep at barriers instead of spinning, unless the user chose otherwise.
 
-    Spinning threads take the cores from the threads they wait for as soon as the machine has other
-    work. libgomp reads these variables when PyTorch loads it, so call this before importing torch;
-    child processes inherit them. A spin count of 1000 lasts a few microseconds.
+    If the machine has other work, spinning threads take the cores of the threads that they wait
+    for. Call this function before the import of PyTorch, at which libgomp reads the variables.
+    Child processes inherit the variables. A spin count of 1000 lasts a few microseconds.
     """
     if not any(map(get, ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))):
         set_variable("OMP_WAIT_POLICY", "PASSIVE")
@@ -81,11 +81,11 @@ def set_openmp_defaults() -> None:
 
 
 def set_batch_invariant_gemms() -> None:
-    """Make the CPU's GEMM libraries compute a row alike in every batch (decision 3), unless the
-    user set their variables. They read them at their first GEMM; later calls have no effect.
+    """Make the CPU's GEMM libraries compute a row alike in every batch (decision 3).
 
+    Variables that the user has set keep their values. Libraries read variables at the first GEMM.
     With AMX, oneDNN's bf16 results for rows of more than 256 numbers depend on the batch size from
-    33 rows up; so do MKL's fp32 results on Intel. Processors of other makers need no setting.
+    33 rows up. On Intel processors, MKL's fp32 results depend on the batch size, too.
     """
     set_default("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if _is_intel():
@@ -100,7 +100,7 @@ def _is_intel() -> bool:
 
 
 def find_variables(*prefixes: str) -> dict[str, str]:
-    """The environment variables with these prefixes."""
+    """Return the environment variables whose names start with one of `prefixes`."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
 
 
@@ -113,7 +113,7 @@ def digest_code() -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a Python package; None if it is not installed."""
+    """Return the version of a Python package; None if the package is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -125,7 +125,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes of free main memory; where the system does not report it, half of all."""
+    """Return the free main memory in bytes, or half of all memory if the system reports none."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -135,9 +135,9 @@ def available_memory() -> int:
 
 
 def main_memory() -> int:
-    """Bytes of main memory of this machine, or of this container's limit."""
+    """Return the main memory of this machine or the container's limit, in bytes."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 or 1
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # files of cgroups version 2 and 1
         limit = Path("/sys/fs/cgroup") / name
         if limit.exists() and (text := limit.read_text().strip()).isdecimal():
             return min(machine, int(text))
@@ -145,15 +145,15 @@ def main_memory() -> int:
 
 
 def usable_cores() -> int:
-    """CPU cores of this process: its affinity if the platform has one, limited by the container's
-    quota. Threads beyond a quota stop all threads for parts of a second.
+    """Return the number of CPU cores that affinity and the container's quota leave this process.
+    If threads exceed the quota, the system stops all threads for parts of a second.
     """
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min(count, _cpu_quota(Path("/sys/fs/cgroup")))))
 
 
 def _cpu_quota(folder: Path) -> float:
-    """The cores that the control groups at `folder` grant (version 2 or 1); infinity: all."""
+    """Return the number of cores that cgroups at `folder` grant; infinity without a limit."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -161,5 +161,5 @@ def _cpu_quota(folder: Path) -> float:
             files = (folder / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
             quota, period = (file.read_text() for file in files)
         return int(quota) / int(period) if int(quota) > 0 else math.inf
-    except (OSError, ValueError):  # no control groups, or "max"
+    except (OSError, ValueError):  # the system has no cgroups, or the quota is "max"
         return math.inf

@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 class NegamaxError(Exception):
-    """Root of the tree: a message for people, and how it is reported.
+    """The base class of all errors: a message for people, and how the error is reported.
 
-    `hint`: an optional second sentence; `param`: the request field at fault; `code`: a stable
-    machine-readable word; `retry_after`: seconds after which the same request may succeed.
+    `hint` is an optional second sentence, `param` the request field at fault, and `code` a stable
+    machine-readable word. After `retry_after` seconds the same request may succeed.
     """
 
     http_status = 500
@@ -27,7 +27,7 @@ class NegamaxError(Exception):
         exit_code: int | None = None,
         retry_after: float | None = None,
     ) -> None:
-        """Set the given fields; inherit the others from the parent class."""
+        """Set the given fields of an error class, which inherits all others from its parent."""
         cls.http_status = status or cls.http_status
         cls.error_type = kind or cls.error_type
         cls.exit_code = exit_code or cls.exit_code
@@ -57,16 +57,16 @@ class InvalidRequestError(NegamaxError, status=400, kind="invalid_request_error"
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt, or prompt plus requested output, is longer than the context length (400)."""
+    """The prompt, or the prompt plus the requested output, exceeds the context length (400)."""
 
     @classmethod
     def of_prompt(
         cls, num_tokens: int, *, context_length: int, param: str, is_counted: bool = True
     ) -> "ContextLengthError":
-        """The error of a prompt without room for an answer. `is_counted` False: it has more tokens.
+        """Return the error of a prompt that leaves no room for an answer.
 
-        Clients recognize it by these words and numbers, and shorten the conversation: Anthropic's
-        by the first sentence, OpenAI's by the second.
+        With `is_counted` False the prompt has more tokens than `num_tokens`. Clients recognize the
+        message: Anthropic's by the first sentence, and OpenAI's by the second sentence.
         """
         maximum = context_length if num_tokens > context_length else context_length - 1
         more = "" if is_counted else " (or more; the rest was not counted)"
@@ -116,7 +116,7 @@ class OverloadedError(NegamaxError, status=429, kind="rate_limit_error", retry_a
 
 
 class AbortedError(NegamaxError, status=499, kind="request_aborted"):
-    """The request was aborted (499: clients do not repeat it)."""
+    """The request was aborted (499: clients do not repeat the request)."""
 
 
 class EngineError(NegamaxError, status=500, kind="internal_error"):
@@ -140,10 +140,10 @@ class CheckpointError(ConfigError):
 
     @classmethod
     def of_file(cls, path: Path, error: OSError) -> "CheckpointError":
-        """The error of a file that cannot be read."""
+        """Return the error of a file that cannot be read."""
         hint = "download the file again"
         if error.errno in (errno.EACCES, errno.EPERM):
-            hint = "let this user read it, as with chmod, or run as another user"
+            hint = "let this user read the file, as with chmod, or run as another user"
         return cls(f"{path} cannot be read: {error.strerror or error}", hint=hint)
 
 
@@ -152,18 +152,18 @@ class ResourceError(ConfigError):
 
     @classmethod
     def of_system(cls, error: OSError) -> "ResourceError":
-        """The system's refusal on one line."""
+        """Return an error that states the system's refusal on one line."""
         if error.errno == errno.ENAMETOOLONG:
             name = max(str(error.filename or "").split("/"), key=len)
             return cls(
                 f"{name[:40]}... is a file name of {len(name)} characters; the system allows 255 "
                 f"bytes",
-                hint="give a shorter one",
+                hint="use a shorter file name",
             )
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return cls("too many files are open", hint="raise the limit, as with ulimit -n 65536")
         if error.errno == errno.EBADF and error.filename is None:
-            hint = "redirect it, as with </dev/null or >/dev/null"
+            hint = "redirect the stream, as with </dev/null or >/dev/null"
             return cls("standard input or standard output is closed", hint=hint)
         what = f"{error.filename}: " if error.filename is not None else ""
         return cls(f"{what}{error.strerror or error}")

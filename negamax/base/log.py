@@ -1,4 +1,4 @@
-"""Logging: one line per event on standard error, so that stdout stays data.
+"""Write logs to standard error, one line per event; stdout is for data only.
 
 A child process takes its parent's settings from an environment variable (`base.supervision.spawn`).
 """
@@ -17,19 +17,19 @@ from negamax.base.log_output import RateLimit, StderrHandler, TextFormatter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-# LEVEL:REPLICA:FORMAT, from `spawn` to `setup_as_parent`
+# `spawn` sets this variable of a child to LEVEL:REPLICA:FORMAT, and `setup_as_parent` reads it.
 CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"
 
-_KEPT_LINES = 100  # for a crash dump,
-_KEPT_CHARACTERS = 2000  # of each
+_KEPT_LINES = 100  # Log lines kept for a crash dump.
+_KEPT_CHARACTERS = 2000  # Characters kept of each log line.
 
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _DATE = "%Y-%m-%d %H:%M:%S"
 
 
 def setup(level: str | int = "info", log_format: str = "text", *, replica: str = "") -> None:
-    """Configure the root logger. `level`: of Negamax's messages; others are logged from warning on.
-    `log_format`: "text" or "json". `replica`: this process's engine, if there are several.
+    """Configure the root logger. `level` is for Negamax's messages; libraries log warnings and
+    errors. `log_format` is "text" or "json". `replica` is this engine's number among several.
     """
     handler = StderrHandler()
     handler.addFilter(RateLimit())
@@ -49,14 +49,14 @@ def setup(level: str | int = "info", log_format: str = "text", *, replica: str =
 
 
 def setup_as_parent() -> None:
-    """Configure the root logger of a child process like its parent's."""
+    """Configure the root logger of a child process like the logger of its parent."""
     given = env.get(CHILD_VARIABLE) or f"{logging.INFO}::text"
     level, replica, log_format = given.split(":")
     setup(int(level), log_format, replica=replica)
 
 
 def settings(replica: int | None = None) -> str:
-    """A child's value of `CHILD_VARIABLE`. `replica`: its engine; None: this process's."""
+    """Return the value of `CHILD_VARIABLE` for a child of `replica` (default: this replica)."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     level = logging.getLogger("negamax").getEffectiveLevel()
@@ -65,7 +65,7 @@ def settings(replica: int | None = None) -> str:
 
 
 def recent_lines() -> list[str]:
-    """The last log lines, without those of the API, which may quote clients."""
+    """Return the last log lines without lines of `negamax.api`, which may quote clients."""
     handlers = logging.getLogger().handlers
     return [line for each in handlers if isinstance(each, _RecentLines) for line in each.lines]
 
@@ -77,7 +77,7 @@ def get_logger(name: str) -> logging.Logger:
 def _log_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Replace Python's hooks, whose lines are not JSON."""
+    """Log an uncaught exception as JSON; the hooks of Python would print plain text."""
     if issubclass(kind, KeyboardInterrupt | SystemExit):
         return
     logger = logging.getLogger("negamax")
@@ -100,7 +100,7 @@ class _RecentLines(logging.Handler):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line. `extra={"fields": {...}}` of a record adds members."""
+    """Writes one JSON object per line, with the members of a record's `fields`, if it has any."""
 
     def __init__(self, replica: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Log records as lines on standard error: escaped, rate-limited, never blocking."""
+"""Write log records to standard error: escaped, rate-limited and without blocking."""
 
 import contextlib
 import logging
@@ -16,20 +16,20 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069
 _CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
 
 _LIMIT_SECONDS = 10.0
-_LIMIT_RECORDS = 20  # of one kind in that time
-_LIMIT_KINDS = 1000  # remembered
+_LIMIT_RECORDS = 20  # Records of one kind that pass within _LIMIT_SECONDS.
+_LIMIT_KINDS = 1000  # Kinds of records that are counted at a time.
 
-_MOST_PENDING = 1000  # lines that wait for a reader
-_LONGEST_WRITE = 4096  # bytes that a pipe takes completely or not at all
+_MOST_PENDING = 1000  # Lines that wait until standard error can be written.
+_LONGEST_WRITE = 4096  # Bytes that a pipe accepts completely or not at all.
 
 
 def escaped(text: str) -> str:
-    """`text` on one line, with control characters as backslash escapes."""
+    """Return `text` on one line, with control characters as backslash escapes."""
     return _CONTROL.sub(_escape, text)
 
 
 class TextFormatter(logging.Formatter):
-    """Escapes control characters, and indents the further lines of a record."""
+    """Escapes control characters, and indents all lines of a record after the first line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         own_lines = "\n" in str(record.msg) and bool(record.args)
@@ -41,13 +41,12 @@ class TextFormatter(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Rate limit for warnings and errors with the same words of the same logger. The next one that
-    passes reports how many were dropped.
-    """
+    """Limits the rate of equal warnings and errors of a logger, and counts the dropped ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # since when, how many
+        # monotonic second at which the period began, and records since then, by kind of record
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
@@ -68,7 +67,7 @@ class RateLimit(logging.Filter):
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error without blocking. Unread lines wait here; the oldest are lost."""
+    """Writes to standard error without blocking; while it is full, the oldest lines are dropped."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -78,7 +77,7 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     @property
     def stream(self) -> TextIO:
-        """The current standard error: its replacement may have closed the previous one."""
+        """Return the current `sys.stderr`, which may have been replaced since the start."""
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -97,11 +96,11 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self.flush()
 
     def flush(self) -> None:
-        """Write as many lines as possible."""
+        """Write as many pending lines as possible."""
         if self._write is None:
             super().flush()
             return
-        with contextlib.suppress(OSError):  # a full pipe is written later, a closed one never
+        with contextlib.suppress(OSError):  # the pipe is full or closed
             if self._pending and self._num_lost:
                 lost = f"({self._num_lost} log lines are lost: standard error was not read)\n"
                 self._write(lost.encode())
@@ -114,7 +113,7 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _writer_without_waiting() -> Callable[[bytes], int] | None:
-    """Return a write that raises `BlockingIOError`; None if standard error never blocks."""
+    """Return a write function that raises `BlockingIOError`; None if stderr never blocks."""
     try:
         fd = sys.stderr.fileno()
         mode = os.fstat(fd).st_mode
@@ -122,11 +121,11 @@ def _writer_without_waiting() -> Callable[[bytes], int] | None:
             connection = socket.socket(fileno=os.dup(fd))
             return lambda line: connection.send(line, socket.MSG_DONTWAIT)
         if stat.S_ISFIFO(mode) or os.isatty(fd):
-            # Reopened: other processes with this pipe keep blocking writes.
+            # The pipe is reopened, so that writes of other processes to this pipe keep blocking.
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
             own = os.open(f"/proc/self/fd/{fd}", flags)
             return lambda line: os.write(own, line)
-    except (OSError, ValueError, AttributeError):  # no file, closed, or not Linux
+    except (OSError, ValueError, AttributeError):  # stderr is closed or not a file
         pass
     return None
 

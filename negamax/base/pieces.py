@@ -1,20 +1,20 @@
-"""Process long texts in pieces. A call of a regular expression or a decoder holds the GIL until it
-returns; between pieces the event loop runs.
+"""Process long texts in pieces, so that the event loop can run between pieces: a regular
+expression or a decoder holds the GIL until its call returns.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, AnyStr
 
-PIECE = 2**18  # characters or bytes of a piece
-_JOINED_PARTS = 2**14  # parts that are joined at a time
+PIECE = 2**18  # Length of a piece, in characters or bytes.
+_JOINED_PARTS = 2**14  # Number of strings that one `join` call joins.
 
 
 def find_all(
     pattern: re.Pattern[AnyStr], text: AnyStr, *, longest: int
 ) -> Iterator[re.Match[AnyStr]]:
-    """As `pattern.finditer(text)`, in pieces. No match is longer than `longest` or depends on the
-    text after it.
+    """Yield the matches of `pattern.finditer(text)`, searching one piece of the text at a time.
+    No match may be longer than `longest` or depend on the text after the match.
     """
     start = 0
     while start < len(text):
@@ -34,7 +34,7 @@ def replace_all(
     *,
     longest: int,
 ) -> AnyStr:
-    """As `pattern.sub(replacement, text)`, in pieces; `longest` as of `find_all`."""
+    """Return `pattern.sub(replacement, text)`. Search in pieces with the limits of `find_all`."""
     if len(text) <= PIECE:
         return pattern.sub(replacement, text)
     empty = text[:0]
@@ -53,7 +53,7 @@ def replace_all(
 def num_chars(
     value: object, *, is_left_out: Callable[[Mapping[str, Any]], bool] = lambda _: False
 ) -> int:
-    """The least number of characters of a JSON value as text, without objects that are left out."""
+    """Return a lower bound of the characters of a JSON value, without objects left out."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Private folders for the sockets and shared files of one process tree.
+"""Create private folders for the sockets and shared files of one process tree.
 
-Each holds a lock while its maker lives. Creating a folder removes those of killed processes beside
-it.
+The creating process holds a lock on a file in its folder. Each creation removes unlocked folders,
+whose processes were killed.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from negamax.base.errors import ResourceError
 
 _PREFIX = "negamax-"
 _LOCK = "lock"
-_MOST_BYTES = 103  # longest path of a socket: macOS; Linux has 107
-# longest path inside a folder, with the folder's name
+_MOST_BYTES = 103  # Longest path of a socket on macOS; Linux allows 107 bytes.
+# Longest path of a socket below the parent folder.
 _OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")
-_SECONDS_TO_LOCK = 10.0  # younger folders may not be locked yet
+_SECONDS_TO_LOCK = 10.0  # age from which an unlocked folder counts as abandoned
 
 
 class PrivateFolder:
-    """A new folder, until `remove`. Errors: `ResourceError` if no path is short enough."""
+    """A new folder, removed by `remove`. Raises `ResourceError` if no path is short enough."""
 
     def __init__(self) -> None:
         parent = _parent()
@@ -34,7 +34,7 @@ class PrivateFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Remove the folder and its content; idempotent."""
+        """Remove the folder and its content. Further calls have no effect."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -42,7 +42,7 @@ class PrivateFolder:
 
 
 def _parent() -> str:
-    """The folder for temporary files, or another one if its path is too long for sockets."""
+    """Return the folder for temporary files, or another folder if that path is too long."""
     preferred = tempfile.gettempdir()
     longest = _MOST_BYTES - _OWN_BYTES
     for folder in (preferred, env.get("XDG_RUNTIME_DIR"), "/tmp"):
@@ -50,15 +50,15 @@ def _parent() -> str:
             return folder
     raise ResourceError(
         f"the folder for temporary files has a path of {len(os.fsencode(preferred))} bytes "
-        f"({preferred}); sockets in it need one of at most {longest}",
-        hint="set TMPDIR to a shorter one",
+        f"({preferred}); sockets in the folder need a path of at most {longest} bytes",
+        hint="set TMPDIR to a folder with a shorter path",
     )
 
 
 def _remove_abandoned(parent: str) -> None:
-    """Remove the folders in `parent` whose makers are gone."""
+    """Remove the private folders in `parent` whose processes are gone."""
     for folder in Path(parent).glob(f"{_PREFIX}*"):
-        # another user's, another kind of folder, or just removed
+        # An error means that the folder is of another user or kind, or was just removed.
         with contextlib.suppress(OSError):
             found = folder.lstat()
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: a redrawn line on a terminal, log lines elsewhere."""
+"""Show progress of long work on standard error: a redrawn line on a terminal, else log lines."""
 
 import logging
 import sys
@@ -12,24 +12,24 @@ logger = log.get_logger(__name__)
 
 ShowProgress = Callable[[int, int], None]  # (done, total)
 
-PATIENCE_SECONDS = 0.5  # faster work shows nothing
+PATIENCE_SECONDS = 0.5  # time until a terminal shows the first line of progress
 REDRAW_SECONDS = 0.2
 LOG_SECONDS = 5.0
 CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Call it with the done and the total amount; as a context manager it clears the line.
+    """Shows progress when it is called with the done and the total amount of work.
 
-    Off a terminal, or with a JSON log, it logs a line every 5 s. At log level warning
-    (`negamax chat`) it prints the line instead. `enabled` False: show nothing.
+    As a context manager, `Progress` clears its line at the end. Without a terminal, or with a JSON
+    log, `Progress` logs a line every 5 s, or prints the line at log level warning.
     """
 
     def __init__(
         self, what: str, *, unit: Callable[[int], str] = str, enabled: bool = True,
         rank: int | None = None,
     ) -> None:  # fmt: skip
-        """`what`: the work; `unit`: formats an amount; `rank`: of several, of which 0 draws."""
+        """`what` names the work, `unit` formats an amount. Only rank 0 of several ranks draws."""
         self._what = what if rank is None else f"rank {rank}: {what}"
         self._unit = unit
         is_terminal = sys.stderr is not None and sys.stderr.isatty()

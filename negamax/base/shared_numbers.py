@@ -1,5 +1,5 @@
-"""Numbers in memory that processes share. Each process writes one row; all can read it. No locks: a
-number is eight aligned bytes, and no reader needs two that match.
+"""Share numbers between processes. Each process writes one row; all processes read all rows.
+No lock is needed: a number is eight aligned bytes, and no reader needs two matching numbers.
 """
 
 import ctypes
@@ -12,11 +12,10 @@ Row = ctypes.Array[ctypes.c_double]
 
 
 class SharedNumbers:
-    """A table of float64, initially zero, with a row for each of `num_rows` processes. Counts are
-    exact up to 2^53.
+    """A table of float64, initially zero, with a row for each of `num_rows` processes.
 
-    Processes that give the same file as `path` share the table; some may map only its first rows.
-    Without `path` it belongs to this process.
+    Counts are exact up to 2^53. Processes that give the same file as `path` share the table; a
+    process may map only the first rows. Without `path`, the table belongs to this process.
     """
 
     def __init__(self, num_columns: int, *, num_rows: int = 1, path: Path | None = None) -> None:
@@ -31,16 +30,16 @@ class SharedNumbers:
         self._num_columns, self.num_rows = num_columns, num_rows
 
     def row(self, index: int, *, start: int = 0, count: int | None = None) -> Row:
-        """The row of process `index`, or `count` numbers of it from column `start`."""
+        """Return `count` (default: all) numbers of the row of process `index` from `start` on."""
         count = self._num_columns - start if count is None else count
         offset = (index * self._num_columns + start) * _BYTES
         return (ctypes.c_double * count).from_buffer(self._memory, offset)
 
     def total(self, column: int) -> float:
-        """The sum of a column over all processes."""
+        """Return the sum of a column over all processes."""
         return sum(self._numbers[column :: self._num_columns])
 
     def clear(self, index: int, *, num_columns: int | None = None) -> None:
-        """Zero the row of a dead process, or its first columns."""
+        """Set the row of a dead process, or its first `num_columns` columns, to zero."""
         row = self.row(index, count=num_columns)
         row[:] = [0.0] * len(row)

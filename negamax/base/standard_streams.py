@@ -3,13 +3,13 @@
 import os
 import sys
 
-# modes that fail to read and write; messages on stderr are lost
+# With these modes, reading stdin and writing stdout fail, and messages on stderr are lost.
 _MODES = {"stdin": ("r", os.O_WRONLY), "stdout": ("w", os.O_RDONLY), "stderr": ("w", os.O_WRONLY)}
 
 
 def open_missing() -> None:
-    """Open the standard streams that this process lacks, so that no other file becomes one. Reading
-    stdin and writing stdout still fail; writes to stderr are lost.
+    """Open missing standard streams, so that no other file gets the descriptors 0 to 2. Reads of
+    such a stdin and writes to such a stdout still fail; writes to such a stderr are lost.
     """
     for number, (name, (mode, flags)) in enumerate(_MODES.items()):
         if getattr(sys, name) is None:
@@ -18,7 +18,7 @@ def open_missing() -> None:
 
 
 def drop_unwritable() -> None:
-    """Flush the output; drop what fails, so that the end of the process does not fail again."""
+    """Flush stdout and stderr. Drop unwritable output, which would raise at exit again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""Child processes: start, watch by pipe and heartbeat, restart within limits, stop.
+"""Start child processes, watch their pipes and heartbeats, restart and stop them.
 
 Engines, ranks, grammar processes, server workers and Ray's driver are `Supervised` children. The
 second half of this module runs in the children, which end with their parent.
@@ -24,17 +24,17 @@ from negamax.base.shared_numbers import Row, SharedNumbers
 logger = log.get_logger(__name__)
 
 _GROUP_END_SECONDS = 5.0
-_EXIT_CODE_SECONDS = 1.0  # for the system to report the exit code of a child whose files are closed
-_LONGEST_LOOK_SECONDS = 1.0  # a longer time between two looks means that the watcher stood still
-_FIRST_PAUSE = 1.0  # seconds before the second of several restarts in a row; doubles
+_EXIT_CODE_SECONDS = 1.0  # Longest wait for the exit code of a child that has closed its files.
+_LONGEST_LOOK_SECONDS = 1.0  # Most seconds that count between two looks of a watcher.
+_FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; doubles with each further restart.
 _LONGEST_PAUSE = 30.0
 _PARENT_LOOK_SECONDS = 0.1
-_LAST_WORDS_SECONDS = 1.0  # for all children to inform their clients before one kills the parent
+_LAST_WORDS_SECONDS = 1.0  # time for children to inform their clients before the parent is killed
 
 
 class Silence:
-    """Seconds since the last heartbeat. Times in which the watcher itself stood still do not count.
-    Single user: a watcher that looks several times a second.
+    """Measures the seconds since the last heartbeat of a process, for one watcher that looks
+    several times a second. Between two looks, at most `_LONGEST_LOOK_SECONDS` count.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Silence:
         self._last_look = time.monotonic()
 
     def seconds(self, heartbeat: float) -> float:
-        """The silence until now. `heartbeat` changes with every heartbeat; 0: none yet."""
+        """Return the seconds since `heartbeat` changed. It must be 0 before the first heartbeat."""
         now = time.monotonic()
         self._seconds += min(now - self._last_look, _LONGEST_LOOK_SECONDS)
         self._last_look = now
@@ -60,11 +60,11 @@ def spawn(
     variables: Mapping[str, str] | None = None,
     has_secrets: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module args`, in a session and process group of its own or in the parent's.
+    """Start `python -m module args`, in a new session and process group if `own_group` is set.
 
-    The child inherits the open files `pass_fds`, and the environment (`env.make_child_env`) with
-    `variables` in it. It can log as its parent does (`log.setup_as_parent`). Its standard input is
-    an unbuffered pipe that ends when the parent does.
+    The child inherits the open files `pass_fds`, and the environment (`env.make_child_env`) plus
+    `variables`. The child can log as its parent does (`log.setup_as_parent`). The child's standard
+    input is an unbuffered pipe that ends when the parent ends.
     """
     added = {log.CHILD_VARIABLE: log.settings()} | dict(variables or {})
     child_env = env.make_child_env(has_secrets=has_secrets, **added)
@@ -75,13 +75,13 @@ def spawn(
 
 
 class Supervised:
-    """A child process, from its start (as by `spawn`) to `reap`."""
+    """A child process, which `spawn` starts and `reap` ends."""
 
     def __init__(
         self, module: str, *args: str, heartbeat: Row | None = None, **options: Any
     ) -> None:
-        """`options` as of `spawn`. `heartbeat`: the first number changes as long as the child runs;
-        0: not yet.
+        """Start the child; `options` are those of `spawn`. The child changes the first number of
+        `heartbeat` as long as it runs; the number is 0 before the first heartbeat.
         """
         self._child = spawn(module, *args, **options)
         self._heartbeat = heartbeat
@@ -93,43 +93,43 @@ class Supervised:
 
     @property
     def exit_code(self) -> int | None:
-        """Negative: the number of the signal that ended the child. None: it runs."""
+        """Return the exit code, which is -N after signal N; None while the child runs."""
         return self._child.poll()
 
     @property
     def pipe(self) -> IO[bytes]:
-        """The child's standard input, on which poll() reports POLLERR when the child is gone."""
+        """Return the child's stdin. poll() reports POLLERR on the pipe when the child is gone."""
         assert self._child.stdin is not None
         return self._child.stdin
 
     @property
     def is_gone(self) -> bool:
-        """Whether the child has closed its pipe; a device driver may delay its exit code."""
+        """Return whether the child has closed its pipe. A device driver may delay the exit code."""
         if self.exit_code is not None:
             return True
         poller = select.poll()
-        poller.register(self.pipe, 0)  # errors are always reported
+        poller.register(self.pipe, 0)  # poll() reports errors in any case
         return bool(poller.poll(0))
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the child (Linux; elsewhere unknown, False)."""
+        """Return whether a signal has stopped the child; False on other systems than Linux."""
         return is_stopped(self.pid)
 
     def silence(self) -> float:
-        """Seconds since the child's last heartbeat. Single user, as of `Silence`."""
+        """Return the seconds since the child's last heartbeat. Only one watcher may call this."""
         assert self._heartbeat is not None
         return self._silence.seconds(self._heartbeat[0])
 
     def describe_end(self) -> str:
-        """How a child that is gone has ended."""
+        """Describe how a child that is gone has ended."""
         try:
             return f"exit code {self._child.wait(_EXIT_CODE_SECONDS)}"
-        except subprocess.TimeoutExpired:  # the driver is still freeing its memory
+        except subprocess.TimeoutExpired:  # the device driver is still freeing the child's memory
             return "an exit code that is not known yet"
 
     def send(self, line: bytes) -> None:
-        """Write a short line to the child's standard input; dropped if the child is gone."""
+        """Write a short line to the child's standard input; drop the line if the child is gone."""
         with contextlib.suppress(OSError):
             self.pipe.write(line + b"\n")
 
@@ -138,10 +138,10 @@ class Supervised:
         self._child.kill()
 
     def kill_group(self) -> None:
-        """Kill a child with a group of its own and all its descendants; wait for their end, for at
-        most 5 s (the system reaps the children of a dead child).
+        """Kill a child that has its own process group, and all descendants of the child. Wait at
+        most 5 s for the end of the descendants, which the system reaps.
         """
-        # on macOS a group of zombies may not be signalled
+        # macOS raises PermissionError for a group of zombies.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
             self._child.wait()
@@ -156,14 +156,14 @@ class Supervised:
         self.pipe.close()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the child. Return whether it has ended after `timeout` seconds."""
+        """Wait at most `timeout` seconds for the end of the child; return whether it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(timeout)
         return self.exit_code is not None
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process (Linux; elsewhere unknown, False)."""
+    """Return whether a signal has stopped a process. On other systems than Linux return False."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -172,7 +172,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def stop_children(children: Sequence[Supervised], *, timeout: float) -> None:
-    """Give children that were told to end `timeout` seconds, then kill the remaining ones."""
+    """Wait `timeout` seconds for the end of children, then kill children that still run."""
     deadline = time.monotonic() + timeout
     for child in children:
         if not child.wait(max(0.0, deadline - time.monotonic())):
@@ -183,22 +183,22 @@ def stop_children(children: Sequence[Supervised], *, timeout: float) -> None:
 
 @dataclass(frozen=True)
 class SupervisionLimits:
-    """When a silent process is killed, and how often a dead one is started again."""
+    """Limits after which a silent process is killed, and a dead process is not started again."""
 
-    max_restarts: int = 0  # within `restart_window`; after that the process stays dead
-    restart_window: float = 600.0  # seconds
-    hang_timeout: float = 300.0  # seconds without progress while there is work
+    max_restarts: int = 0  # Restarts within `restart_window` until the process stays dead.
+    restart_window: float = 600.0  # Seconds.
+    hang_timeout: float = 300.0  # Seconds without progress until a process with work is killed.
 
 
 class RestartPolicy:
-    """The recent deaths of one process. Pure: the time is an argument."""
+    """Decides whether a dead process is started again, by the times of its recent deaths."""
 
     def __init__(self, limits: SupervisionLimits) -> None:
         self._limits = limits
         self._deaths: deque[float] = deque()
 
     def note_death(self, now: float) -> float | None:
-        """Return the seconds until the next start after a death at `now`; None: give up."""
+        """Return the seconds until the restart after a death at `now`; None for no restart."""
         while self._deaths and self._deaths[0] <= now - self._limits.restart_window:
             self._deaths.popleft()
         self._deaths.append(now)
@@ -208,13 +208,13 @@ class RestartPolicy:
         return 0.0 if count == 1 else min(_FIRST_PAUSE * 2.0 ** (count - 2), _LONGEST_PAUSE)
 
 
-# In the children
+# Child processes call the functions below.
 
 
 def exit_with_parent() -> None:
-    """End this process when the parent is gone, and ignore signals that ask to end or reload.
+    """End this process when the parent is gone. Ignore SIGINT, SIGTERM and SIGHUP.
 
-    Service managers and terminals send those to every process at once; the parent decides.
+    Service managers and terminals send these signals to every process; the parent handles them.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -227,32 +227,31 @@ def exit_with_parent() -> None:
 
 
 def await_parents_end() -> None:
-    """Return when standard input, a pipe or socket that the parent holds, has ended."""
+    """Wait until the parent has closed the pipe or socket that is this process's stdin."""
     with contextlib.suppress(ConnectionResetError):
         while os.read(0, 4096):
             pass
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process from any thread without teardown, which takes PyTorch 0.25 s."""
+    """End this process from any thread without teardown. PyTorch's teardown takes 0.25 s."""
     os._exit(code)
 
 
 @dataclass(frozen=True)
 class ParentPulse:
-    """Where process `pid` shows that its event loop runs, and how long it may fail to."""
+    """The heartbeat of the event loop of process `pid`, and the longest time between two beats."""
 
     pid: int
-    path: str  # of `SharedNumbers`; the first number is the heartbeat
+    path: str  # file of `SharedNumbers`, whose first number is the heartbeat
     hang_seconds: float
 
 
 def watch_parent(parent: ParentPulse, *, report: Callable[[str], object] | None = None) -> None:
-    """Watch the parent in a thread. When it is silent for too long, call `report` with the reason;
-    one second later kill the parent and end this process.
+    """Watch the parent's heartbeat in a thread. If the parent is silent for too long, call
+    `report` with the reason; one second later kill the parent and end this process.
 
-    As process 1 of a container the parent cannot be killed from inside; its children end all the
-    same.
+    A parent that is process 1 of a container cannot be killed, but this process ends anyway.
     """
     heartbeat = SharedNumbers(1, path=Path(parent.path)).row(0)
 

@@ -9,11 +9,11 @@ _REPLACEMENT = rb"\ufffd"
 _HIGH = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
 _LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPES = re.compile(_HIGH + b"(" + _LOW + b")?|" + _LOW)
-_LONGEST = 12  # bytes of a pair
+_LONGEST = 12  # bytes of an escaped surrogate pair
 
 
 def valid_unicode(text: str) -> str:
-    """`text` with U+FFFD for every lone surrogate; halves of a pair are joined."""
+    """Return `text` with U+FFFD for every lone surrogate and with joined surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -22,7 +22,7 @@ def valid_unicode(text: str) -> str:
 
 
 def valid_escapes(body: bytes) -> bytes:
-    """JSON text with an escaped U+FFFD for every escaped lone surrogate."""
+    """Return JSON text with an escaped U+FFFD for every escaped lone surrogate."""
     return replace_all(_ESCAPES, _mend, body, longest=_LONGEST)
 
 
@@ -32,6 +32,6 @@ def _mend(match: re.Match[bytes]) -> bytes:
     backslashes = 0
     while start > backslashes and body[start - backslashes - 1] == _BACKSLASH:
         backslashes += 1
-    if backslashes % 2:  # this backslash is escaped, so the first half is text
+    if backslashes % 2:  # The match's first backslash is escaped, so its first half is text.
         return match[0][: len(match[0]) - len(low)] + (_REPLACEMENT if low else b"")
     return match[0] if low else _REPLACEMENT

@@ -1,1 +1,1 @@
-"""The step loop, the processes around it, and its embedded and asynchronous clients."""
+"""The engine: its step loop, its processes, and the clients that send requests to it."""

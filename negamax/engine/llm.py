@@ -1,4 +1,4 @@
-"""The engine in your own process: `LLM("nano").chat([{"role": "user", "content": "Hello"}])`."""
+"""Run a model in your own process: `LLM("nano").chat([{"role": "user", "content": "Hello"}])`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from negamax.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
 Prompt = str | Sequence[int]
-# position of the prompt, the request, its outputs
+# (position of the prompt, request, stream of its outputs)
 _Sequence = tuple[int, GenerateRequest, ChoiceStream]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -42,13 +42,13 @@ Messages = Sequence[Mapping[str, Any]]
 class Completion:
     index: int
     text: str = ""
-    # the text with its token ids
+    # pieces of the text with their token ids
     pieces: list[TextPiece] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None
-    message: ParsedOutput | None = None  # of a chat: reasoning, content and tool calls
+    message: ParsedOutput | None = None  # reasoning, content and tool calls, for `LLM.chat` only
 
 
 @dataclass
@@ -61,13 +61,13 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class LLMOptions(EngineOptions):
-    chat_template: str | None = None  # a file that replaces the checkpoint's template
+    chat_template: str | None = None  # path of a file that replaces the checkpoint's template
 
 
 def _takes_fields_of(
     options: Callable[P, LLMOptions],
 ) -> Callable[[Callable[[LLM, LLMOptions], None]], Callable[Concatenate[LLM, P], None]]:
-    """Give an `__init__` the parameters of a dataclass, also for editors and type checkers."""
+    """Give an `__init__` the parameters of a dataclass, which type checkers and editors see."""
 
     def decorate(init: Callable[[LLM, LLMOptions], None]) -> Callable[Concatenate[LLM, P], None]:
         def wrapper(self: LLM, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -86,11 +86,11 @@ def _takes_fields_of(
 
 
 class LLM:
-    """A model in this process. Keywords: the fields of `EngineOptions`, and `chat_template`, a file
-    that replaces the checkpoint's. vLLM's values such as `dtype="half"` are accepted.
+    """A model in this process. The keywords are the fields of `EngineOptions` and `chat_template`,
+    a file that replaces the checkpoint's template. vLLM's values such as `dtype="half"` are valid.
 
-    Usable as a context manager; `shutdown` ends the workers. Not thread-safe. Errors: `ConfigError`
-    and `ResourceError` for a model or options that cannot work here.
+    An `LLM` is a context manager; `shutdown` ends the workers. An `LLM` is not thread-safe. Raises
+    `ConfigError` or `ResourceError` for a model or options that cannot work on this machine.
     """
 
     @_takes_fields_of(LLMOptions)
@@ -98,12 +98,12 @@ class LLM:
         if options.num_replicas > 1:
             raise ConfigError(
                 f"--num-replicas is {options.num_replicas}; LLM runs one engine",
-                hint="leave it out, or use `negamax serve`",
+                hint="omit the option, or use `negamax serve`",
             )
         if options.kv_transfer is not None:
             raise ConfigError(
-                "--kv-transfer-config is given; LLM computes all prompts itself",
-                hint="leave it out, or use `negamax serve`",
+                "--kv-transfer-config is set, but LLM cannot exchange prompts with engines",
+                hint="omit the option, or use `negamax serve`",
             )
         engine = {one.name: getattr(options, one.name) for one in fields(EngineOptions)}
         self._options = choose_parallel_sizes(EngineOptions(**engine))
@@ -119,7 +119,7 @@ class LLM:
         )
         self._seeds = random.Random(self._options.seed)
         self._request_numbers = count()
-        # by request: the runs of several streams take turns to drive the loop
+        # updates by request id, because several streams take turns to run the loop
         self._updates: dict[str, deque[SequenceUpdate]] = {}
 
     def __enter__(self) -> LLM:
@@ -129,7 +129,7 @@ class LLM:
         self.shutdown()
 
     def stats(self) -> EngineStats:
-        """Running and waiting requests, and counters since the start."""
+        """Return the numbers of running and waiting requests, and counters since the start."""
         return self._loop.stats()
 
     def shutdown(self) -> None:
@@ -142,9 +142,9 @@ class LLM:
     ) -> list[Generation]:
         """Continue each prompt (text or token ids). Results are in the order of the prompts.
 
-        `sampling_params`: one for all or one per prompt; default: the model's. Errors:
-        `InvalidRequestError` for any prompt or parameter, before anything runs; `EngineError` if
-        the engine failed.
+        Give one `sampling_params` for all prompts or one per prompt; the default is the model's.
+        Raises `InvalidRequestError` before the first step if a prompt or parameter is invalid, and
+        `EngineError` if the engine fails.
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         params = self._admit(token_ids, sampling_params)
@@ -156,7 +156,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt, step by step; closing aborts it. Streams share steps."""
+        """Continue one prompt, step by step. Closing the iterator aborts the prompt."""
         prompts = [self._encode(prompt)]
         outputs = self._run(prompts, self._admit(prompts, sampling_params))
         return (output for _, output in outputs)
@@ -172,8 +172,8 @@ class LLM:
         """Answer one or several conversations; `outputs[i].message` holds reasoning, content and
         tool calls. Stop strings count in the content only.
 
-        `template_options` go to the chat template. Errors: as of `generate`, and
-        `InvalidRequestError` for messages that the template cannot express.
+        `template_options` are variables of the chat template. Raises the errors of `generate`,
+        and `InvalidRequestError` for messages that the template cannot express.
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         chats: list[Any] = [conversations] if single else list(conversations)
@@ -199,7 +199,7 @@ class LLM:
             for prompt, chat, sampling in zip(prompts, chats, params, strict=True)
         ]
         generations = _make_results(token_ids, params)
-        events: dict[tuple[int, int], list[ParserEvent]] = {}  # by prompt and choice
+        events: dict[tuple[int, int], list[ParserEvent]] = {}  # events by (prompt, choice)
         for position, output in self._run(token_ids, params, parsers, images):
             _collect(generations[position], output)
             said = events.setdefault((position, output.index), [])
@@ -219,7 +219,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         messages: Messages = (),
     ) -> ParsedOutput:
-        """Parse a completion into reasoning, content and calls (none without tools or calls)."""
+        """Parse a completion. Tool calls need `tools`, or earlier calls in `messages`."""
         parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
         return collect(
             [
@@ -235,8 +235,8 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_options: Any,
     ) -> str:
-        """Render a conversation to its prompt text. If a message spells control tokens, `generate`
-        reads them as control tokens; `chat` keeps them as text.
+        """Render a conversation to its prompt text. If a message contains control tokens as text,
+        `generate` would read them as control tokens, while `chat` keeps them as text.
         """
         return unescape(self._render(messages, tools, [], **template_options))
 
@@ -248,7 +248,7 @@ class LLM:
         /,
         **options: Any,
     ) -> str:
-        """Return the escaped prompt. The images of the messages are appended to `images`."""
+        """Return the escaped prompt. Append the images of the messages to `images`."""
         template = require_template(self.chat_template)
         normal = normalize_messages(
             [dict(message) for message in messages],
@@ -290,7 +290,8 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(prompts):
             raise InvalidRequestError(
-                f"{len(params)} sampling parameters for {len(prompts)} prompts; give 1 or as many"
+                f"{len(params)} sampling parameters do not fit {len(prompts)} prompts",
+                hint="give one for all prompts, or one for each prompt",
             )
         return [
             admit(prompt, param, info=self.info)
@@ -304,11 +305,11 @@ class LLM:
         parsers: Sequence[Sequence[OutputParser]] | None = None,
         images: Sequence[list[ImageInput]] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Drive the loop until all choices have ended. Yield (position of the prompt, output)."""
+        """Run the loop until all choices have ended. Yield (position of the prompt, output)."""
         waiting = deque(self._sequences(prompts, params, parsers, images))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         updates: deque[SequenceUpdate] = deque()
-        # by id of a prompt's first choice: the others, which will find its prefix cached
+        # further choices of a prompt, by id of its first choice, which fills the prefix cache
         held: dict[str, list[_Sequence]] = {}
 
         def start(sequence: _Sequence) -> None:
@@ -333,7 +334,7 @@ class LLM:
                 while updates:
                     update = updates.popleft()
                     if update.request_id not in running:
-                        continue  # an update of an aborted sequence
+                        continue  # the sequence was aborted
                     for sequence in held.pop(update.request_id, ()):
                         start(sequence)
                     position, stream = running[update.request_id]
@@ -342,16 +343,16 @@ class LLM:
                         raise EngineError(update.error)
                     output = stream.push(update)
                     if stream.finished:
-                        end([update.request_id])  # stop strings are not part of the loop's requests
+                        end([update.request_id])  # the loop does not know stop strings
                     yield position, output
         finally:
             end(list(running))
 
     def _step(self) -> None:
-        """Run one step; updates wait for the runs of their requests."""
+        """Run one step, and store each update for the stream of its request."""
         for update in self._loop.step():
             updates = self._updates.get(update.request_id)
-            if updates is not None:  # None: aborted
+            if updates is not None:  # None if the request was aborted
                 updates.append(update)
 
     def _sequences(

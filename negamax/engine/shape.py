@@ -1,6 +1,6 @@
-"""The serving shape: everything that decides what a deployment computes, and how fast.
+"""Describe the serving shape: all settings that determine what a deployment computes and how fast.
 
-Two results are comparable if they come from the same shape. Its fields are JSON.
+Two results are comparable if they have the same serving shape. The fields of a shape are JSON.
 """
 
 import hashlib
@@ -12,13 +12,13 @@ from negamax import __version__
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
 
-SHAPE, HASH = "serving_shape", "hash"  # the key in documents, and that of the hash in it
+SHAPE, HASH = "serving_shape", "hash"  # key of the shape in documents, key of its hash in a shape
 
 
 def make_shape(
     options: EngineOptions, of_ranks: dict[str, Any], *, model: str, revision: str | None
 ) -> dict[str, Any]:
-    """Join the options with what the first rank describes (`worker.shape`)."""
+    """Join the options with the description of the first rank (`worker.shape`)."""
     parallel, drafts = options.parallel, options.speculation
     sizes = {
         "tensor": parallel.tensor_parallel_size,
@@ -42,13 +42,13 @@ def make_shape(
 
 
 def hash_shape(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with their short hash, first."""
+    """Return the fields of a shape, with their short hash as the first field."""
     named = {key: value for key, value in fields.items() if key != HASH}
     encoded = msgspec.json.encode(named, order="deterministic")
     return {HASH: hashlib.sha256(encoded).hexdigest()[:12], **named}
 
 
 def add_parsers(shape: dict[str, Any], options: ServerOptions) -> dict[str, Any]:
-    """Return the shape of a server."""
+    """Return the shape with the parsers of a server."""
     parsers = {"tool_call": options.tool_call_parser, "reasoning": options.reasoning_parser}
     return hash_shape({**shape, "parsers": parsers})

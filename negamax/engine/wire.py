@@ -1,4 +1,4 @@
-"""Messages between server processes and the engine process, as MessagePack."""
+"""Messages between server processes and the engine process, encoded as MessagePack."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from negamax.options.speculation import SpeculationConfig
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-BEAT_SECONDS = 0.2  # between two heartbeats
+BEAT_SECONDS = 0.2  # time between two heartbeats
 
 
 @dataclass(frozen=True)
@@ -32,51 +32,50 @@ class EngineAddress:
 
 
 class TransferInfo(msgspec.Struct, frozen=True):
-    """How an engine exchanges prompts with others."""
+    """How an engine exchanges prompts with other engines."""
 
-    engine_id: str  # new at each start
-    role: str  # of `options.transfer.ROLES`
+    engine_id: str  # Random id, new at each start.
+    role: str  # One of `options.transfer.ROLES`.
     host: str
     port: int
     num_ranks: int
-    allowed_hosts: tuple[str, ...]  # that requests may name, as `allows_host` takes them
+    allowed_hosts: tuple[str, ...]  # hosts that requests may name, in the form of `allows_host`
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a started engine that the front end needs."""
+    """The properties of a started engine that the server needs."""
 
-    model: str  # folder, hub id or embedded name, as given
+    model: str  # folder, hub id or embedded name that the user gave
     served_model_name: str
-    architecture: str  # architecture in config.json
-    max_model_len: int  # tokens, prompt and output together
+    architecture: str  # Architecture in config.json.
+    max_model_len: int  # Context length: most tokens of prompt plus output.
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     sampling_defaults: SamplingDefaults
     max_logprobs: int
     max_num_seqs: int
-    block_size: int  # tokens per KV block
-    num_kv_blocks: int  # per data-parallel rank, like max_num_seqs
+    block_size: int  # Tokens per KV block.
+    num_kv_blocks: int  # KV blocks per data-parallel rank; max_num_seqs also counts per rank.
     device: str
     dtype: str
     data_parallel_size: int = 1
-    memory: str = ""  # GPU memory of cache and graphs, for people
+    memory: str = ""  # description of the GPU memory that KV cache and graphs use
     speculation: SpeculationConfig | None = None
-    host_block_bytes: int = 0  # of a KV block in main memory, on all ranks that share its number
-    shape: dict[str, Any] = {}  # the serving shape (`engine.shape`)
-    transfer: TransferInfo | None = None  # None: all prompts are computed here
-    vision: VisionSpec | None = None  # of the loaded tower; None: requests have no images
+    host_block_bytes: int = 0  # Bytes of a KV block in main memory, on all ranks of an engine.
+    shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
+    transfer: TransferInfo | None = None  # None if the engine exchanges no prompts.
+    vision: VisionSpec | None = None  # Spec of the loaded vision tower; None without images.
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
-    # of recent steps: mean tokens per rank over those of the busiest one, each summed over layers
-    balancedness: float = 1.0
-    num_rebalances: int = 0  # complete, with moved experts
-    num_moved: int = 0  # experts moved between slots
+    balancedness: float = 1.0  # Mean tokens per rank over the busiest rank's, in recent steps.
+    num_rebalances: int = 0  # Complete rebalances that moved experts.
+    num_moved: int = 0  # Number of experts moved between slots.
 
     @classmethod
     def of(cls, parts: "Sequence[ExpertStats]") -> "ExpertStats":
-        """Sum several engines; balancedness is that of the least balanced one."""
+        """Sum the statistics of several engines; the least balanced engine sets balancedness."""
         return cls(
             min(part.balancedness for part in parts),
             sum(part.num_rebalances for part in parts),
@@ -85,59 +84,59 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankStats(msgspec.Struct, frozen=True, array_like=True):
-    """A data-parallel rank after a step. Counters rise from the start."""
+    """Statistics of a data-parallel rank after a step. Counters start at 0 with the engine."""
 
     num_running: int
     num_waiting: int
     num_kv_blocks: int
-    num_free_kv_blocks: int  # without a live sequence, cached ones included
+    num_free_kv_blocks: int  # blocks that no running sequence uses, cached blocks included
     step_count: int
     preemption_count: int
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
-    num_drafts: int = 0  # speculation: proposals,
-    num_draft_tokens: int = 0  # draft tokens,
-    num_accepted_tokens: int = 0  # accepted draft tokens,
-    accepted_per_position: tuple[int, ...] = ()  # and those by position
-    num_host_blocks: int = 0  # KV blocks in main memory,
-    num_used_host_blocks: int = 0  # those with content,
-    num_host_queries: int = 0  # tokens that were looked up there,
-    num_host_hits: int = 0  # tokens that were found,
-    num_host_stores: int = 0  # blocks copied there,
-    num_host_loads: int = 0  # back,
-    num_host_evictions: int = 0  # and those that made room
-    num_file_blocks: int = 0  # KV blocks that files hold,
-    num_used_file_blocks: int = 0  # those with content,
-    num_file_reads: int = 0  # blocks that were read,
-    num_file_writes: int = 0  # and written
+    num_drafts: int = 0  # Rows for which draft tokens were verified.
+    num_draft_tokens: int = 0  # Draft tokens that were verified.
+    num_accepted_tokens: int = 0  # Draft tokens that were accepted.
+    accepted_per_position: tuple[int, ...] = ()  # Accepted draft tokens by position in the draft.
+    num_host_blocks: int = 0  # KV blocks that main memory can hold.
+    num_used_host_blocks: int = 0  # KV blocks that main memory holds.
+    num_host_queries: int = 0  # Tokens that were looked up in main memory.
+    num_host_hits: int = 0  # Tokens that were found in main memory.
+    num_host_stores: int = 0  # KV blocks copied to main memory.
+    num_host_loads: int = 0  # KV blocks copied from main memory.
+    num_host_evictions: int = 0  # KV blocks evicted from main memory.
+    num_file_blocks: int = 0  # KV blocks that files can hold.
+    num_used_file_blocks: int = 0  # KV blocks that files hold.
+    num_file_reads: int = 0  # KV blocks read from files.
+    num_file_writes: int = 0  # KV blocks written to files.
     num_file_bytes_read: int = 0
     num_file_bytes_written: int = 0
-    num_file_evictions: int = 0  # files deleted to keep the bound
-    num_file_errors: int = 0  # damaged files, and errors of the system
-    num_kv_event_batches: int = 0  # events of the prefix cache: batches sent,
-    num_dropped_kv_events: int = 0  # and steps whose changes were dropped
-    num_remote_prefills: int = 0  # requests whose prompts came from other engines,
-    num_failed_prefills: int = 0  # those whose prompts did not arrive,
-    num_local_prefills: int = 0  # those that named no other engine,
-    num_pulled_blocks: int = 0  # KV blocks read from other engines,
-    num_expired_leases: int = 0  # prompts for other engines that none has read,
-    num_leases: int = 0  # and those that are kept for them
+    num_file_evictions: int = 0  # Files deleted because of the size limit.
+    num_file_errors: int = 0  # Damaged files, and errors of the system.
+    num_kv_event_batches: int = 0  # Batches of prefix cache events that were sent.
+    num_dropped_kv_events: int = 0  # Steps whose prefix cache changes were dropped.
+    num_remote_prefills: int = 0  # Requests whose prompts came from other engines.
+    num_failed_prefills: int = 0  # Requests whose prompts did not arrive from other engines.
+    num_local_prefills: int = 0  # Requests that named no other engine.
+    num_pulled_blocks: int = 0  # KV blocks read from other engines.
+    num_expired_leases: int = 0  # Prompts for other engines that no engine has read.
+    num_leases: int = 0  # Prompts that are kept for other engines.
 
 
 class EngineStats(RankStats, frozen=True, array_like=True):
-    """All data-parallel ranks of an engine together."""
+    """Statistics of an engine. Inherited fields are sums over its data-parallel ranks."""
 
-    device_seconds: float = 0.0  # GPU time in steps
-    idle_seconds: float = 0.0  # GPU time between steps
-    prefill_tokens: int = 0  # computed prompt tokens, in rows of more than one
-    experts: ExpertStats | None = None  # None: not counted
-    at: float = 0.0  # monotonic seconds: steps and heartbeats use different sockets
-    ranks: tuple[RankStats, ...] = ()  # by rank, if there are several
+    device_seconds: float = 0.0  # GPU time in steps.
+    idle_seconds: float = 0.0  # GPU time between steps.
+    prefill_tokens: int = 0  # Prompt tokens computed in rows of more than one token.
+    experts: ExpertStats | None = None  # None if experts are not counted.
+    at: float = 0.0  # Monotonic second; orders statistics that arrive over different sockets.
+    ranks: tuple[RankStats, ...] = ()  # Statistics of each rank if there are several ranks.
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
-        """Statistics by data-parallel rank. Requests that wait for any rank count at the first."""
+        """Return statistics by rank. Requests without a rank count as waiting at the first rank."""
         return self.ranks or (self,)
 
 
@@ -152,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum several engines, without ranks; one engine is returned as it is."""
+    """Sum the statistics of several engines, without `ranks`. Keep those of a single engine."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]
@@ -164,7 +163,7 @@ def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def sum_generations(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum an engine and its predecessors, rank by rank."""
+    """Sum the statistics of an engine and of the engines that it replaced, rank by rank."""
     if len(parts) == 1:
         return parts[0]
     ranks = zip(*(part.ranks for part in parts if part.ranks), strict=True)
@@ -183,14 +182,14 @@ def sum_fields(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, A
 
 
 def drop_gauges(stats: EngineStats) -> EngineStats:
-    """Keep only the counters of an engine that is gone."""
+    """Return the statistics of a dead engine with its counters, and with gauges of 0."""
     ranks = tuple(msgspec.structs.replace(rank, **_GAUGES) for rank in stats.ranks)
     experts = stats.experts and msgspec.structs.replace(stats.experts, balancedness=1.0)
     return msgspec.structs.replace(stats, **_GAUGES, ranks=ranks, experts=experts)
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:
-    """The id of a choice in the engine, unique over all server processes."""
+    """Return the id of a choice in the engine. The id is unique over all server processes."""
     return f"{request_id}/{choice}@{server}" if server else f"{request_id}/{choice}"
 
 
@@ -199,11 +198,11 @@ def server_of(sequence_id: str) -> int:
 
 
 class StartEngine(msgspec.Struct, frozen=True):
-    """The first frame, from the server process that starts the engine."""
+    """The first message, from the server process that starts the engine."""
 
     options: EngineOptions
-    num_servers: int  # server processes, each with its own sockets
-    parent: ParentPulse | None = None  # to be watched
+    num_servers: int  # Number of server processes; each process has its own sockets.
+    parent: ParentPulse | None = None  # Heartbeat of the server process, which the engine watches.
     replica: int = 0
 
 
@@ -216,20 +215,20 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class AbortServer(msgspec.Struct, frozen=True, tag="abort-server"):
-    """End all requests of a dead server process."""
+    """Asks the engine to end all requests of a dead server process."""
 
     server: int
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """Empty the prefix cache."""
+    """Asks the engine to empty the prefix cache."""
 
 
 RecordAction = Literal["start", "stop", "dump"]
 
 
 class RecordExperts(msgspec.Struct, frozen=True, tag="record_experts"):
-    """Start, stop or dump a record of experts. `ExpertRecord` answers with `number`."""
+    """Asks to start, stop or dump a record of experts. The answer is an `ExpertRecord`."""
 
     server: int
     number: int
@@ -247,37 +246,37 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     updates: list[SequenceUpdate]
     stats: EngineStats
-    # newly running sequences, with the `time.monotonic()` of their first step
+    # ids of sequences that began to run, with the `time.monotonic()` of their first step
     admitted: list[tuple[str, float]] = []
-    step_tokens: list[int] = []  # tokens of each step since the last message
+    step_tokens: list[int] = []  # number of tokens of each step since the last message
 
 
 class ExpertDump(msgspec.Struct, frozen=True):
-    """A record of experts and their current placement."""
+    """A record of how often experts were selected, and their current placement."""
 
-    logical_count: list[list[int]]  # selections by layer and expert
-    physical_to_logical_map: list[list[int]]  # expert by layer and slot
-    balancedness: float  # as in `ExpertStats`, of the record with the current placement
+    logical_count: list[list[int]]  # Number of selections by layer and expert.
+    physical_to_logical_map: list[list[int]]  # Index of the expert by layer and slot.
+    balancedness: float  # Balancedness (`ExpertStats`) of the record in the current placement.
 
 
 class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
     number: int
     dump: ExpertDump | None = None
-    problem: str | None = None  # why it failed
+    problem: str | None = None  # why the command failed
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Sent every `BEAT_SECONDS` by a thread: the process runs; whether its loop and ranks do."""
+    """The engine sends this message every `BEAT_SECONDS`, even while its loop waits."""
 
-    num_rounds: int  # rounds of the loop since the start
-    is_idle: bool  # the loop waits for a message
+    num_rounds: int  # Rounds of the loop since the start.
+    is_idle: bool  # Whether the loop waits for a message.
     stats: EngineStats
-    rank: int = 0  # rank without a heartbeat for the longest time
-    rank_silence: float = 0.0  # seconds since that heartbeat
+    rank: int = 0  # Rank with the oldest heartbeat.
+    rank_silence: float = 0.0  # Age of the rank's heartbeat in seconds.
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not start or had to stop. `exit_code`: for a command line."""
+    """The engine could not start or had to stop. A command exits with `exit_code`."""
 
     message: str
     exit_code: int

@@ -1,1 +1,1 @@
-"""The rank grid (layout, pure arithmetic) and the process groups between ranks (context)."""
+"""Split a model over ranks (`layout`), and let the ranks communicate (`context`)."""

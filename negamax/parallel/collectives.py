@@ -1,4 +1,4 @@
-"""Sums and concatenations over one group of ranks, by `torch.distributed`."""
+"""Sum and concatenate tensors over a group of ranks with `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Collective", "Partial", "ProcessGroup", "SingleRank"]
 
 @dataclass(frozen=True)
 class Partial:
-    """This rank's part of a sum over `group`, which `RmsNorm` completes."""
+    """This rank's part of a sum over `group`. `RmsNorm` computes the sum."""
 
-    x: Tensor  # [T, width], or [T, P, width] with P parts to sum
+    x: Tensor  # [T, width], or [T, P, width] with P parts that must be summed, too
     group: Collective
 
 
 class SingleRank:
-    """The group of one rank: no communication, no torch.distributed."""
+    """A group of one rank, which neither communicates nor uses torch.distributed."""
 
     size = 1
     rank = 0
@@ -65,9 +65,9 @@ class ProcessGroup:
         self.peers = peers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks; on the CPU in fp32 and in rank order, so that no token depends on its
-        batch. On a GPU, kernels that use `peers` sum small tensors in rank order. The result is in
-        `tensor` itself (NCCL) or in a buffer that the next call overwrites.
+        """Sum `tensor` over the ranks. The result is in `tensor` or in a buffer that the next call
+        overwrites. On the CPU the sum is in fp32 and in rank order, so that a token's result does
+        not depend on its batch. GPU kernels that use `peers` sum small tensors in rank order.
         """
         if tensor.is_cuda:
             if self._shared is not None and self._shared.fits(tensor):
@@ -81,7 +81,7 @@ class ProcessGroup:
         return total.to(tensor.dtype)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum and keep this rank's rows: on the CPU as `all_reduce`, on a GPU in NCCL's order."""
+        """Sum `tensor` over the ranks (on the CPU as `all_reduce`). Return this rank's rows."""
         assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows over {self.size} ranks"
         rows = tensor.shape[0] // self.size
         if not tensor.is_cuda:
@@ -91,7 +91,7 @@ class ProcessGroup:
         return out
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        if dim == 0 and tensor.dim() and tensor.is_cuda:  # in memory order
+        if dim == 0 and tensor.dim() and tensor.is_cuda:  # the parts are consecutive in memory
             out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
             dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
             return out
@@ -100,8 +100,8 @@ class ProcessGroup:
     def exchange(
         self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
     ) -> None:
-        """Send a tensor to one rank and receive one from another at once; on a GPU only enqueued.
-        Errors: `EngineDeadError` if a rank is gone.
+        """Send a tensor to one rank while receiving a tensor from another. On a GPU, only enqueue
+        both transfers. Raises `EngineDeadError` if a rank is gone.
         """
         operations = [
             dist.P2POp(way, part[0], group=self._group, group_peer=part[1])
@@ -123,6 +123,6 @@ class ProcessGroup:
         else:
             try:
                 dist.all_gather(list(parts), tensor.contiguous(), group=self._group)
-            except RuntimeError as error:  # from here on the ranks are out of step
+            except RuntimeError as error:  # after a failed collective the ranks are out of step
                 raise EngineDeadError(f"another rank is gone or out of step: {error}") from error
         return list(parts)

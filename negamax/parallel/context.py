@@ -1,4 +1,4 @@
-"""The process groups of one rank, built once at start and passed to all communicating code."""
+"""Build the process groups of one rank at its start, for all code that communicates."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from negamax.parallel.links import PipelineLinks
 from negamax.parallel.poll_control import PollControl
 from negamax.parallel.rendezvous import open_store
 
-START_TIMEOUT_S = 120.0  # time limit for all ranks to meet
-STEP_TIMEOUT_S = 600.0  # time limit of a collective: longer than any forward pass
+START_TIMEOUT_S = 120.0  # Time limit for all ranks to connect at start.
+STEP_TIMEOUT_S = 600.0  # Time limit of a collective, which is longer than any forward pass.
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank's place in the grid (`layout`), and its groups."""
+    """A rank's place in the grid (`layout`), and the groups that the rank belongs to."""
 
     layout: ParallelLayout
     # ranks that split the attention heads and the vocabulary of a replica
@@ -30,17 +30,16 @@ class ParallelContext:
     # ranks that split the experts of a layer
     expert_group: Collective = field(default_factory=SingleRank)
     world: Collective = field(default_factory=SingleRank)
-    # the same rank of each data-parallel replica: they exchange tokens for experts
+    # one rank of each data-parallel replica; these ranks exchange tokens for experts
     data_group: Collective = field(default_factory=SingleRank)
-    # the same rank of each context-parallel group: they split the tokens of prompts
+    # ranks of one context-parallel group, which split the tokens of prompts
     context_group: Collective = field(default_factory=SingleRank)
-    # both: they exchange the tokens of sharded steps
+    # ranks of a stage with equal tensor-parallel rank, which exchange the tokens of sharded steps
     token_group: Collective = field(default_factory=SingleRank)
     # ranks with copies of one KV head that split the blocks of its cache
     cache_group: Collective = field(default_factory=SingleRank)
-    # links to other stages of the pipeline
     links: PipelineLinks = field(default_factory=PipelineLinks)
-    poll_control: PollControl | None = None  # limits waits of kernels for other ranks
+    poll_control: PollControl | None = None  # time limit of kernels that wait for other ranks
 
     @staticmethod
     def single() -> ParallelContext:
@@ -51,8 +50,8 @@ class ParallelContext:
     def gloo(
         layout: ParallelLayout, rendezvous: str, *, has_drafts: bool = False
     ) -> ParallelContext:
-        """Meet the other ranks over gloo at `rendezvous` (`rendezvous.open_store`). Every rank must
-        pass the same sizes. Errors: `EngineError` if they do not meet in time.
+        """Connect to the other ranks over gloo at `rendezvous` (`rendezvous.open_store`). Every
+        rank must pass the same sizes. Raises `EngineError` if a rank does not connect in time.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -78,23 +77,23 @@ class ParallelContext:
         is_one_sided: bool = False,
         has_drafts: bool = False,
     ) -> ParallelContext:
-        """Meet ranks that each hold one GPU of their machine: `device`, the current one. GPU
-        tensors travel over NCCL or, from kernels, through peer memory (`peers` of the groups; None
-        if the GPUs cannot reach each other); CPU tensors over gloo. Peer memory has room for rows
-        `hidden_size` wide, norm statistics of `max_tokens` tokens and `max_rows` sampled tokens;
-        with `is_one_sided` also for tokens on their way to experts and partial attention. Every
-        rank must pass the same sizes.
+        """Connect to the other ranks over NCCL and, for CPU tensors, gloo. `device` is the rank's
+        GPU and the current device. Kernels exchange rows through peer memory, which is `peers` of a
+        group, or None if the GPUs cannot access each other. Peer memory has room for rows of
+        `hidden_size` numbers, norm statistics of `max_tokens` tokens and `max_rows` sampled tokens.
+        With `is_one_sided`, there is also room for partial attention and for tokens that are sent
+        to experts. Every rank must pass the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
-        from negamax.parallel import symmetric  # slow to import, and not needed on a CPU
+        from negamax.parallel import symmetric  # only GPUs need this slow import
 
         backend = "cpu:gloo,cuda:nccl"
         _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
-        # groups that exchange rows in kernels: most tokens, most sampled rows, and words per row on
-        # its way to experts
+        # (most tokens, most sampled rows, words per row that is sent to experts) of each group that
+        # exchanges rows in kernels
         kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
         for senders in (layout.data_ranks, layout.context_ranks):
             if is_one_sided and len(senders) > 1:
@@ -172,8 +171,7 @@ def _meet(
         raise EngineError(
             f"rank {layout.rank} of {layout.world_size} did not meet the others in {rendezvous} "
             f"within {START_TIMEOUT_S:.0f} s: {error}",
-            hint="nodes must reach each other at the ports that gloo and NCCL take, which node 0 "
-            "logs"
+            hint="open the ports of gloo and NCCL, which node 0 logs, between all nodes"
             if layout.nodes > 1
             else None,
         ) from error
@@ -182,7 +180,7 @@ def _meet(
 def _new_groups(
     layout: ParallelLayout, *, backend: str
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups of this rank, as lists of ranks."""
+    """Create the groups of all ranks; return this rank's groups by their lists of world ranks."""
     places = [layout.replace_rank(rank) for rank in range(layout.world_size)]
     rank_sets = {
         ranks
@@ -198,7 +196,7 @@ def _new_groups(
     }
     everyone = tuple(range(layout.world_size))
     groups = {}
-    # every rank creates every group, in order
+    # torch.distributed requires that every rank creates all groups in the same order.
     for ranks in sorted(rank_sets | {everyone}):
         group = dist.new_group(
             list(ranks), timeout=timedelta(seconds=STEP_TIMEOUT_S), backend=backend

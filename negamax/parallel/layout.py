@@ -1,10 +1,10 @@
-"""The rank grid: pure arithmetic for tensor (tp), expert (ep), data (dp), pipeline (pp) and context
-(cp of prompts, dcp of caches) parallelism.
+"""Compute which part of a model each rank holds, with tensor (tp), expert (ep), data (dp), pipeline
+(pp), prefill context (cp) and decode context (dcp) parallelism.
 
-The world is a grid with axes, slowest first, `pp, dp, cp, tp`; rank = ((pp_rank * dp + dp_rank) *
-cp + cp_rank) * tp + tp_rank. Attention uses `tp` ranks per data-parallel replica. The experts of a
-layer are on all `dp * cp * tp` ranks of a pipeline stage: `ep` of them split the experts, and
-`expert_tp` split each expert's width.
+The ranks form a grid with the axes `pp, dp, cp, tp`, where `tp` varies fastest: rank = ((pp_rank *
+dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Attention uses `tp` ranks per data-parallel replica.
+All `dp * cp * tp` ranks of a pipeline stage hold experts of its layers: the experts are split into
+`ep` parts, and the other ranks of a part split the width of each expert.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from negamax.options.parallel import ParallelOptions
 
 @dataclass(frozen=True)
 class AttentionView:
-    """The attention group of one rank: its position among `size` ranks that split the heads of a
-    replica. `cache_size` adjacent ranks with copies of one KV head split the blocks of its cache.
+    """A rank's position among the `size` ranks that split the attention heads of a replica.
+    `cache_size` adjacent ranks with copies of one KV head split the blocks of its KV cache.
     """
 
     rank: int
@@ -26,30 +26,30 @@ class AttentionView:
 
     @property
     def cache_rank(self) -> int:
-        """Position among the ranks that split a cache."""
+        """Return this rank's position among the ranks that split a KV cache."""
         return self.rank % self.cache_size
 
     @property
     def cache_ranks(self) -> tuple[int, ...]:
-        """World ranks that split a cache with this one."""
+        """Return the world ranks that split a KV cache with this rank, this rank included."""
         first = self.rank - self.cache_rank
         return self.ranks[first : first + self.cache_size]
 
     def heads(self, num_heads: int) -> range:
-        """Return this rank's query heads. Errors: `ConfigError` if they do not divide evenly."""
+        """Return this rank's query heads. Raises `ConfigError` if heads do not divide evenly."""
         if num_heads % self.size:
             raise ConfigError(f"{num_heads} attention heads cannot be split over {self.size} ranks")
         per_rank = num_heads // self.size
         return range(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def cache_heads(self, num_heads: int) -> range:
-        """Return the query heads of all ranks that split a cache. Each attends with all of them."""
+        """Return the query heads for which each rank that splits a KV cache computes attention."""
         own = self.heads(num_heads)
         first = own.start - self.cache_rank * len(own)
         return range(first, first + self.cache_size * len(own))
 
     def kv_replicas(self, num_kv_heads: int) -> int:
-        """Return the number of ranks with each KV head, above 1 with more ranks than KV heads."""
+        """Return the number of ranks that hold a copy of each KV head. Raises `ConfigError`."""
         if num_kv_heads % self.size == 0:
             return 1
         if self.size % num_kv_heads == 0:
@@ -61,7 +61,7 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this rank's KV heads. With more ranks than KV heads, several ranks copy one."""
+        """Return this rank's KV heads. With more ranks than KV heads, several ranks hold copies."""
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank
@@ -70,17 +70,17 @@ class AttentionView:
 
 @dataclass(frozen=True)
 class RankShare:
-    """A rank's part of rows or columns, and the size common to all ranks, padded with zeros."""
+    """A rank's part of the rows or columns of a weight."""
 
     part: range
-    size: int
+    size: int  # rows or columns of each rank after padding with zeros
 
 
 @dataclass(frozen=True)
 class ExpertView:
-    """The expert group of one rank: its experts and its slice of their width."""
+    """A rank's position among the `size` ranks that split the experts of a layer."""
 
-    rank: int  # position among the `size` ranks that split a layer's experts
+    rank: int  # position, 0 to size - 1
     size: int
     ep: int
     ranks: tuple[int, ...]
@@ -91,7 +91,7 @@ class ExpertView:
 
     @property
     def tp(self) -> int:
-        """Ranks that split the width of one expert."""
+        """Return the number of ranks that split the width of one expert."""
         return self.size // self.ep
 
     @property
@@ -99,7 +99,7 @@ class ExpertView:
         return self.rank % self.tp
 
     def experts(self, num_experts: int) -> range:
-        """Return this rank's experts. Errors: `ConfigError` if they do not divide evenly."""
+        """Return this rank's experts. Raises `ConfigError` if experts do not divide evenly."""
         if num_experts % self.ep:
             raise ConfigError(
                 f"{num_experts} experts cannot be split over {self.ep} expert-parallel ranks",
@@ -117,9 +117,7 @@ class ExpertView:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """One rank's place in the grid. Errors: `ConfigError` for sizes below 1, a rank outside the
-    grid, or an invalid `ep`.
-    """
+    """One rank's place in the grid. Raises `ConfigError` for invalid sizes or an invalid rank."""
 
     rank: int = 0
     tp: int = 1
@@ -127,13 +125,13 @@ class ParallelLayout:
     dp: int = 1
     pp: int = 1
     cp: int = 1
-    dcp: int = 1  # adjacent ranks among the tp ranks that split the KV cache of one head
-    partition: tuple[int, ...] = ()  # layers of each pipeline stage; empty: split evenly
-    # slots for extra copies of experts, on all ranks of a stage together
+    dcp: int = 1  # Number of adjacent ranks, of the tp ranks, that split the KV cache of one head.
+    partition: tuple[int, ...] = ()  # Number of layers of each pipeline stage; () splits evenly.
+    # Total number of slots for extra copies of experts on the ranks of a stage.
     redundant_experts: int = 0
-    # the expert in each slot of each layer at start; empty: in order
+    # the expert in each slot of each layer at start; () places experts in order
     expert_placement: tuple[tuple[int, ...], ...] = ()
-    nodes: int = 1  # machines with equally many consecutive ranks
+    nodes: int = 1  # number of machines; each has the same number of consecutive ranks
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "dp", "pp", "cp", "dcp", "nodes"):
@@ -149,7 +147,8 @@ class ParallelLayout:
             )
         if self.tp % self.dcp:
             raise ConfigError(
-                f"{self.tp} tensor-parallel ranks cannot shard KV caches in groups of {self.dcp}"
+                f"{self.tp} tensor-parallel ranks cannot shard KV caches in groups of {self.dcp}",
+                hint="use a --decode-context-parallel-size that divides --tensor-parallel-size",
             )
         if self.world_size % self.nodes:
             raise ConfigError(f"{self.world_size} ranks cannot be spread over {self.nodes} nodes")
@@ -186,14 +185,14 @@ class ParallelLayout:
 
     @property
     def local_rank(self) -> int:
-        """Position among the ranks of its machine."""
+        """Return this rank's position among the ranks of its machine."""
         return self.rank % self.ranks_per_node
 
     def ranks_of_node(self, node: int) -> range:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def is_on_one_node(self, ranks: tuple[int, ...]) -> bool:
-        """Whether all `ranks` are on the same machine."""
+        """Return whether all `ranks` are on the same machine."""
         return len({rank // self.ranks_per_node for rank in ranks}) == 1
 
     @property
@@ -229,52 +228,52 @@ class ParallelLayout:
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
     def expert_slots(self, num_experts: int, layer: int) -> tuple[int, ...]:
-        """Return the expert in each slot at start: of the placement, or all in order, repeated."""
+        """Return the expert in each slot at start, by `expert_placement` or in order."""
         if self.expert_placement:
             return self.expert_placement[layer]
         return tuple(slot % num_experts for slot in range(num_experts + self.redundant_experts))
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """World ranks in the same place of each data-parallel replica."""
+        """Return the world ranks with this rank's place in each data-parallel replica."""
         per_replica = self.cp * self.tp
         first = self.rank - self.dp_rank * per_replica
         return tuple(first + number * per_replica for number in range(self.dp))
 
     @property
     def context_ranks(self) -> tuple[int, ...]:
-        """World ranks with the same attention weights that split prompts with this one."""
+        """Return the world ranks that split prompts with this rank and have equal weights."""
         first = self.rank - self.cp_rank * self.tp
         return tuple(first + number * self.tp for number in range(self.cp))
 
     @property
     def token_ranks(self) -> tuple[int, ...]:
-        """World ranks of the stage with this one's place in each tensor-parallel group."""
+        """Return the stage's world ranks with this rank's place in each tensor-parallel group."""
         first = self.pp_rank * self.stage_size + self.tp_rank
         return tuple(range(first, first + self.stage_size, self.tp))
 
     @property
     def reports_results(self) -> bool:
-        """Whether this rank reports for all ranks that run the same plans."""
+        """Return whether this rank reports results for all ranks that run the same plans."""
         return self.is_last_stage and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens."""
+        """Return whether this rank embeds tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes logits."""
+        """Return whether this rank computes logits."""
         return self.pp_rank == self.pp - 1
 
     @property
     def within_stage(self) -> "ParallelLayout":
-        """Return this rank's place in a world of its pipeline stage alone."""
+        """Return this rank's place in a grid that consists of its pipeline stage alone."""
         return replace(self, rank=self.rank % self.stage_size, pp=1, partition=())
 
     def layers(self, num_layers: int) -> range:
-        """Return the stage's layers; first stages may have one more. Errors: `ConfigError`."""
+        """Return the layers of this rank's pipeline stage. Raises `ConfigError`."""
         if num_layers < self.pp:
             raise ConfigError(
                 f"{num_layers} layers cannot be split over {self.pp} pipeline stages",
@@ -286,23 +285,23 @@ class ParallelLayout:
         if sum(sizes) != num_layers:
             raise ConfigError(
                 f"--pp-layer-partition adds up to {sum(sizes)} layers, the model has {num_layers}",
-                hint=f"for example {','.join(map(str, even))}",
+                hint=f"use for example {','.join(map(str, even))}",
             )
         first = sum(sizes[: self.pp_rank])
         return range(first, first + sizes[self.pp_rank])
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
-        """World ranks with this one's place in each pipeline stage."""
+        """Return the world ranks with this rank's place in each pipeline stage."""
         return tuple(range(self.rank % self.stage_size, self.world_size, self.stage_size))
 
     def vocab(self, vocab_size: int) -> range:
-        """Rows of the embedding and the head on this rank."""
+        """Return the rows of the embedding and of the head that this rank holds."""
         return shard(vocab_size, rank=self.tp_rank, size=self.tp, what="vocabulary size")
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """Return the `rank`-th of `size` equal slices. Errors: `ConfigError`, naming `what`."""
+    """Return the `rank`-th of `size` equal slices. Raises a `ConfigError` that names `what`."""
     if total % size:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks")
     per_rank = total // size
@@ -310,7 +309,7 @@ def shard(total: int, *, rank: int, size: int, what: str) -> range:
 
 
 def share(total: int, *, rank: int, size: int, unit: int) -> RankShare:
-    """Return one of `size` slices at multiples of `unit`, which differ by at most one unit."""
+    """Return the `rank`-th of `size` slices of units, which differ by at most one unit."""
     units = -(-total // unit)
     first, stop = (min(units * edge // size * unit, total) for edge in (rank, rank + 1))
     return RankShare(range(first, stop), -(-units // size) * unit)

@@ -1,4 +1,4 @@
-"""Links between two stages of a pipeline, each in one direction."""
+"""Send tensors between pipeline stages over links. A link has one direction."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Arrival:
         self._work = work
 
     def wait(self) -> None:
-        """Wait (on a GPU, its stream) for it. Errors: `EngineDeadError` without a sender."""
+        """Wait for the tensor (on a GPU, the stream waits). Raises `EngineDeadError`."""
         if self._work is None:
             return
         try:
@@ -29,15 +29,15 @@ class Arrival:
 
 
 class Link:
-    """A link to or from rank `peer`; over NCCL a group of its own: directions are independent."""
+    """A link to or from rank `peer`. Each link has its own group, so links are independent."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
-        """`kept`: tensors that may be in flight before sending waits for the first."""
+        """`kept` tensors may be in flight; a further `send` waits for the oldest of them."""
         self._group, self._peer, self._kept = group, peer, kept
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Send `tensor`, which must not change, without waiting. Errors: as in `Arrival.wait`."""
+        """Send `tensor`, which must not change, without waiting. Raises `EngineDeadError`."""
         while len(self._sent) >= self._kept:
             Arrival(self._sent[0][0]).wait()
             self._sent.popleft()
@@ -49,33 +49,33 @@ class Link:
         self._sent.append((work, tensor))
 
     def receive(self, out: Tensor) -> Arrival:
-        """Receive the oldest message into contiguous `out`. Errors: as in `Arrival.wait`."""
+        """Receive the oldest message into contiguous `out`. Raises `EngineDeadError`."""
         try:
             return Arrival(dist.irecv(out, self._peer, group=self._group))
         except RuntimeError as error:
             raise EngineDeadError(f"another stage is gone: {error}") from error
 
     def finish(self) -> None:
-        """Wait until every sent tensor may be freed. Errors: as in `Arrival.wait`."""
+        """Wait until every sent tensor may be freed. Raises `EngineDeadError`."""
         while self._sent:
             Arrival(self._sent.popleft()[0]).wait()
 
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """Links of one rank to the same place of other stages."""
+    """Links of one rank to the ranks with the same place in other stages."""
 
-    previous: Link | None = None  # None: this is the first stage
-    next: Link | None = None  # None: this is the last stage
-    # from the last stage to all stages that receive its samples; on those, from the last stage
+    previous: Link | None = None  # None in the first stage.
+    next: Link | None = None  # None in the last stage.
+    # Links that carry sampled tokens from the last stage to other stages.
     sampled: tuple[Link, ...] = ()
 
     @staticmethod
     def connect(
         layout: ParallelLayout, *, backend: str, device: torch.device, has_drafts: bool = False
     ) -> "PipelineLinks":
-        """Open the links on every rank of the world. Samples go to the first stage, or with draft
-        tokens to all. Errors: `EngineDeadError` if ranks do not meet.
+        """Open the links; every rank of the world must call this. The last stage sends sampled
+        tokens to the first stage or, with `has_drafts`, to all stages. Raises `EngineDeadError`.
         """
         if layout.pp == 1:
             return PipelineLinks()
@@ -105,7 +105,7 @@ class PipelineLinks:
         return links
 
     def hand_down(self, tensor: Tensor) -> None:
-        """Broadcast the first stage's contiguous `tensor`. Errors: as in `Arrival.wait`."""
+        """Broadcast the first stage's contiguous `tensor`. Raises `EngineDeadError`."""
         if self.previous is not None:
             self.previous.receive(tensor).wait()
         if self.next is not None:

@@ -1,4 +1,4 @@
-"""The store through which the ranks of one engine meet."""
+"""Open the PyTorch store through which the ranks of one engine connect at start."""
 
 import socket
 import time
@@ -9,14 +9,14 @@ import torch.distributed as dist
 from negamax.base.addresses import bind
 from negamax.parallel.layout import ParallelLayout
 
-_BACKLOG = 1024  # pending connections: several per rank
+_BACKLOG = 1024  # pending connections, of which each rank opens several
 _POLL_SECONDS = 0.05
 
 
 def open_store(rendezvous: str, layout: ParallelLayout, *, timeout_s: float) -> dist.Store:
-    """Open the unused store at `rendezvous`: a file, or `tcp://ADDRESS:PORT`, on which rank 0
-    listens (PyTorch's own socket would listen on all addresses). Errors: `OSError` if this fails or
-    exceeds `timeout_s`.
+    """Open a new store at `rendezvous`, which is a file or `tcp://ADDRESS:PORT`. Rank 0 listens on
+    ADDRESS only; a socket that PyTorch opens would listen on all addresses. Raises `OSError` on
+    failure and after `timeout_s`.
     """
     if not rendezvous.startswith("tcp://"):
         return dist.FileStore(rendezvous, layout.world_size)
@@ -43,7 +43,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 listens there: PyTorch's client would log each failed attempt."""
+    """Wait until rank 0 listens. PyTorch's own client would log each failed attempt."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

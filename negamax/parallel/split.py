@@ -1,8 +1,8 @@
-"""Conditions for splitting a model over ranks, all in one place, in integers.
+"""Check whether a model can be split over ranks.
 
-The engine checks them before it starts a process, and `negamax doctor` searches for valid sizes.
-The weight format does not matter: if a split would cut a quantization group, ranks get whole units
-and zeros as padding (`layout.share`).
+The engine calls `check_split` before it starts a process; `negamax doctor` lists valid sizes. The
+weight format does not matter: `layout.share` gives ranks whole quantization groups, and pads with
+zeros.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from negamax.parallel.layout import ParallelLayout, shard
 
 
 def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = None) -> None:
-    """Refuse a layout that does not fit the model or `gpus`. Errors: `ConfigError` with sizes."""
+    """Raise a `ConfigError` that lists valid sizes if the model or `gpus` do not allow `layout`."""
     layout.layers(spec.num_layers)
     _check_slots(layout, spec)
     stages = layout.pp
@@ -52,7 +52,7 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
 
 
 def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
-    """List valid arguments of `check_split` for up to `most` ranks, split experts first."""
+    """Yield valid parallel sizes for 1 to `most` ranks, first without expert parallelism."""
     for size in range(1, most + 1):
         for whole in (False, True)[: 1 + (size > 1)]:
             options = ParallelOptions(size, enable_expert_parallel=whole)
@@ -64,7 +64,7 @@ def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
 
 
 def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Refuse uneven slots, and an expert twice on a rank. Errors: `ConfigError`."""
+    """Raise `ConfigError` if ranks would differ in slots, or a rank would hold an expert twice."""
     sizes, redundant = spec.expert_sizes(), layout.redundant_experts
     if sizes is None or not redundant:
         return
@@ -75,12 +75,12 @@ def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
         raise ConfigError(
             f"num_redundant_experts is {redundant}: {count} experts and these copies must be split "
             f"evenly over {ranks} ranks, with no expert twice on a rank",
-            hint=f"use {nearest}, or another number of 0 to {most} that leaves no remainder",
+            hint=f"use {nearest}, or another number from 0 to {most} that leaves no remainder",
         )
 
 
 def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Errors: `ConfigError` unless the ranks that split a cache have copies of the same KV head."""
+    """Raise `ConfigError` unless the ranks that split a KV cache hold copies of one KV head."""
     if layout.dcp == 1:
         return
     if not spec.supports_dcp:
@@ -95,8 +95,8 @@ def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
         nearest = max(size for size in sizes if copies % size == 0)
         least = layout.dcp * spec.num_kv_heads
         raise ConfigError(
-            f"--decode-context-parallel-size is {layout.dcp}: each of {spec.num_kv_heads} KV heads "
-            f"is on {copies} of --tensor-parallel-size {layout.tp} ranks",
+            f"--decode-context-parallel-size is {layout.dcp}, but each KV head is on {copies} "
+            f"of the {layout.tp} ranks",
             hint=f"use --decode-context-parallel-size {nearest}, or --tensor-parallel-size {least}",
         )
 

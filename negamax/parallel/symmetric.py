@@ -1,7 +1,6 @@
-"""GPU memory that all ranks of a group can write: regions through which kernels exchange rows, and
-a buffer in which tensors of medium size are summed.
-
-It uses plain peer-to-peer mappings, not NVLink multicast.
+"""Allocate GPU memory that all ranks of a group can write. Kernels exchange rows through regions of
+this memory. One region is a buffer in which PyTorch sums tensors of medium size. The ranks map the
+memory peer-to-peer, without NVLink multicast.
 """
 
 from collections.abc import Callable
@@ -23,27 +22,26 @@ from negamax.parallel.poll_control import PollControl
 
 logger = get_logger(__name__)
 
-REDUCE_ROWS = 256  # rows of hidden states summed through peers; more go through NCCL
-# rows per rank that travel to experts and back through peers; more go through NCCL
-DISPATCH_ROWS = 128
-# rows of hidden states in the buffer; for more, NCCL is as fast (H200, four GPUs)
-SHARED_ROWS = 2048
-SHARD_ROWS = 16384  # rows of hidden states that ranks shard through peers; more go through NCCL
+# These limits count rows of hidden states. NCCL carries larger batches.
+REDUCE_ROWS = 256  # Most rows that are summed through peer memory.
+DISPATCH_ROWS = 128  # Most rows that a rank sends to experts through peer memory.
+SHARED_ROWS = 2048  # Most rows in the shared buffer; NCCL is as fast for more rows (four H200).
+SHARD_ROWS = 16384  # Most rows of a step that ranks shard through peer memory.
 BUFFERS = 2
-# time limit of a kernel's wait for another rank: below the engine's own limit, above any skew
+# longest wait of a kernel for another rank, below the engine's own limit and above any skew
 PEER_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Sums bf16 tensors: every rank sums one slice of all buffers and writes it to all of them."""
+    """Sums bf16 tensors. Every rank sums one slice and writes it to the buffers of all ranks."""
 
-    memory: Tensor  # [elements] bf16, on every rank of the group
+    memory: Tensor  # [elements] bf16; each rank of the group has such a buffer
     group_name: str
     world: int
 
     def fits(self, tensor: Tensor) -> bool:
-        whole_slices = tensor.numel() % (8 * self.world) == 0  # words of 16 bytes
+        whole_slices = tensor.numel() % (8 * self.world) == 0  # slices consist of 16-byte words
         return (
             tensor.dtype == self.memory.dtype
             and whole_slices
@@ -51,7 +49,7 @@ class SharedBuffer:
         )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks, in bf16 and the buffer: valid until the next call."""
+        """Return the sum over the ranks in bf16. The result is valid until the next call."""
         part = self.memory[: tensor.numel()]
         part.copy_(tensor.reshape(-1))
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self.group_name)
@@ -68,10 +66,10 @@ def connect(
     control: PollControl,
     token_words: int = 0,
 ) -> tuple[PeerMemory, SharedBuffer] | None:
-    """Allocate regions for rows `hidden_size` wide, norm statistics of `max_tokens` tokens,
-    `max_rows` sampled tokens and rows of `token_words` on their way to experts. Every rank of
-    `group` must call this with the same sizes. Returns None on all ranks if the GPUs cannot reach
-    each other, or their number is not a power of two (kernels take ranks as one tile).
+    """Allocate peer memory for rows of `hidden_size` numbers, norm statistics of `max_tokens`
+    tokens, `max_rows` sampled tokens, and rows of `token_words` words that are sent to experts.
+    Every rank of `group` must call this function with the same sizes. All ranks get None if the
+    GPUs cannot access each other or if their number is not a power of two, which kernels need.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
@@ -82,9 +80,9 @@ def connect(
         (max_tokens, 2),
         (max_rows, 2 * CANDIDATES),
         *([(reduce_rows, token_words)] if token_words else []),
-    ]  # rows and words per row
+    ]  # number of rows, and words per row, of each region
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
-    # first, because torch's sums need the buffer at the start of its memory
+    # The shared buffer comes first: PyTorch sums only at the start of symmetric memory.
     shared_words = _aligned(-(-min(SHARED_ROWS, max_tokens) * hidden_size // 4))
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)
@@ -95,7 +93,7 @@ def connect(
         if _all_agree(problem is None, group):
 
             def addresses(word: int, *others: int) -> Tensor:
-                """Addresses of `word` in each rank's memory, followed by `others`."""
+                """Return the address of `word` in each rank's memory, followed by `others`."""
                 found = [*(base + 8 * word for base in bases), *others]
                 return torch.tensor(found, dtype=torch.int64, device=device)
 
@@ -131,7 +129,7 @@ def connect(
             )
             return peers, shared
     logger.warning(
-        "GPUs share no memory (%s): every sum over ranks goes through NCCL",
+        "GPUs share no memory (%s): NCCL computes every sum over ranks",
         problem or "reported by another rank",
     )
     return None
@@ -143,7 +141,7 @@ def _aligned(words: int) -> int:
 
 
 def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, int]:
-    """Words of 8 bytes in the two parts of a `ShardRegion`; 0 if there are never enough rows."""
+    """Return the sizes of the two parts of a `ShardRegion` in words of 8 bytes, or (0, 0)."""
     rows = min(max_tokens, SHARD_ROWS)
     if not tiles.shards(rows) or hidden_size % 2:
         return 0, 0
@@ -151,7 +149,7 @@ def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, in
 
 
 def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return why some GPU of the group is out of reach; None if none is known to be."""
+    """Return why this GPU cannot access another GPU of the group; None if no reason is known."""
     own = torch.tensor([device.index], dtype=torch.int64)
     indices = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(indices, own, group=group)
@@ -170,22 +168,22 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def _share(
     num_words: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], Callable[[], None], str | None]:
-    """Allocate zeroed words; return them, every rank's addresses, a barrier and the error."""
+    """Return zeroed 8-byte words, their addresses on all ranks, a barrier and an error."""
     try:
         words = symm_mem.empty(num_words, dtype=torch.int64, device=device)
         words.zero_()
-        torch.cuda.synchronize(device)  # zeroed before any rank passes the barrier below
+        torch.cuda.synchronize(device)  # The words are zero before a rank passes the rendezvous.
         handle = symm_mem.rendezvous(words, group)
     except RuntimeError as error:
         return torch.empty(0), [], lambda: None, str(error).splitlines()[0]
-    # equal on all ranks: all allocate in the same order
+    # This offset is equal on all ranks, which allocate in the same order.
     within = words.data_ptr() - handle.buffer_ptrs[handle.rank]
     barrier = partial(handle.barrier, timeout_ms=round(1000 * PEER_TIMEOUT_S))
     return words, [pointer + within for pointer in handle.buffer_ptrs], barrier, None
 
 
 def _all_agree(is_fine: bool, group: dist.ProcessGroup) -> bool:
-    """Whether `is_fine` holds on every rank; waits for all of them."""
+    """Wait for all ranks, and return whether `is_fine` is True on every rank."""
     votes = torch.tensor([is_fine], dtype=torch.int32)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return bool(votes.item())

@@ -251,7 +251,7 @@ def test_bad_prompts_and_parameters_are_refused_before_anything_runs(llm: LLM) -
         llm.generate([prompt(1, 256)], GREEDY)
     with pytest.raises(InvalidRequestError, match="temperature"):
         llm.generate([prompt(1)], SamplingParams(temperature=9.0))
-    with pytest.raises(InvalidRequestError, match="2 sampling parameters for 1"):
+    with pytest.raises(InvalidRequestError, match="2 sampling parameters do not fit 1 prompts"):
         llm.generate([prompt(1)], [GREEDY, GREEDY])
     free_all(llm)
 

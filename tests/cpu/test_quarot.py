@@ -133,7 +133,7 @@ def test_draft_tokens_are_those_before_the_rotation(
 
 def test_a_draft_without_a_head_is_refused(folder: Path, tmp_path: Path) -> None:
     _, _, draft = draft_of("borrows embedding and head", tmp_path)
-    with pytest.raises(ConfigError, match=r"lack a head, and the model's is rotated"):
+    with pytest.raises(ConfigError, match=r"lack a head, and the model's head cannot be used"):
         engine(folder, draft)
 
 

@@ -140,11 +140,11 @@ def test_refused_agents_get_the_reason(setting: Setting) -> None:
     assert "--seed: 0 on node 0, 1 on node 1" in other.hear(wire.Refusal).message
     stray = setting.peer("b", node=2)
     stray.join()
-    assert stray.hear(wire.Refusal).message == "there is no node 2; node 0 has --nnodes 2"
+    assert stray.hear(wire.Refusal).message == "--node-rank is 2; allowed: 0 to 1"
     peer, session = setting.started("c")
     second = setting.peer("d")
     second.join()
-    assert "node 1 (host) is there already" in second.hear(wire.Wait).reason
+    assert "node 1 (host) has already joined" in second.hear(wire.Wait).reason
     second.beat("of another engine")
     assert second.hear(wire.StopRanks).for_good is False
     peer.beat(session)
@@ -248,7 +248,7 @@ def test_a_stalled_connection_is_lost(setting: Setting, monkeypatch: pytest.Monk
     while setting.group.death() is None:
         peer.throw(wire.encoder.encode(peer.next_beat(session)))
         time.sleep(0.05)
-    assert "sends heartbeats by UDP, but nothing by TCP for 0." in setting.death()
+    assert "sends heartbeats by UDP, but no message by TCP for 0." in setting.death()
 
 
 def test_foreign_connections_do_not_affect_a_node(setting: Setting) -> None:

@@ -68,8 +68,8 @@ def test_the_message_of_an_agent_that_ends_is_reported() -> None:
     ("model", "words"),
     [
         ("no room", "Ray has no room"),
-        ("ends", "the process that asks Ray for machines has ended"),
-        ("silent", "Ray does not answer within 0.3 s"),
+        ("ends", "the process that reserves machines of Ray has ended"),
+        ("silent", "Ray has not answered within 0.3 s"),
     ],
 )
 def test_driver_errors_are_reported(

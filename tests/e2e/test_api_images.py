@@ -116,7 +116,7 @@ def test_a_stored_response_keeps_its_images(http: httpx.Client) -> None:
     ("url", "status", "problem"),
     [
         ("data:image/png;base64,AAAA", 400, "cannot be decoded"),
-        ("http://169.254.169.254/latest", 400, "opens none"),
+        ("http://169.254.169.254/latest", 400, "opens no URLs"),
         ("file:///etc/passwd", 400, "neither a data URL"),
         (make_url(1, 300), 400, "at most 200 times"),
     ],

@@ -12,8 +12,8 @@ PLAN = ("plan", MODEL, "--gpus", "1", "--gpu", "h200")
 PARSE = ("parse", "--format", "m2")
 GENERATE = ("generate", MODEL, "Hi", "--max-tokens", "2", "--raw", *FAST)
 CLOSED = (
-    "negamax: error: standard input or standard output is closed (redirect it, as with </dev/null "
-    "or >/dev/null)\n"
+    "negamax: error: standard input or standard output is closed (redirect the stream, as with "
+    "</dev/null or >/dev/null)\n"
 )
 
 

@@ -137,9 +137,9 @@ def test_the_draft_decides_method_and_length(found: Callable[..., ModelSource]) 
             assert speculation is not None
             assert (speculation.method, speculation.num_speculative_tokens) == (method, length)
     for fields, words in (
-        ({"method": "eagle3"}, "it is for method dspark; the method is eagle3"),
-        ({"num_speculative_tokens": 8}, "is 8; the draft proposes 7 at once"),
-        ({"draft_lm_head_quantization": "fp8"}, "is for drafts of method eagle3"),
+        ({"method": "eagle3"}, "is for method dspark, but the method is eagle3"),
+        ({"num_speculative_tokens": 8}, "is 8; the draft proposes 7 tokens at once"),
+        ({"draft_lm_head_quantization": "fp8"}, "is valid for method eagle3 only"),
     ):
         with pytest.raises(ConfigError, match=words):
             found(M31, **fields)

@@ -269,7 +269,7 @@ GOOD = [0, 1, 2, 3]
         ("{", "is invalid"),
         ("{}", "neither logical_count nor.*POST /dump_expert"),
         ({"logical_count": []}, "is invalid"),
-        ({"logical_count": [GOOD]}, "has 1 layers, the model has 3"),
+        ({"logical_count": [GOOD]}, "has 1 layers, but the model has 3"),
         ({"logical_count": [GOOD, GOOD, [1, 2, 3]]}, "3 numbers in layer 2; expected: 4 experts"),
         ({"logical_count": [GOOD, GOOD, [1, 2, 3, -4]]}, r"\$\.logical_count\[2\]\[3\]|>= 0"),
         ({"logical_count": [GOOD, GOOD, [1, 2, 3, 2**60]]}, "<="),
@@ -277,7 +277,7 @@ GOOD = [0, 1, 2, 3]
         ({"logical_count": [GOOD, GOOD, [1, 2, 3, True]]}, "got `bool`"),
         ({"logical_count": {"0": GOOD}}, "got `object`"),
         ({"physical_to_logical_map": [GOOD] * 4}, "has 4 layers"),
-        ({"physical_to_logical_map": [GOOD, GOOD, [0, 1, 2, 4]]}, "is expert 4; allowed: 0 to 3"),
+        ({"physical_to_logical_map": [GOOD, GOOD, [0, 1, 2, 4]]}, "has expert 4; allowed: 0 to 3"),
         ({"physical_to_logical_map": [GOOD, [0, 1, 2, 2], GOOD]}, "layer 1.* expert 3 has no slot"),
         ({"physical_to_logical_map": [[0, 1, 2, 3, 0, 1]] * 3}, 'num_redundant_experts": 2'),
     ],
@@ -295,10 +295,10 @@ def test_no_rank_gets_an_expert_twice() -> None:
 
 def test_sharded_experts_are_refused() -> None:
     text = json.dumps({"logical_count": COUNTS})
-    with pytest.raises(ConfigError, match="a part of every expert") as caught:
+    with pytest.raises(ConfigError, match="ranks hold parts of experts") as caught:
         place(ParallelLayout(tp=2), text)
     assert caught.value.hint == "add --enable-expert-parallel"
-    with pytest.raises(ConfigError, match="the model has none"):
+    with pytest.raises(ConfigError, match="the model has no experts"):
         place(RANKS, text, Spec(experts=None))
 
 

@@ -249,7 +249,7 @@ def test_requests_may_set_the_longest_side(builder: PromptBuilder) -> None:
         ({"type": "input_image", "file_id": "f"}, InvalidRequestError, "without data"),
         ({"type": "image_url", "image_url": "file:///etc/passwd"}, InvalidRequestError, "neither"),
         ({"type": "image_url", "image_url": "/etc/passwd"}, InvalidRequestError, "neither"),
-        ({"type": "image_url", "image_url": "http://h/a"}, InvalidRequestError, "opens none"),
+        ({"type": "image_url", "image_url": "http://h/a"}, InvalidRequestError, "opens no URLs"),
         ({"type": "video_url", "video_url": "x"}, InvalidRequestError, "does not read videos"),
     ],
 )
@@ -270,7 +270,7 @@ def test_counts_are_bounded(builder: PromptBuilder, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ContextLengthError):
         build(builder, user(*[large] * 4))
     monkeypatch.setattr(image_loader, "MAX_REQUEST_PIXELS", 20_000)
-    with pytest.raises(InvalidRequestError, match="pixels together; allowed: 20000"):
+    with pytest.raises(InvalidRequestError, match="pixels in total; allowed: 20000"):
         build(builder, user(part, part))
 
 

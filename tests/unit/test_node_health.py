@@ -18,7 +18,7 @@ def test_a_node_is_live_while_its_loop_runs(monkeypatch: pytest.MonkeyPatch) -> 
     health = NodeHealth(HOST, 0)
     monkeypatch.setattr(module, "STILL_SECONDS", 0.0)
     assert probe(HOST, health.port, "/livez") == (200, "ok")
-    assert probe(HOST, health.port, "/readyz") == (503, "it starts")
+    assert probe(HOST, health.port, "/readyz") == (503, "the agent starts")
     monkeypatch.setattr(module, "STILL_SECONDS", 30.0)
     health.watch(lambda: "")
     health.turn()
@@ -61,7 +61,7 @@ def test_other_requests_do_not_disturb_probes(monkeypatch: pytest.MonkeyPatch) -
 def test_a_used_port_and_a_foreign_host_are_refused() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        words = f"--node-health-port is {port}, which cannot be used at {HOST}: .*in use"
+        words = f"--node-health-port {port} cannot be used at {HOST}: .*in use"
         with pytest.raises(ResourceError, match=words):
             NodeHealth(HOST, port)
     with pytest.raises(ResourceError, match=re.escape("--host 127.0.0.1 or 0.0.0.0")):

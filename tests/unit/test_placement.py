@@ -189,7 +189,7 @@ async def test_dead_and_silent_replicas_get_nothing_while_others_run() -> None:
     assert isinstance(lost._failure, EngineDeadError) and kept._failure is None
     assert engine.admission._max_open == full - 4
     assert [ask(engine, prompt(20 + at), f"o{at}")[1] for at in range(4)] == [0] * 4
-    with pytest.raises(UnavailableError, match=r"killed; it is being started again") as refused:
+    with pytest.raises(UnavailableError, match=r"killed; the engine restarts") as refused:
         ask(engine, prompt(1), "pinned", rank=1)
     assert 6.0 < (refused.value.retry_after or 0) <= 7.0
     assert engine.num_open == 6
@@ -284,7 +284,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert list_gpus(monkeypatch, "", num_replicas=3) == ["-"] * 3  # All run on the CPU.
     with pytest.raises(ConfigError) as refused:
         list_gpus(monkeypatch, "0,1,2,3,4,5,6", num_replicas=2, tensor_parallel_size=4)
-    assert "is 2, of 4 GPUs each; 7 are available" in refused.value.message
+    assert "2 needs 8 GPUs, 4 for each replica; 7 are available" in refused.value.message
     assert refused.value.hint == "use --num-replicas 1"
 
 

@@ -88,7 +88,7 @@ def test_a_performance_mode_chooses_missing_sizes() -> None:
     fp8 = {"model": "minimax-m3-mxfp8", "kv_cache_dtype": "fp8", "index_cache_dtype": "fp8"}
     for more in ({}, fp8, {"index_cache_sharding": "on"}):
         large |= more
-        words = "no split over 4 x H200 holds one request of 1048576"
+        words = "4 x H200 cannot hold the model and one request of 1048576"
         with pytest.raises(ConfigError, match=words):
             choose_parallel_sizes(EngineOptions(**large))
     # The model also needs more of the memory, and fewer than 256 request slots.

@@ -37,7 +37,7 @@ def test_skips_a_folder_with_a_long_path(temporary: Path, monkeypatch: pytest.Mo
         listener.bind(f"{folder.path}/requests-63")
     folder.remove()
     monkeypatch.setattr(private_folder, "_MOST_BYTES", 30)
-    words = r"sockets in it need one of at most \d+ \(set TMPDIR to a shorter one\)"
+    words = r"sockets in the folder need a path of at most \d+ bytes \(set TMPDIR to a folder"
     with pytest.raises(ResourceError, match=words):
         PrivateFolder()
 

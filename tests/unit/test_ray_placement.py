@@ -72,9 +72,9 @@ def test_resources_of_each_machine() -> None:
         (
             [(4, 60), (8, 64)],
             {"tensor_parallel_size": 8},
-            "no room for 8 ranks after 3 s: wanted 8 GPUs and 8 CPUs on this one; available this "
+            "no room for 8 ranks in 3 s; needed: 8 GPUs and 8 CPUs on this one; available: this "
             "machine 10.0.0.1: 4 of 8 GPUs, 60 of 64 CPUs; 10.0.0.2: 8 of 8 GPUs, 64 of 64 CPUs "
-            "(other programs use the resources: end them, or raise --ray-placement-timeout)",
+            "(end programs that use the resources, or raise --ray-placement-timeout)",
         ),
         (
             [(8, 64), (8, 64)],
@@ -85,7 +85,7 @@ def test_resources_of_each_machine() -> None:
         (
             [(8, 64)] * 20,
             {"tensor_parallel_size": 8, "pipeline_parallel_size": 32},
-            "32 machines with 8 GPUs and 8 CPUs each, this one among them; available this machine",
+            "32 machines with 8 GPUs and 8 CPUs each, this one among them; available: this machine",
         ),
         ([(8, 64)] * 20, {"data_parallel_size": 512}, "; and 4 more (use smaller sizes, or add"),
     ],
@@ -181,7 +181,7 @@ def test_order_of_cluster_addresses(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     [
         ("auto", "no Ray cluster answers"),
         ("127.0.0.1:1", "no Ray cluster answers"),
-        ("ray://head:10001", "node 0 is a machine of the cluster"),
+        ("ray://head:10001", "node 0 must be a machine of the cluster"),
         ("head", "allowed: HOST:PORT"),
     ],
 )

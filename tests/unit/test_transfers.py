@@ -412,7 +412,7 @@ def test_a_lease_lives_as_long_as_it_is_renewed() -> None:
         ({"fingerprint": "other"}, "differ in version, model"),
         ({"prompt_hash": b"other"}, "different prompts"),
         ({"num_blocks": 1}, "different prompts"),
-        ({"lease_id": "b"}, "its lease has ended"),
+        ({"lease_id": "b"}, "the lease has ended"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_copy(change: dict[str, Any], reason: str) -> None:
@@ -537,7 +537,7 @@ def test_a_prompt_that_exceeds_host_memory_holds_up_no_other() -> None:
         assert engine.take_sent()[:1] == [CloseLease("a")] * (name == "a")
     assert [len(copy.places) for copy in engine.copies] == [2]
     ((name, problem),) = engine.transfers.failed
-    assert name == "a" and "4 KV blocks, and main memory here holds 3" in problem
+    assert name == "a" and "4 KV blocks, and host memory holds 3" in problem
 
 
 def test_leases_that_no_engine_reads_make_room_for_others() -> None:

@@ -1,1 +1,1 @@
-"""The server process's side of the engine: its client, connection and supervisor."""
+"""Code of server processes that connects to engines, sends requests and supervises engines."""

@@ -1,4 +1,4 @@
-"""Limits on waiting requests: sequences, prompt tokens, shares of tenants. Pure."""
+"""Limit waiting requests by sequences, prompt tokens and shares of tenants."""
 
 import math
 import zlib
@@ -6,12 +6,12 @@ import zlib
 from negamax.base.errors import InvalidRequestError, OverloadedError
 from negamax.base.shared_numbers import SharedNumbers
 
-_RATE_SECONDS = 20.0  # over which the rate of finished sequences is averaged
-_LONGEST_RETRY = 120.0  # seconds
-_POOLS_WAITING = 4  # default for the tokens that may wait, as a multiple of the KV caches
+_RATE_SECONDS = 20.0  # Time constant of the average rate of finished sequences.
+_LONGEST_RETRY = 120.0  # Seconds.
+_POOLS_WAITING = 4  # Default limit of waiting tokens, as a multiple of the tokens in KV caches.
 
-# Columns that the server processes share: totals, then waiting sequences of each group of tenants.
-# Tenants whose names hash to the same group count as one.
+# Server processes share these columns: totals, then the waiting sequences and tokens of each group
+# of tenants. Tenants whose names hash to the same group count as one tenant.
 _GROUPS = 256
 _OPEN, _WAITING, _WAITING_TOKENS, _GROUP_WAITING = range(4)
 _GROUP_TOKENS = _GROUP_WAITING + _GROUPS
@@ -19,14 +19,15 @@ NUM_COLUMNS = _GROUP_TOKENS + _GROUPS
 
 
 class Admission:
-    """Counts open sequences and admits or refuses new ones. Single writer: the engine's client.
+    """Counts open sequences for `AsyncEngine`, and admits or refuses new sequences.
 
-    A sequence waits from `enter` until `start`, and is open until `leave`. A prompt that would wait
-    alone is admitted at any length. Times are monotonic seconds. If tenants share the queue, none
-    may hold more of it than it leaves free: one alone gets half, two get a third each.
+    A sequence waits from `enter` until `start`, and is open until `leave`. If no other prompt
+    waits, a prompt of any length is admitted. Times are monotonic seconds. If tenants share the
+    queue, a tenant may hold at most as much of the queue as is free after its request: one tenant
+    alone gets half of the queue, and two tenants get a third each.
 
-    Each server process counts in its row of `numbers` and compares the totals; simultaneous
-    requests to several processes may exceed a limit.
+    Each server process counts in its row of `numbers` and compares the totals with the limits.
+    Simultaneous requests to several processes may exceed a limit.
     """
 
     def __init__(
@@ -39,32 +40,33 @@ class Admission:
         numbers: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """`pool_tokens`: tokens that the KV caches hold; `index`: row of this process."""
+        """Set the limits; KV caches hold `pool_tokens`. This process writes row `index`."""
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
         self.resize(max_running=max_running, pool_tokens=pool_tokens)
-        self._waiting: dict[str, tuple[int, str]] = {}  # prompt tokens and tenant by sequence id
+        # number of prompt tokens and tenant of each waiting sequence, by sequence id
+        self._waiting: dict[str, tuple[int, str]] = {}
         self._running: set[str] = set()
-        self._rate = 0.0  # finished sequences per second
+        self._rate = 0.0  # sequences that finish per second
         self._rate_time = 0.0
         self._numbers = numbers or SharedNumbers(NUM_COLUMNS)
         self._row = self._numbers.row(index)
         self._row[:] = [0.0] * NUM_COLUMNS
 
     def resize(self, *, max_running: int, pool_tokens: int) -> None:
-        """Set the sequences that the engines run and the tokens that their KV caches hold."""
+        """Set how many sequences the engines run and how many tokens the KV caches hold."""
         self._max_running = max_running
         self._max_open = max_running + self._max_waiting
         self._max_waiting_tokens = self._given_waiting_tokens or _POOLS_WAITING * pool_tokens
 
     @property
     def num_open(self) -> int:
-        """Sequences that run or wait, of all server processes."""
+        """Return the number of running and waiting sequences of all server processes."""
         return int(self._numbers.total(_OPEN))
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, of all server processes."""
+        """Return the number of waiting sequences of all server processes."""
         return int(self._numbers.total(_WAITING))
 
     @property
@@ -74,24 +76,24 @@ class Admission:
     def check(
         self, num_sequences: int, num_tokens: int, *, now: float, sharer: str | None = None
     ) -> None:
-        """Refuse `num_sequences` sequences of `num_tokens` prompt tokens together:
-        `InvalidRequestError` if they never fit, `OverloadedError` if they do not fit now. `sharer`:
-        the tenant, if others share the queue.
+        """Check the room for `num_sequences` sequences with `num_tokens` prompt tokens in total.
+
+        Raises `InvalidRequestError` if the limits never allow so many sequences, and
+        `OverloadedError` if the queue is too full now. `sharer` is the tenant in a shared queue.
         """
         most = (
             self._max_open if sharer is None else self._max_running + (self._max_waiting + 1) // 2
         )
         if num_sequences > most:
             raise InvalidRequestError(
-                f"the request asks for {num_sequences} sequences (prompts times n); allowed: "
-                f"{most}",
+                f"the request has {num_sequences} sequences (prompts times n); allowed: {most}",
                 param="n",
                 code="invalid_value",
             )
         num_open = self.num_open
         if num_open + num_sequences > self._max_open:
             raise OverloadedError(
-                f"{num_open} sequences run or wait and {num_sequences} more were requested; "
+                f"{num_open} sequences run or wait, and the request adds {num_sequences}; "
                 f"allowed: {self._max_open}",
                 hint="retry later",
                 code="queue_full",
@@ -99,8 +101,8 @@ class Admission:
             )
         if self.waiting_tokens + num_tokens > self._max_waiting_tokens and self.num_waiting:
             raise OverloadedError(
-                f"{self.waiting_tokens} prompt tokens wait and {num_tokens} more were "
-                f"requested; allowed: {self._max_waiting_tokens}",
+                f"{self.waiting_tokens} prompt tokens wait, and the request adds {num_tokens}; "
+                f"allowed: {self._max_waiting_tokens}",
                 hint="retry later",
                 code="queue_tokens_full",
                 retry_after=self.retry_after(now),
@@ -109,7 +111,7 @@ class Admission:
             self._check_share(sharer, num_sequences, num_tokens, now=now)
 
     def _check_share(self, tenant: str, num_sequences: int, num_tokens: int, *, now: float) -> None:
-        """Refuse more of the queue than a tenant leaves free. One place is always allowed."""
+        """Refuse a tenant that would hold more than the rest of the queue and one place."""
         group = _hash_tenant(tenant)
         held = int(self._numbers.total(_GROUP_WAITING + group))
         num_open = self.num_open
@@ -131,34 +133,34 @@ class Admission:
 
     def _make_share_error(self, held: str, asked: str, *, left: int, now: float) -> OverloadedError:
         return OverloadedError(
-            f"{held} of this API key wait and {asked} were requested, which leaves {left} to other "
-            "keys; a key may hold no more of the queue than it leaves free",
+            f"{held} of this API key wait, and the request adds {asked}, which leaves {left} for "
+            "other keys; a key may hold at most as much of the queue as it leaves free",
             hint="retry later",
             code="queue_share_full",
             retry_after=self.retry_after(now),
         )
 
     def retry_after(self, now: float) -> float:
-        """Estimate the seconds, 1 to 120, until all waiting sequences run."""
+        """Estimate the seconds until all waiting sequences run, from 1 to 120."""
         rate = self._rate_at(now)
         if not self._waiting or rate <= 0.0:
             return 1.0
         return min(max(1.0, len(self._waiting) / rate), _LONGEST_RETRY)
 
     def enter(self, sequence_id: str, num_tokens: int, *, tenant: str = "") -> None:
-        """Count an admitted sequence with `num_tokens` prompt tokens to compute."""
+        """Count an admitted sequence, of which `num_tokens` prompt tokens must be computed."""
         self._waiting[sequence_id] = num_tokens, tenant
         self._count_waiting(1, num_tokens, tenant)
         self._publish()
 
     def start(self, sequence_id: str) -> None:
-        """Count a sequence as running; ids that do not wait are ignored."""
+        """Count a waiting sequence as running. Ignore the ids of other sequences."""
         if self._stop_waiting(sequence_id):
             self._running.add(sequence_id)
             self._publish()
 
     def leave(self, sequence_id: str, *, now: float) -> None:
-        """Remove a sequence that is over; ids that are not open are ignored."""
+        """Remove a sequence that has ended. Ignore ids that are not open."""
         if sequence_id in self._running:
             self._running.remove(sequence_id)
             self._rate = self._rate_at(now) + 1.0 / _RATE_SECONDS
@@ -168,7 +170,7 @@ class Admission:
         self._publish()
 
     def _stop_waiting(self, sequence_id: str) -> bool:
-        """Remove a sequence from the queue; return whether it was there."""
+        """Remove a sequence from the queue. Return whether the sequence was in the queue."""
         num_tokens, tenant = self._waiting.pop(sequence_id, (None, ""))
         if num_tokens is not None:
             self._count_waiting(-1, -num_tokens, tenant)

@@ -1,6 +1,6 @@
-"""Sockets of a server process to an engine process, and the engine's start, heartbeats and end.
+"""Connect a server process to an engine process: start, messages, heartbeats and end.
 
-The event loop reads a socket in its callback: no task runs between a frame and its receiver.
+The event loop reads the socket in a callback, so no task delays a message.
 """
 
 import asyncio
@@ -24,25 +24,25 @@ logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
-# without a heartbeat an engine counts as hung, unless the limit on its steps is lower
+# An engine counts as hung after this time without a heartbeat, or after a lower limit on steps.
 BEAT_TIMEOUT_SECONDS = 30.0
-# The same of an engine with other nodes, which end their ranks after
-# `engine.nodes.wire.SILENCE_SECONDS`. Clients see an error within 3 s.
+# An engine with other nodes counts as hung after this time without a heartbeat. Other nodes end
+# their ranks after `engine.nodes.wire.SILENCE_SECONDS`. Clients then see an error within 3 s.
 NODES_BEAT_SECONDS = 2.4
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
-_LAST_WORDS_SECONDS = 5.0  # for messages sent before the process ended to arrive
-_FRAMES_PER_TURN = 32  # before other events of the loop get their turn
+_LAST_WORDS_SECONDS = 5.0  # Longest wait for messages that an ended process has sent.
+_FRAMES_PER_TURN = 32  # Messages handled at a time, before the event loop handles other events.
 
 Receive = Callable[[list[wire.StepOutputs]], None]
 T = TypeVar("T")
 
 
 class EngineChannel:
-    """The two sockets of one server process, until `close`. Single writer: the event loop.
+    """The two sockets of one server process, for use by the event loop only.
 
-    `receive` gets the steps that arrived together in one call. `failed` gets, at most once, the
-    reason why no more will come.
+    One call of `receive` gets all steps that have arrived together. When the engine has ended,
+    `failed` is called once with the reason.
     """
 
     def __init__(
@@ -54,12 +54,11 @@ class EngineChannel:
         failed: Callable[[str], None],
     ) -> None:
         self.is_open = True
-        self.stats: wire.EngineStats | None = None  # the latest
-        # receives the answers to `RecordExperts`
+        self.stats: wire.EngineStats | None = None  # Latest statistics.
+        # Called with each answer to `RecordExperts`.
         self.on_record: Callable[[wire.ExpertRecord], None] = lambda record: None
         self.last_beat = self.last_progress = time.monotonic()
-        # the rank without a heartbeat for the longest time, and its seconds, at the latest
-        # heartbeat
+        # most silent rank and the seconds of its silence, as the latest heartbeat reports
         self.rank, self.rank_silence = 0, 0.0
         self._receive = receive
         self._failed = failed
@@ -68,7 +67,7 @@ class EngineChannel:
         self._from_engine = self._context.socket(zmq.PULL)
         for socket in (self._to_engine, self._from_engine):
             socket.linger = 0
-            socket.set_hwm(0)  # never full: admission bounds the messages in flight
+            socket.set_hwm(0)  # no limit, as admission bounds the number of messages in flight
         self._to_engine.bind(address.requests(server))
         self._from_engine.bind(address.outputs(server))
         self._fd = int(self._from_engine.FD)
@@ -77,11 +76,11 @@ class EngineChannel:
 
     @property
     def can_send(self) -> bool:
-        """Whether the engine has connected; messages sent before are lost."""
+        """Return whether the engine has connected. Messages that are sent earlier are lost."""
         return bool(self._to_engine.poll(0, zmq.POLLOUT))
 
     def receive_first(self) -> wire.FromEngine | None:
-        """Receive a message if one has arrived; before `start_reading`."""
+        """Return a message if one has arrived, else None. Call this before `start_reading`."""
         if not self._from_engine.poll(0, zmq.POLLIN):
             return None
         return wire.from_engine_decoder.decode(self._from_engine.recv())
@@ -90,17 +89,17 @@ class EngineChannel:
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
-        self.drain()  # frames that arrived before this are not reported again
+        self.drain()  # the socket does not report earlier messages again
 
     def send(self, message: wire.ToEngine | wire.StartEngine) -> None:
-        """Send without waiting; dropped if the engine has ended."""
+        """Send a message without waiting. Drop the message if the engine has ended."""
         if self.is_open:
-            # it died a moment ago and closed its end of the socket
+            # zmq.Again means that the engine has just died, which closed its socket.
             with contextlib.suppress(zmq.Again):
                 self._to_engine.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def drain(self) -> None:
-        """Pass on everything that has arrived: the socket reports new frames only once."""
+        """Pass on all messages that have arrived; the socket reports new messages only once."""
         steps: list[wire.StepOutputs] = []
         for _ in range(_FRAMES_PER_TURN):
             if (
@@ -141,7 +140,7 @@ class EngineChannel:
         self._context.destroy(linger=0)
 
     def _take_stats(self, stats: wire.EngineStats) -> None:
-        """Keep the latest statistics: those of a heartbeat may be older than those of a step."""
+        """Keep `stats` if they are the latest. Heartbeats may arrive after later steps."""
         if self.stats is None or stats.at >= self.stats.at:
             self.stats = stats
 
@@ -163,7 +162,7 @@ class EngineChannel:
 
 
 class EngineConnection:
-    """An engine process and its end (`ended`: the reason). Single writer: the event loop."""
+    """An engine process. `ended` resolves with the reason when the process has ended."""
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class EngineConnection:
         variables: Mapping[str, str] | None = None,
         replica: int = 0,
     ) -> None:
-        """Start the process with `variables`; it watches the pulse of `parent`."""
+        """Start the engine process with `variables`. The process watches `parent`."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._folder = PrivateFolder()
         self.address = wire.EngineAddress(self._folder.path)
@@ -193,11 +192,11 @@ class EngineConnection:
 
     @property
     def exit_code(self) -> int | None:
-        """Negative: the number of the signal that ended the process. None: it runs."""
+        """Return the exit code, which is -N after signal N; None while the process runs."""
         return self._process.exit_code
 
     async def handshake(self) -> wire.ModelInfo:
-        """Wait until the engine is ready. Errors: `ConfigError` of the start, `EngineDeadError`."""
+        """Wait until the engine is ready. Raises `EngineDeadError`, or the engine's error."""
         channel = self.channel
         await self._until(lambda: channel.can_send)
         channel.send(self._start)
@@ -212,7 +211,7 @@ class EngineConnection:
         return message.info
 
     async def close(self, *, kill: bool) -> None:
-        """End the process and all its descendants; `kill`: at once. Later calls do nothing."""
+        """End the process and its descendants, at once if `kill` is set. Later calls wait."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(kill=kill))
         await asyncio.shield(self._closing)
@@ -232,7 +231,7 @@ class EngineConnection:
         self._folder.remove()
 
     async def _until(self, look: Callable[[], T]) -> T:
-        """Wait until `look` finds something. Errors: `EngineDeadError` if the process ends."""
+        """Call `look` until its result is true. Raises `EngineDeadError` if the process ends."""
         while not (found := look()):
             await asyncio.sleep(_START_POLL_SECONDS)
             code = self._process.exit_code
@@ -245,7 +244,7 @@ class EngineConnection:
         return found
 
     async def _find_last(self, look: Callable[[], T]) -> T:
-        """Wait for a message sent before the process ended. A killed process sends none."""
+        """Wait for a last message of an ended process. A killed process has sent no message."""
         was_killed = (self._process.exit_code or 0) < 0
         deadline = time.monotonic() + (0.0 if was_killed else _LAST_WORDS_SECONDS)
         while not (found := look()) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""A server process's client of its engines: admits requests and chooses a replica for each."""
+"""Admit requests in a server process, and choose an engine for each request."""
 
 import asyncio
 import random
@@ -40,15 +40,15 @@ logger = get_logger(__name__)
 class SharedQueue:
     """Numbers that the server processes in front of the same engines share."""
 
-    numbers: SharedNumbers  # used by `Admission`
-    loads: SharedNumbers  # used by `ReplicaLoad`
-    prefixes: SharedNumbers  # used by `PrefixTable`
+    numbers: SharedNumbers  # Used by `Admission`.
+    loads: SharedNumbers  # Used by `ReplicaLoad`.
+    prefixes: SharedNumbers  # Used by `PrefixTable`.
 
     @classmethod
     def of(
         cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
     ) -> "SharedQueue":
-        """Use files in `folder`; None: serve one process."""
+        """Use files in `folder`, which several processes share; None is for one process."""
 
         def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
             path = None if folder is None else folder / name
@@ -66,9 +66,10 @@ class SharedQueue:
 
 
 class AsyncEngine:
-    """The engines of a server, and the requests they run for this process. Single writer: its event
-    loop. Several server processes, each with an `index`, may share the engines and count requests
-    together. A request goes to the replica where it costs least, unless it names one.
+    """The engines of a server, and the requests of this process, for use by its event loop only.
+
+    Several server processes, each with an `index`, may share the engines and the count of requests.
+    A request goes to the replica where it costs least, unless the request names a replica.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class AsyncEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.info: wire.ModelInfo  # properties common to all engines
-        # done, with the reason, once all engines stay dead
+        self.info: wire.ModelInfo  # Properties that all engines have in common.
+        # Resolves with the reason when all engines are dead and are not started again.
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         queue = queue or SharedQueue.of(options.num_replicas)
         self.admission = Admission(
@@ -107,7 +108,7 @@ class AsyncEngine:
         self._index = index
         self._prefixes = PrefixTable(queue.prefixes)
         self._seeds = random.Random(options.seed + index)
-        self._stopped: str | None = None  # why it takes no more requests
+        self._stopped: str | None = None  # reason why requests are no longer accepted
 
     @classmethod
     async def create(
@@ -118,16 +119,16 @@ class AsyncEngine:
         index: int = 0,
         queue: SharedQueue | None = None,
     ) -> "AsyncEngine":
-        """Create a client without an engine; find (or download) the model's tokenizer and template.
+        """Create a client without engines. Find or download the model's tokenizer and template.
 
-        `chat_template`: a file that replaces the checkpoint's; `queue`: shared by the clients of
-        the same engines; `index`: the row of this one. Errors: `ConfigError` and its subclasses.
+        The file `chat_template` replaces the checkpoint's template. All clients of the same engines
+        share `queue`, in which this client writes row `index`. Raises `ConfigError`.
         """
         source = await asyncio.to_thread(locate, options)
         template = ChatTemplate.from_folder(source.tokenizer_folder, chat_template)
         if template is None and index == 0:
             logger.warning(
-                "%s has no chat template, so chats are refused; --chat-template FILE gives one",
+                "%s has no chat template, so chats are refused; set one with --chat-template FILE",
                 source.name,
             )
         return cls(
@@ -144,11 +145,11 @@ class AsyncEngine:
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks of all replicas: a request may name one of them."""
+        """Return the number of data-parallel ranks of all replicas. A request may name a rank."""
         return self.info.data_parallel_size * len(self.replicas)
 
     def check_responsive(self) -> None:
-        """Refuse while every running engine, or a rank of it, is silent: `UnavailableError`."""
+        """Raise `UnavailableError` if every running engine, or a rank of it, is silent."""
         self.check_alive()
         silences = [replica.silence for replica in self.replicas if replica.alive]
         if None not in silences:
@@ -165,7 +166,9 @@ class AsyncEngine:
         return sum(len(replica.open) for replica in self.replicas)
 
     def check_alive(self) -> None:
-        """Refuse while no engine runs: `UnavailableError`, or `EngineDeadError` for good."""
+        """Raise an error while no engine runs: `EngineDeadError` if no engine will be restarted,
+        else `UnavailableError`.
+        """
         if self._stopped is not None:
             raise EngineDeadError(self._stopped, code="engine_dead")
         if not any(replica.alive for replica in self.replicas):
@@ -174,14 +177,14 @@ class AsyncEngine:
             raise min(reasons, key=lambda reason: reason.retry_after or 0.0)
 
     def check_room(self, tokens: Sequence[int], *, owner: Owner) -> None:
-        """Refuse sequences with `tokens` of their prompts. Errors: as of `Admission.check`."""
+        """Check the room for sequences with `tokens[i]` prompt tokens (see `Admission.check`)."""
         sharer = owner.tenant if owner.shares_queue else None
         self.admission.check(len(tokens), sum(tokens), now=time.monotonic(), sharer=sharer)
 
     def prefill_tokens(
         self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
     ) -> list[int]:
-        """The prompt tokens that each choice computes; later ones may find them cached."""
+        """Return how many prompt tokens each choice computes. Later choices may use the cache."""
         shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
         others = 1 if shares_prompt else num_prompt_tokens
         return [num_prompt_tokens, *[others] * (num_choices - 1)]
@@ -204,14 +207,14 @@ class AsyncEngine:
         remote: RemotePrompt | None = None,
         images: Sequence[ImageInput] = (),
     ) -> OpenRequest:
-        """Admit a request to continue a prompt. Outputs of its `n` choices come interleaved. Run it
-        or close it.
+        """Admit a request to continue a prompt. The caller must run or close the `OpenRequest`.
 
-        `data_parallel_rank`: one of `num_ranks`, counted replica by replica; None: any. `deadline`:
-        a `time.monotonic()`. `interval`: tokens per output. `readers`: by choice, find stop
-        strings; None: they count everywhere. `lease_id`, `remote`, `images`: as in
-        `GenerateRequest`. Errors: `InvalidRequestError`, `ContextLengthError`,
-        `OverloadedError`, `UnavailableError`; later ones are those of `OpenRequest`.
+        The outputs of the request's `n` choices arrive interleaved. `interval` is the number of
+        tokens per output. `data_parallel_rank` counts ranks replica by replica; None means any.
+        `deadline` is a value of `time.monotonic()`. Each choice may have a reader in `readers` that
+        finds stop strings; without readers, stop strings count in the whole text. `GenerateRequest`
+        describes `lease_id`, `remote` and `images`. Raises `InvalidRequestError`,
+        `ContextLengthError`, `OverloadedError` or `UnavailableError`.
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info, images=images)
@@ -262,7 +265,7 @@ class AsyncEngine:
         )
 
     def enter(self, request: OpenRequest) -> Replica:
-        """Choose a replica and open the request's sequences there. Errors: as of `generate`."""
+        """Choose a replica, and open the request there. Raises the errors of `generate`."""
         self.check_alive()
         first = request.requests[0]
         tokens = self.prefill_tokens(
@@ -274,18 +277,18 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """End the open sequences of these owners ("abort"). Return the number of new ends."""
+        """Abort the open sequences whose owner `is_meant` accepts. Return their number."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix caches, except used blocks. Errors: as of `check_alive`."""
+        """Remove all unused blocks from the prefix caches. Raises the errors of `check_alive`."""
         self.check_alive()
         for replica in self.replicas:
             replica.send(wire.ResetPrefixCache())
             self._prefixes.discard(replica.index)
 
     async def record_experts(self, action: wire.RecordAction) -> list[wire.ExpertDump]:
-        """Start, stop or return counts of experts. Errors: `InvalidRequestError` without any."""
+        """Start, stop or dump a record of expert counts. Raises `InvalidRequestError`."""
         self.check_alive()
         asked = (replica.record_experts(action, server=self._index) for replica in self.replicas)
         return [dump for dump in await asyncio.gather(*asked) if dump is not None]
@@ -293,7 +296,7 @@ class AsyncEngine:
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
         self.replicas[replica].on_engine_ready(channel, info)
         self._prefixes.resize(replica, num_blocks=info.num_kv_blocks * info.data_parallel_size)
-        if self._index == 0:  # for all server processes
+        if self._index == 0:  # one process empties the table, which all processes share
             self._prefixes.discard(replica)
         infos = [each.info for each in self.replicas if each.info is not None]
         self.info = msgspec.structs.replace(
@@ -304,7 +307,7 @@ class AsyncEngine:
         self._resize()
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """End the engine's open requests; another one is expected in `ready_in` seconds."""
+        """End the open requests of a lost engine; its successor should be ready in `ready_in` s."""
         self.replicas[replica].on_engine_lost(reason, ready_in=ready_in)
         self._resize()
 
@@ -314,7 +317,7 @@ class AsyncEngine:
             self.failed.set_result(reason)
 
     def stop(self, reason: str = "the engine was stopped") -> None:
-        """Take no more requests and end every open one with `EngineDeadError`."""
+        """Refuse new requests, and end every open request with `EngineDeadError`."""
         self._stopped = reason
         for replica in self.replicas:
             replica.fail_open(reason)
@@ -332,12 +335,12 @@ class AsyncEngine:
             )
 
     def _place(self, request: GenerateRequest, *, named: int | None) -> tuple[Replica, int]:
-        """The replica where a request costs least, or the one it names, and the prompt tokens that
-        it probably has to compute there. Errors: `UnavailableError`, `EngineDeadError` for a named
-        replica that does not run.
+        """Return replica `named`, or else the replica where the request costs least, and the number
+        of prompt tokens that the replica probably computes. Raises `UnavailableError` or
+        `EngineDeadError` if the named replica does not run.
         """
         if len(self.replicas) == 1:
-            return self.replicas[0], 0  # there is nothing to compare
+            return self.replicas[0], 0  # without other replicas no costs are compared
         running = [replica for replica in self.replicas if replica.alive]
         possible = [replica for replica in running if replica.silence is None] or running
         if named is not None:

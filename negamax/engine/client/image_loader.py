@@ -1,4 +1,4 @@
-"""Load the images of a conversation: bound, decode in a process with limits, expand the prompt."""
+"""Load the images of a conversation, decode them in a process with limits, expand the prompt."""
 
 import asyncio
 import base64
@@ -26,12 +26,12 @@ from negamax.scheduler.request import ImageInput
 from negamax.text.confined import IMAGE_DECODER, Confined
 from negamax.text.messages import ImagePart
 
-MAX_IMAGES = 200  # of a request
+MAX_IMAGES = 200  # images in a request
 MAX_IMAGE_BYTES = 30_000_000
-MAX_REQUEST_PIXELS = 512_000_000  # of all images of a request, before resizing
+MAX_REQUEST_PIXELS = 512_000_000  # pixels of all images of a request before resizing
 _RULE_VERSION = b"minimax-m3-1"
 _NUM_THREADS = max(2, min(8, env.usable_cores()))
-_PER_REQUEST = 2  # images of one request that are decoded at a time
+_PER_REQUEST = 2  # images of one request that are decoded in parallel
 _DATA_URL = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 _HEADER_BYTES = 12
 
@@ -52,7 +52,7 @@ class _Image:
 
 
 class ImageLoader:
-    """Loads images for a model with a vision tower. Threads may share it."""
+    """Loads images for a model with a vision tower. Threads may share a loader."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ImageLoader:
         rule: Rule = "longest",
         fetch: Callable[[str], bytes] | None = None,
     ) -> None:
-        """`fetch` downloads a URL; its errors lack the image's place. None: URLs are refused."""
+        """`fetch` downloads a URL; without `fetch`, the loader refuses URLs."""
         self._vision = vision
         self._max_model_len = max_model_len
         self._rule = rule
@@ -73,10 +73,10 @@ class ImageLoader:
     async def load(
         self, parts: Sequence[ImagePart], *, needs_pixels: bool = True
     ) -> list[ImageInput]:
-        """Return the images in order, without offsets; without `needs_pixels` only their sizes.
+        """Return the images in order, without offsets, and with pixels if `needs_pixels` is set.
 
-        Errors, with the image's place: `InvalidRequestError`, `PayloadTooLargeError`,
-        `UnavailableError` if no decoder can be started; `ContextLengthError`.
+        Raises `InvalidRequestError` or `PayloadTooLargeError` with the image's place,
+        `ContextLengthError`, or `UnavailableError` if the decoder process cannot be started.
         """
         if len(parts) > MAX_IMAGES:
             raise InvalidRequestError(
@@ -93,7 +93,7 @@ class ImageLoader:
         num_pixels = sum(image.num_source_pixels for image in measured)
         if num_pixels > MAX_REQUEST_PIXELS:
             raise InvalidRequestError(
-                f"the images have {num_pixels} pixels together; allowed: {MAX_REQUEST_PIXELS}",
+                f"the images have {num_pixels} pixels in total; allowed: {MAX_REQUEST_PIXELS}",
                 param="messages",
                 code="invalid_image",
             )
@@ -104,16 +104,16 @@ class ImageLoader:
     def expand(
         self, token_ids: Sequence[int], images: Sequence[ImageInput]
     ) -> tuple[list[int], list[ImageInput]]:
-        """Replace the template's token of each image by its markers and tokens.
+        """Replace the single token that the template has for an image by markers and all tokens.
 
-        Errors: `InvalidRequestError` unless there is one such token for each image.
+        Raises `InvalidRequestError` unless the prompt has one such token for each image.
         """
         vision = self._vision
         count = token_ids.count(vision.image_token_id)
         if count != len(images):
             raise InvalidRequestError(
                 f"the prompt has {count} image tokens for {len(images)} images",
-                hint="the chat template must show each image once, and texts must spell none",
+                hint="the template must show each image once; texts must not contain image tokens",
                 param="messages",
                 code="image_count",
             )
@@ -132,11 +132,11 @@ class ImageLoader:
         return expanded, placed
 
     def load_blocking(self, parts: Sequence[ImagePart]) -> list[ImageInput]:
-        """As `load`, from a thread that may run an event loop already."""
+        """Do the same as `load` in a thread that may already run an event loop."""
         return self._threads.submit(asyncio.run, self.load(parts)).result()
 
     async def _map(self, work: Callable[[T], _Image], items: Sequence[T]) -> list[_Image]:
-        """Call `work` in threads, for few items of a request at a time."""
+        """Call `work` in threads, with `_PER_REQUEST` items of a request at a time."""
         free = asyncio.Semaphore(_PER_REQUEST)
         loop = asyncio.get_running_loop()
 
@@ -152,7 +152,7 @@ class ImageLoader:
                 task.cancel()
 
     def _measure(self, part: ImagePart) -> _Image:
-        """Get the bytes of an image, and the size that it will have."""
+        """Read an image's file, and compute the size of the image after resizing."""
         data = self._read(part)
         if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
             raise _place(build_bytes_error(len(data) * 3 // 4), part)
@@ -167,7 +167,7 @@ class ImageLoader:
             problem = "is neither a data URL in base64 nor an http(s) URL"
             raise _place(InvalidRequestError(problem, code="invalid_image"), part)
         if self._fetch is None:
-            problem = "is a URL; this server opens none (--allowed-media-domains)"
+            problem = "is a URL; this server opens no URLs (--allowed-media-domains)"
             hint = "send the image as a data URL"
             raise _place(InvalidRequestError(problem, hint=hint, code="url_not_allowed"), part)
         try:
@@ -179,7 +179,7 @@ class ImageLoader:
         return self._call(image, needs_pixels=True)
 
     def _call(self, image: _Image, *, needs_pixels: bool) -> _Image:
-        """Let a process with limits read an image."""
+        """Let a process with resource limits decode an image, or measure it."""
         longest = image.part.longest or LONGEST_SIDE
         try:
             answer = self._decoder.call(image.data, self._rule, longest, needs_pixels)
@@ -214,13 +214,13 @@ class ImageLoader:
 
 
 def build_bytes_error(num_bytes: int) -> PayloadTooLargeError:
-    """The error of an image with too many bytes, without its place."""
+    """Return the error of an image with too many bytes; the caller adds the image's place."""
     return PayloadTooLargeError(
         f"has {num_bytes} bytes; allowed: {MAX_IMAGE_BYTES}", code="image_too_large"
     )
 
 
 def _place(error: ErrorT, part: ImagePart) -> ErrorT:
-    """Name the image in an error that lacks its place."""
+    """Add the place of an image to an error message."""
     error.message, error.param = f"{part.place} {error.message}", part.place
     return error

@@ -1,4 +1,4 @@
-"""Requests in the engine, as the server sees them."""
+"""Send requests to an engine and receive their outputs, in a server process."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-Take = Callable[[int, RequestOutput], object]  # index of the prompt, and its output
+Take = Callable[[int, RequestOutput], object]  # called with a prompt's index and an output
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The tenant of a request, its names for the client, and whether others share the queue."""
+    """The sender of a request."""
 
     tenant: str = ""
-    names: frozenset[str] = frozenset()
-    shares_queue: bool = False
+    names: frozenset[str] = frozenset()  # Names by which a client may abort the request.
+    shares_queue: bool = False  # Whether several tenants share the queue.
 
 
 NOBODY = Owner()
 
 
 class Observer(Protocol):
-    """Receives the events of one request. It must not raise."""
+    """Receives the events of one request. The methods of an observer must not raise."""
 
     def started(self, at: float) -> None:
-        """The first of its sequences began to run at monotonic second `at`."""
+        """A sequence of the request began to run at monotonic second `at`."""
 
     def gained(self, output: RequestOutput) -> None:
-        """One of its choices gained tokens or ended."""
+        """A choice of the request gained tokens or ended."""
 
     def ended(self, error: BaseException | None) -> None:
-        """The request is over; `error`: why it ended early."""
+        """The request has ended; `error` is the reason of an early end."""
 
 
 class OpenRequest:
-    """The choices of one prompt. Single user, in the event loop: `run` to the end, or `close`.
+    """The choices of one prompt. One user in the event loop must `run` or `close` the request.
 
-    While the user pauses, updates are joined to one per choice, so a backlog costs only memory for
-    its token ids. Outputs of fewer than `interval` tokens are joined, except the first and last.
+    During a pause, updates of a choice are joined, so a backlog needs memory for token ids only.
+    Outputs of fewer than `interval` tokens are joined, except the first and the last output.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class OpenRequest:
         owner: Owner = NOBODY,
         replica_index: int | None = None,
     ) -> None:
-        """Nothing is sent before `first_output` or `run`. `requests`: one for each choice;
-        `streams`: by their ids; `deadline`: monotonic seconds; `replica_index`: the only replica
-        that may answer.
+        """Prepare a request, which `first_output` or `run` sends. `requests` has an entry for each
+        choice, and `streams` maps their ids to streams. `deadline` is in monotonic seconds. If
+        `replica_index` is given, only this replica may answer.
         """
         self.owner = owner
         self.replica_index = replica_index
         self.requests = requests
-        self.prompt_index = 0  # among prompts that are answered together
+        self.prompt_index = 0  # index among the prompts of `OpenRequests`
         self.is_told_to_end = False
         self._engine = engine
-        self._replica: Replica | None = None  # task, once the request has begun
-        self._streams = dict(streams)  # unfinished choices
+        self._replica: Replica | None = None  # None until the request is sent.
+        self._streams = dict(streams)  # Streams of unfinished choices by sequence id.
         self._deadline = deadline
         self._observer = observer
         self._interval = interval
-        self._waiting: dict[int, RequestOutput] = {}  # choices that wait for more tokens
+        self._waiting: dict[int, RequestOutput] = {}  # outputs with less than `interval` tokens
         self._unsent: Sequence[GenerateRequest] = ()
-        self._updates: dict[str, SequenceUpdate] = {}  # outputs to pass on
-        self._failure: Exception | None = None  # error that ends the request after these outputs
+        self._updates: dict[str, SequenceUpdate] = {}  # Updates that the user has not received.
+        self._failure: Exception | None = None  # Ends the request after the user has `_updates`.
         self._take: Take | None = None
         self._is_paused = False
         self._arrival: asyncio.Future[None] | None = None
@@ -98,11 +98,11 @@ class OpenRequest:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The parameters of the first choice, with the model's defaults."""
+        """Return the parameters of the first choice, with the model's defaults filled in."""
         return self.requests[0].sampling
 
     async def first_output(self) -> None:
-        """Send the request and wait for its first output. Errors: its early end; then close it."""
+        """Send the request and wait for its first output. On an error, close the request."""
         self._begin()
         if not self._updates and self._failure is None:
             self._arrival = asyncio.get_running_loop().create_future()
@@ -113,9 +113,9 @@ class OpenRequest:
             raise self._failure
 
     async def run(self, take: Take) -> None:
-        """Pass every output to `take` until the last choice has ended. However it ends, nothing of
-        the request stays in the engine. Errors: those of `first_output` and of `take`,
-        `EngineError`, `EngineDeadError`, `RequestTimeoutError`.
+        """Pass every output to `take` until the last choice has ended. At the end, also after an
+        error, no sequence of the request is in the engine. Raises `EngineError`, `EngineDeadError`,
+        `RequestTimeoutError`, and the errors of `first_output` and `take`.
         """
         self._ended = asyncio.get_running_loop().create_future()
         self._take = take
@@ -138,14 +138,14 @@ class OpenRequest:
         self._hand_kept()
 
     def abort(self) -> None:
-        """End the choices that were not sent, and abort the others in the engine."""
+        """End the choices that were not sent; `Replica.abort` aborts all others."""
         self.is_told_to_end = True
         unsent, self._unsent = self._unsent, ()
         for request in unsent:
             self.push(SequenceUpdate(request.request_id, [], finish_reason="abort"))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Abort all unfinished choices; `error` is the reason. Later calls have no effect."""
+        """Abort all unfinished choices because of `error`. Further calls have no effect."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -158,13 +158,13 @@ class OpenRequest:
             self._observer.ended(error)
 
     def started(self, at: float) -> None:
-        """The engine began with one of the sequences at monotonic second `at`."""
+        """Record that the engine began to run a sequence at monotonic second `at`."""
         if self._observer is not None:
             self._observer.started(at)
 
     def push(self, update: SequenceUpdate) -> None:
-        """Pass an update to the user, or hold it back in a pause. The update belongs to this
-        request from here on. Never raises: an error here ends this request alone.
+        """Pass an update to the user, or store it during a pause. The request may modify the update
+        later. Never raises: an error ends this request alone.
         """
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
@@ -182,7 +182,7 @@ class OpenRequest:
             self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """End the request with `error` after the arrived outputs. The first error counts."""
+        """End the request with the first `error`, after the outputs that have arrived."""
         if self._failure is None:
             self._failure = error
         self._announce()
@@ -193,7 +193,7 @@ class OpenRequest:
             self._arrival.set_result(None)
 
     def _hand_kept(self) -> None:
-        """Pass on held outputs, then the error, unless paused."""
+        """Unless the request is paused, pass stored updates to the user, then the error."""
         if self._take is None or self._is_paused:
             return
         updates, self._updates = self._updates, {}
@@ -215,15 +215,15 @@ class OpenRequest:
             self._replica.send(*map(wire.AddRequest, unsent))
         stream = self._streams.get(update.request_id)
         if stream is None or self._take is None:
-            return  # an update that crossed with our abort
+            return  # the engine sent the update before the abort arrived
         try:
             output = stream.push(update)
         except Exception as wrong:
-            logger.exception("request %s: its output cannot be turned into text", update.request_id)
-            raise EngineError("the output could not be turned into text") from wrong
+            logger.exception("the output of request %s is not decodable", update.request_id)
+            raise EngineError("the output could not be decoded to text") from wrong
         if stream.finished:
             del self._streams[update.request_id]
-            # stop strings are not part of engine requests
+            # The engine does not know stop strings, so a sequence that one ends is aborted.
             self._replica.leave([update.request_id], abort=update.finish_reason is None)
         if self._observer is not None:
             self._observer.gained(output)
@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice; the others follow its first token and find the prompt cached."""
+        """Send the first choice. The others follow its first token and use the cached prompt."""
         if self._has_started:
             return
         self._has_started = True
@@ -253,7 +253,7 @@ class OpenRequest:
         self._unsent = self.requests[1:]
         if self._deadline is not None:
             error = RequestTimeoutError(
-                "the request was not answered in time",
+                "the request has passed its time limit",
                 hint="allow more time, or ask for fewer tokens",
                 code="request_timeout",
             )
@@ -267,7 +267,7 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Several prompts that are answered together. Single user, as of `OpenRequest`."""
+    """Several prompts of one HTTP request, for a single user."""
 
     def __init__(self, parts: Sequence[OpenRequest]) -> None:
         self._parts = parts
@@ -275,7 +275,7 @@ class OpenRequests:
             part.prompt_index = index
 
     async def first_output(self) -> None:
-        """Send all and wait for the first output of any. Errors: as of `OpenRequest`."""
+        """Send all prompts and wait for the first output. Raises the error of a prompt."""
         waits = [asyncio.ensure_future(part.first_output()) for part in self._parts]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -285,7 +285,7 @@ class OpenRequests:
             await _cancel(waits)
 
     async def run(self, take: Take) -> None:
-        """As of `OpenRequest`. The first error ends all."""
+        """Run all prompts as `OpenRequest.run` does. The first error ends all prompts."""
         runs = [asyncio.ensure_future(part.run(take)) for part in self._parts]
         try:
             await asyncio.gather(*runs)
@@ -306,7 +306,7 @@ class OpenRequests:
 
 
 def join_updates(earlier: SequenceUpdate, later: SequenceUpdate) -> SequenceUpdate:
-    """Join two updates of the same sequence. The lists of `earlier` are reused."""
+    """Join two updates of the same sequence. The result reuses the lists of `earlier`."""
     earlier.token_ids.extend(later.token_ids)
     logprobs = earlier.logprobs
     if logprobs is not None:

@@ -1,4 +1,4 @@
-"""Turn the engine's tokens into text, stop strings and one delta per committed step."""
+"""Convert tokens of the engine to text, find stop strings, and check requests."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,35 +15,35 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class TextReader(Protocol):
-    """Reads the text of a choice and finds the stop strings, which count only in parts of it."""
+    """Reads the text of a choice, and finds stop strings in the parts of the text that count."""
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended the text, or None."""
+        """Return the stop string that ended the text, or None."""
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
-        """Take pieces of text. `may_stop` False: ignore stop strings that end in `pieces`."""
+        """Read pieces of text. If `may_stop` is False, ignore stop strings that end in `pieces`."""
 
     def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
-        """End the text; `is_truncated`: the model did not end it."""
+        """End the text. `is_truncated` means that the model did not end the text itself."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     index: int  # index of the choice, 0 to n - 1
     token_ids: list[int]
-    pieces: list[TextPiece]  # printable text, with its token id if one token made it
-    logprobs: list[TokenLogprobs] | None  # one entry per entry of token_ids
-    # first output only; one entry per prompt token after the first
+    pieces: list[TextPiece]  # Printable text, with a token id if one token contains the piece.
+    logprobs: list[TokenLogprobs] | None  # One entry per token in token_ids.
+    # One entry per prompt token after the first, in the first output only.
     prompt_logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None  # "stop", "length", "abort", "error"; None: not finished
-    stop_reason: int | str | None  # the stop token id or stop string
+    finish_reason: str | None  # "stop", "length", "abort" or "error"; None: not finished.
+    stop_reason: int | str | None  # The stop token id or the stop string.
     num_prompt_tokens: int
-    num_output_tokens: int  # output tokens so far
+    num_output_tokens: int  # number of output tokens up to this output
     num_cached_tokens: int
     error: str | None
-    drafts: tuple[int, int, int] | None = None  # as in `SequenceUpdate`
-    events: list[ParserEvent] | None = None  # of the choice's reader, if it has one
+    drafts: tuple[int, int, int] | None = None  # Described in `SequenceUpdate`.
+    events: list[ParserEvent] | None = None  # Events of the choice's reader; None without a reader.
 
     @property
     def text(self) -> str:
@@ -51,8 +51,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def join_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Join two outputs of the same choice, whose lists are reused."""
-    # extend the longer list: joining many takes linear time
+    """Join two outputs of the same choice. The result reuses the lists of `earlier`."""
+    # Extending the longer list lets a series of joins take linear time.
     earlier.token_ids.extend(later.token_ids)
     earlier.pieces.extend(later.pieces)
     if earlier.logprobs is not None:
@@ -70,9 +70,9 @@ def join_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
 
 
 class ChoiceStream:
-    """Turns the updates of one sequence into outputs. Single writer: the receiver of the updates.
+    """Converts the updates of one sequence to outputs, for one user.
 
-    Stop strings count in the whole text, or where the choice's `reader` finds them.
+    Stop strings count in the whole text, unless the choice has a `reader`, which finds them.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ChoiceStream:
         self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._keep_stop_token = sampling.include_stop_str_in_output
         self._has_stop_strings = bool(sampling.stop)
-        # without stop strings the owner reads, many tokens at a time
+        # Without stop strings, the owner of the reader calls it with many tokens at a time.
         self._reader = reader if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._detokenizer = Detokenizer(
@@ -106,7 +106,7 @@ class ChoiceStream:
         self.finished = False
 
     def push(self, update: SequenceUpdate) -> RequestOutput:
-        """Return the output. The caller aborts a sequence that only a stop string finished."""
+        """Return the output of an update. The caller aborts a sequence that a stop string ends."""
         token_ids, logprobs = update.token_ids, update.logprobs
         finish_reason, stop_reason = update.finish_reason, update.stop_reason
         text_ids: Sequence[int] = token_ids
@@ -120,7 +120,7 @@ class ChoiceStream:
         events: list[ParserEvent] | None = None if self._reader is None else []
         if self._has_stop_strings:
             pieces, num_used = self._push_until_stop(text_ids, events)
-            if self._matched_stop is not None:  # tokens after the stop string are dropped
+            if self._matched_stop is not None:  # drop the tokens after the stop string
                 token_ids, logprobs = (
                     token_ids[:num_used],
                     None if logprobs is None else logprobs[:num_used],
@@ -158,7 +158,7 @@ class ChoiceStream:
     def _push_until_stop(
         self, token_ids: Sequence[int], events: list[ParserEvent] | None
     ) -> tuple[list[TextPiece], int]:
-        """The text up to a stop string, and its number of tokens; events go to `events`."""
+        """Return the text up to a stop string and its number of tokens; extend `events`."""
         pieces: list[TextPiece] = []
         for position, token_id in enumerate(token_ids, start=1):
             new = self._detokenizer.push([token_id])
@@ -180,7 +180,7 @@ class ChoiceStream:
 
 
 def check_served(update: SequenceUpdate) -> None:
-    """Errors: `InvalidRequestError` for a refused request, `UnavailableError` for a lost one."""
+    """Raise `InvalidRequestError` if the request was refused, `UnavailableError` if it is lost."""
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="no_grammar_process", retry_after=1.0)
     if update.lacks_prompt:
@@ -199,13 +199,14 @@ def admit(
 ) -> SamplingParams:
     """Check a prompt and its parameters against the model and fill in the model's defaults.
 
-    Errors: `InvalidRequestError` for an empty prompt, ids outside the vocabulary, parameters out of
-    range, or images without a vision tower; `ContextLengthError` if prompt and requested output
-    exceed the context length.
+    Raises `InvalidRequestError` for an empty prompt, for ids outside the vocabulary, for parameters
+    out of range, and for images that the model cannot read. Raises `ContextLengthError` if the
+    prompt plus the requested output exceeds the context length.
     """
     if images and info.vision is None:
         raise InvalidRequestError(
-            f"the prompt has {len(images)} images; {info.served_model_name} reads text only here",
+            f"the prompt has {len(images)} images; this server's {info.served_model_name} reads "
+            "text only",
             hint="send text only",
             param="messages",
             code="unsupported_content",
@@ -235,8 +236,8 @@ def admit(
         )
     if sampling.min_tokens > room:
         raise ContextLengthError(
-            f"min_tokens is {sampling.min_tokens}; {room} tokens are left of the context length "
-            f"{info.max_model_len}",
+            f"min_tokens is {sampling.min_tokens}; the prompt leaves {room} tokens of the context "
+            f"length {info.max_model_len}",
             hint="shorten the prompt or lower min_tokens",
             param="min_tokens",
             code="context_length_exceeded",

@@ -1,6 +1,6 @@
-"""Chooses a replica by the load of each and the prompts sent to it; asks no engine.
+"""Choose a replica for a request by load and by earlier prompts, without a message to an engine.
 
-`negamax route` places requests on servers by the same rule.
+`negamax route` chooses servers for requests in the same way.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,29 +11,28 @@ from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.scheduler import ROW_COST, TOKENS_PER_COST
 from negamax.scheduler.step import SequenceUpdate
 
-# Shared columns of each replica: open sequences, prompt tokens to compute before first tokens,
+# Shared columns of each replica: number of open sequences, prompt tokens that are not computed yet,
 # prompt tokens of open sequences, and prompt tokens of all sequences ever sent.
 _ROWS, _PENDING, _CONTEXT, _SENT = range(4)
 NUM_COLUMNS = 4
-# Most prompt blocks remembered for a replica, but no more than its cache holds.
-MAX_BLOCKS = 1 << 15
-_TAG_BYTES = 6  # bytes of a block's hash that make an integer exact in a float64
+MAX_BLOCKS = 1 << 15  # Prompt blocks stored for a replica; a smaller KV cache lowers the number.
+_TAG_BYTES = 6  # Bytes of a block's hash; a float64 stores an integer of 6 bytes exactly.
 
 
 class ReplicaLoad:
-    """The load of one replica from all servers. Single writer of a row: its event loop."""
+    """The load that all server processes put on one replica. Each process writes its own row."""
 
     def __init__(self, numbers: SharedNumbers, *, replica: int, index: int) -> None:
-        """`numbers`: `NUM_COLUMNS` columns for each replica; process `index` writes its row."""
+        """Use `NUM_COLUMNS` columns of `numbers` for the replica, in row `index` for writing."""
         self.replica = replica
         self._numbers = numbers
         self._start = replica * NUM_COLUMNS
         self._row = numbers.row(index, start=self._start, count=NUM_COLUMNS)
-        self._pending: dict[str, int] = {}  # by sequence, until its first token
-        self._context: dict[str, int] = {}  # by open sequence
+        self._pending: dict[str, int] = {}  # Uncomputed prompt tokens by sequence id.
+        self._context: dict[str, int] = {}  # Prompt tokens by id of an open sequence.
 
     def enter(self, sequence_id: str, *, context: int, pending: int) -> None:
-        """Count a sequence of `context` prompt tokens; `pending` of them are to be computed."""
+        """Count a sequence of `context` prompt tokens, of which `pending` must be computed."""
         self._context[sequence_id] = context
         self._row[_ROWS] += 1
         self._row[_CONTEXT] += context
@@ -43,17 +42,17 @@ class ReplicaLoad:
             self._row[_PENDING] += pending
 
     def gained(self, updates: Iterable[SequenceUpdate]) -> None:
-        """Record sequences with tokens: their prompts are computed."""
+        """Record that prompts are computed: each sequence in `updates` has output tokens."""
         if self._pending:
             for update in updates:
                 self.computed(update.request_id)
 
     def computed(self, sequence_id: str) -> None:
-        """Record that the sequence's prompt is computed."""
+        """Record that the prompt of a sequence is computed."""
         self._row[_PENDING] -= self._pending.pop(sequence_id, 0)
 
     def leave(self, sequence_id: str) -> None:
-        """Remove a sequence that is over; ids that are not open are ignored."""
+        """Remove a sequence that has ended. Ignore ids that are not open."""
         context = self._context.pop(sequence_id, None)
         if context is not None:
             self._row[_ROWS] -= 1
@@ -61,9 +60,9 @@ class ReplicaLoad:
             self._row[_PENDING] -= self._pending.pop(sequence_id, 0)
 
     def cost(self, own: int, *, num_ranks: int) -> tuple[float, float]:
-        """Return the cost of computing `own` more prompt tokens here, in prompt tokens as in
-        `Scheduler.cost_of`. Ties are broken by all tokens ever sent. `num_ranks` data-parallel
-        ranks divide the load.
+        """Return the cost of `own` further prompt tokens on this replica, and a tie breaker: the
+        tokens ever sent. The cost is in prompt tokens, as in `Scheduler.cost_of`. The data-parallel
+        ranks of the replica share its load.
         """
         rows, pending, context, sent = (
             self._numbers.total(self._start + column) for column in range(NUM_COLUMNS)
@@ -73,12 +72,12 @@ class ReplicaLoad:
 
 
 class PrefixTable:
-    """Prompt blocks sent to each replica, shared without locks: an entry is one number, and a wrong
-    one only costs time. A block has one place, where a later block may replace it.
+    """Hashes of prompt blocks sent to each replica. Processes share the table without locks, as an
+    entry is one number and a wrong entry only costs time. Hashes of later blocks replace entries.
     """
 
     def __init__(self, numbers: SharedNumbers) -> None:
-        """`numbers`: `MAX_BLOCKS` columns and a row for each replica."""
+        """Store hashes in `numbers`, with `MAX_BLOCKS` columns and a row for each replica."""
         self._tags = [numbers.row(replica) for replica in range(numbers.num_rows)]
         self._num_blocks = [MAX_BLOCKS] * numbers.num_rows
 
@@ -89,9 +88,9 @@ class PrefixTable:
         self._tags[replica][:] = [0.0] * MAX_BLOCKS
 
     def matches(self, tags: Sequence[int], replica: int) -> int:
-        """Count the leading blocks (`hash_blocks`) of a prompt that were sent to the replica."""
+        """Return how many leading blocks of a prompt (`hash_blocks`) the replica has received."""
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
-        for index in range(len(tags) - 1, -1, -1):  # a block's hash covers those before it
+        for index in range(len(tags) - 1, -1, -1):  # a block's hash covers all earlier blocks
             if row[tags[index] % num_blocks] == tags[index]:
                 return index + 1
         return 0
@@ -113,9 +112,9 @@ def choose_replica(
 ) -> tuple[int, int]:
     """Choose the candidate where a prompt costs least, and record the prompt's blocks there.
 
-    The tokens to compute and the load have one unit. So the longest known prefix wins until its
-    replica has more load than the prefix saves; without a known prefix the least loaded one wins.
-    Return its position in `candidates` and the prompt tokens that it probably has to compute.
+    The cost is the tokens to compute plus the load, so the longest known prefix wins until its
+    replica has more load than the prefix saves. Return the position of the chosen replica in
+    `candidates`, and the number of prompt tokens that the replica probably computes.
     """
     own = [num_tokens - block_size * prefixes.matches(tags, each.replica) for each in candidates]
     costs = [
@@ -127,7 +126,7 @@ def choose_replica(
 
 
 def hash_blocks(request: GenerateRequest, *, block_size: int) -> list[int]:
-    """The hashes of a prompt's full blocks without the last token, which is always computed."""
+    """Return the hashes of a prompt's full blocks, without the last token of the prompt."""
     tokens = list(request.prompt_token_ids)
     hashes = BlockHashes(tokens, block_size=block_size, salt=request.cache_salt)
     num_blocks = (len(tokens) - 1) // block_size

@@ -1,4 +1,4 @@
-"""One engine of a server, as one server process sees it."""
+"""Track one engine of a server, and the requests that one server process sends to the engine."""
 
 import asyncio
 import time
@@ -14,29 +14,29 @@ from negamax.engine.client.placement import ReplicaLoad
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-_RESPONSIVE_SECONDS = 0.7  # a few heartbeat intervals: longer silence is unresponsive
+_RESPONSIVE_SECONDS = 0.7  # time without a heartbeat until an engine counts as unresponsive
 
 State = Literal["ok", "silent", "restarting", "failed"]
 
 
 class Replica:
-    """One engine and its sequences of this process. Single writer: the event loop."""
+    """One engine and its open sequences of this process, for use by the event loop only."""
 
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
         self.index = index
         self.load = load
         self.info: wire.ModelInfo | None = None  # properties of the latest engine
         self.restart_count = 0
-        self.open: dict[str, OpenRequest] = {}  # by sequence id
-        # receives the number of tokens of each step
+        self.open: dict[str, OpenRequest] = {}  # Open requests by sequence id.
+        # Called with the number of tokens of each step.
         self.on_steps: Callable[[list[int]], None] | None = None
         self._admission = admission
         self._channel: EngineChannel | None = None
         self._past: wire.EngineStats | None = None  # counters of engines that died
         self._death = "the engine is not running"
-        self._next_ready = 0.0  # monotonic: when the current start should be over
+        self._next_ready = 0.0  # monotonic second at which the current start should end
         self.has_failed = False
-        # unanswered commands about experts, by number
+        # futures of `RecordExperts` commands without an answer, by number of the command
         self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
         self._num_records = 0
 
@@ -52,7 +52,7 @@ class Replica:
 
     @property
     def silence(self) -> str | None:
-        """A process of the running engine without recent heartbeats; None: all are alive."""
+        """Return the engine or a rank of it that sends no heartbeats; None if all send some."""
         assert self._channel is not None
         if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
             return "the engine"
@@ -61,24 +61,24 @@ class Replica:
         return None
 
     def unavailable(self) -> EngineDeadError | UnavailableError:
-        """The error for requests while no engine runs, with the time after which to retry."""
+        """Return the error for requests while the engine does not run, with a time to retry."""
         if self.has_failed:
             return EngineDeadError(self._death, code="engine_dead")
         wait = max(1.0, self._next_ready - time.monotonic())
         return UnavailableError(
-            f"{self._death}; it is being started again", code="engine_restarting", retry_after=wait
+            f"{self._death}; the engine restarts", code="engine_restarting", retry_after=wait
         )
 
     @property
     def stats(self) -> wire.EngineStats:
-        """The latest statistics. Without an engine, gauges are zero and counters stay."""
+        """Return the latest statistics. Without an engine, gauges are zero and counters stay."""
         latest = None if self._channel is None else self._channel.stats
         if latest is not None and not self.alive:
             latest = wire.drop_gauges(latest)
         return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
-        """Open a request's sequences with `tokens` each; the first has to compute `pending`."""
+        """Open sequences with `tokens[i]` prompt tokens each; the first computes `pending`."""
         for sequence, num_tokens in zip(request.requests, tokens, strict=True):
             self.open[sequence.request_id] = request
             self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)
@@ -86,7 +86,7 @@ class Replica:
             pending = 0
 
     def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
-        """Remove sequences that are over; `abort`: end them in the engine, too."""
+        """Remove sequences from this process, and from the engine if `abort` is set."""
         known = [name for name in sequence_ids if self.open.pop(name, None) is not None]
         self._left(known)
         if abort and known and self._channel is not None:
@@ -130,7 +130,7 @@ class Replica:
         return record.dump
 
     def send(self, *messages: wire.ToEngine) -> None:
-        """Send to the engine; dropped while none runs."""
+        """Send messages to the engine. Drop the messages while no engine runs."""
         if self._channel is not None:
             for message in messages:
                 self._channel.send(message)
@@ -148,7 +148,7 @@ class Replica:
         channel.on_record = take_record
 
     def on_engine_lost(self, reason: str, *, ready_in: float) -> None:
-        """End the open requests; another engine is expected in `ready_in` seconds."""
+        """End the open requests. The next engine should be ready in `ready_in` seconds."""
         self._death = reason
         self._next_ready = time.monotonic() + ready_in
         self._past = wire.drop_gauges(self.stats)
@@ -160,7 +160,7 @@ class Replica:
         self.has_failed = True
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Pass steps that arrived together to their sequences, one update each."""
+        """Pass on the updates of steps that arrived together, joined to one update a sequence."""
         for step in steps:
             for sequence_id, at in step.admitted:
                 request = self.open.get(sequence_id)

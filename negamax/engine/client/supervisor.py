@@ -1,4 +1,4 @@
-"""Start, watch, restart and stop the engines for the server processes in front of them."""
+"""Start, watch, restart and stop the engines of a server."""
 
 import asyncio
 import contextlib
@@ -31,30 +31,30 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class EngineListener(Protocol):
-    """Receives the start, loss and failure of engines, for the other server processes."""
+    """Receives the start, loss and failure of engines, and informs other server processes."""
 
     def on_engine_ready(self, replica: int, address: EngineAddress, info: ModelInfo) -> None:
         """An engine is ready for requests."""
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """The engine is gone; another one is expected in `ready_in` seconds."""
+        """The engine is gone. The next engine should be ready in `ready_in` seconds."""
 
     def on_engine_failed(self, replica: int, reason: str) -> None:
-        """The engine is gone and is not started again."""
+        """The engine is gone and will not be started again."""
 
 
 @dataclass(frozen=True)
 class _Servers:
-    engine: AsyncEngine  # the client of this process
+    engine: AsyncEngine  # this process's client of the engines
     count: int
     listener: EngineListener | None
     parent: ParentPulse | None
     limits: SupervisionLimits
-    module: str  # module of an engine process
+    module: str  # main module of an engine process
 
 
 class EngineSupervisor:
-    """The engines of all replicas and this process's client. Single writer: the event loop."""
+    """Supervises the engines of all replicas. Only the event loop may use an instance."""
 
     def __init__(self, options: EngineOptions, servers: _Servers) -> None:
         self.engine = servers.engine
@@ -65,7 +65,7 @@ class EngineSupervisor:
 
     @classmethod
     async def start(cls, options: EngineOptions) -> "EngineSupervisor":
-        """Start engines for this process alone, without restarts. Errors: as of `run`."""
+        """Start engines for this process alone, without restarts. Raises the errors of `run`."""
         engine = await AsyncEngine.create(options)
         return await cls.run(engine, options, limits=SupervisionLimits(), module=ENGINE_MODULE)
 
@@ -81,12 +81,11 @@ class EngineSupervisor:
         listener: EngineListener | None = None,
         parent: ParentPulse | None = None,
     ) -> "EngineSupervisor":
-        """Start the engine processes and wait until all can serve `engine` and the `num_servers` -
-        1 clients of `listener`.
+        """Start the engine processes, which run `module`, and wait until all are ready.
 
-        `module`: main module of an engine process. The engine kills this process when the pulse of
-        `parent`, which is this process, stops. Errors: `ConfigError` and its subclasses with the
-        message of the refusing process; nothing is left running then.
+        The engines serve `engine` and the `num_servers` - 1 clients of `listener`. `parent` is the
+        heartbeat of this process; if it stops, the engine kills this process. Raises `ConfigError`
+        with the message of the engine that refuses to start, after ending all engines.
         """
         supervisor = cls(options, _Servers(engine, num_servers, listener, parent, limits, module))
         starts = [asyncio.create_task(each.start()) for each in supervisor._engines]
@@ -106,13 +105,13 @@ class EngineSupervisor:
             replica.send(AbortServer(server))
 
     async def shutdown(self) -> None:
-        """Stop the engine processes and end every open request with `EngineDeadError`."""
+        """End every open request with `EngineDeadError`, and stop the engine processes."""
         self.engine.stop()
         await asyncio.gather(*(each.shutdown() for each in self._engines))
 
 
 class _SupervisedEngine:
-    """The engine process of one replica and its successors. Single writer: the event loop."""
+    """Supervises the engine process of one replica and the processes that replace it."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class _SupervisedEngine:
         variables: Mapping[str, str],
         servers: _Servers,
     ) -> None:
-        """`options` and `variables` are those of `make_replica_options`."""
+        """Use the options and variables that `make_replica_options` returns for the replica."""
         self._replica = replica
         self._options = options
         self._variables = variables
@@ -131,13 +130,13 @@ class _SupervisedEngine:
         self._connection: EngineConnection | None = None
         self._start_seconds = 0.0  # duration of the latest start
         self._task: asyncio.Task[None] | None = None
-        # prefix of messages if there are several replicas
+        # prefix of log messages if the server has several replicas
         self._name = f"replica {replica}: " if options.num_replicas > 1 else ""
         described = dataclasses.asdict(options)
         self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)
 
     async def start(self) -> None:
-        """Start a process, wait until it serves, and supervise it. Errors: as of `_connect`."""
+        """Start a process, wait until it is ready, and supervise it. Errors: see `_connect`."""
         await self._connect()
         self._task = asyncio.create_task(self._supervise())
 
@@ -150,7 +149,7 @@ class _SupervisedEngine:
             await self._connection.close(kill=False)
 
     async def _connect(self) -> None:
-        """Start a process that serves. Errors: those of `handshake`; no process is left."""
+        """Start a process and wait until it is ready. Raises the errors of `handshake`."""
         servers, started = self._servers, time.monotonic()
         connection = EngineConnection(
             self._options,
@@ -174,7 +173,7 @@ class _SupervisedEngine:
             servers.listener.on_engine_ready(self._replica, connection.address, info)
 
     async def _supervise(self) -> None:
-        """After each end of the engine: fail its open requests, then start it again or give up."""
+        """Whenever the engine ends, fail its open requests, and start an engine if allowed."""
         servers, policy = self._servers, RestartPolicy(self._servers.limits)
         assert self._connection is not None
         reason = self._name + await asyncio.shield(self._connection.ended)
@@ -186,7 +185,7 @@ class _SupervisedEngine:
             await asyncio.shield(self._connection.close(kill=True))
             if pause is None:
                 break
-            logger.error("%s; it is started again%s", reason, f" in {pause:g} s" if pause else "")
+            logger.error("%s; the engine restarts%s", reason, f" in {pause:g} s" if pause else "")
             await asyncio.sleep(pause)
             try:
                 await self._connect()
@@ -195,7 +194,7 @@ class _SupervisedEngine:
                 continue
             logger.warning("%sthe engine runs again after %.1f s", self._name, self._start_seconds)
             reason = self._name + await asyncio.shield(self._connection.ended)
-        logger.error("%s; it is not started again", reason)
+        logger.error("%s; the engine is not started again", reason)
         servers.engine.on_engine_failed(self._replica, reason)
         if servers.listener is not None:
             servers.listener.on_engine_failed(self._replica, reason)
@@ -227,11 +226,11 @@ class _SupervisedEngine:
 
 
 def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
-    """Options and variables (log number, GPUs) by replica. Errors: `ConfigError`: too few GPUs."""
+    """Return options and variables (log number, GPUs) of each replica. Raises `ConfigError`."""
     count = options.num_replicas
     if count == 1:
         return [(options, {})]
-    # one replica's progress is enough
+    # Only the first replica shows the progress of its start.
     quiet = dataclasses.replace(options, show_progress=False)
     each = [options, *[quiet] * (count - 1)]
     return [
@@ -241,17 +240,18 @@ def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Ma
 
 
 def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
-    """The variable that shows each replica its own GPUs, if there are any."""
+    """Return the variables that select the GPUs of each replica, which are empty without GPUs."""
     count, num_ranks = options.num_replicas, ParallelLayout.of(options.parallel).world_size
     devices = [] if options.device == "cpu" or options.script else visible_devices()
     if devices == []:
         return [{}] * count
     needed = num_ranks * count
-    if devices is None:  # missing GPUs are refused later
+    if devices is None:  # The engine processes check later whether the GPUs exist.
         devices = [str(number) for number in range(needed)]
     if len(devices) < needed:
         raise ConfigError(
-            f"--num-replicas is {count}, of {num_ranks} GPUs each; {len(devices)} are available",
+            f"--num-replicas {count} needs {needed} GPUs, {num_ranks} for each replica; "
+            f"{len(devices)} are available",
             hint=f"use --num-replicas {max(1, len(devices) // num_ranks)}"
             + (", or --device cpu" if len(devices) < num_ranks else ""),
         )
@@ -262,11 +262,10 @@ def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
 
 
 def check_same_device(infos: Sequence[ModelInfo | None]) -> None:
-    """Refuse replicas of which only some found a GPU. Errors: `ConfigError`."""
+    """Raise `ConfigError` if some replicas run on GPUs and others on CPUs."""
     kinds = [info.device.partition(":")[0] for info in infos if info is not None]
     if len(set(kinds)) > 1:
         raise ConfigError(
-            f"--num-replicas is {len(kinds)}, and the replicas run on {', '.join(kinds)}: there "
-            "are too few GPUs",
-            hint="use fewer replicas, or --device",
+            f"--num-replicas {len(kinds)} needs more GPUs: the replicas run on {', '.join(kinds)}",
+            hint="use fewer replicas, or set --device",
         )

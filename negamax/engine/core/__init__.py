@@ -1,1 +1,1 @@
-"""The engine process: the step loop and the executors that run its plans."""
+"""The engine process: a loop plans the steps of the model, and an executor runs the plans."""

@@ -1,4 +1,4 @@
-"""Executors run plans: on a thread of this process, or in rank processes."""
+"""Run the scheduler's plans on a thread of this process or in rank processes."""
 
 import contextlib
 from collections import deque
@@ -39,13 +39,13 @@ from negamax.worker.rank_process import (
 
 logger = get_logger(__name__)
 
-_LOGPROB_BYTES = 64  # of one log-probability in a result
-SHUTDOWN_SECONDS = 5.0  # for ranks that were asked to end
-CONNECT_SECONDS = 60.0  # for a started rank to reach the executor
-_REMINDER_SECONDS = 30.0  # between log lines about ranks that load
+_LOGPROB_BYTES = 64  # Size of one log-probability in a result.
+SHUTDOWN_SECONDS = 5.0  # Time that ranks have to end before they are killed.
+CONNECT_SECONDS = 60.0  # Time limit for a started rank to connect to the executor.
+_REMINDER_SECONDS = 30.0  # Time between log lines about ranks that are loading.
 
 
-# waits for the results, one for each plan; raises the error that stopped the whole step
+# A call waits for the result of each plan, or raises the error that stopped the whole step.
 Results = Callable[[], list[StepResult]]
 
 
@@ -53,11 +53,11 @@ class Executor(Protocol):
     ready: WorkerReady
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:
-        """Launch a step: one plan for each data-parallel rank."""
+        """Launch a step, which has one plan for each data-parallel rank."""
         ...
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
-        """Send the bitmask of the latest plan; each plan with grammar rows needs one."""
+        """Send the bitmask of the latest plan. Each plan with grammar rows needs a bitmask."""
         ...
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
@@ -65,15 +65,15 @@ class Executor(Protocol):
         ...
 
     def death(self) -> str | None:
-        """Return how the first dead rank process ended; None if none has."""
+        """Return how the first dead rank process ended; None if all rank processes run."""
         ...
 
     def longest_silence(self) -> tuple[int, float]:
-        """Return `RankHost.longest_silence`; (0, 0.0) without rank processes."""
+        """Return `RankHost.longest_silence`, or (0, 0.0) without rank processes."""
         ...
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """End the ranks. `restarts`: whether another executor will follow."""
+        """End the ranks. `restarts` tells whether another executor will follow."""
 
 
 class InProcessExecutor:
@@ -82,7 +82,7 @@ class InProcessExecutor:
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
         self._closed = False
-        self._bitmask: Future[GrammarBitmask] = Future()  # bitmask of the latest plan
+        self._bitmask: Future[GrammarBitmask] = Future()  # resolves with the latest plan's bitmask
         self._worker = self._thread.submit(Worker, config).result()
         self.ready = self._worker.ready
 
@@ -92,7 +92,7 @@ class InProcessExecutor:
         launched = self._thread.submit(self._worker.launch, plan, self._bitmask.result)
 
         def results() -> list[StepResult]:
-            """Let the worker's thread enqueue the step, then wait for the device."""
+            """Wait until the worker's thread has enqueued the step, then wait for the device."""
             outcome = launched.result()
             return [outcome if isinstance(outcome, StepResult) else outcome.result()]
 
@@ -113,18 +113,18 @@ class InProcessExecutor:
     def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._bitmask.cancel()  # fails a step that waits for it
+            self._bitmask.cancel()  # fails a step that waits for the bitmask
             self._thread.submit(self._worker.close).result()
             self._thread.shutdown(wait=True)
 
 
 class RowFailureLog:
-    """Row errors by slot, until the slot goes to another sequence. Single user: the loop."""
+    """Stores errors of rows by slot, until a slot is assigned to another sequence."""
 
     def __init__(self) -> None:
-        self._slots: deque[list[int]] = deque()  # slots of each plan without a result
-        self._assigned: dict[int, int] = {}  # slot -> the step that assigned it
-        self._errors: dict[int, str] = {}  # by slot
+        self._slots: deque[list[int]] = deque()  # Slots of each plan that has no result yet.
+        self._assigned: dict[int, int] = {}  # Maps a slot to the step that assigned the slot.
+        self._errors: dict[int, str] = {}  # Maps a slot to the error of its row.
 
     def launched(self, plan: StepPlan) -> None:
         self._slots.append(plan.slots)
@@ -133,7 +133,7 @@ class RowFailureLog:
             self._errors.pop(row.slot, None)
 
     def add(self, failures: RowFailures) -> None:
-        """Add the errors that a rank reports; those of reassigned slots are dropped."""
+        """Add the errors that a rank reports. Drop errors of slots that were assigned again."""
         for slot, error in failures.errors.items():
             if failures.step_id >= self._assigned.get(slot, 0):
                 self._errors.setdefault(slot, error)
@@ -148,18 +148,18 @@ class RowFailureLog:
 
 
 class FileProgressLog:
-    """The latest report of files by each rank of a group. Single user: the loop."""
+    """Stores the latest report of each rank in a group about its cache files."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._latest = {rank: FileProgress(rank) for rank in ranks}
-        self._missing: set[bytes] = set()  # since the last result
+        self._missing: set[bytes] = set()  # blocks reported as missing since the last result
 
     def add(self, progress: FileProgress) -> None:
         self._latest[progress.rank] = progress
         self._missing.update(progress.missing)
 
     def complete(self, result: StepResult) -> StepResult:
-        """Return the result with the progress of all ranks."""
+        """Return the result with the progress of all ranks in the group."""
         if result.files is None:
             return result
         self.add(result.files)
@@ -169,12 +169,12 @@ class FileProgressLog:
 
 
 class RankHost(Protocol):
-    """Some of an executor's ranks, which run on the same machine."""
+    """Starts, watches and ends the ranks of this machine, or of all other machines."""
 
     ranks: range
 
     def start(self) -> None:
-        """Start the ranks, each of which connects to its endpoint."""
+        """Start the rank processes. Each process connects to the endpoint of its rank."""
 
     def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
         """Complete `config` for one rank with this machine's settings."""
@@ -182,32 +182,32 @@ class RankHost(Protocol):
 
     @property
     def alarms(self) -> Sequence[IO[bytes]]:
-        """Files on which `POLLERR` reports that a rank may have ended."""
+        """Return files on which poll() reports `POLLERR` when a rank may have ended."""
         ...
 
     def death(self) -> str | None:
-        """How the first dead rank ended; None: all ranks run. Any thread may ask."""
+        """Return how the first dead rank ended; None if all ranks run. Thread-safe."""
         ...
 
     def longest_silence(self) -> tuple[int, float]:
-        """Return the most silent rank and its seconds. Single user: a thread that polls often."""
+        """Return the rank with the oldest heartbeat, and the heartbeat's age in seconds."""
         ...
 
     def abort(self) -> None:
         """Abort kernels that wait for other ranks."""
 
     def expect_end(self) -> None:
-        """Do not count ranks that end from here on as dead: all will be asked to end."""
+        """Stop counting ranks that end as dead, because all ranks will be asked to end."""
 
     def stop(self, *, timeout: float, restarts: bool) -> None:
-        """End the ranks, after `timeout` seconds by force. `restarts`: others will follow."""
+        """Wait `timeout` seconds for the end of the ranks, then kill the ranks that still run."""
 
 
 class RemoteRanks(RankHost, Protocol):
-    """The ranks of other machines."""
+    """Starts, watches and ends the ranks of other machines."""
 
     def limit_connections(self, socket: zmq.Socket[bytes]) -> None:
-        """Limit the connections to a socket for these ranks. Call it before the bind."""
+        """Accept connections to `socket` from other nodes only. Call this before the bind."""
 
 
 class LocalRanks:
@@ -258,7 +258,7 @@ class LocalRanks:
 
 
 class MultiProcessExecutor:
-    """`layout.world_size` ranks; of those with the same plans, the first reports results."""
+    """Runs plans in rank processes. One rank reports for all ranks that run the same plans."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class MultiProcessExecutor:
         *,
         others: RemoteRanks | None = None,
     ) -> None:
-        """`addresses`: None: sockets in a private folder. `others`: the other machines."""
+        """Start the ranks and wait until they are ready. `others` starts those elsewhere."""
         layout, world_size = config.layout, config.layout.world_size
         self._folder = PrivateFolder()
         addresses = addresses or RankAddresses.local(self._folder.path, layout)
@@ -280,7 +280,7 @@ class MultiProcessExecutor:
             FileProgressLog([at for at, of in enumerate(self._dp_ranks) if of == dp_rank])
             for dp_rank in range(layout.dp)
         ]
-        self._result_sockets: list[zmq.Socket[bytes]] = []  # by data-parallel rank
+        self._result_sockets: list[zmq.Socket[bytes]] = []
         local = LocalRanks(layout.ranks_of_node(0), addresses)
         self._processes = local.processes
         self._machines: list[RankHost] = [local] if others is None else [local, others]
@@ -295,7 +295,7 @@ class MultiProcessExecutor:
             for endpoint in addresses.plans:
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
-                # never full: a send returns at once, and fails only if the rank is gone
+                # Without a limit, a send returns at once and fails only if the rank is gone.
                 socket.sndhwm = 0
                 if others is not None:
                     others.limit_connections(socket)
@@ -313,7 +313,7 @@ class MultiProcessExecutor:
                     self._sockets[rank].send(msgspec.msgpack.encode(own), zmq.NOBLOCK)
             readies = self._wait_ready(layout)
         except BaseException:
-            # other ranks may wait for the one that failed
+            # The ranks get no time to end, because they may wait for a failed rank.
             self._close(timeout=0.0, restarts=True)
             raise
         blocks = {ready.num_kv_blocks for ready in readies}
@@ -347,9 +347,7 @@ class MultiProcessExecutor:
         ]
 
     def receive(self, dp_rank: int = 0) -> StepResult:
-        """Receive the next result, with row errors and the progress of files of other ranks.
-        Errors: `EngineDeadError`.
-        """
+        """Receive the next result, with the reports of other ranks. Raises `EngineDeadError`."""
         failures, files = self._row_failures[dp_rank], self._file_progress[dp_rank]
         while True:
             frame = self._receive(self._result_sockets[dp_rank], self._result_pollers[dp_rank])
@@ -369,7 +367,7 @@ class MultiProcessExecutor:
 
     def shutdown(self, *, restarts: bool = False) -> None:
         if self.death() is not None:
-            for machine in self._machines:  # the others may wait for the dead one
+            for machine in self._machines:  # other ranks may wait for the dead rank
                 machine.abort()
         for machine in self._machines:
             machine.expect_end()
@@ -379,14 +377,14 @@ class MultiProcessExecutor:
         self._close(timeout=SHUTDOWN_SECONDS, restarts=restarts)
 
     def _close(self, *, timeout: float, restarts: bool) -> None:
-        """End the ranks; kill those that still run after `timeout` seconds."""
+        """Wait `timeout` seconds for the end of the ranks, then kill them. Close all sockets."""
         for machine in self._machines:
             machine.stop(timeout=timeout, restarts=restarts)
-        self._context.destroy(linger=0)  # closes the monitors of its sockets, too
+        self._context.destroy(linger=0)  # also closes the sockets' monitors
         self._folder.remove()
 
     def _wait_connected(self, rank: int, endpoint: str) -> None:
-        """Errors: `ResourceError` for a running rank that does not connect."""
+        """Wait until a rank has connected. Raises `ResourceError` after `CONNECT_SECONDS`."""
         socket = self._sockets[rank]
         try:
             poller = self._poller([socket], zmq.POLLOUT)
@@ -400,7 +398,7 @@ class MultiProcessExecutor:
             ) from None
 
     def _wait_ready(self, layout: ParallelLayout) -> list[WorkerReady]:
-        """Collect the reports of all ranks. Errors: that of a failed one, `EngineDeadError`."""
+        """Wait for the reports of all ranks. Raises a rank's error, or `EngineDeadError`."""
         readies: dict[int, WorkerReady] = {}
         while len(readies) < len(self._sockets):
             awaited = [rank for rank in range(len(self._sockets)) if rank not in readies]
@@ -421,7 +419,7 @@ class MultiProcessExecutor:
         return [readies[rank] for rank in range(len(self._sockets))]
 
     def _send(self, frame: bytes, dp_rank: int) -> None:
-        """Send to all ranks of `dp_rank` without waiting. Errors: `EngineDeadError`."""
+        """Send a frame to all ranks of `dp_rank` without waiting. Raises `EngineDeadError`."""
         for rank, socket in enumerate(self._sockets):
             if self._dp_ranks[rank] != dp_rank:
                 continue
@@ -431,12 +429,12 @@ class MultiProcessExecutor:
                 raise EngineDeadError(self.death() or f"rank {rank} has disconnected") from None
 
     def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> bytes:
-        """Receive a frame. Errors: `EngineDeadError` if a rank ends first."""
+        """Wait for a frame. Raises `EngineDeadError` if a rank ends before a frame arrives."""
         self._wait_for_any([socket], poller)
         return socket.recv()
 
     def _poller(self, sockets: list[zmq.Socket[bytes]], event: int) -> zmq.Poller:
-        """A poller for `event` on `sockets` and for the end of any rank."""
+        """Return a poller that reports `event` on `sockets`, and the end of any rank."""
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, event)
@@ -448,13 +446,13 @@ class MultiProcessExecutor:
     def _wait_for_any(
         self, sockets: list[zmq.Socket[bytes]], poller: zmq.Poller, *, seconds: float | None = None
     ) -> zmq.Socket[bytes]:
-        """Return the first ready socket. Errors: `EngineDeadError`, `TimeoutError`."""
+        """Wait for a socket that is ready. Raises `EngineDeadError` or `TimeoutError`."""
         milliseconds = None if seconds is None else 1000 * seconds
         while True:
             ready = dict(poller.poll(milliseconds))
             if not ready:
                 raise TimeoutError
-            for socket in sockets:  # a frame sent before a rank's end counts
+            for socket in sockets:  # frames that a rank has sent before its end come first
                 if socket in ready:
                     return socket
             death = self.death()
@@ -463,7 +461,7 @@ class MultiProcessExecutor:
 
 
 def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
-    """The times of captured steps on the slowest rank, for which all wait."""
+    """Return the time of each captured step on its slowest rank, as all ranks wait for it."""
     found: dict[tuple[int, int], float] = {}
     for rows, drafts, seconds in (each for ready in readies for each in ready.step_seconds):
         found[rows, drafts] = max(seconds, found.get((rows, drafts), 0.0))
@@ -471,7 +469,7 @@ def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
 
 
 def start_executor(config: WorkerConfig) -> Executor:
-    """Start the executor for `config.layout`: in-process for one rank, else rank processes."""
+    """Start an executor in this process for one rank, or with rank processes for several."""
     if config.layout.world_size == 1:
         return InProcessExecutor(config)
     return MultiProcessExecutor(config)

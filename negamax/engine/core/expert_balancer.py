@@ -1,7 +1,7 @@
 """Count how often each expert is selected, and move experts between ranks (EPLB).
 
-A rebalance visits the layers, least balanced first, and moves experts step by step. The tables here
-are ahead of the ranks by the steps in flight, which run in order.
+A rebalance starts with the least balanced layer, and moves a few experts in each step. The balancer
+already counts moves of launched steps, which ranks have yet to run.
 """
 
 from collections import deque
@@ -20,8 +20,8 @@ from negamax.scheduler.step import ExpertMove, ExpertStep
 
 logger = get_logger(__name__)
 
-COUNT_STEPS = 100  # largest number of steps between two counts
-# A layer stays unless its busiest rank's load falls by this share.
+COUNT_STEPS = 100  # Largest number of steps between two counts.
+# Share by which the load of a layer's busiest rank must fall, or else the layer is not changed.
 LEAST_GAIN = 0.02
 
 
@@ -34,31 +34,31 @@ class ExpertBalancer:
         num_experts: int,
         config: EplbConfig | None,
     ) -> None:
-        """`config` None: count experts, never move them."""
+        """Count selections of experts. Without `config`, never move experts."""
         self._config, self._num_ranks = config, layout.ep
         self._shape = num_layers, num_experts
         self._slots = [list(layout.expert_slots(num_experts, at)) for at in range(num_layers)]
         self._num_steps = 0
-        # selections per expert at the latest count; None before the first: warmup's are not known
+        # selections per expert up to the latest count, warmup included; None before the first count
         self._total: NDArray[np.int64] | None = None
         self._interval = COUNT_STEPS
         if config is not None:
             self._interval = min(COUNT_STEPS, config.window_size, config.step_interval)
         num_steps = config.window_size if config else COUNT_STEPS
-        # selections between two counts
+        # selections per expert between two consecutive counts, for the latest counts
         self._recent: deque[NDArray[np.int64]] = deque(maxlen=-(-num_steps // self._interval))
         self._next_rebalance = config.step_interval if config else 0
-        self._version = 0  # number of steps that moved experts
-        self._due: deque[int] = deque()  # layers that this rebalance has still to visit
-        self._loads = np.zeros(self._shape, dtype=np.int64)  # counts of this rebalance
-        self._target: list[int] | None = None  # target of the first layer in `_due`
+        self._version = 0  # Number of steps that moved experts.
+        self._due: deque[int] = deque()  # Layers that the current rebalance has not finished.
+        self._loads = np.zeros(self._shape, dtype=np.int64)  # Counts that the rebalance uses.
+        self._target: list[int] | None = None  # New placement of the first layer in `_due`.
         self._num_moved_before = 0
         self.stats = ExpertStats()
-        # counts at the start and at the stop of a record
+        # counts at the start of a record, and at its stop if it was stopped
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """Return the expert changes of the next step; None: none."""
+        """Return the moves and counts of experts in the next step; None if there are none."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []
@@ -68,7 +68,7 @@ class ExpertBalancer:
         return ExpertStep(self._version, is_due, moves)
 
     def take(self, counts: bytes) -> None:
-        """Take the counts since the start from the result of a step."""
+        """Use the counts since the start of the ranks, which the result of a step contains."""
         before, total = self._total, np.frombuffer(counts, dtype=np.int64).reshape(self._shape)
         self._total = total
         if before is None:
@@ -86,7 +86,7 @@ class ExpertBalancer:
             self._begin(config)
 
     def record(self, action: str, counts: bytes) -> ExpertDump | None:
-        """Start, stop or return a record of `counts`. Errors: `InvalidRequestError` without one."""
+        """Start, stop or dump a record of `counts`. Raises `InvalidRequestError`."""
         now = np.frombuffer(counts, dtype=np.int64).reshape(self._shape)
         if action == "start":
             self._record = [now]
@@ -94,7 +94,7 @@ class ExpertBalancer:
         if not self._record:
             raise InvalidRequestError(
                 "no recording of experts was started",
-                hint="start one first",
+                hint="start a recording first",
                 code="no_expert_record",
             )
         if action == "stop":
@@ -115,7 +115,7 @@ class ExpertBalancer:
         self._num_moved_before = self.stats.num_moved
 
     def _next_moves(self) -> list[ExpertMove]:
-        """Compute the placement of the first due layer, or return its next moves."""
+        """Return the next moves of the first due layer, after computing its new placement."""
         layer = self._due[0]
         slots = self._slots[layer]
         if self._target is None:
@@ -146,21 +146,21 @@ class ExpertBalancer:
         number = self.stats.num_rebalances + 1
         self.stats = msgspec.structs.replace(self.stats, num_rebalances=number)
         logger.info(
-            "experts were rebalanced: %d moved, the balancedness of the last %d steps would have "
-            "been %.3f",
+            "%d experts were moved; with the new placement, the balancedness of the last %d steps "
+            "would have been %.3f",
             num_moved,
             len(self._recent) * self._interval,
             self._balancedness(self._loads),
         )
 
     def _balancedness(self, loads: NDArray[np.int64]) -> float:
-        """Mean over largest load of the ranks, each summed over layers ([layers, experts])."""
+        """Return the mean load of the ranks divided by the largest, both summed over layers."""
         of_ranks = self._rank_loads(loads)
         busiest = float(of_ranks.max(axis=1).sum())
         return float(of_ranks.mean(axis=1).sum()) / busiest if busiest else 1.0
 
     def _rank_loads(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[layers, ranks]"""
+        """Return the load of each rank [layers, ranks] for loads of experts [layers, experts]."""
         slots = np.array(self._slots)
         copies = np.zeros(self._shape)
         np.add.at(copies, (np.arange(len(slots))[:, None], slots), 1)

@@ -1,5 +1,5 @@
-"""`--init-expert-location`: place experts at start, by recorded counts or as given. The option and
-its JSON have SGLang's names; a dump of the server's own record is accepted.
+"""Place experts at start by `--init-expert-location`, which has SGLang's name and JSON fields. A
+dump of this server's record is valid JSON for the option.
 """
 
 from collections import Counter
@@ -17,28 +17,28 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.expert_placement import best_placement
 
 _FLAG = "--init-expert-location"
-_MAX_BYTES = 64 * 2**20  # largest file
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # count of selections
-_Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # by layer
+_MAX_BYTES = 64 * 2**20  # Size of the largest accepted file.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # Number of selections of an expert.
+_Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # One list for each layer.
 
 
 class _Location(msgspec.Struct, frozen=True):
-    """The JSON; other fields are ignored."""
+    """The JSON value of the option. Fields that are not listed here are ignored."""
 
-    logical_count: _Table | None = None  # selections by expert
-    physical_to_logical_map: _Table | None = None  # by slot: the expert in it
+    logical_count: _Table | None = None  # Number of selections of each expert.
+    physical_to_logical_map: _Table | None = None  # Index of the expert in each slot.
 
 
 def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> ParallelLayout:
-    """Place experts by `location`: IN_ORDER, a JSON file, or JSON. Errors: `ConfigError`."""
+    """Place experts by `location`, which is IN_ORDER, a JSON file or JSON. Raises `ConfigError`."""
     if location == IN_ORDER:
         return layout
     sizes = spec.expert_sizes()
     if sizes is None or layout.ep == 1:
         raise ConfigError(
             f"{_FLAG} places whole experts, but "
-            + ("the model has none" if sizes is None else "each rank has a part of every expert"),
-            hint="leave it out" if sizes is None else "add --enable-expert-parallel",
+            + ("the model has no experts" if sizes is None else "ranks hold parts of experts"),
+            hint="omit the option" if sizes is None else "add --enable-expert-parallel",
         )
     found, num_experts = _read(location), sizes[0]
     if found.physical_to_logical_map is not None:
@@ -65,21 +65,21 @@ def _read(location: str) -> _Location:
     shown = location if is_file else "the JSON"
     if is_file and location.endswith((".pt", ".pth", ".pkl")):
         raise ConfigError(
-            f"{_FLAG} is {location}: a pickle can run any code, so none is read",
-            hint="write its logical_count or physical_to_logical_map as JSON, lists by layer "
-            "(docs/parallelism.md)",
+            f"{_FLAG} is {location}: pickle files are refused, because a pickle can run any code",
+            hint="write its logical_count or physical_to_logical_map as JSON, with a list for "
+            "each layer (docs/parallelism.md)",
         )
     try:
         data = location.encode()
         if is_file:
             path = Path(location)
             if (size := path.stat().st_size) > _MAX_BYTES:
-                raise ConfigError(f"{_FLAG} is {path}, of {size} bytes; allowed: {_MAX_BYTES}")
+                raise ConfigError(f"{_FLAG}: {path} has {size} bytes; allowed: {_MAX_BYTES}")
             data = path.read_bytes()
         return msgspec.json.decode(data, type=_Location)
     except OSError as error:
         raise ConfigError(
-            f"{_FLAG} is {location!r}, which cannot be read: {error.strerror}",
+            f"{_FLAG}: the file {location!r} cannot be read: {error.strerror}",
             hint=f"use {IN_ORDER!r}, or the path of a JSON file",
         ) from error
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -100,8 +100,8 @@ def _check_shape(
     of_slots, redundant = name == "physical_to_logical_map", layout.redundant_experts
     if len(rows) != spec.num_layers:
         raise ConfigError(
-            f"{_FLAG}: {name} has {len(rows)} layers, the model has {spec.num_layers}",
-            hint="use a record of this model, with its layers without experts",
+            f"{_FLAG}: {name} has {len(rows)} layers, but the model has {spec.num_layers}",
+            hint="use a record of this model that includes its layers without experts",
         )
     length = num_experts + redundant * of_slots
     for layer, row in enumerate(rows):
@@ -122,10 +122,11 @@ def _check_shape(
 def _check_slots(
     layer: int, slots: Sequence[int], layout: ParallelLayout, *, num_experts: int
 ) -> None:
-    hint = "a rank holds an expert once, and every expert is on some rank"
+    hint = "give every expert a slot, and a rank at most one slot for each expert"
     where = f"{_FLAG}: in layer {layer} of physical_to_logical_map"
     if unknown := [expert for expert in slots if expert >= num_experts]:
-        raise ConfigError(f"{where} is expert {unknown[0]}; allowed: 0 to {num_experts - 1}")
+        most = num_experts - 1
+        raise ConfigError(f"{where} a slot has expert {unknown[0]}; allowed: 0 to {most}")
     if missing := sorted(set(range(num_experts)) - set(slots)):
         raise ConfigError(f"{where} expert {missing[0]} has no slot", hint=hint)
     per_rank = len(slots) // layout.ep

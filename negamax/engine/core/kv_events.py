@@ -1,9 +1,9 @@
-"""Events of a rank's prefix cache for routers, in vLLM's schema: ZeroMQ, MessagePack, replay.
+"""Publish events of a rank's prefix cache for routers over ZeroMQ, in vLLM's schema.
 
-The loop hands over a step's changes (`EventPublisher.publish`), which costs it microseconds. A
-thread turns them into events and sends them. A subscriber that is slow or absent loses batches and
-sees a gap in the sequence numbers. If the thread itself falls behind, changes are dropped and
-counted, and `AllBlocksCleared` follows: what a subscriber then holds is incomplete but true.
+The engine loop passes the changes of a step to `EventPublisher.publish`, which takes microseconds.
+A thread converts the changes to events and sends batches of events. A slow or absent subscriber
+loses batches and sees a gap in the sequence numbers. If the thread falls behind, it drops and
+counts changes and sends an `AllBlocksCleared` event, so subscribers never know wrong blocks.
 """
 
 import threading
@@ -28,31 +28,31 @@ from negamax.scheduler.prefix_cache import HASH_BYTES, BlockHashes
 
 logger = get_logger(__name__)
 
-# vLLM's names of the levels: KV cache on any device, host memory, files
+# vLLM's names of the cache levels; "GPU" stands for the KV cache on any device
 KV, HOST, FILES = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-# A copy to host memory may be complete this many changed steps after its block left the KV cache.
+# steps for which a removed block's tokens are kept, as a copy to host memory may complete later
 KEPT_STEPS = 128
 _LOST, _STOP = "lost", "stop"
 _LINGER_MS = 500
-_MOST_BYTES = 65536  # of a frame that a subscriber sends
+_MOST_BYTES = 65536  # size limit of a frame that a subscriber sends
 
 
 class KvEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """An event; on the wire a map with its class in "type"."""
+    """The base class of events. A message is a map that has the event's class in "type"."""
 
 
 class BlockStored(KvEvent, kw_only=True):
-    """Consecutive blocks of a chain, which are cached from now on."""
+    """Consecutive blocks of a chain, which have been stored in the cache."""
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # None: the first one starts the chain
-    token_ids: msgspec.Raw  # of all these blocks, a list of integers
+    parent_block_hash: int | None  # None if the first block starts the chain.
+    token_ids: msgspec.Raw  # Token ids of all these blocks, a list of integers.
     block_size: int
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[list[str] | None] | None = None  # the cache salt, for the start of a chain
+    extra_keys: list[list[str] | None] | None = None  # cache salt of a block that starts a chain
     group_idx: int
     kv_cache_spec_kind: str
 
@@ -79,26 +79,26 @@ class _Run:
 
     parent: bytes | None
     hashes: list[bytes]
-    tokens: msgspec.Raw  # encoded, which is compact and done once
-    salt: str  # of a chain that starts here
+    tokens: msgspec.Raw  # Encoded token ids, which need little memory and are encoded only once.
+    salt: str  # Cache salt if the first block starts the chain, else "".
     block_size: int
 
 
 class CacheMirror:
-    """The cached blocks of a rank as its events tell them. Single user: the publisher's thread.
+    """The cached blocks of a rank that subscribers know from events, for use by one thread.
 
-    The engine's loop waits while this runs, so the work per block is done by built-in functions.
+    Built-in functions do the work per block, because the engine loop waits for the GIL.
     """
 
     def __init__(self) -> None:
-        self._runs: dict[bytes, _Run] = {}  # by the hash of each block
+        self._runs: dict[bytes, _Run] = {}  # maps the hash of each block to its run
         self._cached: dict[str, set[bytes]] = {KV: set(), HOST: set(), FILES: set()}
-        # cached blocks whose tokens are not known yet, in the order of their changes
+        # cached blocks of each level whose tokens are not known yet, in the order of the changes
         self._unknown: dict[str, dict[bytes, None]] = {KV: {}, HOST: {}, FILES: {}}
-        self._touched: deque[set[bytes]] = deque()  # blocks that changed, by step
+        self._touched: deque[set[bytes]] = deque()  # changed blocks of each of the latest steps
 
     def clear(self) -> list[KvEvent]:
-        """Forget all blocks."""
+        """Remove all blocks, and return the event for subscribers."""
         self._runs.clear()
         for medium in self._cached:
             self._cached[medium].clear()
@@ -106,7 +106,7 @@ class CacheMirror:
         return [AllBlocksCleared()]
 
     def apply(self, changes: CacheChanges) -> list[KvEvent]:
-        """Return the events of a step's changes. A block without known tokens has none."""
+        """Return the events of a step's changes. Blocks with unknown tokens get no event."""
         learned = [
             block_hash
             for chain, first, stop in changes.chains
@@ -114,7 +114,7 @@ class CacheMirror:
         ]
         touched, events = set(learned), list[KvEvent]()
         levels = (changes.kv, changes.host, changes.files)
-        # the KV cache has the parents of all that is learned: it comes first
+        # The KV cache comes first, because it has the parents of all learned blocks.
         for (medium, unknown), of_medium in zip(self._unknown.items(), levels, strict=True):
             found = [block_hash for block_hash in learned if block_hash in unknown]
             events += self._store(found, medium)
@@ -134,7 +134,7 @@ class CacheMirror:
         return events if any(self._cached.values()) or not events else [AllBlocksCleared()]
 
     def _learn(self, chain: BlockHashes, first: int, stop: int) -> list[bytes]:
-        """Describe the blocks `first` to `stop` from the first unknown one on. Return these."""
+        """Store blocks `first` to `stop` from the first unknown block on; return their hashes."""
         hashes = chain.computed(first, stop)
         num_known = next(
             (at for at, one in enumerate(hashes) if one not in self._runs), len(hashes)
@@ -149,7 +149,7 @@ class CacheMirror:
         return hashes
 
     def _store(self, hashes: list[bytes], medium: str) -> Iterator[BlockStored]:
-        """Yield an event for each part of a run."""
+        """Add blocks to a cache level. Yield an event for each part of a run among the blocks."""
         start = 0
         while start < len(hashes):
             run = self._runs.get(hashes[start])
@@ -160,7 +160,7 @@ class CacheMirror:
             place = run.hashes.index(hashes[start])
             stop = start + len(run.hashes) - place
             while hashes[start:stop] != run.hashes[place : place + len(hashes[start:stop])]:
-                stop = (start + min(stop, len(hashes))) // 2  # another sequence had some of them
+                stop = (start + min(stop, len(hashes))) // 2  # blocks of other runs come between
             part = hashes[start:stop]
             self._cached[medium].update(part)
             yield _describe(run, place, part, medium)
@@ -177,7 +177,7 @@ class CacheMirror:
 
 
 def _describe(run: _Run, place: int, hashes: list[bytes], medium: str) -> BlockStored:
-    """Describe the blocks of a run from `place` on."""
+    """Return the event for the blocks `hashes`, which start at index `place` of a run."""
     tokens, size = run.tokens, run.block_size
     if len(hashes) < len(run.hashes):
         all_tokens = msgspec.msgpack.decode(tokens, type=list[int])
@@ -203,34 +203,32 @@ def _encode_tokens(tokens: list[int]) -> msgspec.Raw:
 
 
 def _shorten(hashes: list[bytes]) -> list[int]:
-    """Return 64 bits of each hash, as vLLM does: some subscribers read only integers."""
+    """Return 64 bits of each hash, as vLLM does, because some subscribers read only integers."""
     return array("Q", b"".join(hashes))[:: HASH_BYTES // 8].tolist()
 
 
 class EventPublisher:
-    """The sockets of a rank and a thread for each. `publish` and `close`: one other thread."""
+    """Publishes the events of a rank with one thread for events and one for replays."""
 
     def __init__(self, config: KvEventsConfig, rank: int) -> None:
-        """Open the sockets. `rank`: data-parallel rank, counted over replicas. Errors:
-        `ConfigError` if an address cannot be used.
-        """
-        self.num_batches = 0  # sent
-        self.num_dropped = 0  # steps whose changes were dropped
+        """Open the sockets of data-parallel rank `rank` of all replicas. Raises `ConfigError`."""
+        self.num_batches = 0  # Number of sent batches.
+        self.num_dropped = 0  # Number of steps whose changes were dropped.
         self._config, self._rank = config.add_rank(rank), rank
         self._topic = config.topic.encode()
-        # `_LOST`: changes were dropped before the next ones
+        # `_LOST` stands for changes that were dropped.
         self._queue: SimpleQueue[CacheChanges | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
-        # peers that do not read share the payloads
+        # sent batches for replays, as frames that ZeroMQ shares between slow subscribers
         self._sent: deque[tuple[bytes, zmq.Frame]] = deque(maxlen=config.buffer_steps)
-        self._has_blocks = False  # whether a batch with blocks was sent
+        self._has_blocks = False  # whether a batch with stored blocks was sent
         self._context = zmq.Context()
         self._events = self._context.socket(zmq.PUB)
         self._events.set_hwm(config.hwm)
         self._events.linger = _LINGER_MS
         self._replays = self._context.socket(zmq.ROUTER)
-        self._replays.set_hwm(config.buffer_steps + 1)  # room for one replay
+        self._replays.set_hwm(config.buffer_steps + 1)  # number of messages in a full replay
         self._replays.linger = 0
         self._events.maxmsgsize = self._replays.maxmsgsize = _MOST_BYTES
         self._threads = [
@@ -246,13 +244,13 @@ class EventPublisher:
             raise
 
     def start(self) -> None:
-        """Tell subscribers of an earlier process that its blocks are gone, and start to send."""
+        """Start to send. First tell subscribers that the blocks of an earlier process are gone."""
         self._send([AllBlocksCleared()])
         for thread in self._threads:
             thread.start()
 
     def publish(self, changes: CacheChanges) -> None:
-        """Queue a step's changes; never wait."""
+        """Queue the changes of a step without waiting. Only one thread may publish and close."""
         if self._queue.qsize() >= self._config.max_queue_size:
             self.num_dropped += 1
             self._is_behind = True
@@ -263,10 +261,10 @@ class EventPublisher:
         self._queue.put(changes)
 
     def close(self) -> None:
-        """Send what is queued and close the sockets."""
+        """Send the queued changes and close the sockets."""
         if self._threads[0].is_alive():
             self._queue.put(_STOP)
-            self._context.term()  # waits for the threads, which close their sockets
+            self._context.term()  # waits until the threads have closed their sockets
         else:
             self._context.destroy(linger=0)
 
@@ -293,7 +291,7 @@ class EventPublisher:
         if not events:
             return
         if not self._has_blocks and isinstance(events[0], BlockStored):
-            # for subscribers that had not connected yet when the first batch was sent
+            # This event reaches subscribers that connected after `start` had sent its event.
             events.insert(0, AllBlocksCleared())
             self._has_blocks = True
         sequence = self.num_batches.to_bytes(8, "big")
@@ -303,7 +301,7 @@ class EventPublisher:
         self.num_batches += 1
 
     def _answer_replays(self) -> None:
-        """Send the kept batches from the asked sequence number on, and the end marker."""
+        """Answer each request with the stored batches from a sequence number on, and a marker."""
         with self._replays, suppress(zmq.ContextTerminated):
             while True:
                 *route, first = self._replays.recv_multipart()

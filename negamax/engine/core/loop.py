@@ -1,4 +1,4 @@
-"""The step loop: launch step N, then commit step N-1 (of P stages: N-P) while N runs."""
+"""Run the step loop. While step N runs, the loop commits step N - 1 (N - P with P stages)."""
 
 import dataclasses
 import time
@@ -30,21 +30,21 @@ from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
-# kept for the next report; the embedded LLM reads none
+# number of entries kept for the next report; the embedded LLM never calls `report`
 _REPORT_ENTRIES = 4096
-WAIT_SECONDS = 0.005  # between polls for new requests while all requests wait for grammars
-FLUSH_SECONDS = 2.0  # most time for writing KV blocks into files at the end
+WAIT_SECONDS = 0.005  # Time between polls for new requests while all requests wait for grammars.
+FLUSH_SECONDS = 2.0  # Time limit for writing KV blocks to files at shutdown.
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    plans: list[StepPlan]  # by data-parallel rank
+    plans: list[StepPlan]  # one plan for each data-parallel rank
     results: Results
     started: float  # monotonic seconds
 
 
 class EngineLoop:
-    """Scheduler and executor, driven one `step` at a time by a single thread."""
+    """Runs the scheduler and the executor, one `step` at a time, in a single thread."""
 
     def __init__(
         self,
@@ -60,19 +60,19 @@ class EngineLoop:
         publishers: Sequence[EventPublisher] = (),
         transfers: TransferSockets | None = None,
     ) -> None:
-        """`publishers`: of events of the prefix cache, by data-parallel rank, or none."""
+        """`publishers` send prefix cache events, one for each data-parallel rank or none."""
         self._scheduler = scheduler
         self.executor = executor
         self._grammars = grammars
         self._overlap = overlap
         self._experts = experts
         self._crash_dumps = crash_dumps
-        self._launcher = launcher  # launcher of other nodes
+        self._launcher = launcher  # starts other nodes on Ray
         self._publishers = publishers
-        self._sockets = transfers  # to other engines; None: prompts are computed here
+        self._sockets = transfers  # sockets to other engines; None without --kv-transfer-config
         self._transfers = None if transfers is None else transfers.transfers
-        self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # for a crash dump
-        # launched and not committed, oldest first; None for a round without a plan
+        self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # Plans for a crash dump.
+        # Launched steps that are not committed, oldest first; None for a round without a plan.
         self._in_flight: deque[_InFlight | None] = deque()
         self._num_stages = num_stages
         self._pending_updates: list[SequenceUpdate] = []
@@ -80,7 +80,7 @@ class EngineLoop:
         self._prefill_tokens = 0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
-        self._committed_at = 0.0  # monotonic seconds, of the previous step or debug command
+        self._committed_at = 0.0  # monotonic second at which a step or debug command ended
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
         self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
 
@@ -96,37 +96,37 @@ class EngineLoop:
         )
 
     def await_request(self, requests: zmq.Socket[bytes]) -> bool:
-        """Wait, while there is no work, until there may be. Return whether a request is there."""
+        """Wait until there may be work. Return whether the caller should receive a request."""
         if self._sockets is None:
-            return True  # its receipt waits
+            return True  # the caller's receive waits for a request
         has_request = self._sockets.wait(requests)
         self._sockets.poll()
         return has_request
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. A refusal becomes an update with finish_reason "error"."""
+        """Queue a request. A refused request gets an update with finish_reason "error"."""
         if request.request_id in self._grammars:
             error = (
                 f"request id {request.request_id!r} is in use by an unfinished request; "
-                f"choose another"
+                f"choose another id"
             )
             self._pending_updates.append(
                 SequenceUpdate(request.request_id, [], finish_reason="error", error=error)
             )
         elif self._transfers is not None:
-            self._transfers.begin(request, now=time.monotonic())  # `_add_opened` queues it
+            self._transfers.begin(request, now=time.monotonic())  # `_add_transferred` queues it
         else:
             self._queue(request)
 
     def _queue(self, request: GenerateRequest) -> None:
-        """Queue a request whose prompt is not on its way from another engine."""
+        """Queue a request that does not wait for another engine."""
         if request.sampling.is_constrained:
             self._take_in(request, self._grammars.open)  # `_add_opened` queues it
         else:
             self._take_in(request, self._scheduler.add)
 
     def abort(self, request_ids: list[str]) -> None:
-        """End requests now; unknown or finished ids are ignored."""
+        """End requests at once. Ignore unknown ids and ids of finished requests."""
         for request_id in request_ids:
             is_pulled = self._transfers is not None and self._transfers.abort(request_id)
             if is_pulled or self._grammars.close(request_id):
@@ -145,7 +145,7 @@ class EngineLoop:
         self._publish_cache()
 
     def step(self) -> list[SequenceUpdate]:
-        """Launch the next step, commit the oldest due one, and return the requests' updates."""
+        """Launch the next step, commit the oldest step that is due, and return the updates."""
         if self._sockets is not None:
             self._sockets.poll()
             self._add_transferred(self._sockets.transfers)
@@ -161,7 +161,7 @@ class EngineLoop:
             self._admitted.extend(
                 (request_id, launched.started) for request_id in self._scheduler.take_admitted()
             )
-            self._publish_cache()  # the publisher works while this thread waits for results
+            self._publish_cache()  # the publisher's thread works while this one waits for results
         updates, self._pending_updates = self._pending_updates, []
         if launched is None and not any(self._in_flight) and not updates:
             self._wait()
@@ -181,7 +181,7 @@ class EngineLoop:
         return updates
 
     def report(self, updates: list[SequenceUpdate]) -> StepOutputs:
-        """Add statistics, newly started requests, and the tokens of steps since the last report."""
+        """Return the updates with statistics, started requests and tokens since the last report."""
         report = StepOutputs(updates, self.stats(), list(self._admitted), list(self._step_tokens))
         self._admitted.clear()
         self._step_tokens.clear()
@@ -200,14 +200,14 @@ class EngineLoop:
         )
 
     def _publish_cache(self) -> None:
-        """Publish what changed in the prefix caches."""
+        """Pass the changes of the prefix caches to the publishers."""
         for publisher, rank in zip(self._publishers, self._scheduler.ranks, strict=False):
             changes = rank.cache_log and rank.cache_log.take()
             if changes is not None:
                 publisher.publish(changes)
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
-        """By data-parallel rank. Requests without a rank count as waiting at the first."""
+        """Return statistics by rank. Requests without a rank count as waiting at the first rank."""
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
         on_none += len(self._grammars.opening_ids())
@@ -251,7 +251,7 @@ class EngineLoop:
         )
 
     def record_experts(self, action: str) -> ExpertDump | None:
-        """Record experts, as of `ExpertBalancer.record`. Errors: `InvalidRequestError`."""
+        """Call `ExpertBalancer.record` with current counts. Raises `InvalidRequestError`."""
         if self._experts is None:
             raise InvalidRequestError(
                 "experts are not counted",
@@ -267,14 +267,14 @@ class EngineLoop:
         try:
             return self.executor.run_debug_command(DebugCommand(name, argument))
         finally:
-            self._committed_at = time.monotonic()  # do not count the command as step time
+            self._committed_at = time.monotonic()  # exclude the command from the time of a step
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """Stop grammars, executor and Ray's machines. `restarts`: another engine follows; otherwise
-        write pending KV blocks to files first, for at most FLUSH_SECONDS.
+        """Stop the grammar processes, the executor, the sockets and Ray's machines. Unless another
+        engine follows (`restarts`), first write KV blocks to files, for at most FLUSH_SECONDS.
         """
         end = time.monotonic() + FLUSH_SECONDS
         if self._scheduler.has_writes and not restarts:
@@ -305,7 +305,7 @@ class EngineLoop:
         }
 
     def _take_in(self, request: GenerateRequest, take: Callable[[GenerateRequest], object]) -> None:
-        """Pass a request to `take`; an error ends that request alone."""
+        """Pass a request to `take`. An error of `take` ends this request alone."""
         try:
             take(request)
         except Exception as error:
@@ -319,7 +319,7 @@ class EngineLoop:
             )
 
     def _add_transferred(self, transfers: Transfers) -> None:
-        """Queue requests whose blocks have arrived or are computed here, and end the others."""
+        """Queue requests whose blocks have arrived, and end requests whose blocks cannot arrive."""
         ready, transfers.ready = transfers.ready, []
         for request in ready:
             self._queue(request)
@@ -333,7 +333,9 @@ class EngineLoop:
         transfers.failed.clear()
 
     def _add_opened(self) -> None:
-        """Queue requests with compiled grammars, end lost ones, unblock those with late masks."""
+        """Queue requests whose grammar is compiled, end requests that lost their grammar process,
+        and unblock requests whose late mask has arrived.
+        """
         for lost in self._grammars.take_lost():
             end = self._scheduler.end(lost.request.request_id, "error", error=lost.problem)
             if end is not None:
@@ -376,9 +378,9 @@ class EngineLoop:
         if self._grammars.is_waiting:
             self._grammars.wait(WAIT_SECONDS)
         elif self._transfers is not None and self._transfers.shared.holds_kv_blocks:
-            time.sleep(WAIT_SECONDS)  # until a lease ends
+            time.sleep(WAIT_SECONDS)  # leases of other engines hold the KV blocks
         elif self._scheduler.has_unfinished:
-            raise EngineError("the scheduler holds requests that it cannot run")
+            raise EngineError("the scheduler has waiting requests and cannot run any of them")
 
     def _commit(self, step: _InFlight) -> list[SequenceUpdate]:
         try:
@@ -399,12 +401,13 @@ class EngineLoop:
             self._experts.take(results[0].expert_counts)
         now = time.monotonic()
         device_seconds = max(result.device_seconds for result in results)
-        # a step takes as long as the slower of GPU and host
+        # The time of a step is the longer of the device's time and the host's time.
         seconds = max(device_seconds, now - max(step.started, self._committed_at))
         self._committed_at = now
         self._step_count += 1
         num_tokens = sum(plan.num_tokens for plan in plans)
-        self._step_tokens.extend([num_tokens] * (num_tokens > 0))  # not if it waits for a load
+        if num_tokens:  # other steps only wait for KV blocks from host memory
+            self._step_tokens.append(num_tokens)
         self._prefill_tokens += sum(
             count
             for plan in plans
@@ -421,5 +424,5 @@ class EngineLoop:
 
 
 def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
-    """Add whether the request or the loss of a process is the cause of its end."""
+    """Mark the final update of a request as refused or as lost with its grammar process."""
     return msgspec.structs.replace(end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost)

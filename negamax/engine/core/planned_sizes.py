@@ -1,8 +1,4 @@
-"""`--performance-mode`: choose parallel sizes for this machine's GPUs if none is given. Torch-free.
-
-As in vLLM, throughput also doubles the sequences per step (`options`), and steps of up to 16 rows
-are captured one by one in every mode.
-"""
+"""Choose parallel sizes for this machine's GPUs by `--performance-mode`. Imports no torch."""
 
 from dataclasses import fields, replace
 
@@ -18,19 +14,19 @@ from negamax.planner.plan import Candidate, Hardware, make_plan
 
 logger = get_logger(__name__)
 
-# one request, and a server's default batch
+# a single request, and the default batch of a server
 _LOADS = (Workload(1), Workload(256))
 
 
 def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) -> EngineOptions:
-    """Set the best parallel sizes for the performance mode, if `options` has none and there are
-    several GPUs. Not for `one_engine`: with replicas on all GPUs. Errors: `ConfigError` if no split
-    of the model fits, and those of `locate`.
+    """Return `options` with the best parallel sizes for the performance mode, if `options` sets no
+    size and the machine has several GPUs. Unless `one_engine` is set, several replicas may use the
+    GPUs. Raises `ConfigError` if no split of the model fits, and the errors of `locate`.
     """
     mode = options.performance_mode
     if mode == "balanced" or options.device == "cpu" or options.script is not None:
         return options
-    if options.nnodes > 1:  # the user gives the ranks, a multiple of the nodes
+    if options.nnodes > 1:  # the user sets the sizes of several nodes
         return options
     sizes = [field for field in fields(ParallelOptions) if hasattr(options, field.name)]
     if any(getattr(options, field.name) != field.default for field in sizes):
@@ -39,13 +35,13 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         return options
     try:
         gpus = visible_gpus()
-    except ConfigError as error:  # GPUs that the planner's table lacks
+    except ConfigError as error:  # the planner has no data of these GPUs
         logger.warning("--performance-mode %s chooses no parallel size: %s", mode, error)
         return options
     if len(gpus) < 2:
         return options
     smallest = min(gpus, key=lambda gpu: gpu.memory)
-    # load no weights
+    # With synthetic weights, `locate` downloads no weights.
     source = locate(replace(options, load_format="synthetic", speculative_config=None))
     spec, is_read = source.spec, options.load_format != "synthetic"
     context_length = options.max_model_len or spec.max_position_embeddings
@@ -66,23 +62,23 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
     best = plan.busiest if mode == "throughput" else plan.fastest
     if best is None:
         raise ConfigError(
-            f"--performance-mode is {mode}: no split over {len(gpus)} x {smallest.name} holds one "
-            f"request of {context_length} tokens",
+            f"--performance-mode is {mode}: {len(gpus)} x {smallest.name} cannot hold the model "
+            f"and one request of {context_length} tokens in any split",
             hint="lower --max-model-len or --max-num-seqs; `negamax plan` lists valid sizes",
         )
     logger.info(
-        "--performance-mode %s: %s on %d of %d GPUs, as if %s were given",
+        "--performance-mode %s runs %s on %d of %d GPUs (the same as %s)",
         mode,
         best.topology.label,
         best.topology.gpus,
         len(gpus),
-        " ".join(best.topology.flags) or "no size",
+        " ".join(best.topology.flags) or "the default sizes",
     )
     return replace(options, **best.topology.sizes, num_replicas=best.topology.replicas)
 
 
 def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
-    """Whether options allow a candidate; DCP and sharded index keys must be asked for."""
+    """Return whether `options` allow a candidate, which must not shard caches unless asked."""
     if candidate.topology.dcp > 1:
         return False
     if candidate.shards_index and options.index_cache_sharding != "on":

@@ -1,8 +1,7 @@
-"""The engine process: `python -m negamax.engine.core.process FOLDER`, started by
-`engine.client.connection`.
+"""Run an engine process, which `engine.client.connection` starts.
 
-The first frame holds the options. Server processes send requests and get their updates after each
-step. A heartbeat thread watches the ranks, another one the first server process.
+The first message holds the options. Server processes send requests, and get updates after each
+step. One thread sends heartbeats and watches ranks; another watches the first server process.
 """
 
 import gc
@@ -28,10 +27,10 @@ from negamax.engine.core.loop import EngineLoop
 logger = get_logger(__name__)
 
 
-LOOK_SECONDS = 0.1  # between two checks of the ranks
-# time for a waiting loop to notice a lost rank by itself
+LOOK_SECONDS = 0.1  # Time between two checks of the ranks.
+# Time that a waiting loop has to notice a dead rank before the heartbeat thread reports it.
 LAST_STEP_SECONDS = 0.3
-RECONNECT_MS = 10  # between attempts to reach a server process
+RECONNECT_MS = 10  # time between attempts to connect to a server process
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -60,7 +59,7 @@ def _serve(
     outbox: "Outbox",
 ) -> int:
     try:
-        # torch: seconds of import, once the connection is up
+        # PyTorch's import takes seconds, so it begins after the sockets are connected.
         with large_imports():
             from negamax.engine.core.setup import start_loop
 
@@ -76,22 +75,22 @@ def _serve(
         dumps.write("the engine cannot start", details=dict, error=error)
         outbox.send_first(wire.EngineFailed(f"the engine cannot start: {error!r}", 1))
         return 1
-    # objects from the start live as long as the process; later collections skip them
+    # Objects of the start live as long as the process, so later garbage collections skip them.
     gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
-    restarts = True  # unless a stop was requested
+    restarts = True  # False once `serve` has returned because of a requested stop
     try:
         with pulse.beating(context, address, num_servers=start.num_servers):
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)
         restarts = False
     except EngineDeadError as error:
-        logger.error("the engine stops: %s", error)
+        logger.error("the engine stops because of an error: %s", error)
         loop.dump_crash(str(error), error)
         outbox.send_first(wire.EngineFailed(str(error), 1))
         return 1
     except Exception as error:
-        logger.exception("the engine stops")
+        logger.exception("the engine stops because of an error")
         loop.dump_crash("the engine failed", error)
         outbox.send_first(wire.EngineFailed(f"the engine failed: {error!r}", 1))
         return 1
@@ -107,16 +106,16 @@ def listen(requests: zmq.Socket[bytes], address: wire.EngineAddress, *, num_serv
 
 
 class Outbox(AbstractContextManager["Outbox"]):
-    """Sockets to the server processes, whose frames wait for them. Single writer: one thread."""
+    """Sockets that send messages to the server processes. Only one thread may use an instance."""
 
     def __init__(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int, linger: int
     ) -> None:
-        """`linger`: milliseconds for frames in flight when it is closed."""
+        """Connect to all server processes. At the end, unsent messages get `linger` ms."""
         self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
         for server, socket in enumerate(self._sockets):
             socket.linger = linger
-            socket.set_hwm(0)  # never full, so never blocking
+            socket.set_hwm(0)  # without a limit, a send never blocks
             socket.reconnect_ivl = RECONNECT_MS
             socket.connect(address.outputs(server))
 
@@ -145,7 +144,7 @@ class Outbox(AbstractContextManager["Outbox"]):
 
 
 def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
-    """Split a report by server process; the first part counts the steps."""
+    """Split a report by server process. Only the first part has the token counts of steps."""
     parts: dict[int, wire.StepOutputs] = {}
 
     def part(sequence_id: str) -> wire.StepOutputs:
@@ -164,18 +163,18 @@ def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
 
 
 def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: "Pulse") -> None:
-    """Receive requests, step and send updates until a stop. Block while there is no work."""
+    """Receive requests, run steps and send updates until a stop. Block while there is no work."""
     while True:
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work
             if pulse.is_idle and not loop.await_request(requests):
-                continue  # there may be work
+                continue  # check for work again: a message of another engine has arrived
             frame = requests.recv()
             pulse.is_idle = False
             try:
                 message = wire.to_engine_decoder.decode(frame)
             except msgspec.DecodeError:
-                logger.exception("a message that cannot be decoded was dropped")
+                logger.exception("dropped a message that cannot be decoded")
                 continue
             if isinstance(message, wire.AddRequest):
                 loop.add(message.request)
@@ -205,7 +204,7 @@ def _record(loop: EngineLoop, message: wire.RecordExperts) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """The state of the loop that heartbeats report. Single writer: the loop's thread."""
+    """The state of the loop that heartbeats report. Only the loop's thread changes the state."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
@@ -216,7 +215,7 @@ class Pulse:
     def beating(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Run a thread that sends heartbeats and reports a dead rank even while the loop waits."""
+        """Run a thread that sends heartbeats, and reports a dead rank if the loop does not."""
         stop = threading.Event()
 
         def beat() -> None:
@@ -227,11 +226,11 @@ class Pulse:
                     rank, silence = executor.longest_silence()
                     death = executor.death()
                     if death is not None:
-                        # the loop waits for another event and has not noticed
+                        # The loop gets some time to report the dead rank itself.
                         if not stop.wait(LAST_STEP_SECONDS):
                             self._loop.dump_crash(death, EngineDeadError(death))
                             outbox.send_first(wire.EngineFailed(death, 1))
-                        stop.wait()  # the server process ends this one
+                        stop.wait()  # the server process ends this process
                     elif time.monotonic() >= next_beat:
                         next_beat = time.monotonic() + wire.BEAT_SECONDS - LOOK_SECONDS
                         stats = self._loop.stats()

@@ -1,4 +1,4 @@
-"""An executor without a model: every sequence gets the tokens of a scripted answer."""
+"""Run plans without a model: every sequence gets the tokens of a scripted answer."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from negamax.text.script import Script, ScriptedAnswers
 from negamax.text.tokenizer import Tokenizer
 from negamax.worker.config import DebugCommand, DebugResult, WorkerReady
 
-NUM_WINDOWS = 8  # size of the KV cache, in full context lengths
+NUM_WINDOWS = 8  # number of sequences of full context length that fit in the KV cache
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Row:
 
 
 class ScriptedExecutor:
-    """Runs plans by looking up the next tokens. Single writer: the engine loop."""
+    """Takes the next tokens of sequences from scripted answers, at the script's speed."""
 
     def __init__(
         self, script: Script, source: ModelSource, options: EngineOptions, *, block_size: int
@@ -39,7 +39,7 @@ class ScriptedExecutor:
         template = ChatTemplate.from_folder(template_folder)
         if template is None:
             raise ConfigError(
-                "--script answers chats, and the model has no chat template",
+                "--script needs a model with a chat template, and this model has none",
                 hint="use an embedded model, such as nano",
             )
         self._eos = source.generation.eos_token_ids[0]
@@ -52,8 +52,8 @@ class ScriptedExecutor:
         )
         self._step_seconds = 1.0 / script.tokens_per_second
         self._rows: dict[int, _Row] = {}
-        self._due = 0.0  # monotonic seconds
-        # of the plan launched last: masks by row, and late rows
+        self._due = 0.0  # Monotonic seconds.
+        # Grammar masks by row, and rows with late masks, of the plan that was launched last.
         self._masks: dict[int, bytes] = {}
         self._postponed: list[int] = []
         self.ready = WorkerReady(
@@ -66,7 +66,7 @@ class ScriptedExecutor:
         )
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:
-        """Run the plan when its result is asked for; its bitmask has arrived by then."""
+        """Delay the work until the result is requested, when the plan's bitmask has arrived."""
         (plan,) = plans
         self._masks, self._postponed = {}, []
         return partial(self._run, plan, self._masks, self._postponed)
@@ -91,7 +91,7 @@ class ScriptedExecutor:
     def _run(
         self, plan: StepPlan, masks: dict[int, bytes], postponed: list[int]
     ) -> list[StepResult]:
-        """Return the next token of every sampled row when the step is due."""
+        """Sleep until the step is due, then return the next token of every sampled row."""
         for new in plan.new_rows:
             prompt = new.token_ids[: new.prompt_len]
             answer = self._answers.answer(prompt)
@@ -121,7 +121,7 @@ class ScriptedExecutor:
         return [StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)]
 
     def _next(self, row: _Row, position: int, mask: bytes | None) -> int | None:
-        """The token at `position`. Where the grammar forbids it: EOS, else any allowed token."""
+        """Return the answer's token at `position`, or else EOS or any token that `mask` allows."""
         token = row.answer[position] if position < len(row.answer) else self._eos
         if mask is None:
             return token

@@ -1,4 +1,4 @@
-"""From options to a running engine: context length, worker configuration, scheduler limits."""
+"""Start an engine from its options: worker configuration, scheduler limits, context length."""
 
 import uuid
 from collections.abc import Sequence
@@ -56,30 +56,30 @@ from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
-ENCODER_TOKENS = 32_768  # rows of image tokens, by default on a CPU
+ENCODER_TOKENS = 32_768  # default number of image token rows that a CPU rank keeps
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
 def start_loop(options: EngineOptions, *, replica: int = 0) -> tuple[EngineLoop, ModelInfo]:
-    """Start executor and scheduler of a replica. After an error nothing keeps running."""
+    """Start the executor and the scheduler of a replica. On an error, end all started processes."""
     with ExitStack() as started:
         loop, info = _start_loop(options, started, replica)
-        started.pop_all()  # the loop shuts it down
+        started.pop_all()  # the loop's shutdown ends all that was started
     return loop, info
 
 
 def _start_loop(
     options: EngineOptions, started: ExitStack, replica: int
 ) -> tuple[EngineLoop, ModelInfo]:
-    """Start the loop; `started` shuts down everything started before an error."""
-    launcher = None  # starts the agents of the other nodes
+    """Start the loop. `started` collects the callbacks that end processes after an error."""
+    launcher = None  # with Ray, an object that starts the agents of other nodes
     if options.distributed_executor_backend == RAY:
         launcher = RayLauncher(options)
         started.callback(launcher.close)
         options = launcher.options
     if options.node_rank:
         raise ConfigError(
-            f"--node-rank is {options.node_rank}; the engine is on node 0",
+            f"--node-rank is {options.node_rank}, but an engine starts on node 0 only",
             hint="start the other nodes with `negamax serve`",
         )
     check_key(options.nodes)
@@ -92,7 +92,7 @@ def _start_loop(
         started.callback(folder.remove)
     elif options.kv_transfer_config is not None:
         connector = options.kv_transfer_config.get("kv_connector")
-        logger.info("--kv-transfer-config: %s exchanges no prompts with other engines", connector)
+        logger.info("--kv-transfer-config: %s does not exchange prompts with engines", connector)
     script = None if options.script is None else read_script(options.script)
     config = _make_worker_config(options, source, script)
     if folder is not None and options.kv_transfer is not None:
@@ -105,7 +105,7 @@ def _start_loop(
         eos_token_ids=config.eos_token_ids,
     )
     started.callback(grammars.shutdown)
-    # in parallel with the model's start; on few cores only once a grammar is asked for
+    # On a CPU the grammar process starts with the first grammar, so that it takes no core now.
     if config.device != "cpu":
         grammars.start()
     executor = _start_executor(config, options, source, script=script, launcher=launcher)
@@ -142,7 +142,7 @@ def _start_loop(
 def _open_publishers(
     options: EngineOptions, replica: int, started: ExitStack
 ) -> list[EventPublisher]:
-    """Open the publishers of cache events, so that subscribers connect while the model loads."""
+    """Open the publishers of cache events. Subscribers can connect while the model loads."""
     publishers: list[EventPublisher] = []
     if options.kv_events is not None:
         for rank in range(options.data_parallel_size):
@@ -161,7 +161,7 @@ def _open_transfers(
     *,
     folder: PrivateFolder,
 ) -> tuple[TransferSockets, TransferInfo]:
-    """Open the sockets to other engines. Errors: those of `TransferSockets`."""
+    """Open the sockets to other engines. Raises the errors of `TransferSockets`."""
     transfer, lane = options.kv_transfer, config.lane
     assert transfer is not None and lane is not None
     imports = [lane.imports_endpoint(rank) for rank in range(len(ready.lanes))]
@@ -179,7 +179,7 @@ def _open_transfers(
         copy=sockets.copy,
     )
     where = f"{transfer.host}:{transfer.port}"
-    logger.info("exchanges prompts with other engines (%s): %s", transfer.role, where)
+    logger.info("this engine exchanges prompts with others at %s as %s", where, transfer.role)
     logger.info("KV blocks travel by %s, through %d lanes", transfer.lane, len(ready.lanes))
     engine_id = sockets.transfers.engine_id
     return sockets, TransferInfo(
@@ -195,7 +195,7 @@ def _open_transfers(
 def _make_worker_config(
     options: EngineOptions, source: ModelSource, script: Script | None
 ) -> WorkerConfig:
-    """The configuration of the ranks. Errors: `ConfigError` if options or model do not fit."""
+    """Return the configuration of the ranks. Raises `ConfigError` if options and model conflict."""
     spec = source.spec
     if script is not None:
         spec = replace(spec, max_position_embeddings=script.context_length)
@@ -211,7 +211,7 @@ def _make_worker_config(
     layout = place_experts(layout, spec, options.init_expert_location)
     draft = source.draft
     if draft is not None:
-        # a draft's caches are not sharded by DCP
+        # Decode context parallelism does not shard the KV caches of a draft.
         check_split(replace(layout.within_stage, dcp=1), draft.spec)
         types = list_model_types(spec.architecture)
         for doubt in draft.spec.doubts(spec, target_types=types, max_model_len=max_model_len):
@@ -247,8 +247,9 @@ def _make_worker_config(
         num_kv_blocks=options.num_kv_blocks,
         kv_cache_memory=options.kv_cache_memory,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        # Kernels that the user selects may wait for the device, which graphs cannot capture.
         cudagraph_size=0
-        if options.enforce_eager or options.kernels  # definitions wait for the device
+        if options.enforce_eager or options.kernels
         else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
         num_threads=choose_num_threads(options, layout),
         seed=options.seed,
@@ -268,7 +269,7 @@ def _make_worker_config(
 
 
 def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Spec:
-    """Hold MXFP8 matrices as FP8 blocks on GPUs that multiply these (Hopper), unless
+    """Convert MXFP8 weights to FP8 blocks on GPUs that multiply FP8 blocks (Hopper), unless
     `--quantization` names a format.
     """
     if device == "cpu" or spec.quantization is None or check_name(options.quantization):
@@ -278,7 +279,7 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
     if not multiplies_blocks(device) or (blocks := find_blocks_spec(spec.quantization)) is None:
         return spec
     logger.info(
-        "MXFP8 weights of %s are held as FP8 blocks of 128 x 128 (--quantization mxfp8: as stored)",
+        "MXFP8 weights of %s become FP8 blocks of 128 x 128 (--quantization mxfp8 keeps MXFP8)",
         spec.architecture,
     )
     return replace(spec, quantization=blocks)
@@ -287,8 +288,8 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
 def _choose_vision(
     options: EngineOptions, source: ModelSource, spec: Spec, layout: ParallelLayout, device: str
 ) -> Spec:
-    """Drop the vision tower of `spec` if the files have none, or if images cannot be read here.
-    Requests with images are refused then.
+    """Remove the vision tower from `spec` if the files lack it or if the options exclude images.
+    The server then refuses requests with images.
     """
     folder = source.weights_folder
     if spec.vision is None:
@@ -311,21 +312,21 @@ def _choose_vision(
             reason = "the checkpoint's files have no vision tower"
     if reason is None:
         return spec
-    logger.warning("images are not read, requests with images are refused: %s", reason)
+    logger.warning("requests with images are refused: %s", reason)
     return replace(spec, vision=None)
 
 
 def _count_encoder_tokens(options: EngineOptions, device: str) -> int:
-    """Image tokens whose rows a rank keeps, in whole pages."""
+    """Return the number of image token rows that a rank keeps, in whole pages."""
     chosen = options.encoder_cache_tokens
     default = ENCODER_TOKENS if device == "cpu" else 0
     return (default if chosen is None else chosen) // ROWS_PER_PAGE * ROWS_PER_PAGE
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Set which embedding and head `draft` uses: its own, or those of `target` in `folder` (None:
-    synthetic weights). Errors: `CheckpointError`; `ConfigError` if those of the target have another
-    width or a rotated head.
+    """Set whether `draft` has its own embedding and head or uses those of `target` in `folder`
+    (None with synthetic weights). Raises `CheckpointError`, or `ConfigError` if the draft cannot
+    use the target's tensors because of their width or rotation.
     """
     from negamax.checkpoint.reader import read_entries  # imports PyTorch
 
@@ -345,14 +346,14 @@ def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -
     if borrows and spec.hidden_size != target.hidden_size:
         raise ConfigError(
             f"the draft's hidden_size is {spec.hidden_size}, and its files lack an embedding or a "
-            f"head; the model's are {target.hidden_size} wide",
-            hint="use a draft with both, or one as wide as the model",
+            f"head; the model's hidden_size is {target.hidden_size}",
+            hint="use a draft with its own embedding and head, or with the model's hidden_size",
         )
     if spec.is_rotated_back and not spec.own_head:
         raise ConfigError(
-            "the draft's files lack a head, and the model's is rotated together with the scale of "
-            "a norm (QuaRot)",
-            hint="use a draft with a head of its own",
+            "the draft's files lack a head, and the model's head cannot be used: it is rotated "
+            "together with the scale of a norm (QuaRot)",
+            hint="use a draft with its own head",
         )
     return replace(draft, spec=spec)
 
@@ -387,7 +388,7 @@ def _log_ready(ready: WorkerReady, *, block_size: int, dp: int) -> None:
         )
     if ready.num_file_blocks:
         logger.info(
-            "files keep up to %d tokens of KV cache; those found hold %d",
+            "files hold up to %d tokens of KV cache; the existing files hold %d tokens",
             ready.num_file_blocks * block_size,
             len(ready.file_hashes) // HASH_BYTES * block_size,
         )
@@ -426,7 +427,7 @@ def _make_scheduler(
         block_size=config.block_size,
         num_blocks=ready.num_kv_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
-        # the client refuses earlier
+        # The server's client refuses requests at a lower limit.
         max_queued_requests=2 * (options.max_queued_requests + num_rows),
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,
@@ -434,7 +435,7 @@ def _make_scheduler(
         num_shards=config.layout.cp,
         encoder_tokens=config.encoder_tokens,
         num_encoders=config.layout.tp,
-        # synthetic acceptance ignores the grammar
+        # Synthetic acceptance of draft tokens ignores grammars.
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),
         num_host_blocks=ready.num_host_blocks,
@@ -473,7 +474,7 @@ def choose_chunk_length(
         max_model_len=max_model_len,
     )
     logger.info(
-        "prompts run in chunks of equal time: %d tokens at first, %d at the end of the longest",
+        "chunks of a prompt take equal time: %d tokens in the first, %d in a longest prompt's last",
         most,
         length.fit(max_model_len, most, most)[0],
     )
@@ -481,7 +482,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """Return a GPU of this machine, else a measured one: only the ratios of its times are used."""
+    """Return this machine's GPU, or a measured one, as only ratios of its times are used."""
     if device == "cpu":
         return MEASURED
     try:
@@ -495,7 +496,7 @@ def _count_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
 
 
 def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
-    """Make the balancer; None if experts are neither counted nor moved."""
+    """Create the balancer. Return None if experts are neither counted nor moved."""
     sizes = config.spec.expert_sizes()
     if config.experts == FIXED or sizes is None:
         return None
@@ -505,7 +506,7 @@ def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalanc
 
 
 def find_device(name: str) -> tuple[str, int | None]:
-    """Resolve `--device` to "cpu" or "cuda", and the number of GPUs. Torch-free for "cpu"."""
+    """Resolve `--device` to ("cpu", None), without importing torch, or ("cuda", GPUs)."""
     if name == "cpu":
         return name, None
     from negamax.worker.device import choose_device, num_gpus
@@ -552,27 +553,27 @@ def _describe_model(
 
 
 def choose_num_threads(options: EngineOptions, layout: ParallelLayout) -> int:
-    """CPU threads per rank, with all engines of this machine counted."""
+    """Return the number of CPU threads per rank. All engines of this machine share its cores."""
     return options.num_threads or default_num_threads(layout.ranks_per_node * options.num_replicas)
 
 
 def default_num_threads(num_ranks: int) -> int:
-    """Default CPU threads per rank: the cores divided by the ranks; from three cores up one is left
-    for the server and the scheduler.
+    """Return the default number of CPU threads per rank, which is the cores divided by the ranks.
+    With three cores or more, one core stays free for the server and the scheduler.
 
-    More threads than free cores stall for whole scheduler ticks: on 2 cores with one busy, GEMMs of
-    25 us take 4 to 8 ms on 2 threads. On 2 idle cores, 2 threads decode up to 1.4 times as fast as
-    one.
+    With more threads than free cores, threads wait for whole ticks of the system's scheduler: if
+    one of 2 cores is busy, a GEMM of 25 us takes 4 to 8 ms on 2 threads. On 2 idle cores, 2 threads
+    decode up to 1.4 times as fast as one thread.
     """
     cores = env.usable_cores()
     return max(1, (cores - (cores > 2)) // num_ranks)
 
 
 def _limit_context_length(max_model_len: int, pool_tokens: int) -> int:
-    """Limit the context length to the cached tokens and a last one that is never run."""
+    """Limit the context length to the cached tokens plus one, as the last token is not cached."""
     if max_model_len > pool_tokens + 1:
         logger.warning(
-            "the KV cache holds %d tokens: the context length is %d instead of %d",
+            "the KV cache holds %d tokens, so the context length is %d instead of %d",
             pool_tokens,
             pool_tokens + 1,
             max_model_len,

@@ -1,4 +1,4 @@
-"""Find the files of a model and its draft. Torch-free: the server needs the tokenizer's folder."""
+"""Find the files of a model and its draft. The server uses this module, which imports no torch."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,25 +31,25 @@ from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
 
-DRAFT_FOLDER = "dspark"  # in a model's folder
+DRAFT_FOLDER = "dspark"  # name of the draft's folder in a model's folder
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's parts. A bundled spec has no files but the tokenizer of its family."""
+    """A model's configuration and folders. A bundled spec has only a folder with a tokenizer."""
 
     spec: ModelSpec
     generation: GenerationDefaults
-    weights_folder: Path | None  # None: synthetic weights
+    weights_folder: Path | None  # None for synthetic weights
     tokenizer_folder: Path
-    name: str  # name in the API, unless the user sets one
+    name: str  # name in the API unless the user sets another name
     speculation: SpeculationConfig | None = None
     draft: DraftModel | None = None
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find (or download) the model's files and read its configuration. A draft that names its
-    verifier means that model with this draft, as in vLLM. Errors: `ConfigError`, `CheckpointError`.
+    """Find or download a model, and read its configuration. For a draft that names its verifier,
+    use the verifier with this draft, as in vLLM. Raises `ConfigError` or `CheckpointError`.
     """
     try:
         source = _locate_target(options)
@@ -70,13 +70,13 @@ def locate(options: EngineOptions) -> ModelSource:
         speculation = speculation.as_long_as(found.spec.speculative_tokens)
         _check_length(found.spec, speculation)
     if found.spec.verifier is not None:
-        note = f"the draft's files name {found.spec.verifier} as its model; this is {source.name}"
+        note = f"the draft was made for {found.spec.verifier}, but the model is {source.name}"
         speculation = replace(speculation, notes=(*speculation.notes, note))
     return replace(source, speculation=speculation, draft=found)
 
 
 def check_model(options: EngineOptions) -> None:
-    """Check the model's name and its options without a file. Errors: `ConfigError`."""
+    """Check the model's name and options without reading its files. Raises `ConfigError`."""
     check_name(options.quantization)
     check_override(options.override_generation_config or {})
     if not _is_bundled(options.model):
@@ -89,19 +89,19 @@ def check_model(options: EngineOptions) -> None:
 
 
 def check_start(options: EngineOptions) -> None:
-    """Check what a start checks and no download is needed for. Errors: as `locate`."""
+    """Run the checks of a start that need no download. Raises the errors of `locate`."""
     check_model(options)
     if not _is_bundled(options.model) and check_model_name(options.model) is None:
         return
     spec = _locate_target(options).spec
     if options.script is None:
         choose_context_length(options, spec)
-    if options.performance_mode == "balanced":  # else sizes are chosen for the GPUs
+    if options.performance_mode == "balanced":  # other modes choose sizes for the GPUs
         check_split(ParallelLayout.of(options.parallel, nodes=options.nnodes), spec)
 
 
 def choose_context_length(options: EngineOptions, spec: ModelSpec) -> int:
-    """Return --max-model-len, or the model's. Errors: `ConfigError` if it exceeds the model's."""
+    """Return --max-model-len, or else the model's context length. Raises `ConfigError`."""
     if options.max_model_len is None:
         return spec.max_position_embeddings
     if options.max_model_len > spec.max_position_embeddings:
@@ -118,7 +118,7 @@ def _is_bundled(model: str) -> bool:
 
 
 def _locate_target(options: EngineOptions) -> ModelSource:
-    check_model(options)  # before a download
+    check_model(options)  # refuses wrong names before a download
     if _is_bundled(options.model):
         spec = _keep_layers(bundled_spec(options.model), options.num_hidden_layers)
         spec = _apply_quantization(spec, options)
@@ -143,7 +143,7 @@ def _locate_target(options: EngineOptions) -> ModelSource:
 def _read_generation(
     folder: Path | None, spec: ModelSpec, options: EngineOptions
 ) -> GenerationDefaults:
-    """Read sampling defaults and end tokens. Errors: `ConfigError`, `CheckpointError`."""
+    """Read sampling defaults and end tokens. Raises `ConfigError` or `CheckpointError`."""
     family = find_family(spec.architecture)
     return read_generation_defaults(
         folder,
@@ -157,9 +157,8 @@ def _read_generation(
 def _locate_draft(
     speculation: SpeculationConfig, options: EngineOptions, source: ModelSource
 ) -> DraftModel:
-    """Find (or download) a draft model for the model of `source`, without a name in its folder.
-
-    Errors: `ConfigError`, `CheckpointError`.
+    """Find or download a draft model for the model of `source`. If the options name no draft model,
+    use the draft in the model's folder. Raises `ConfigError` or `CheckpointError`.
     """
     target, is_drawn = source.spec, options.load_format == "synthetic"
     name = _find_beside(source) if _is_beside(options) else speculation.model or ""
@@ -168,12 +167,12 @@ def _locate_draft(
         if speculation.draft_lm_head_quantization is None:
             return spec
         if not spec.own_head or spec.most_tokens is not None:
-            raise ConfigError("draft_lm_head_quantization is for drafts of method eagle3")
+            raise ConfigError("draft_lm_head_quantization is valid for method eagle3 only")
         if spec.quantization is not None:
             raise ConfigError(
                 f"draft_lm_head_quantization is {speculation.draft_lm_head_quantization}; the "
                 f"draft is quantized by {spec.quantization.method} as a whole",
-                hint="leave it out",
+                hint="omit draft_lm_head_quantization",
             )
         return replace(spec, quantization=online.make_head_spec("fp8_per_channel"))
 
@@ -182,8 +181,8 @@ def _locate_draft(
         _check_method(DRAFTS[bundled.architecture], speculation)
         if not is_drawn:
             raise ConfigError(
-                "this is a bundled spec without weights",
-                hint="add --load-format synthetic, or give a folder or a hub id",
+                "this draft is a bundled spec without weights",
+                hint="add --load-format synthetic, or name a folder or a hub id",
             )
         return DraftModel(
             quantized_as_asked(bundled.adapt_to(target, speculation.aux_layer_ids)), None
@@ -209,7 +208,7 @@ def _is_beside(options: EngineOptions) -> bool:
 
 
 def _find_beside(source: ModelSource) -> str:
-    """Return the folder of the DSpark draft in the model's own folder. Errors: `ConfigError`."""
+    """Return the folder of the DSpark draft in the model's own folder. Raises `ConfigError`."""
     folder = source.tokenizer_folder
     if (folder / DRAFT_FOLDER / "config.json").is_file():
         return str(folder / DRAFT_FOLDER)
@@ -219,13 +218,13 @@ def _find_beside(source: ModelSource) -> str:
         return str(folder)
     raise ConfigError(
         f"{source.name} has no folder {DRAFT_FOLDER}/ with a draft, and its config.json describes "
-        "none",
-        hint='give "model": the folder or hub id of the draft',
+        "no draft",
+        hint='set "model" to the folder or hub id of the draft',
     )
 
 
 def _read_draft(folder: Path, *, speculation: SpeculationConfig, target: ModelSpec) -> DraftSpec:
-    """Read the draft in `folder`. Errors: `ConfigError`, `CheckpointError`."""
+    """Read the draft's configuration in `folder`. Raises `ConfigError` or `CheckpointError`."""
     config = read_json_object(folder / "config.json")
     asked = next(one for one in DRAFTS.values() if one.method == speculation.method)
     family = find_draft_family(config) or asked
@@ -238,36 +237,36 @@ def _read_draft(folder: Path, *, speculation: SpeculationConfig, target: ModelSp
 
 
 def _check_length(spec: DraftSpec, speculation: SpeculationConfig) -> None:
-    """Refuse more draft tokens than the draft proposes at once. Errors: `ConfigError`."""
+    """Raise `ConfigError` if more draft tokens are wanted than the draft proposes at once."""
     most, asked = spec.most_tokens, speculation.num_speculative_tokens
     if most is not None and asked > most:
         raise ConfigError(
-            f"num_speculative_tokens is {asked}; the draft proposes {most} at once",
+            f"num_speculative_tokens is {asked}; the draft proposes {most} tokens at once",
             hint=f"use {most} or less",
         )
 
 
 def _check_method(family: DraftFamily, speculation: SpeculationConfig) -> None:
-    """Refuse a draft of another method than a given one. Errors: `ConfigError`."""
+    """Raise `ConfigError` if the draft is for another method than the user has named."""
     if not speculation.is_default_method and family.method != speculation.method:
         raise ConfigError(
-            f"it is for method {family.method}; the method is {speculation.method}",
+            f"the draft is for method {family.method}, but the method is {speculation.method}",
             hint=f"use method {family.method}",
         )
 
 
 def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:
-    """Read the model in `folder` as it will run. Errors: `ConfigError`, `CheckpointError`."""
+    """Read the model's spec and apply options. Raises `ConfigError` or `CheckpointError`."""
     spec = _keep_layers(
         read_spec(read_json_object(folder / "config.json"), folder), options.num_hidden_layers
     )
-    detect(spec.quantization)  # refuses unknown formats
-    _read_generation(folder, spec, options)  # before weights are downloaded
+    detect(spec.quantization)  # Refuses unknown formats before weights are downloaded.
+    _read_generation(folder, spec, options)  # Refuses wrong defaults before weights are downloaded.
     return _apply_quantization(spec, options)
 
 
 def _apply_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
-    """Quantize the model as asked. Errors: `ConfigError` if it has another format."""
+    """Apply --quantization to the spec. Raises `ConfigError` if the model has another format."""
     quantization, note = quantized(
         options.quantization, spec.quantization, is_drawn=options.load_format == "synthetic"
     )
@@ -276,9 +275,9 @@ def _apply_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
 
 
 def _keep_layers(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
-    """Keep the first `num_layers` layers. Errors: `ConfigError` if the model has fewer."""
+    """Keep the first `num_layers` layers. Raises `ConfigError` if the model has fewer layers."""
     if num_layers is None:
         return spec
     if num_layers > spec.num_layers:
-        raise ConfigError(f"--num-hidden-layers is {num_layers}; the model has {spec.num_layers}")
+        raise ConfigError(f"--num-hidden-layers is {num_layers}; allowed: 1 to {spec.num_layers}")
     return spec.first_layers(num_layers)

@@ -1,7 +1,7 @@
-"""The sockets of `Transfers`: to other engines, and to the lanes of this engine's ranks.
+"""Connect `Transfers` to other engines, and to the lanes of this engine's ranks.
 
-Other engines connect to one socket; this engine has a socket for each engine that it reads from.
-ZeroMQ's own thread sends heartbeats, so a long step of either engine is no loss of the connection.
+Other engines connect to one socket of this engine. This engine opens a socket to each engine that
+it reads from. ZeroMQ's thread sends heartbeats, so connections survive long steps of an engine.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from negamax.worker.node_sockets import FRAME_BYTES, bind, connect, has_key, tcp
 
 logger = get_logger(__name__)
 
-TICK_SECONDS = 0.2  # between looks at time limits
+TICK_SECONDS = 0.2  # time between two checks of time limits
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
-MOST_PEERS = 200  # engines that this one reads from; ZeroMQ has about 340
-MOST_UNSENT = 100_000  # messages for one of them
+MOST_PEERS = 200  # Engines that this engine can read from; ZeroMQ allows about 340 sockets.
+MOST_UNSENT = 100_000  # Messages that wait until another engine can receive.
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def check_transfer_address(config: KvTransferConfig) -> None:
-    """Refuse a network address without a key. Errors: `ConfigError`."""
+    """Raise `ConfigError` if the address is on a network and no key is set."""
     if not config.is_loopback and not has_key():
         raise ConfigError(
             f"--kv-transfer-config: kv_ip is {config.host}, and {KEY_VARIABLE} is not set: any "
@@ -51,22 +51,22 @@ def check_transfer_address(config: KvTransferConfig) -> None:
 
 
 class TransferSockets:
-    """Sends the messages of `Transfers` and hands it those that arrive. Single user: the loop."""
+    """Sends and receives the messages of `Transfers`, for use by the engine loop only."""
 
     def __init__(
         self, config: KvTransferConfig, imports: Sequence[str], *, folder: PrivateFolder
     ) -> None:
-        """`imports`: endpoints of this engine's lanes; `folder`: of sockets, removed at the end.
-        Errors: `ConfigError` for an address without
-        a key, `ResourceError` for one that cannot be used.
+        """Open the sockets. `imports` are the endpoints of this engine's lanes, and `folder` holds
+        their sockets until `close`. Raises `ConfigError` if the address needs a key, and
+        `ResourceError` if the address cannot be used.
         """
         check_transfer_address(config)
-        self.transfers: Transfers  # set before the first call
+        self.transfers: Transfers  # the caller sets this before the first call
         self._config, self._folder = config, folder
         self._context = zmq.Context()
-        self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # with their monitors
-        self._answered: set[PullPeer] = set()  # of these
-        self._lost: dict[PullPeer, None] = {}  # that cannot be reached; until the next `poll`
+        self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # Sockets and their monitors.
+        self._answered: set[PullPeer] = set()  # Peers that have answered.
+        self._lost: dict[PullPeer, None] = {}  # Lost peers; the next `poll` ends their pulls.
         self._server: Socket = self._context.socket(zmq.ROUTER)
         self._server.heartbeat_ivl, self._server.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
         self._lanes: list[Socket] = []
@@ -91,7 +91,7 @@ class TransferSockets:
             if peer not in self._peers:
                 self._open(*peer)
             self._peers[peer][0].send(frame, zmq.NOBLOCK)
-        except (ConnectionError, zmq.ZMQError) as error:  # a client's request names the peer
+        except (ConnectionError, zmq.ZMQError) as error:  # clients may name wrong peers
             logger.warning("no message can be sent to %r, port %d: %s", *peer, error)
             self._lose(peer)
 
@@ -100,7 +100,7 @@ class TransferSockets:
             lane.send(lane_wire.encode(command))
 
     def poll(self) -> None:
-        """Handle all that has arrived, and apply time limits."""
+        """Handle all messages that have arrived, and apply time limits."""
         transfers, now = self.transfers, time.monotonic()
         for lane in self._lanes:
             for (frame,) in _receive_all(lane):
@@ -121,7 +121,7 @@ class TransferSockets:
         transfers.advance(now=now)
 
     def wait(self, requests: Socket) -> bool:
-        """Wait for a request, a message or the next tick. Return whether a request has arrived."""
+        """Wait for a request, a message or the next check. Return whether a request has arrived."""
         poller = zmq.Poller()
         poller.register(requests, zmq.POLLIN)
         for socket in (*self._lanes, self._server, *sum(self._peers.values(), ())):
@@ -141,13 +141,13 @@ class TransferSockets:
             raise ResourceError(str(error), hint=hint) from None
 
     def _open(self, host: str, port: int) -> None:
-        """Connect to an engine. Errors: `ConnectionError`, `ZMQError`."""
+        """Connect to an engine. Raises `ConnectionError` or `ZMQError`."""
         if self._config.is_loopback and not _is_loopback(host):
-            raise ConnectionError("it is on another machine, and kv_ip is a loopback address")
-        if len(self._peers) == MOST_PEERS:  # the oldest one that never answered makes room
+            raise ConnectionError("the host is another machine, but kv_ip is a loopback address")
+        if len(self._peers) == MOST_PEERS:  # close the oldest connection that never had an answer
             silent = [peer for peer in self._peers if peer not in self._answered]
             if not silent:
-                raise ConnectionError(f"{MOST_PEERS} other engines are connected, the most")
+                raise ConnectionError(f"{MOST_PEERS} engines are connected, which is the limit")
             self._lose(silent[0])
         socket: Socket = self._context.socket(zmq.DEALER)
         socket.linger, socket.sndhwm, socket.maxmsgsize = 0, MOST_UNSENT, FRAME_BYTES
@@ -156,7 +156,7 @@ class TransferSockets:
         connect(socket, tcp_endpoint(host, port))
 
     def _lose(self, peer: PullPeer) -> None:
-        """Close the connection to an engine. `poll` ends the pulls from it."""
+        """Close the connection to an engine. The next `poll` ends the pulls from this engine."""
         self._lost[peer] = None
         self._answered.discard(peer)
         if peer in self._peers:
@@ -167,11 +167,11 @@ class TransferSockets:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T | None:
-    """Decode a message; None if it is none."""
+    """Decode a message; return None if the frames are not a valid message."""
     try:
         return decoder.decode(b"".join(frames))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        logger.warning("a message of another engine was not understood: %s", error)
+        logger.warning("dropped an invalid message of another engine: %s", error)
         return None
 
 

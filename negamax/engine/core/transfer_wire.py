@@ -1,26 +1,26 @@
-"""Messages between engines that prefill and engines that decode."""
+"""Messages between engines that prefill prompts and engines that decode."""
 
 import msgspec
 
 
 class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """From the decoding engine: the blocks of a prompt are wanted. The answer, `LeaseOpened` or
-    `LeaseRefused`, comes once the prompt is computed.
+    """The decoding engine asks for the blocks of a prompt. The prefilling engine answers with
+    `LeaseOpened` or `LeaseRefused` when the prompt is computed.
     """
 
     lease_id: str
-    engine_id: str  # the engine that is meant; "": any, perhaps before it computes the prompt
-    fingerprint: str  # of model, caches and versions
-    prompt_hash: bytes  # `hash_prompt`
+    engine_id: str  # Engine that has the lease; "" if the prompt may not be computed yet.
+    fingerprint: str  # Digest of the model, its caches and the version.
+    prompt_hash: bytes  # Result of `hash_prompt`.
     num_blocks: int
 
 
 class LeaseOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
     lease_id: str
-    lanes: list[str]  # endpoints of the ranks
-    places: list[int]  # host blocks, in order
-    step_id: int  # the copies of plans up to this one must be complete
-    num_cached_tokens: int  # prompt tokens that were not computed for it
+    lanes: list[str]  # Endpoints of the ranks that send the blocks.
+    places: list[int]  # Indices of the host blocks, in the order of the prompt.
+    step_id: int  # Step whose copies to host memory must be complete before a read.
+    num_cached_tokens: int  # Prompt tokens that the prefix cache already had.
 
 
 class LeaseRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -29,20 +29,20 @@ class LeaseRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class RenewLeases(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """From the decoding engine, several times in the time of a lease."""
+    """The decoding engine sends this message several times before a lease would expire."""
 
     lease_ids: list[str]
 
 
 class CloseLease(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """From the decoding engine: it reads no more. The answer is `LeaseClosed`."""
+    """The decoding engine sends this message when it stops reading. The answer is `LeaseClosed`."""
 
     lease_id: str
 
 
 class LeaseClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     lease_id: str
-    was_held: bool  # whether the blocks were kept until the end
+    was_held: bool  # whether the blocks were kept until the lease was closed
 
 
 FromDecoder = OpenLease | RenewLeases | CloseLease

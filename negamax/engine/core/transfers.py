@@ -1,13 +1,12 @@
-"""Requests whose prompts are computed on another engine: leases that others read, and pulls.
+"""Transfer KV blocks of prompts between engines. A lease lets another engine read, a pull reads.
 
-A pull goes through four phases. The prefilling engine confirms the lease; host blocks are
-allocated; the ranks of this engine fill them; the prefilling engine confirms that it kept the
-blocks until the end. Only then are they valid. After any failure no step reads blocks that
-may have been reused: the request recomputes its prompt, or ends with an error.
+A pull has four phases. First, the prefilling engine confirms the lease. Second, this engine
+allocates host blocks. Third, the ranks of this engine copy the prompt's blocks into host blocks.
+Fourth, the prefilling engine confirms that it kept its blocks until the end of the copy, which
+makes the host blocks valid. If a phase fails, this engine computes the prompt, or ends the request.
 
-Host blocks of a pull stay allocated until every rank has reported its end, also after an abort.
-
-Deterministic: time and messages come from the caller.
+Host blocks of a pull stay allocated until every rank has reported the end of its copy, also after
+an abort. This module is deterministic: callers pass the time and messages as arguments.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,36 +35,36 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 
 logger = get_logger(__name__)
 
-UNREAD_SECONDS = 2.0  # in which the reader of a lease asks for it; routers send it at once
-RENEWALS = 6  # in the time of a lease
-MOST_ARRIVED = 256  # complete pulls that are remembered
-PullPeer = tuple[str, int]  # host and port of a prefilling engine
-Peer = PullPeer | bytes  # bytes: a decoding engine
+UNREAD_SECONDS = 2.0  # Age from which a lease that no engine has asked for may be ended.
+RENEWALS = 6  # Number of renewals within the duration of a lease.
+MOST_ARRIVED = 256  # Number of complete pulls that are stored for further choices.
+PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
+Peer = PullPeer | bytes  # Bytes identify a decoding engine.
 
 
 class Phase(Enum):
-    OPENING = auto()  # the prefilling engine is asked for the blocks
-    ALLOCATING = auto()  # there is no room for them yet
-    COPYING = auto()  # ranks fill host blocks
-    CLOSING = auto()  # the prefilling engine is asked whether it kept the blocks
+    OPENING = auto()  # The prefilling engine has not confirmed the lease yet.
+    ALLOCATING = auto()  # Host memory has no room for the blocks yet.
+    COPYING = auto()  # Ranks copy the prompt's blocks into host blocks.
+    CLOSING = auto()  # The prefilling engine has not confirmed yet that it kept the blocks.
 
 
 @dataclass(eq=False)
 class _Pull:
-    """The blocks of one prompt on their way from another engine."""
+    """The transfer of one prompt's blocks from another engine."""
 
     peer: PullPeer
     lease_id: str
     prompt_hash: bytes
     cache_salt: str
-    hashes: list[bytes]  # of the full blocks, in order
-    requests: list[GenerateRequest]  # that have not ended
-    deadline: float  # of the phase
+    hashes: list[bytes]  # Hashes of the prompt's full blocks, in order.
+    requests: list[GenerateRequest]  # Requests for this prompt that have not ended.
+    deadline: float  # End of the current phase, in monotonic seconds.
     phase: Phase = Phase.OPENING
     opened: LeaseOpened | None = None
     blocks: Import | None = None
-    number: int = -1  # of its copy
-    num_copying: int = 0  # ranks that still fill blocks
+    number: int = -1  # Number of the copy.
+    num_copying: int = 0  # Number of ranks that still copy.
     problem: str = ""
 
 
@@ -78,7 +77,7 @@ class _WaitingOpen:
 
 @dataclass
 class TransferCounts:
-    """Counters since the start, named as in `RankStats`."""
+    """Counters since the start, with the names of fields in `RankStats`."""
 
     num_remote_prefills: int = 0
     num_failed_prefills: int = 0
@@ -89,7 +88,7 @@ class TransferCounts:
 
 @dataclass
 class Transfers:
-    """The leases and pulls of one engine. Single user: its loop."""
+    """The leases and pulls of one engine. Only the engine loop may use an instance."""
 
     config: KvTransferConfig
     shared: SharedBlocks
@@ -98,24 +97,24 @@ class Transfers:
     fingerprint: str
     lanes: list[str]  # endpoints of this engine's ranks
     send: Callable[[Peer, Message], None]
-    copy: Callable[[ImportBlocks], None]  # sends it to every rank
+    copy: Callable[[ImportBlocks], None]  # sends a copy command to every rank
     counts: TransferCounts = field(default_factory=TransferCounts)
-    # requests to run here, with or without blocks of another engine; the loop empties both
+    # The loop takes requests from `ready`, with or without arrived blocks, and from `failed`.
     ready: list[GenerateRequest] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)  # request ids and problems
     _pulls: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    # the last complete ones: further choices of their requests may come late
+    # latest complete pulls, because further choices of a request may arrive late
     _arrived: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    _copies: dict[int, _Pull] = field(default_factory=dict)  # by number
+    _copies: dict[int, _Pull] = field(default_factory=dict)  # pulls by the number of the copy
     _num_copies: int = 0
-    _held: dict[str, list[int]] = field(default_factory=dict)  # host blocks of ready requests
-    _prefills: dict[str, str] = field(default_factory=dict)  # lease ids of unfinished requests
-    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # by lease id
+    _held: dict[str, list[int]] = field(default_factory=dict)  # Host blocks by request id.
+    _prefills: dict[str, str] = field(default_factory=dict)  # Lease id by id of an open request.
+    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # Messages by lease id.
     _next_renewal: float = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would make progress."""
+        """Return whether a step of the loop would make progress."""
         return bool(self.ready or self.failed or self.shared.can_store)
 
     @property
@@ -127,11 +126,11 @@ class Transfers:
         return {**vars(self.counts), "num_leases": len(self.shared.leases)}
 
     def request_ids(self) -> list[str]:
-        """Return the requests whose blocks are on their way."""
+        """Return the ids of the requests that wait for blocks."""
         return [one.request_id for pull in self._pulls.values() for one in pull.requests]
 
     def begin(self, request: GenerateRequest, *, now: float) -> None:
-        """Take a request: `ready` or `failed` has it later, or at once. Its id is unused."""
+        """Begin a new request, which appears in `ready` or `failed` at once or after a pull."""
         remote, size = request.remote, self.block_size
         if request.lease_id:
             self._prefills[request.request_id] = request.lease_id
@@ -142,13 +141,13 @@ class Transfers:
         peer, tokens = (remote.host, remote.port), request.prompt_token_ids
         num_blocks = (len(tokens) - 1) // size
         if not num_blocks or request.sampling.prompt_logprobs is not None:
-            self.send(peer, CloseLease(remote.lease_id))  # the whole prompt is computed here
+            self.send(peer, CloseLease(remote.lease_id))  # this engine computes the whole prompt
             self.ready.append(replace(request, remote=None))
             return
         prompt_hash = hash_prompt(tokens, block_size=size)
         key = (peer, remote.lease_id)
         pull = self._pulls.get(key) or self._arrived.get(key)
-        if pull is not None:  # another choice
+        if pull is not None:  # the request is a further choice of the same prompt
             if (pull.prompt_hash, pull.cache_salt) != (prompt_hash, request.cache_salt):
                 self._fail([request], f"lease {remote.lease_id} is read for another prompt")
             elif key in self._pulls:
@@ -170,7 +169,7 @@ class Transfers:
         self.send(peer, OpenLease(remote.lease_id, *fields))
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request whose blocks are on their way. False if there is none."""
+        """Drop a request that waits for blocks. Return whether there was such a request."""
         for pull in list(self._pulls.values()):
             for request in pull.requests:
                 if request.request_id == request_id:
@@ -182,10 +181,10 @@ class Transfers:
         return False
 
     def take_updates(self, updates: Iterable[SequenceUpdate]) -> None:
-        """Learn from the updates of requests which of them have started or ended."""
+        """Release the blocks and leases of requests that have started or ended by `updates`."""
         for update in updates:
             places = self._held.pop(update.request_id, None)
-            if places is not None:  # its KV blocks are loaded, or it has ended
+            if places is not None:  # the request has loaded its KV blocks, or has ended
                 self.shared.release(places)
             if update.finish_reason is None or update.request_id not in self._prefills:
                 continue
@@ -196,7 +195,7 @@ class Transfers:
                     self.send(waiting.peer, LeaseRefused(lease_id, reason))
 
     def handle(self, peer: Peer, message: Message, *, now: float) -> None:
-        """Take a message of another engine."""
+        """Handle a message of another engine."""
         if isinstance(peer, bytes):
             self._serve(peer, message, now=now)
             return
@@ -206,7 +205,7 @@ class Transfers:
                 self._follow(pull, message, now=now)
 
     def take_copied(self, done: ImportDone, *, now: float) -> None:
-        """Take the report of one rank about its part of a copy."""
+        """Handle the report of one rank that has ended its part of a copy."""
         pull = self._copies[done.number]
         pull.problem = pull.problem or done.problem
         pull.num_copying -= 1
@@ -229,7 +228,7 @@ class Transfers:
                 self._finish(pull, problem)
 
     def advance(self, *, now: float) -> None:
-        """Answer what waited for a lease, and apply all time limits."""
+        """Answer engines that wait for a lease, begin copies, renew leases, apply time limits."""
         for lease in list(self.shared.leases.values()):
             if lease.expires == inf:
                 lease.expires = now + self.config.lease_seconds
@@ -246,7 +245,7 @@ class Transfers:
         for lease_id, opens in list(self._waiting.items()):
             left = [each for each in opens if each.deadline > now]
             if not left:
-                del self._waiting[lease_id]  # the decoding engine stopped waiting, too
+                del self._waiting[lease_id]  # the decoding engines have reached the same time limit
             elif len(left) < len(opens):
                 self._waiting[lease_id] = left
         for pull in list(self._pulls.values()):
@@ -265,7 +264,7 @@ class Transfers:
                 self.send(peer, RenewLeases(lease_ids))
 
     def _end_unread(self, *, now: float) -> None:
-        """End the oldest lease that no engine has asked for, so that later prompts have room."""
+        """Make room for later prompts: end the oldest lease that no engine has asked for."""
         for lease in self.shared.leases.values():
             since = now - (lease.expires - self.config.lease_seconds)
             if (
@@ -280,7 +279,7 @@ class Transfers:
                 return
 
     def _serve(self, peer: bytes, message: Message, *, now: float) -> None:
-        """Take a message of a decoding engine."""
+        """Handle a message of a decoding engine."""
         if isinstance(message, CloseLease):
             self.send(peer, LeaseClosed(message.lease_id, self.shared.end(message.lease_id)))
         elif isinstance(message, RenewLeases):
@@ -297,7 +296,7 @@ class Transfers:
         elif message.fingerprint != self.fingerprint:
             problem = "the engines differ in version, model, draft, dtype or block size"
         elif lease is None and message.engine_id:
-            problem = "its lease has ended"
+            problem = "the lease has ended"
         if problem:
             self.send(peer, LeaseRefused(message.lease_id, problem))
         elif lease is None or not lease.is_readable:
@@ -321,7 +320,7 @@ class Transfers:
     def _follow(
         self, pull: _Pull, message: LeaseOpened | LeaseRefused | LeaseClosed, *, now: float
     ) -> None:
-        """Take an answer of the prefilling engine."""
+        """Handle an answer of the prefilling engine."""
         if isinstance(message, LeaseRefused):
             if pull.phase is Phase.OPENING:
                 self._finish(pull, message.reason)
@@ -337,7 +336,7 @@ class Transfers:
             self._finish(pull, "" if message.was_held else "the lease ended during the copy")
 
     def _allocate(self, *, now: float) -> None:
-        """Begin the copies that there is room for, oldest first: the first is never overtaken."""
+        """Begin copies in the order of the pulls, until host memory has no room for a copy."""
         for pull in [one for one in self._pulls.values() if one.phase is Phase.ALLOCATING]:
             assert pull.opened is not None
             found = self.shared.begin_import(pull.hashes)
@@ -349,7 +348,7 @@ class Transfers:
                 if count <= most:
                     return
                 self.send(pull.peer, CloseLease(pull.lease_id))
-                problem = f"it has {count} KV blocks, and main memory here holds {most}"
+                problem = f"the prompt has {count} KV blocks, and host memory holds {most}"
                 self._finish(pull, f"{problem}; use a larger --kv-offloading-size")
                 continue
             pull.blocks, missing = found
@@ -374,7 +373,7 @@ class Transfers:
             )
 
     def _finish(self, pull: _Pull, problem: str) -> None:
-        """End a pull that nothing writes for any more; its requests run here, or fail."""
+        """End a pull after its copies. The requests of the pull become ready or fail."""
         del self._pulls[pull.peer, pull.lease_id]
         if pull.blocks is not None:
             self.shared.end_import(pull.blocks, is_valid=not problem)
@@ -389,7 +388,7 @@ class Transfers:
             del self._arrived[next(iter(self._arrived))]
 
     def _complete(self, pull: _Pull, request: GenerateRequest) -> None:
-        """Run a request with the blocks that have arrived."""
+        """Make a request ready that will use the blocks of a complete pull."""
         assert pull.opened is not None
         self.counts.num_remote_prefills += 1
         self._held[request.request_id] = self.shared.hold(pull.hashes)
@@ -400,7 +399,7 @@ class Transfers:
         for request in requests:
             self.counts.num_failed_prefills += 1
             recomputes = self.config.failure_policy == RECOMPUTE
-            then = "the prompt is computed here" if recomputes else "the request fails"
+            then = "this engine computes the prompt" if recomputes else "the request fails"
             name = request.request_id
             logger.warning("the prompt of %s did not arrive (%s); %s", name, problem, then)
             if recomputes:

@@ -1,4 +1,4 @@
-"""The engine's side of the grammar processes."""
+"""Start grammar processes from the engine, and exchange messages with them."""
 
 import contextlib
 import os
@@ -14,18 +14,18 @@ from negamax.base.private_folder import PrivateFolder
 from negamax.base.supervision import Supervised
 from negamax.engine.grammar import wire
 
-RECONNECT_MS = 10  # between attempts to reach the process
-START_SECONDS = 60.0  # longest wait for the first answer
-SILENT_SECONDS = 10.0  # with work and without a heartbeat for so long, it counts as hung
-STOPPED_SECONDS = 1.0  # the same limit while the system reports it as stopped by a signal
-LOOK_SECONDS = 0.1  # silence after which the system is asked for its state
+RECONNECT_MS = 10  # Time between attempts to connect to a grammar process.
+START_SECONDS = 60.0  # Longest wait for the first answer of a grammar process.
+SILENT_SECONDS = 10.0  # Time without a heartbeat until a process with work counts as hung.
+STOPPED_SECONDS = 1.0  # Time until a process that a signal has stopped counts as hung.
+LOOK_SECONDS = 0.1  # Silence after which the engine checks whether a signal stopped the process.
 
 
 class GrammarHost:
-    """A process that loads the compiler and forks grammar processes; it handles no grammar."""
+    """A process that loads the grammar compiler and forks grammar processes."""
 
     def __init__(self, setup: wire.Setup) -> None:
-        """Errors: `OSError` if the system lacks files, processes or memory."""
+        """Start the process. Raises `OSError` if the system lacks files, processes or memory."""
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = Supervised(
@@ -39,7 +39,7 @@ class GrammarHost:
         return self.process.exit_code is None
 
     def fork(self, request: wire.Fork, channel: socket.socket) -> None:
-        """Fork a process that ends with the other end of `channel`. Errors: `OSError`."""
+        """Fork a process, which ends when the other end of `channel` closes. Raises `OSError`."""
         frame = msgspec.msgpack.encode(request)
         socket.send_fds(self._requests, [frame], [channel.fileno()], socket.MSG_DONTWAIT)
 
@@ -50,27 +50,27 @@ class GrammarHost:
 
 
 class GrammarClient:
-    """One grammar process. Single writer: the engine loop's thread.
+    """One grammar process. Only the engine loop's thread may use an instance.
 
-    `spec`: the grammar of a worker, which may delay or end it; None: the process takes harmless
-    ones. A process that `is_spent` ends as soon as no output follows it.
+    A worker process compiles one risky grammar, `spec`. The process with `spec` None compiles all
+    harmless grammars. A process with `is_spent` set is ended when no output uses its grammars.
     """
 
     def __init__(self, host: GrammarHost, *, spec: wire.GrammarSpec | None = None) -> None:
-        """Errors: `OSError` and `zmq.ZMQError` if the system lacks files, processes or memory."""
+        """Fork the process. Raises `OSError` or `zmq.ZMQError` if the system lacks resources."""
         self.spec, self.is_spent = spec, False
         self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
-        self._channel, theirs = socket.socketpair()  # it ends with either process
+        self._channel, theirs = socket.socketpair()  # the end of either process closes the channel
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
             self.socket.linger = 0
-            # sends of the loop never block
+            # Without limits, a send of the engine loop never blocks.
             self.socket.sndhwm = self.socket.rcvhwm = 0
             self.socket.reconnect_ivl = RECONNECT_MS
-            # connect, not bind: a bound socket without a peer blocks its sender
+            # The engine connects, because a bound socket without a peer blocks its sender.
             self.socket.connect(address)
             with theirs:
                 host.fork(wire.Fork(address, is_worker=spec is not None), theirs)
@@ -80,12 +80,12 @@ class GrammarClient:
         self._pid: int | None = None
         self._is_gone = False
         self.is_ready = False
-        self._stopped: float | None = None  # monotonic seconds, since when it is stopped
+        self._stopped: float | None = None  # monotonic second since which the process is stopped
         self._heard = time.monotonic()
 
     @property
     def pid(self) -> int | None:
-        """None: not forked yet."""
+        """Return the id of the grammar process; None if it is not forked yet."""
         with contextlib.suppress(BlockingIOError):
             while not self._is_gone:
                 try:
@@ -106,7 +106,7 @@ class GrammarClient:
         return supervision.is_stopped(self.pid or self._host.process.pid)
 
     def is_silent(self, since: float) -> bool:
-        """Whether it is silent for too long, with work `since` then (monotonic seconds)."""
+        """Return whether the process, with work since second `since`, is silent for too long."""
         now = time.monotonic()
         seconds = now - max(since, self._heard)
         if seconds > (SILENT_SECONDS if self.is_ready else START_SECONDS):
@@ -119,7 +119,7 @@ class GrammarClient:
         return now - self._stopped > STOPPED_SECONDS
 
     def send(self, message: wire.ToGrammars) -> None:
-        """Send without waiting; dropped if the process is gone."""
+        """Send a message without waiting. Drop the message if the process is gone."""
         with contextlib.suppress(zmq.Again):
             self.socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
@@ -141,6 +141,6 @@ class GrammarClient:
         self._clear_away()
 
     def _clear_away(self) -> None:
-        self._channel.close()  # ends a process that is forked later
+        self._channel.close()  # also ends a process that the host has yet to fork
         self._context.destroy(linger=0)
         self._folder.remove()

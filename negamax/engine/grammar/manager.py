@@ -1,6 +1,6 @@
-"""The constraints of running requests: a grammar, the end of reasoning at its token budget, or
-both. A process follows harmless grammars, so that the loop never waits for them. A grammar that may
-be slow or end its process gets a worker: a process of its own.
+"""Manage the constraints of running requests: grammars and token budgets of reasoning. One grammar
+process computes the masks of all harmless grammars. A risky grammar, which may be slow or end its
+process, gets its own worker process.
 """
 
 import contextlib
@@ -34,41 +34,41 @@ logger = get_logger(__name__)
 COMPILE_SECONDS = 30.0
 MASK_SECONDS = 5.0
 DRAFT_SECONDS = 0.004
-GRACE_SECONDS = 0.008  # longest wait of a step with other rows for a mask
-ALONE_SECONDS = 0.05  # longest wait of a step with grammar rows only; new requests wait, too
+GRACE_SECONDS = 0.008  # Longest wait for masks if the step also has rows without a grammar.
+ALONE_SECONDS = 0.05  # Longest wait for masks if all rows of the step have a grammar.
 MAX_THREADS = 8
-MAX_ATTEMPTS = 2  # attempts to open a grammar whose process dies meanwhile
+MAX_ATTEMPTS = 2  # attempts to compile a grammar whose process dies during the compilation
 MAX_WORKERS = 32
 MAX_IDLE_WORKERS = 2
-WAIT_SECONDS = 60.0  # longest wait of a grammar for a worker
-KEEP_SECONDS = 5.0  # a worker whose grammar takes longer ends with its outputs
-MAX_REMEMBERED = 1024  # grammars that took too long or ended a worker
+WAIT_SECONDS = 60.0  # Longest wait of a risky grammar for a worker.
+KEEP_SECONDS = 5.0  # Compile time from which a worker is not kept for later requests.
+MAX_REMEMBERED = 1024  # Number of stored refusals of slow or deadly grammars.
 REMEMBERED_SECONDS = 600.0
 _NOTHING: Mapping[str, list[int]] = {}
 
 
 @dataclass(eq=False)
 class RequestGrammar:
-    """The constraints of one output, based on the grammar process's answers so far."""
+    """The constraints of one output, and the answers of its grammar process."""
 
     request: GenerateRequest
-    key: int  # its key in the grammar process
+    key: int  # key of the output in the grammar process
     gate: ReasoningGate | None = None
     client: GrammarClient | None = None
-    is_open: bool = False  # the grammar is compiled, or there is none
-    refusal: str | None = None  # why the request is invalid
+    is_open: bool = False  # The grammar is compiled, or the request has no grammar.
+    refusal: str | None = None  # Why the request is invalid.
     attempts: int = 0
-    # of the grammar: after all answered parts, then after each draft token
+    # masks of the grammar: after all answered parts, then after each draft token
     masks: list[Mask] = field(default_factory=list)
-    # draft tokens that the next step may verify; -1: none
+    # draft tokens that the next step may verify; -1 where there is no draft token
     drafts: list[int] = field(default_factory=list)
-    num_asked: int = 0  # advances without an answer
-    asked: float = 0.0  # monotonic seconds, of the latest open or advance
-    kept_back: frozenset[int] = frozenset()  # tokens forbidden during reasoning
+    num_asked: int = 0  # Number of messages about new tokens that have no answer yet.
+    asked: float = 0.0  # Monotonic second of the latest message to the grammar process.
+    kept_back: frozenset[int] = frozenset()  # Tokens forbidden during reasoning.
     has_ended: bool = False
     error: str | None = None
-    is_lost: bool = False  # lost its process, or got none in time
-    is_late: bool = False  # a step ran without its mask
+    is_lost: bool = False  # The grammar lost its process, or got no process in time.
+    is_late: bool = False  # A step has run without the mask of this output.
 
     @property
     def problem(self) -> str | None:
@@ -81,13 +81,13 @@ class RequestGrammar:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the next token depends on an outstanding answer."""
+        """Return whether the mask of the next token depends on an answer that is missing."""
         if self.num_asked == 0 or self.problem is not None or self.has_ended:
             return False
         return not self.is_reasoning_at(self.gate) and (self.gate is None or self.gate.due is None)
 
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """Whether the grammar has not started yet after the tokens that `gate` has read."""
+        """Return whether the output is reasoning after `gate`'s tokens, without a grammar."""
         reasoning = self.request.sampling.reasoning
         return (
             gate is not None
@@ -97,7 +97,7 @@ class RequestGrammar:
         )
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Take a committed token. Return the part of it that belongs to the content."""
+        """Add a committed token. Return the part of the token that belongs to the content."""
         return token_id if self.gate is None else self.gate.push(token_id)
 
     def lose(self, message: str) -> None:
@@ -117,7 +117,7 @@ class RequestGrammar:
 
 
 class GrammarManager:
-    """The constraints of all requests. Single writer: the engine loop."""
+    """The constraints of all requests. Only the engine loop may use an instance."""
 
     def __init__(
         self, tokenizer_folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]
@@ -133,7 +133,7 @@ class GrammarManager:
             draft_seconds=DRAFT_SECONDS,
         )
         self._maker = MaskMaker(vocab_size)
-        self._rules: dict[str, RequestGrammar] = {}  # by request id
+        self._rules: dict[str, RequestGrammar] = {}  # constraints by request id
         self._by_key: dict[int, RequestGrammar] = {}
         self._opening: list[RequestGrammar] = []
         self._lost: list[RequestGrammar] = []
@@ -141,8 +141,8 @@ class GrammarManager:
         self._host: GrammarHost | None = None
         self._client: GrammarClient | None = None
         self._workers: list[GrammarClient] = []
-        self._risky: list[RequestGrammar] = []  # they wait for a worker
-        # messages about refused grammars by digest, with the end of the refusal (monotonic seconds)
+        self._risky: list[RequestGrammar] = []  # Grammars that wait for a worker.
+        # (end of the refusal in monotonic seconds, message) by digest of a refused grammar.
         self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._tokenizer: Future[Tokenizer] | None = None
@@ -158,13 +158,13 @@ class GrammarManager:
         return request_id in self._rules
 
     def start(self) -> GrammarClient:
-        """Return the grammar process; start it if none runs, which takes seconds."""
+        """Return the process for harmless grammars, which the first call starts (in seconds)."""
         if self._client is None:
             self._client = self._fork()
         return self._client
 
     def _fork(self, spec: wire.GrammarSpec | None = None) -> GrammarClient:
-        """Fork a process. The host is started if none runs, and again if it is ending."""
+        """Fork a process. Start a host first if no host runs, or if the host is ending."""
         if self._host is not None and self._host.is_alive:
             with contextlib.suppress(ConnectionError):
                 return GrammarClient(self._host, spec=spec)
@@ -178,7 +178,7 @@ class GrammarManager:
             self._host = None
 
     def open(self, request: GenerateRequest) -> None:
-        """Prepare the constraints of `request`. `opened` returns them when ready."""
+        """Prepare the constraints of `request`. `opened` returns the constraints when ready."""
         rule = self._rules[request.request_id] = RequestGrammar(request, next(self._keys))
         self._by_key[rule.key] = rule
         self._opening.append(rule)
@@ -194,7 +194,7 @@ class GrammarManager:
             self._send_open(rule)
 
     def opened(self) -> list[RequestGrammar]:
-        """Return the requests that are ready or refused, by the messages of `take_lost`."""
+        """Return new constraints that are ready or refused, after a call of `take_lost`."""
         if not self._opening:
             return []
         done: list[RequestGrammar] = []
@@ -209,7 +209,7 @@ class GrammarManager:
         return done
 
     def close(self, request_id: str) -> bool:
-        """Drop the constraints of a request. Return whether it was still opening."""
+        """Drop the constraints of a request. Return whether its grammar was not ready yet."""
         rule = self._rules.get(request_id)
         if rule is None:
             return False
@@ -222,7 +222,7 @@ class GrammarManager:
     def advance(
         self, updates: Sequence[SequenceUpdate], proposed: Mapping[str, list[int]] = _NOTHING
     ) -> list[str]:
-        """Report committed and draft tokens. Return the requests no longer constrained."""
+        """Send committed and draft tokens. Return ids of requests that lose their constraints."""
         if not self._rules:
             return []
         released: list[str] = []
@@ -251,7 +251,7 @@ class GrammarManager:
         return released
 
     def take_lost(self) -> list[RequestGrammar]:
-        """Receive answers. Return the requests that lost their process since."""
+        """Receive answers. Return the constraints that lost their process since the last call."""
         if self._rules:
             self._receive()
             self._end_waits()
@@ -259,7 +259,7 @@ class GrammarManager:
         return [rule for rule in lost if rule.request.request_id in self._rules]
 
     def arrived(self) -> list[str]:
-        """Return postponed requests whose mask has arrived, by the messages of `take_lost`."""
+        """Return the ids of postponed requests whose mask has arrived (after `take_lost`)."""
         found = [rule for rule in self._rules.values() if rule.is_late and not rule.is_awaited]
         for rule in found:
             rule.is_late = False
@@ -268,9 +268,9 @@ class GrammarManager:
     def bitmask(
         self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool
     ) -> tuple[GrammarBitmask, list[RequestGrammar]]:
-        """Return the bitmask for `rows` of a launched step, with late rows postponed. Also return
-        the constraints of requests that must end, because of an error or the end of their grammar.
-        `may_wait`: the step has no other rows, so it may wait longer.
+        """Return the bitmask for `rows` of a launched step, with late rows postponed, and the
+        constraints of requests that must end because of an error or the end of their grammar. Wait
+        longer if `may_wait` is set, as all rows of the step have a grammar.
         """
         ruled = [
             (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None
@@ -281,7 +281,7 @@ class GrammarManager:
         ):
             self.wait(left)
         found: list[Mask] = []
-        places: dict[int, int] = {}  # by identity: rows may share a mask
+        places: dict[int, int] = {}  # index by identity of a mask, as rows may share a mask
         ended: list[RequestGrammar] = []
         bitmask = GrammarBitmask(step_id, [], [], [], [])
         for row, rule in ruled:
@@ -312,7 +312,7 @@ class GrammarManager:
                 poller.register(client.socket, zmq.POLLIN)
             poller.poll(int(min(seconds, 1.0) * 1000) + 1)
         else:
-            time.sleep(min(seconds, 0.001))  # for a tokenizer
+            time.sleep(min(seconds, 0.001))  # a thread is loading the tokenizer
         self._receive()
 
     def shutdown(self) -> None:
@@ -323,15 +323,15 @@ class GrammarManager:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
-        """Return the known masks of a row's samples, at least the first. None: any token."""
+        """Return the known masks of a row's samples. None stands for a mask of all tokens."""
         gate = None if rule.gate is None else rule.gate.fork()
-        # while answers are outstanding, known masks belong to earlier positions
+        # While answers are missing, the known masks belong to earlier positions.
         of_grammar = [] if rule.num_asked else rule.masks
         found: list[Mask | None] = []
-        num_taken = 0  # draft tokens that the grammar has processed
+        num_taken = 0  # number of draft tokens that the grammar has processed
         sampling = rule.request.sampling
         while len(found) <= row.num_drafts:
-            too_early: frozenset[int] = frozenset()  # tokens that would end the output
+            too_early: frozenset[int] = frozenset()  # tokens that would end the output too early
             if row.num_outputs + len(found) < sampling.min_tokens:
                 too_early = frozenset((*self._setup.eos_token_ids, *sampling.stop_token_ids))
             mask: Mask | None = None
@@ -350,14 +350,14 @@ class GrammarManager:
                 break
             draft = rule.drafts[len(found) - 1]
             if draft < 0 or (mask is not None and not allows(mask, draft)):
-                # the draft token is rejected: later samples do not count
+                # The model rejects this draft token, so the later samples are not used.
                 return [*found, *[None] * (row.num_drafts + 1 - len(found))]
             num_taken += gate is None or gate.push(draft) is not None
         assert found
         return found
 
     def _has_gate(self, rule: RequestGrammar) -> bool:
-        """Create the reasoning gate if one is needed; False: its tokenizer is still loading."""
+        """Create a reasoning gate if needed. Return False while the tokenizer is loading."""
         sampling = rule.request.sampling
         reasoning = sampling.reasoning
         if reasoning is None:
@@ -382,7 +382,7 @@ class GrammarManager:
             rule.lose("the grammar process ended while it compiled this grammar")
             return
         rule.client, rule.asked = None, time.monotonic()
-        if rule.attempts > 1:  # it may have ended its process
+        if rule.attempts > 1:  # this grammar may have ended its process
             self._risky.append(rule)
             self._assign_workers()
             return
@@ -400,8 +400,8 @@ class GrammarManager:
         rule.error = f"the grammar process cannot be started: {error}"
 
     def _assign_workers(self) -> None:
-        """Give risky grammars to workers, in turns between tenants. The last one is for a tenant
-        that has none.
+        """Give risky grammars to workers, to the tenant with the fewest workers first. The last
+        free worker is reserved for a tenant without a worker.
         """
         while self._risky:
             used = {(r.client, r.request.tenant) for r in self._rules.values() if r.client}
@@ -428,19 +428,19 @@ class GrammarManager:
                 self._fail_start(rule, error)
 
     def _end_waits(self) -> None:
-        """Fail requests that wait too long: outputs of any length may hold all workers."""
+        """Fail requests that wait too long for a worker. Long outputs may use all workers."""
         since = time.monotonic() - WAIT_SECONDS
         for rule in [rule for rule in self._risky if rule.asked < since]:
             self._risky.remove(rule)
             rule.lose(
-                "this grammar may be slow to compile, and all processes for such grammars were in "
+                "this grammar may be slow to compile, and all processes for slow grammars were in "
                 f"use for {WAIT_SECONDS:g} s; retry later, or make the grammar simpler"
             )
 
     def _receive(self) -> None:
         for client in self._clients():
             if client not in self._clients():
-                continue  # discarded while another one's message was handled
+                continue  # a message of another process has ended this process
             for message in client.receive():
                 self._handle(message, client)
             if client not in self._clients():
@@ -477,7 +477,7 @@ class GrammarManager:
         kept_back = {end_id for end_id in self._setup.eos_token_ids if not allows(mask, end_id)}
         grammar, reasoning = rule.spec
         if grammar.kind != "tool_calls" and reasoning is not None:
-            # parsers take it as the start of a call even here
+            # Parsers would read this token as the start of a tool call.
             call_id = reasoning.call_opener.token_id
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)
@@ -492,23 +492,23 @@ class GrammarManager:
             self._remember(rule, message)
 
     def _is_refused(self, rule: RequestGrammar) -> bool:
-        """Refuse a grammar that was refused for its time a while ago."""
+        """Return whether the grammar is refused because of an earlier refusal."""
         until, message = self._refused.get(_digest(rule.spec[0]), (0.0, ""))
         if time.monotonic() < until:
             rule.refusal = message
         return rule.refusal is not None
 
     def _remember(self, rule: RequestGrammar, message: str) -> None:
-        """Refuse a grammar for some time. Reports it once."""
+        """Refuse a grammar for `REMEMBERED_SECONDS`. Log only the first refusal."""
         digest = _digest(rule.spec[0])
         if self._refused.get(digest, (0.0,))[0] < time.monotonic():
-            logger.warning("a %s is refused for a while: %s", rule.spec[0].kind, message)
+            logger.warning("a grammar (%s) is refused for now: %s", rule.spec[0].kind, message)
         self._refused[digest] = time.monotonic() + REMEMBERED_SECONDS, message
         while len(self._refused) > MAX_REMEMBERED:
             self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, cause: str) -> None:
-        """Give up a dead or hung process: open outputs fail, its other grammars are reopened."""
+        """End a dead or hung process, fail its open outputs, compile its other grammars again."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
@@ -516,13 +516,13 @@ class GrammarManager:
         else:
             self._workers.remove(client)
         client.kill()
-        if not client.is_ready:  # it may be the host that hangs
+        if not client.is_ready:  # the host may hang and never have forked the process
             self._end_host()
         for rule in self._followed_by(client):
             if client.spec is not None and client.is_ready and rule.problem is None:
                 rule.refusal = (
-                    "the process of this grammar alone has ended (it nests too deeply, or needs "
-                    "too much memory); make the grammar simpler"
+                    "this grammar ended its process, because it nests too deeply or needs too much "
+                    "memory; make the grammar simpler"
                 )
                 self._remember(rule, rule.refusal)
             if rule.is_open:
@@ -534,7 +534,7 @@ class GrammarManager:
         self._assign_workers()
 
     def _unanswered(self, client: GrammarClient) -> float | None:
-        """Time (monotonic seconds) since which the process has work, or None."""
+        """Return the monotonic second since which the process has work; None without work."""
         asked = [
             rule.asked
             for rule in self._followed_by(client)
@@ -543,7 +543,7 @@ class GrammarManager:
         return min(asked, default=None)
 
     def _followed_by(self, client: GrammarClient) -> list[RequestGrammar]:
-        """The constraints that a process follows."""
+        """Return the constraints whose grammars are in a process."""
         return [rule for rule in self._rules.values() if rule.client is client]
 
     def _clients(self) -> list[GrammarClient]:
@@ -555,13 +555,13 @@ class GrammarManager:
             self._risky.remove(rule)
         client = rule.client
         if client is not None and client in self._clients():
-            if client.spec is not None and rule.problem is None:  # its threads may never end
+            if client.spec is not None and rule.problem is None:  # the worker's threads may hang
                 client.is_spent |= rule.num_asked > 0 or not rule.is_open
             client.send(wire.CloseGrammars([rule.key]))
             self._end_if_free(client)
 
     def _end_if_free(self, client: GrammarClient) -> None:
-        """End a process that nothing follows, and whose threads or memory are in use."""
+        """End a process that no output uses, if its threads may hang or workers are too many."""
         if self._followed_by(client):
             return
         if client is self._client:
@@ -577,7 +577,7 @@ class GrammarManager:
         return [worker for worker in self._workers if not self._followed_by(worker)]
 
     def _end_idle(self, worker: GrammarClient | None = None) -> bool:
-        """End an idle worker, by default the oldest one. Return whether there was one."""
+        """End an idle worker, by default the oldest. Return whether a worker was ended."""
         for idle in [worker] if worker is not None else self._idle_workers()[:1]:
             self._workers.remove(idle)
             idle.kill()

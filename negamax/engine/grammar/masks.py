@@ -1,4 +1,4 @@
-"""Masks over a vocabulary: bit i of byte j allows token 8 j + i."""
+"""Build masks of allowed tokens. Bit i of byte j of a mask allows token 8 j + i."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], read-only
 
 
 class MaskMaker:
-    """Masks that need no grammar, cached so that rows share them."""
+    """Builds masks that need no grammar. Rows of a batch share the cached masks."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -29,13 +29,13 @@ class MaskMaker:
         if mask is None:
             bits = np.ones(self._vocab_size, dtype=np.uint8)
             bits[list(token_ids)] = 0
-            if len(self._all_but) >= 64:  # requests add their own stop tokens
+            if len(self._all_but) >= 64:  # bounds the cache, as requests add their stop tokens
                 self._all_but.clear()
             mask = self._all_but[token_ids] = np.packbits(bits, bitorder="little")
         return mask
 
     def exclude(self, mask: Mask, token_ids: Iterable[int]) -> Mask:
-        """`mask` without `token_ids`; unchanged if nothing would be left."""
+        """Return `mask` without `token_ids`, or `mask` itself if no token would be allowed."""
         made = mask.copy()
         for token_id in token_ids:
             made[token_id // 8] &= 0xFF ^ (1 << token_id % 8)

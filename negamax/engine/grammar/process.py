@@ -1,8 +1,9 @@
-"""The grammar processes: `python -m negamax.engine.grammar.process FD`.
+"""Compile grammars and compute masks in grammar processes, which the engine starts.
 
 The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
-interrupted. The first process only loads it and forks others: one follows the outputs of all
-harmless grammars, and each worker compiles a risky one, under limits and with low priority.
+interrupted. The first process loads the compiler and forks other processes. One forked process
+handles all harmless grammars. Each other one compiles a risky grammar, with limits and a low
+priority.
 """
 
 from __future__ import annotations
@@ -43,15 +44,14 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-MAX_THREADS = 64  # more threads than cores: some may be stuck
-# the engine does not wait for slower masks
-SLOW_SECONDS = 0.02
-MEMORY_SHARE = 1 / 4  # share of main memory that a process may use
-WORKER_BYTES = 2 << 30  # that a worker may use
+MAX_THREADS = 64  # Exceeds the number of cores, because some threads may hang.
+SLOW_SECONDS = 0.02  # Time from which a mask counts as slow; the engine does not wait for it.
+MEMORY_SHARE = 1 / 4  # Share of main memory that the process for harmless grammars may use.
+WORKER_BYTES = 2 << 30  # Bytes of memory that a worker may use.
 WORKER_NICENESS = 5
-POLL_MS = 2  # while there is work
-FRAME_BYTES = 65536  # longest request of the engine
-BEAT_SECONDS = 0.5  # between heartbeats while there is work
+POLL_MS = 2  # Time between two checks for finished work.
+FRAME_BYTES = 65536  # Size limit of a message to the host.
+BEAT_SECONDS = 0.5  # Time between heartbeats while threads work.
 
 _NOT_INSTALLED = "structured output needs the package xgrammar, which cannot be imported here"
 
@@ -64,7 +64,7 @@ class _Job:
         self.started: float | None = None  # monotonic seconds
         self.compiled: xgrammar.CompiledGrammar | None = None
         self.problem: str | None = None
-        self.is_risky = False  # not compiled for that reason
+        self.is_risky = False  # the grammar is not compiled, because it needs a worker
 
     @property
     def is_done(self) -> bool:
@@ -73,7 +73,7 @@ class _Job:
     def run(self, compiler: GrammarCompiler) -> None:
         self.started = time.monotonic()
         if not self.keys:
-            self.problem = "no request waits for it"
+            self.problem = "no request waits for the grammar"
             return
         budget = Budget()
         try:
@@ -88,22 +88,22 @@ class _Job:
 
 
 class _FollowedOutput:
-    """One output that follows a grammar. At most one thread works on it at a time: its turn."""
+    """One output with a grammar. A turn is work on the next mask; turns do not overlap."""
 
     def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
         self.key = key
         self.compiled = compiled
-        self.matcher: GrammarMatcher | None = None  # made in the first turn
-        # parts and draft tokens of the next turns
+        self.matcher: GrammarMatcher | None = None  # The first turn creates the matcher.
+        # Parts and draft tokens that later turns will process.
         self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
-        self.turn_started: float | None = None  # monotonic seconds, once a thread has begun
-        self.is_slow = False  # whether its last turn was slow
+        self.turn_started: float | None = None  # Monotonic second at which a thread began the turn.
+        self.is_slow = False  # Whether the last turn was slow.
         self.is_open = False
 
 
 class GrammarServer:
-    """Answers one engine from a thread that never blocks for long; others compute."""
+    """Answers one engine. The serving thread never blocks for long, as other threads compute."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class GrammarServer:
         self._no_drafts_from = 0.0  # monotonic seconds
         self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
-        self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # finished turns
+        self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # answers of turns
         self._num_threads = setup.num_threads
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grammar")
         self._send(wire.Beat())
@@ -196,7 +196,7 @@ class GrammarServer:
         for key, parts, drafts in message.parts:
             stream = self._streams.get(key)
             if stream is None:
-                continue  # closed meanwhile
+                continue  # the engine has closed this output
             stream.waiting.append((parts, drafts))
             if stream.has_turn or stream.is_slow:
                 self._take_turn(stream)
@@ -208,14 +208,14 @@ class GrammarServer:
         self._collect()
 
     def _take_turns(self, turns: deque[tuple[_FollowedOutput, list[wire.Part], list[int]]]) -> None:
-        """Compute several masks per thread: waking a thread costs more than a quick mask."""
+        """Compute several masks per thread, because waking a thread costs more than a fast mask."""
         total = len(turns)
         over: list[None] = []
         all_over = threading.Event()
 
         def work() -> None:
             while turns:
-                with suppress(IndexError):  # another thread was faster
+                with suppress(IndexError):  # another thread has taken the last turn
                     self._turn(*turns.popleft())
                     over.append(None)
             if len(over) == total:
@@ -225,11 +225,11 @@ class GrammarServer:
             self._threads.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
-                while True:  # masks after a slow one go to other threads
+                while True:  # other threads compute the masks that wait behind a slow mask
                     self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:
-        """Let a thread compute the stream's next mask, unless one is busy with it."""
+        """Let a thread compute the stream's next mask, unless a thread already works on it."""
         if stream.has_turn:
             return
         stream.has_turn, stream.turn_started = True, None
@@ -267,7 +267,7 @@ class GrammarServer:
     def _masks_after_drafts(
         self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]
     ) -> list[bytes]:
-        """The masks after each of `drafts`, the first of which follows `mask`."""
+        """Return the mask after each draft token. `mask` applies to the first draft token."""
         assert self._compiler is not None
         masks: list[bytes] = []
         num_taken = 0
@@ -287,7 +287,7 @@ class GrammarServer:
         while self._taken:
             stream, answer = self._taken.popleft()
             if self._streams.get(stream.key) is not stream:
-                continue  # closed or abandoned
+                continue  # the output was closed or refused
             stream.has_turn = False
             if stream.is_open:
                 answers.append(answer)
@@ -307,7 +307,7 @@ class GrammarServer:
             self._refuse(stream.key, message or "")
 
     def _end_slow_turns(self) -> None:
-        """Give up outputs whose turn takes too long. Their threads go on."""
+        """Refuse grammars of outputs whose turn takes too long; its thread cannot be stopped."""
         now = time.monotonic()
         for stream in list(self._streams.values()):
             started = stream.turn_started
@@ -318,7 +318,7 @@ class GrammarServer:
 
     def _refuse(self, key: int, message: str, *, is_timeout: bool = False) -> None:
         self._streams.pop(key, None)
-        message += "; make it simpler" if is_timeout else ""
+        message += "; make the grammar simpler" if is_timeout else ""
         self._send(wire.GrammarRefused(key, message, is_timeout))
 
     def _send(self, message: wire.FromGrammars) -> None:
@@ -327,7 +327,7 @@ class GrammarServer:
 
 
 def load_compiler(setup: wire.Setup) -> GrammarCompiler | None:
-    """Return None if the compiler is not installed. Takes seconds."""
+    """Load the compiler, in a few seconds. Return None if the compiler is not installed."""
     try:
         with large_imports():
             from negamax.text.grammar.matcher import GrammarCompiler
@@ -335,7 +335,7 @@ def load_compiler(setup: wire.Setup) -> GrammarCompiler | None:
         logger.warning("%s: %s", _NOT_INSTALLED, error)
         return None
     return GrammarCompiler(
-        # the server has loaded it, and nothing is encoded here
+        # The tokenizer is trusted: the server has checked it, and this process encodes no text.
         Tokenizer.from_folder(Path(setup.tokenizer_folder), is_trusted=True),
         vocab_size=setup.vocab_size,
         eos_token_ids=setup.eos_token_ids,
@@ -345,10 +345,10 @@ def load_compiler(setup: wire.Setup) -> GrammarCompiler | None:
 
 
 def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None) -> None:
-    """Serve the engine in a forked process; standard input ends with the engine."""
+    """Serve the engine in a forked process. The process ends when its standard input ends."""
     try:
         os.write(sys.stdin.fileno(), str(os.getpid()).encode())
-    except BrokenPipeError:  # its grammar was aborted, or took too long, before the fork
+    except BrokenPipeError:  # the engine no longer needs this process
         exit_now(0)
     exit_with_parent()
     if fork.is_worker:
@@ -358,23 +358,23 @@ def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None)
         answers.linger = 0
         answers.bind(fork.address)
         GrammarServer(answers, setup, compiler, is_worker=fork.is_worker).serve()
-    exit_now(0)  # a busy compiler thread would delay an orderly end
+    exit_now(0)  # a normal end would wait for threads that compile
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit this process and those that it forks, in addition to earlier limits."""
+    """Limit the memory of this process and of its forks. An earlier, lower limit remains."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = num_bytes if soft == resource.RLIM_INFINITY else min(num_bytes, soft)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def main(number: str) -> int:
-    """Fork a process per request at the open file `number` until it ends."""
+    """Fork a process for each message at the socket with descriptor `number`, until it closes."""
     exit_with_parent()
     _limit_memory(int(env.main_memory() * MEMORY_SHARE))
     log.setup_as_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system collects exit codes
-    # other threads of this process hold no locks: they wait for the parent, or for work
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The system collects exit codes.
+    # A fork is safe: other threads wait for the parent or for work, and hold no locks.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
     with socket.socket(fileno=int(number)) as requests:
         setup = msgspec.msgpack.decode(requests.recv(FRAME_BYTES), type=wire.Setup)

@@ -1,34 +1,34 @@
-"""Messages between the engine and its grammar process, as MessagePack. An empty frame ends it."""
+"""Messages between the engine and grammar processes. An empty message ends a process."""
 
 import msgspec
 
 from negamax.config.grammar import Grammar, Reasoning
 
-Part = int | bytes  # of the content: a token, or bytes without a token of their own
+Part = int | bytes  # part of an output's content: a token id, or bytes inside a token
 GrammarSpec = tuple[Grammar, Reasoning | None]
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first frame to the host."""
+    """The first message to the host process."""
 
     tokenizer_folder: str
-    vocab_size: int  # the model's
+    vocab_size: int  # the model's vocabulary size
     eos_token_ids: tuple[int, ...]
     num_threads: int
-    compile_seconds: float  # for one grammar
-    mask_seconds: float  # for one mask
-    draft_seconds: float  # after a message: time to begin masks after draft tokens
+    compile_seconds: float  # Time limit for compiling a grammar.
+    mask_seconds: float  # Time limit for computing a mask.
+    draft_seconds: float  # Time after a message in which masks after draft tokens may begin.
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """A frame to the host, with the new process's standard input."""
+    """Asks the host to fork a process. The message carries the new process's standard input."""
 
     address: str
-    is_worker: bool  # takes risky grammars
+    is_worker: bool  # whether the process compiles a risky grammar
 
 
 class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
-    """Compile a grammar and follow an output by it, named `key`."""
+    """Asks a grammar process to compile a grammar for the output `key`."""
 
     key: int
     grammar: Grammar
@@ -36,7 +36,7 @@ class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
 
 
 class AdvanceGrammars(msgspec.Struct, frozen=True, tag="advance"):
-    parts: list[tuple[int, list[Part], list[int]]]  # key, parts, draft tokens that may follow
+    parts: list[tuple[int, list[Part], list[int]]]  # (key, new parts, draft tokens after them)
 
 
 class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
@@ -44,35 +44,35 @@ class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """First: the process is ready. Later: it is still working."""
+    """A heartbeat. The first heartbeat reports that the process is ready."""
 
 
 class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
     key: int
-    mask: bytes  # mask of the first token: bit i of byte j allows token 8 j + i
+    mask: bytes  # mask of the first token; bit i of byte j allows token 8 j + i
 
 
 class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
-    """The grammar of `keys` may end or delay its process: it needs a worker."""
+    """The grammar of the outputs `keys` may be slow or end its process, so it needs a worker."""
 
     keys: list[int]
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The grammar is refused, maybe while an output follows it."""
+    """The process refuses the grammar of output `key`, before or after the output has begun."""
 
     key: int
     message: str
-    is_timeout: bool = False  # do not try again: a thread is still busy
+    is_timeout: bool = False  # whether a thread still works on the grammar after a time limit
 
 
 class NextMask(msgspec.Struct, frozen=True, array_like=True):
-    """The mask of an output after all parts that were sent."""
+    """The mask of an output after all its parts that the engine has sent."""
 
     key: int
-    mask: bytes | None  # None: the grammar has ended
-    error: str | None = None  # with a mask: the grammar allows no token here
-    # masks after each draft token, as far as the grammar and the time allow
+    mask: bytes | None  # None if the grammar has ended, or failed with `error`.
+    error: str | None = None  # Set with a mask if the grammar allows no token.
+    # Masks after each draft token; the grammar or the time limit may end the list.
     after_drafts: list[bytes] = []
 
 

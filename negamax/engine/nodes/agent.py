@@ -1,4 +1,4 @@
-"""The agent of every node except node 0: it joins node 0 and starts its machine's ranks."""
+"""Run the agent of a node other than node 0. An agent joins node 0 and starts the node's ranks."""
 
 import contextlib
 import secrets
@@ -31,17 +31,17 @@ from negamax.worker.node_sockets import connect, tcp_endpoint
 
 logger = get_logger(__name__)
 
-SHUTDOWN_SECONDS = 5.0  # for an orderly end of the ranks
-ABORT_SECONDS = 0.3  # for kernels to stop waiting for other ranks
+SHUTDOWN_SECONDS = 5.0  # Time that ranks have to end before they are killed.
+ABORT_SECONDS = 0.3  # Time that kernels have to stop waiting for other ranks.
 _POLL_MS = 50
 _RECONNECT_MS = 100
-_REMINDER_SECONDS = 10.0  # between log lines about node 0, and between attempts to reach it
+_REMINDER_SECONDS = 10.0  # time between log lines about node 0, and between attempts to connect
 _LINGER_MS = 500
 _PROBE_SECONDS = 1.0
 
 
 class Agent:
-    """The agent of one node. Everything runs in the thread that calls `run`."""
+    """The agent of one node, which runs in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share`: this machine's; without `waits_again` the agent ends with its first ranks."""
+        """`share` describes this machine. Without `waits_again`, the agent ends with its ranks."""
         self._health = health
         self._options = options
         self._facts = facts
@@ -71,16 +71,16 @@ class Agent:
         self._waiting = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
         self._logged, self._logged_at = "", 0.0
         self._folder: PrivateFolder | None = None
-        self._session = ""  # of node 0, until node 0 has received the end of the ranks
+        self._session = ""  # node 0's session until node 0 knows that the ranks have ended
         self._ranks: LocalRanks | None = None
-        self._death: str | None = None  # why this agent ended the ranks
+        self._death: str | None = None  # reason why this agent ended the ranks
         self._num_sent = 0
         self._last_heartbeat = 0
         self._neighbours = Neighbours("", {})
         self._is_stopped = False
 
     def run(self) -> None:
-        """Run until node 0 ends for good, or a signal. Errors: `ConfigError` if it refuses."""
+        """Run until node 0 ends for good or a signal arrives. Raises node 0's `ConfigError`."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         next_beat = 0.0
@@ -125,7 +125,7 @@ class Agent:
             self._place = place
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = _LINGER_MS
-        self._socket.immediate = True  # queue nothing while disconnected
+        self._socket.immediate = True  # do not queue messages while disconnected
         self._socket.reconnect_ivl = _RECONNECT_MS
         self._socket.heartbeat_ivl = 1000
         self._socket.heartbeat_timeout = 2000
@@ -142,17 +142,17 @@ class Agent:
             self._socket = self._datagrams = None
 
     def _check_silence(self, now: float) -> None:
-        """End the ranks when node 0 is silent for too long; then try to reach it again."""
+        """End the ranks when node 0 is silent for too long; then connect to node 0 again."""
         seconds = self._silence.seconds(self._num_received)
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 sends no heartbeat for %.1f s: the ranks end", seconds)
             self._death = f"node 0 sent no heartbeat for {seconds:.1f} s"
-            self._report()  # node 0 may still receive it
+            self._report()  # node 0 may still receive this report
             self._end_ranks(death=self._death)
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS
             self._log_waiting(self._why_no_answer())
-            self._disconnect()  # its name may resolve to another address now
+            self._disconnect()  # node 0's name may resolve to another address by now
 
     def _why_no_answer(self) -> str:
         address = (self._node_0, self._options.master_port)
@@ -160,14 +160,14 @@ class Agent:
             sockets.create_connection(address, timeout=_PROBE_SECONDS).close()
         except OSError as error:
             return error.strerror or str(error)
-        return f"something else listens there, or {KEY_VARIABLE} differs from node 0's"
+        return f"another program uses the port, or {KEY_VARIABLE} differs from node 0's value"
 
     def _what_is_missing(self) -> str:
-        """Return why this node is not ready. Called by another thread, for probes."""
+        """Return why this node is not ready, or "". Another thread calls this for probes."""
         return self._waiting if self._ranks is None else ""
 
     def _log_waiting(self, reason: str) -> None:
-        """Log why this node waits, once and then every `_REMINDER_SECONDS`."""
+        """Log why this node waits. Log the same reason only once per `_REMINDER_SECONDS`."""
         text = f"{self._waiting} ({reason})" if reason else self._waiting
         if text != self._logged or time.monotonic() > self._logged_at + _REMINDER_SECONDS:
             logger.info("%s", text)
@@ -213,7 +213,7 @@ class Agent:
                 self._start_ranks(message)
         elif isinstance(message, wire.StopRanks):
             if message.for_good:
-                logger.info("node 0 ends, and this node with it")
+                logger.info("node 0 ends, so this node ends, too")
                 self._send_leave()
                 self._end_ranks(timeout=SHUTDOWN_SECONDS)
                 self._is_stopped = True
@@ -261,7 +261,7 @@ class Agent:
 
     def _send(self, message: wire.FromAgent) -> None:
         if self._socket is not None:
-            with contextlib.suppress(zmq.Again):  # it is not connected
+            with contextlib.suppress(zmq.Again):  # the socket is not connected
                 self._socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def _start_ranks(self, start: wire.StartRanks) -> None:
@@ -282,7 +282,7 @@ class Agent:
         self._session, self._death = "", None
 
     def _end_ranks(self, *, timeout: float = ABORT_SECONDS, death: str | None = None) -> None:
-        """End the ranks, after `timeout` seconds by force. `death`: the reason for node 0."""
+        """Wait `timeout` seconds for the ranks, then kill them. Report `death` to node 0."""
         if self._ranks is not None:
             if timeout < SHUTDOWN_SECONDS:
                 self._ranks.abort()
@@ -302,9 +302,9 @@ def run_agent(
     waits_again: bool = True,
     health_address: tuple[str, int] | None = None,
 ) -> None:
-    """Run the agent of node `options.node_rank` and answer probes at `health_address`. Errors:
-    those of `NodeHealth`, of a missing key, of the model's files, of a split that does not fit this
-    machine, and of `Agent.run`.
+    """Run the agent of node `options.node_rank` and answer probes at `health_address`. Raises
+    `ConfigError` or `CheckpointError` for a missing key, wrong model files, or a split that does
+    not fit this machine, and raises the errors of `NodeHealth` and `Agent.run`.
     """
     network.check_key(options.nodes)
     health = None if health_address is None else NodeHealth(*health_address)

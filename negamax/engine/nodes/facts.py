@@ -1,4 +1,4 @@
-"""Facts that all nodes must agree on, compared before weights are read."""
+"""Collect facts that must be equal on all nodes, which node 0 compares before it reads weights."""
 
 import hashlib
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ from negamax.config.json_file import read_file
 from negamax.engine.core.source import ModelSource
 from negamax.options.engine import EngineOptions
 
-# options that may differ between nodes
+# names of options that may differ between nodes
 _OWN = {
     "model", "revision", "source", "download_dir", "weight_cache", "speculative_config", "device",
     "num_threads", "node_rank", "interface", "master_addr", "max_queued_requests",
     "max_queued_tokens", "max_logprobs", "enable_prefix_caching", "enable_overlap", "log_level",
     "log_format", "show_progress", "crash_dump_dir",
     "kv_offloading_path",
-    "init_expert_location",  # node 0's is used
+    "init_expert_location",  # Only node 0 reads this option.
 }  # fmt: skip
 _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")
 
 
 def collect_facts(options: EngineOptions, source: ModelSource, *, device: str) -> dict[str, str]:
-    """Collect versions, digests of code, model and tensors, and options that shape a step."""
+    """Collect versions, digests of code, model and tensors, and options that change a step."""
     facts = {"Negamax": negamax.__version__, "code": env.digest_code(), "device": device}
     facts |= {name: env.installed_version(name) or "none" for name in _PACKAGES}
     draft = source.draft
@@ -43,7 +43,7 @@ def collect_facts(options: EngineOptions, source: ModelSource, *, device: str) -
 
 
 def digest_model(source: ModelSource, caches: tuple[object, ...]) -> str:
-    """Digest what engines that exchange KV blocks must agree on; `caches`: their properties."""
+    """Return a digest that must be equal on engines that exchange KV blocks of a model."""
     draft = source.draft
     folder = None if draft is None or draft.folder is None else Path(draft.folder)
     tensors = (_tensors_digest(source.weights_folder), _tensors_digest(folder))
@@ -52,7 +52,7 @@ def digest_model(source: ModelSource, caches: tuple[object, ...]) -> str:
 
 
 def find_differences(own: dict[str, str], others: dict[str, str], *, name: str) -> Iterator[str]:
-    """Yield the facts in which node 0 (`own`) and node `name` differ."""
+    """Yield a text for each fact that differs between node 0 (`own`) and node `name`."""
     for fact in dict.fromkeys([*own, *others]):
         here, there = own.get(fact, "unknown"), others.get(fact, "unknown")
         if here != there:

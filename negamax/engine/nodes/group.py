@@ -1,4 +1,4 @@
-"""Node 0's side of a multi-node engine: meet the agents, start their ranks, watch them."""
+"""Start and watch the ranks of other nodes on node 0, through the agents of these nodes."""
 
 import contextlib
 import itertools
@@ -29,28 +29,28 @@ from negamax.worker.node_sockets import ConnectionLimit, bind, has_key, tcp_endp
 logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
-_REMINDER_SECONDS = 10.0  # between log lines about missing nodes
-_LEAVE_SECONDS = 1.0  # for agents to confirm that they end
-_MESSAGE_BYTES = 2**20  # most of an agent's message
-_HEARTBEAT_MS = 1000  # of ZeroMQ, which closes half-open connections
+_REMINDER_SECONDS = 10.0  # Time between log lines about missing nodes.
+_LEAVE_SECONDS = 1.0  # Longest wait for agents to confirm that they end.
+_MESSAGE_BYTES = 2**20  # Size limit of an agent's message.
+_HEARTBEAT_MS = 1000  # Time between heartbeats of ZeroMQ, which closes half-open connections.
 
 
 @dataclass
 class _Node:
-    """Another node, as its agent reports it. Single writer: the thread that receives."""
+    """The state of another node, as its agent reports. Only the receiving thread changes it."""
 
     number: int
     ranks: range
-    route: bytes = b""  # ZeroMQ identity of its agent
-    connection: int = -1  # file descriptor of its latest message, for the monitor
+    route: bytes = b""  # ZeroMQ identity of the node's agent.
+    connection: int = -1  # File descriptor of the connection that carried the latest message.
     disconnected_at: float = float("-inf")
     udp_address: Address | None = None
-    join: wire.Join | None = None  # the latest; None: not joined, or gone again
+    join: wire.Join | None = None  # the latest `Join`; None if the node is not joined
     joined_at: float = 0.0
     last_beat: int = 0
     last_datagram: int = 0
-    num_signs: int = 0  # heartbeats over TCP and UDP
-    num_frames: int = 0  # messages over TCP
+    num_signs: int = 0  # Number of heartbeats over TCP and UDP.
+    num_frames: int = 0  # Number of messages over TCP.
     silence: Silence = field(default_factory=Silence)
     stall: Silence = field(default_factory=Silence)
     death: str | None = None
@@ -72,24 +72,24 @@ class _Node:
     def problem(self, now: float) -> str | None:
         silence = self.silence.seconds(self.num_signs)
         stall = self.stall.seconds(self.num_frames)
-        # Before the first heartbeat only TCP is used, which may connect again on a lossy link.
+        # Before the first heartbeat the agent uses only TCP, which may reconnect on a lossy link.
         limit = wire.SILENCE_SECONDS if self.last_beat else wire.STALL_SECONDS
         if self.last_beat and now < self.disconnected_at + 2 * wire.DISCONNECTED_SECONDS:
             limit = wire.DISCONNECTED_SECONDS
         if silence > limit:
             return f"{self.name} sends no heartbeat for {silence:.1f} s"
         if stall > wire.STALL_SECONDS:
-            return f"{self.name} sends heartbeats by UDP, but nothing by TCP for {stall:.1f} s"
+            return f"{self.name} sends heartbeats by UDP, but no message by TCP for {stall:.1f} s"
         return None
 
 
 class NodeGroup:
-    """The ranks of other nodes, for one engine; a thread receives from them after `start`."""
+    """The ranks of other nodes. After `start`, a thread receives messages of the nodes."""
 
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
     ) -> None:
-        """Listen. Errors: `ConfigError` for an unusable address, `ResourceError` for ports."""
+        """Listen for agents. Raises `ConfigError` or, for a used port, `ResourceError`."""
         self.ranks = range(layout.ranks_per_node, layout.world_size)
         self._facts = facts
         self._place = network.find_place_of_node_0(options)
@@ -103,7 +103,7 @@ class NodeGroup:
         self._thread: threading.Thread | None = None
         self._folder = PrivateFolder()
         reader, writer = os.pipe()
-        # a lost node closes the reading end: pollers of the writing end get POLLERR
+        # If a node is lost, the reading end is closed, and poll() reports POLLERR for the other.
         self._alarm = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
         self._context = zmq.Context()
         ports = itertools.count(options.master_port)
@@ -113,8 +113,8 @@ class NodeGroup:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
-        self._num_peers = 4 * layout.world_size  # connections, also old ones of restarted ranks
-        self._limits: list[ConnectionLimit] = []  # of the agents' socket, then of the ranks'
+        self._num_peers = 4 * layout.world_size  # Includes old connections of restarted ranks.
+        self._limits: list[ConnectionLimit] = []  # First the agents' socket, then ranks' sockets.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
         self._num_sent = 0
@@ -129,7 +129,7 @@ class NodeGroup:
         self._log_ports(all_ports)
 
     def _addresses(self, layout: ParallelLayout, ports: Iterator[int]) -> RankAddresses:
-        """The endpoints of all ranks: Unix sockets if both ends are on this machine."""
+        """Return the endpoints of all ranks. Ranks of this machine use Unix sockets."""
         own, address = self._folder.path, self._place.address
         local = RankAddresses.local(own, layout)
         rendezvous = tcp_endpoint(address, next(ports))
@@ -144,8 +144,8 @@ class NodeGroup:
 
     def _log_ports(self, ports: range) -> None:
         logger.info(
-            "node 0 is at %s; open for the other nodes: TCP ports %d-%d and UDP port %d of it, "
-            "and between all nodes those that gloo and NCCL take (%s)",
+            "node 0 is at %s; open its TCP ports %d-%d and its UDP port %d for the other nodes, "
+            "and open the ports that gloo and NCCL take (%s) between all nodes",
             self._place,
             ports[0],
             ports[-1],
@@ -154,12 +154,12 @@ class NodeGroup:
         )
         if not has_key():
             logger.warning(
-                "%s is not set: any program of this machine may join (set it on all nodes)",
+                "%s is not set, so any program of this machine may join; set the key on all nodes",
                 KEY_VARIABLE,
             )
 
     def meet(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until every node has joined. `check` raises if an agent will never come."""
+        """Wait until every node has joined. `check` raises an error if an agent cannot join."""
         logged_at, logged = float("-inf"), ""
         while True:
             self._receive(0.1)
@@ -167,7 +167,7 @@ class NodeGroup:
             now = time.monotonic()
             for node in self._nodes:
                 if node.join is not None and now > node.joined_at + wire.SILENCE_SECONDS:
-                    logger.warning("%s is gone again", node.name)
+                    logger.warning("%s has joined and is gone again", node.name)
                     node.join = None
             missing = [node.number for node in self._nodes if node.join is None]
             if not missing:
@@ -207,13 +207,13 @@ class NodeGroup:
         self._limits.append(ConnectionLimit(socket, num_peers=self._num_peers))
 
     def abort(self) -> None:
-        """Do nothing: agents abort their ranks before they end them."""
+        """Do nothing, because agents abort the kernels of their ranks themselves."""
 
     def expect_end(self) -> None:
         self._is_ending = True
 
     def stop(self, *, timeout: float, restarts: bool) -> None:
-        """Let the agents end the ranks. With `restarts` they wait for the next engine."""
+        """Let the agents end their ranks. With `restarts`, the agents wait for the next engine."""
         self.expect_end()
         reason = self.death() or ("the engine is started again" if restarts else "node 0 ends")
         self._stop = wire.StopRanks(reason, for_good=not restarts)
@@ -242,7 +242,7 @@ class NodeGroup:
                     self._lost(node, wrong)
         for node in self._nodes:
             self._send(node.route, self._stop)
-        # an agent loses unread messages once the connection is closed
+        # Agents lose unread messages when node 0 closes the connection, so wait for their answer.
         wait = _LEAVE_SECONDS if self._stop.for_good else _POLL_SECONDS
         deadline = time.monotonic() + wait
         while any(node.join for node in self._nodes) and time.monotonic() < deadline:
@@ -290,14 +290,14 @@ class NodeGroup:
             elif event != zmq.EVENT_ACCEPTED and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "a peer without this node's key was refused; set %s alike on all nodes",
+                    "refused a peer without this node's key; set the same %s on all nodes",
                     KEY_VARIABLE,
                 )
 
     def _handle(self, route: bytes, message: wire.FromAgent, *, connection: int) -> None:
         node = next((each for each in self._nodes if each.number == message.node), None)
         if node is None:
-            refusal = f"there is no node {message.node}; node 0 has --nnodes {len(self._nodes) + 1}"
+            refusal = f"--node-rank is {message.node}; allowed: 0 to {len(self._nodes)}"
             self._send(route, wire.Refusal(refusal))
             return
         is_known = node.is_agent(message.agent)
@@ -312,7 +312,7 @@ class NodeGroup:
                 self._lost(node, f"{node.name} was stopped")
             node.join = None
         else:
-            node.route, node.connection = route, connection  # both change when it reconnects
+            node.route, node.connection = route, connection  # change when an agent reconnects
             node.num_frames += 1
             self._handle_heartbeat(node, message)
 
@@ -325,7 +325,7 @@ class NodeGroup:
                 self._handle_heartbeat(node, beat)
 
     def _handle_heartbeat(self, node: _Node, beat: wire.AgentHeartbeat) -> None:
-        """Take a heartbeat of this session, unless a later one has overtaken it."""
+        """Store a heartbeat of this session, unless a later heartbeat has arrived before."""
         if beat.number <= node.last_beat:
             return
         node.last_beat = beat.number
@@ -338,21 +338,21 @@ class NodeGroup:
         different = list(find_differences(self._facts, join.facts, name=f"node {node.number}"))
         if different:
             message = (
-                f"node {node.number} ({join.host}) does not fit node 0: {'; '.join(different)}"
+                f"node {node.number} ({join.host}) differs from node 0: {'; '.join(different)}"
             )
             logger.error("%s", message)
             self._send(route, wire.Refusal(message))
             return
         if node.join is not None and not node.is_agent(join.agent):
-            self._send(route, wire.Wait(f"{node.name} is there already"))
+            self._send(route, wire.Wait(f"{node.name} has already joined"))
             return
         node.route, node.connection = route, connection
         if self._thread is not None:
             if node.last_beat > join.last_beat:
-                return  # sent before the ranks started; a heartbeat over UDP has overtaken it
+                return  # a later UDP heartbeat shows that the ranks have started since this message
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
-            else:  # `StartRanks` has not arrived yet, or was lost with its connection
+            else:  # the agent has not received `StartRanks`, which may be lost
                 node.num_signs += 1
                 self._send_start(node)
             return
@@ -360,7 +360,7 @@ class NodeGroup:
             logger.info("node %d (%s) has joined", node.number, join.host)
         node.join, node.joined_at = join, time.monotonic()
         missing = ", ".join(str(each.number) for each in self._nodes if each.join is None)
-        self._send(route, wire.Wait(f"node {missing} is missing" if missing else "it starts"))
+        self._send(route, wire.Wait(f"node {missing} is missing" if missing else "node 0 starts"))
 
     def _send_start(self, node: _Node) -> None:
         first, last = node.ranks.start, node.ranks.stop - 1
@@ -373,7 +373,7 @@ class NodeGroup:
         self._send(node.route, wire.StartRanks(self._session, first, last, addresses, others))
 
     def _send(self, route: bytes, message: wire.FromNode0) -> None:
-        """Send to one agent; dropped if it is gone."""
+        """Send a message to one agent. Drop the message if the agent is gone."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart([route, wire.encoder.encode(message)], zmq.NOBLOCK)
 
@@ -385,7 +385,7 @@ def start_on_nodes(
     facts: dict[str, str],
     check: Callable[[], None] = lambda: None,
 ) -> MultiProcessExecutor:
-    """Wait for all nodes and start the ranks. Errors: of `meet`, `NodeGroup`, the executor."""
+    """Wait for all nodes, and start the ranks. Raises the errors of `NodeGroup` and `meet`."""
     group = NodeGroup(options, config.layout, facts=facts)
     try:
         group.meet(check)

@@ -1,4 +1,4 @@
-"""/livez, /readyz and /health of a node without the API, for Kubernetes probes."""
+"""Answer /livez, /readyz and /health on nodes that run no API server, for Kubernetes probes."""
 
 import asyncio
 import json
@@ -13,27 +13,27 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# An agent whose loop hangs for longer is dead. Resolving node 0's name takes longest.
+# An agent counts as dead if a round of its loop takes longer. Resolving a name may take long.
 STILL_SECONDS = 60.0
-_REQUEST_SECONDS = 2.0  # for a request to arrive
-_MOST_BYTES = 8192  # most bytes of a request's head
+_REQUEST_SECONDS = 2.0  # Time limit for a request to arrive.
+_MOST_BYTES = 8192  # Size limit of a request's head.
 _PATHS = ("/livez", "/readyz", "/health")
 
 
 class NodeHealth:
-    """Answers HTTP in a thread, without an API key: answers hold only this node's state."""
+    """Answers HTTP requests in a thread. No API key is needed, as answers hold only node states."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listen; port 0: any. Errors: `ConfigError` for a foreign host, `ResourceError`."""
-        self._turned_at: float | None = None  # None: the agent still reads the model's files
-        self._missing: Callable[[], str] = lambda: "it starts"
+        """Listen at `port`; 0 is any free port. Raises `ConfigError` or `ResourceError`."""
+        self._turned_at: float | None = None  # None while the agent reads the model's files
+        self._missing: Callable[[], str] = lambda: "the agent starts"
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         logger.info("this node answers %s at %s port %d", ", ".join(_PATHS), host, self.port)
         threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def watch(self, missing: Callable[[], str]) -> None:
-        """Use `missing` for readiness: it returns why the node is not ready, or ""."""
+        """Answer readiness probes by `missing`, which returns why the node is not ready, or ""."""
         self._missing = missing
 
     def turn(self) -> None:
@@ -53,7 +53,7 @@ class NodeHealth:
                 writer.write(self._answer_to(head))
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # an invalid request, or the client is gone
+            pass  # the request is invalid, or the client is gone
         finally:
             writer.close()
 
@@ -82,8 +82,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen()
     except OSError as error:
         raise ResourceError(
-            f"--node-health-port is {port}, which cannot be used at {host}: {error.strerror}",
-            hint="use another one, or --host 127.0.0.1 or 0.0.0.0",
+            f"--node-health-port {port} cannot be used at {host}: {error.strerror}",
+            hint="use another port, or --host 127.0.0.1 or 0.0.0.0",
         ) from None
     return listener
 

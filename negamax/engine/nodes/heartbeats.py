@@ -1,5 +1,5 @@
-"""Heartbeats as datagrams, in addition to TCP, which doubles its retry delays after packet
-loss: after an outage of 1.6 s, its next message arrives after 3 s.
+"""Send heartbeats between nodes as UDP datagrams, in addition to TCP. TCP doubles its retry delays
+after packet loss: after an outage of 1.6 s, its next message arrives after 3 s.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from negamax.engine.nodes import wire
 from negamax.worker.node_sockets import shared_key
 
 _MAC_BYTES = 16
-_MOST_AT_ONCE = 1000  # datagrams
-_MOST_BYTES = 2048  # longest datagram; longer ones are truncated and fail the signature
+_MOST_AT_ONCE = 1000  # Most datagrams that one `receive` call reads.
+_MOST_BYTES = 2048  # Longest valid datagram; the signature of a longer, truncated one is wrong.
 
-Address = tuple[Any, ...]  # host and port; IPv6 has more
+Address = tuple[Any, ...]  # host and port, and further fields with IPv6
 
 
 class Datagrams:
-    """A UDP socket with signed frames, which may be lost, duplicated or late. Never blocks."""
+    """A UDP socket for signed messages. Messages may be lost, duplicated or late. Never blocks."""
 
     def __init__(self, address: str, port: int = 0) -> None:
-        """Bind `address` and `port` (0: any free port). Errors: `ResourceError` for a used port."""
+        """Bind `address` and `port` (0 is any free port). Raises `ResourceError`."""
         self._key = shared_key("beats")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
@@ -36,7 +36,7 @@ class Datagrams:
             self.close()
             raise ResourceError(
                 f"UDP port {port} on {address} cannot be used: {error.strerror}",
-                hint="end what uses it, or give all nodes another --master-port",
+                hint="end the program that uses it, or set another --master-port on all nodes",
             ) from None
 
     @property
@@ -49,13 +49,13 @@ class Datagrams:
             self._socket.sendto(self._mac(frame) + frame, to)
 
     def receive(self) -> Iterator[tuple[bytes, Address]]:
-        """Yield validly signed frames with their senders; only some of a flood."""
+        """Yield messages with a valid signature and their senders, at most `_MOST_AT_ONCE`."""
         for _ in range(_MOST_AT_ONCE):
             try:
                 signed, sender = self._socket.recvfrom(_MOST_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # the peer's port is closed
+            except OSError:  # a peer's port is closed
                 continue
             mac, frame = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
             if hmac.compare_digest(mac, self._mac(frame)):
@@ -69,13 +69,13 @@ class Datagrams:
 
 
 class Neighbours:
-    """Heartbeats of the other agents in one session. Single user: a thread that polls often."""
+    """Tracks heartbeats of the other agents in one session, for one thread that polls often."""
 
     def __init__(self, session: str, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """`addresses`: host and UDP port by node."""
+        """Track the nodes in `addresses`, which maps a node to its host and UDP port."""
         self.addresses = addresses
         self._session = session
-        self._numbers = dict.fromkeys(addresses, 0)  # number of the latest heartbeat by node
+        self._numbers = dict.fromkeys(addresses, 0)  # number of each node's latest heartbeat
         self._silences = {node: Silence() for node in addresses}
 
     def receive(self, message: wire.PeerHeartbeat) -> None:
@@ -84,7 +84,7 @@ class Neighbours:
             self._numbers[node] = number
 
     def lost(self) -> str | None:
-        """Return a node that stopped its heartbeats; node 0 watches those that never sent any."""
+        """Name a node whose heartbeats have stopped. Node 0 watches nodes without heartbeats."""
         for node, silence in self._silences.items():
             seconds = silence.seconds(self._numbers[node])
             if seconds > wire.NEIGHBOUR_SECONDS:

@@ -1,4 +1,4 @@
-"""Addresses, interfaces and ports by which other nodes reach this machine."""
+"""Find the address, the interface and the ports at which other nodes reach this machine."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.worker.node_sockets import has_key
 
-# of other libraries, in order of precedence; NCCL allows "=eth0" and both allow lists
+# variables of gloo and NCCL, which may hold lists; NCCL also allows "=eth0"
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -24,18 +24,18 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 class Place:
     address: str
     interface: str
-    reason: str  # reason for this choice
+    reason: str  # why this address was chosen
 
     def __str__(self) -> str:
         return f"{self.address} on {self.interface} ({self.reason})"
 
 
 class UnreachableError(Exception):
-    """Node 0 cannot be resolved or reached; that may change."""
+    """Node 0 cannot be resolved or reached; a later attempt may succeed."""
 
 
 def resolve(host: str) -> str:
-    """Resolve `host` to an address. Errors: `UnreachableError`."""
+    """Resolve `host` to an address. Raises `UnreachableError`."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -44,7 +44,7 @@ def resolve(host: str) -> str:
 
 
 def check_key(options: NodeOptions) -> None:
-    """Refuse nodes without a key, unless all are on this machine. Errors: `ConfigError`."""
+    """Raise `ConfigError` if there is no key, unless all nodes are on this machine."""
     host = options.master_addr or ""
     if options.nnodes == 1 or has_key():
         return
@@ -60,13 +60,13 @@ def check_key(options: NodeOptions) -> None:
 
 
 def find_place_of_node_0(options: NodeOptions) -> Place:
-    """Find node 0's place: the address that all nodes are given. Errors: `ConfigError`."""
+    """Find this machine's interface with the address --master-addr. Raises `ConfigError`."""
     host = options.master_addr or ""
     try:
         address = resolve(host)
     except UnreachableError as error:
         raise ConfigError(
-            f"--master-addr: {error}", hint="give an address of this machine"
+            f"--master-addr: {error}", hint="set it to an address of this machine"
         ) from None
     own = _addresses()
     named, reason = _named_interface(options)
@@ -85,14 +85,14 @@ def find_place_of_node_0(options: NodeOptions) -> Place:
     if ipaddress.ip_address(address).is_loopback and named is None:
         raise ConfigError(
             f"--master-addr is {host} ({address}), which other machines cannot reach",
-            hint=f"give another address of this machine, or try nodes on this machine alone with "
+            hint=f"use another address of this machine; to run all nodes on this machine, add "
             f"--interface {holders[0]}",
         )
-    return Place(address, holders[0], reason if named else "it has --master-addr")
+    return Place(address, holders[0], reason if named else "the interface has --master-addr")
 
 
 def find_place_of_agent(options: NodeOptions, node_0: str) -> Place:
-    """Find an agent's place on the way to `node_0`. Errors: `ConfigError`, `UnreachableError`."""
+    """Find the interface that reaches `node_0`. Raises `ConfigError` or `UnreachableError`."""
     own = _addresses()
     named, reason = _named_interface(options)
     if named is not None:
@@ -111,14 +111,12 @@ def find_place_of_agent(options: NodeOptions, node_0: str) -> Place:
         address = str(probe.getsockname()[0])
     holders = [name for name, addresses in own.items() if address in addresses]
     if not holders:
-        raise ConfigError(
-            f"the interface with {address} is not known", hint="name it with --interface"
-        )
-    return Place(address, holders[0], "on the way to --master-addr")
+        raise ConfigError(f"no known interface has the address {address}", hint="set --interface")
+    return Place(address, holders[0], "the route to --master-addr")
 
 
 def check_ports(address: str, ports: Sequence[int]) -> None:
-    """Errors: `ResourceError` for a used port."""
+    """Raise `ResourceError` if a port cannot be used."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -131,13 +129,13 @@ def check_ports(address: str, ports: Sequence[int]) -> None:
                 why = error.strerror if isinstance(error, OSError) else "the highest port is 65535"
                 raise ResourceError(
                     f"port {port} on {address} cannot be used: {why}; the nodes need "
-                    f"{len(ports)} from --master-port {ports[0]} on",
-                    hint="end what uses it, or give all nodes another --master-port",
+                    f"{len(ports)} ports, from --master-port {ports[0]} on",
+                    hint="end the program that uses it, or set another --master-port on all nodes",
                 ) from None
 
 
 def ephemeral_ports() -> str:
-    """The range from which the system assigns ports to gloo and NCCL."""
+    """Return the range from which the system assigns ports to gloo and NCCL."""
     try:
         return "-".join(_PORT_RANGE.read_text().split())
     except OSError:
@@ -145,7 +143,7 @@ def ephemeral_ports() -> str:
 
 
 def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
-    """The interface that the user named, and where. Errors: `ConfigError` for an unknown one."""
+    """Return the user's interface and its source, or (None, ""). Raises `ConfigError`."""
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
     for reason, value in found:
@@ -153,7 +151,7 @@ def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
         if not name or name.startswith("^"):
             continue
         known = [each for _, each in socket.if_nameindex()]
-        # the libraries' variables may hold a prefix
+        # The variables of gloo and NCCL may hold a prefix of a name.
         fitting = [name] if name in known else [each for each in known if each.startswith(name)]
         if not fitting or (reason == "--interface" and name not in known):
             raise ConfigError(
@@ -165,14 +163,14 @@ def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """The addresses of each interface: one IPv4, all IPv6."""
+    """Return one IPv4 address and all IPv6 addresses of each interface."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for name, addresses in found.items():
             request = struct.pack("256s", name.encode()[:15])
             try:
                 answer = fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             addresses.append(socket.inet_ntoa(answer[20:24]))
     listed = Path("/proc/net/if_inet6")

@@ -1,4 +1,4 @@
-"""Choose the machines of a Ray cluster for an engine's ranks. Does not import Ray."""
+"""Choose the machines of a Ray cluster for an engine's ranks, without importing Ray."""
 
 import ipaddress
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import MOST_NODES
 
-_SHOWN_NODES = 16  # most machines listed in a refusal
+_SHOWN_NODES = 16  # number of machines that an error message lists at most
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class RayPlacement:
-    """An engine's request to a cluster. `own`: the machine that serves, which is node 0."""
+    """An engine's request for machines of a cluster."""
 
     options: EngineOptions
     nodes: tuple[ClusterNode, ...]
-    own: ClusterNode
+    own: ClusterNode  # the machine with the server, which is node 0
 
     @property
     def device(self) -> str:
-        """ "cuda" or "cpu". With device "auto": "cuda" if the cluster has GPUs."""
+        """Return "cuda" or "cpu". Device "auto" means "cuda" if the cluster has GPUs."""
         asked = self.options.device
         has_gpus = any(node.total.gpus for node in self.nodes)
         return ("cuda" if has_gpus else "cpu") if asked == "auto" else asked
@@ -60,11 +60,11 @@ class RayPlacement:
 
     @property
     def is_on_loopback(self) -> bool:
-        """Whether all nodes of the cluster are on this machine."""
+        """Return whether all nodes of the cluster are on this machine."""
         return ipaddress.ip_address(self.own.address).is_loopback
 
     def share(self, count: int) -> Resources:
-        """The resources of each of `count` nodes: a GPU and a CPU per rank, or its threads."""
+        """Return what each of `count` nodes needs: a GPU and a CPU per rank, or its threads."""
         ranks = self.options.parallel.num_ranks // count
         if self.device == "cuda":
             return Resources(gpus=ranks, cpus=ranks)
@@ -77,10 +77,10 @@ class RayPlacement:
         return next((count for count in self.counts() if self._fits(count)), None)
 
     def refusal(self, seconds: float) -> ResourceError:
-        """The error when there is no room after `seconds`."""
+        """Return the error of an engine that has found no room for `seconds`."""
         return ResourceError(
-            f"Ray has no room for {self.options.parallel.num_ranks} ranks after {seconds:g} s: "
-            f"wanted {self.demand}; available {self.available}",
+            f"Ray has found no room for {self.options.parallel.num_ranks} ranks in {seconds:g} s; "
+            f"needed: {self.demand}; available: {self.available}",
             hint=self._remedy(),
         )
 
@@ -107,7 +107,7 @@ class RayPlacement:
         yield from (count for count in range(1, min(ranks, MOST_NODES) + 1) if ranks % count == 0)
 
     def _objection(self, count: int) -> ConfigError | None:
-        """The error of the options for `count` nodes; None: they fit."""
+        """Return the error of the options with `count` nodes; None if they are valid."""
         try:
             replace(self.options.nodes, nnodes=count).check(self.options.parallel)
         except ConfigError as error:
@@ -115,7 +115,7 @@ class RayPlacement:
         return None
 
     def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Whether there is room; `one_day`: once others release theirs."""
+        """Return whether `count` nodes have room. `one_day` also counts resources in use."""
         share = self.share(count)
         room = [
             node.id
@@ -127,7 +127,7 @@ class RayPlacement:
     def _remedy(self) -> str:
         counts = self.counts()
         if any(self._fits(count, one_day=True) for count in counts):
-            return "other programs use the resources: end them, or raise --ray-placement-timeout"
+            return "end programs that use the resources, or raise --ray-placement-timeout"
         for count in self._divisors():
             objection = self._objection(count)
             if objection is not None and objection.hint and self._fits(count, one_day=True):
@@ -143,10 +143,10 @@ class RayPlacement:
 def make_placement(
     options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str
 ) -> RayPlacement:
-    """The request of machine `own_id`. Errors: `ResourceError` if the cluster lacks it."""
+    """Create the request of machine `own_id`. Raises `ResourceError` if `nodes` lacks `own_id`."""
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(
-            "this machine is not in the Ray cluster", hint="join it with `ray start --address`"
+            "this machine is not in the Ray cluster", hint="run `ray start --address` here"
         )
     return RayPlacement(options, tuple(nodes), own)

@@ -1,4 +1,4 @@
-"""The actors that Ray starts from this module, one per machine; all values are strings."""
+"""The actor that Ray starts on each machine. Arguments and results of methods are strings."""
 
 import socket
 
@@ -9,9 +9,9 @@ from negamax.base.errors import NegamaxError
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import KEY_VARIABLE
 
-# Ray lists an actor's GPUs in these variables
+# variables in which Ray lists an actor's GPUs
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_CARRIED = ("HF_", "NCCL_")  # copied from the serving machine where a machine sets no value
+_CARRIED = ("HF_", "NCCL_")  # variables that other machines copy from node 0 unless they are set
 
 
 class ActorPlace(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ def carried_variables() -> str:
 
 
 class RayAgent:
-    """An actor. Ray sets the variables of its GPUs before any import."""
+    """An actor on one machine. Ray sets the variables of the actor's GPUs before any import."""
 
     def place(self) -> str:
         found = {name: env.get(name) for name in DEVICE_VARIABLES}
@@ -34,7 +34,7 @@ class RayAgent:
         return msgspec.json.encode(ActorPlace(socket.gethostname(), variables)).decode()
 
     def run(self, options: str, variables: str) -> str:
-        """Run the agent of `options` until its ranks end. Return an error message, or ""."""
+        """Run a node's agent with `options` until its ranks end. Return an error message or ""."""
         for name, value in msgspec.json.decode(variables, type=dict[str, str]).items():
             if name == KEY_VARIABLE:
                 env.set_variable(name, value)
@@ -43,7 +43,7 @@ class RayAgent:
         env.set_openmp_defaults()
         chosen = msgspec.json.decode(options, type=EngineOptions)
         log.setup(chosen.log_level, chosen.log_format)
-        from negamax.engine.nodes.agent import run_agent  # reads the variables
+        from negamax.engine.nodes.agent import run_agent  # this import reads the variables
 
         try:
             run_agent(chosen, waits_again=False)

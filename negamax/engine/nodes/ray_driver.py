@@ -1,7 +1,7 @@
-"""The process that talks to Ray: `python -m negamax.engine.nodes.ray_driver FD`.
+"""Reserve machines of a Ray cluster and run the agents, in a process of its own.
 
-It reads `EngineOptions` from standard input and writes `Placed` or `Failed` to the open file FD.
-When its input ends, it ends the agents, removes the placement group and leaves the cluster.
+The process reads `EngineOptions` from standard input, and writes `Placed` or `Failed` to an open
+file. When standard input ends, the process ends the agents and releases the machines.
 """
 
 import contextlib
@@ -29,26 +29,26 @@ from negamax.engine.nodes.ray_launcher import CONNECT_SECONDS, Failed, FromDrive
 from negamax.options.engine import EngineOptions
 from negamax.worker.rank_process import LOOPBACK
 
-logger = get_logger("negamax.engine.nodes.ray_driver")  # also where it is __main__
+logger = get_logger("negamax.engine.nodes.ray_driver")  # here `__name__` may be "__main__"
 
-_CURRENT = "ray/ray_current_cluster"  # where `ray start` writes its address
+_CURRENT = "ray/ray_current_cluster"  # file in which `ray start` stores the cluster's address
 _PROBE_SECONDS = 5.0
-_POLL_SECONDS = 0.5  # between attempts to find room
-_GROUP_SECONDS = 5.0  # for Ray to reserve free resources
+_POLL_SECONDS = 0.5  # Time between attempts to find room.
+_GROUP_SECONDS = 5.0  # Longest wait for Ray to reserve free resources.
 _REMINDER_SECONDS = 10.0
-_LEAVE_SECONDS = 1.0  # for agents that node 0 has stopped
-_END_SECONDS = 10.0  # for everything after the end of standard input
-# options of a cluster that is started here; it stores no objects
+_LEAVE_SECONDS = 1.0  # Longest wait for the end of agents that node 0 has stopped.
+_END_SECONDS = 10.0  # Longest life of the process after the end of standard input.
+# Options of a cluster that this process starts, which needs little memory for objects.
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
-_MAX_MESSAGE = 300  # characters of Ray's messages
-_PIN = 0.001  # amount of a node's own resource that pins a bundle to the node
+_MAX_MESSAGE = 300  # Characters that are shown of a message of Ray.
+_PIN = 0.001  # Amount of a machine's own Ray resource, which pins node 0 to the machine.
 
 
 class Driver:
-    """Machines and agents of one engine. The calling thread alone talks to Ray."""
+    """Machines and agents of one engine. Only the thread that creates a `Driver` calls Ray."""
 
     def __init__(self, options: EngineOptions, stop: threading.Event) -> None:
-        """`stop` is set once the engine has ended."""
+        """Prepare a driver for one engine. Another thread sets `stop` when the engine has ended."""
         self._options = options
         self._stop = stop
         self.is_connected = False
@@ -57,13 +57,13 @@ class Driver:
         self._places: list[ActorPlace] = []
 
     def connect(self) -> None:
-        """Join the running cluster, or start one of this machine. Errors: `ConfigError`."""
+        """Join the running cluster, or start a cluster of this machine. Raises `ConfigError`."""
         env.set_default("RAY_USAGE_STATS_ENABLED", "0")
         address = find_cluster()
         if address is None:
-            # else Ray listens on all interfaces
+            # Without this variable, Ray would listen on all interfaces.
             env.set_variable("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-            logger.info("no Ray cluster runs here: one is started on this machine alone")
+            logger.info("no Ray cluster runs here, so a cluster of this machine alone is started")
         import ray
 
         try:
@@ -80,15 +80,15 @@ class Driver:
         _ignore_signals()
 
     def place(self) -> RayPlacement:
-        """Reserve machines and start an actor on each. Errors: `ResourceError`."""
+        """Reserve machines and start an actor on each machine. Raises `ResourceError`."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         placement, count = self._reserve()
         share = placement.share(count)
-        # lets an actor import this package
+        # With this path an actor can import this package.
         path = env.get("PYTHONPATH")
-        # node 0's actor only holds this machine's GPUs
+        # The actor of node 0 only holds the GPUs of this machine.
         self._actors = [
             ray.remote(RayAgent)
             .options(
@@ -128,7 +128,7 @@ class Driver:
         )
 
     def run_agents(self, placed: Placed) -> Iterator[str]:
-        """Run the agents until `stop`; yield a message for each that ends before."""
+        """Run the agents until `stop` is set. Yield a message for each agent that ends earlier."""
         import ray
 
         variables = carried_variables()
@@ -147,7 +147,7 @@ class Driver:
                     reason = _last_line(error)
                 if reason:
                     logger.error("%s: %s", name, reason)
-                yield f"{name}: {reason or 'it was stopped'}"
+                yield f"{name}: {reason or 'the agent was stopped'}"
             if not runs:
                 self._stop.wait()
         if runs:
@@ -165,7 +165,7 @@ class Driver:
         ray.shutdown()
 
     def _reserve(self) -> tuple[RayPlacement, int]:
-        """Reserve machines once there is room. Errors: `ResourceError`."""
+        """Wait for room and reserve machines. Raises `ResourceError` if there is no room."""
         import ray
 
         seconds = self._options.ray_placement_timeout
@@ -190,7 +190,7 @@ class Driver:
             if now > logged_at + _REMINDER_SECONDS:
                 logged_at = now
                 logger.info(
-                    "waiting for room in the Ray cluster: wanted %s; available %s",
+                    "waiting for room in the Ray cluster: needed: %s; available: %s",
                     placement.demand,
                     placement.available,
                 )
@@ -199,14 +199,14 @@ class Driver:
 
 
 def find_cluster() -> str | None:
-    """The address of the running cluster, or None. Errors: `ConfigError` if it is silent."""
+    """Return the address of the running cluster, or None. Raises `ConfigError`."""
     given = env.get("RAY_ADDRESS") or ""
     if given == "local":
         return None
     if "://" in given:
         raise ConfigError(
-            f"RAY_ADDRESS is {given}; node 0 is a machine of the cluster itself",
-            hint="serve on one of its machines, with RAY_ADDRESS=auto",
+            f"RAY_ADDRESS is {given}, but node 0 must be a machine of the cluster",
+            hint="run `negamax serve` on a machine of the cluster, with RAY_ADDRESS=auto",
         )
     is_named = given not in ("", "auto")
     current = Path(env.get("RAY_TMPDIR") or "/tmp") / _CURRENT
@@ -217,7 +217,7 @@ def find_cluster() -> str | None:
         raise ConfigError(
             f"RAY_ADDRESS is {given}, and no Ray cluster answers"
             + (f" at {address}" if address and not is_named else ""),
-            hint="start one with `ray start --head`, or leave RAY_ADDRESS out",
+            hint="start a cluster with `ray start --head`, or unset RAY_ADDRESS",
         )
     return None
 
@@ -251,9 +251,8 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def make_paths_absolute(options: EngineOptions) -> EngineOptions:
-    """Make paths absolute, for processes with another current folder.
-
-    The name of an embedded model stays, although a folder of that name may exist.
+    """Make paths absolute, for processes with another current folder. The name of an embedded model
+    is not changed, even if a folder has the same name.
     """
 
     def whole(path: str | None) -> str | None:
@@ -286,13 +285,13 @@ def _last_line(error: Exception) -> str:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals that the parent handles; call this after Ray installed its handlers."""
+    """Ignore signals that the parent handles. Call this after Ray has installed its handlers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _watch_parent(driver: Driver, stop: threading.Event) -> None:
-    """Set `stop` when standard input ends; end this process now or after `_END_SECONDS`."""
+    """Set `stop` when standard input ends, and end this process within `_END_SECONDS`."""
     await_parents_end()
     stop.set()
     if driver.is_connected:
@@ -301,9 +300,9 @@ def _watch_parent(driver: Driver, stop: threading.Event) -> None:
 
 
 def main(fd: int) -> int:
-    """Hold the machines until standard input ends. Return the exit code."""
+    """Hold the reserved machines until standard input ends. Return the exit code."""
     _ignore_signals()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints its workers' output
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints output of workers to stdout
     log.setup_as_parent()
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOptions)
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""The engine's side of Ray: a child process reserves, starts and releases machines."""
+"""Reserve and release machines of a Ray cluster for an engine, through a child process."""
 
 import os
 import secrets
@@ -18,19 +18,19 @@ from negamax.options.nodes import KEY_VARIABLE, MP, RAY
 logger = get_logger(__name__)
 
 DRIVER_MODULE = "negamax.engine.nodes.ray_driver"
-# in addition to --ray-placement-timeout: to import Ray, reach or start a cluster, start actors
+# time to import Ray, connect to a cluster and start actors, besides --ray-placement-timeout
 CONNECT_SECONDS = 60.0
-_CLOSE_SECONDS = 3.0  # for Ray's processes to end; the driver continues by itself
+_CLOSE_SECONDS = 3.0  # longest wait for the driver, which ends Ray's processes on its own
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed"):
-    """Machines are reserved and the agents start."""
+    """The driver has reserved machines and starts the agents."""
 
     nnodes: int
     device: str
     master_addr: str
     interface: str | None
-    variables: dict[str, str]  # of the environment, that show this machine's GPUs
+    variables: dict[str, str]  # environment variables that select this machine's GPUs
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -42,7 +42,7 @@ FromDriver = Placed | Failed
 
 
 def check_installed(options: EngineOptions) -> None:
-    """Errors: `ConfigError` if Ray is asked for and not installed."""
+    """Raise `ConfigError` if the options ask for Ray and Ray is not installed."""
     if options.distributed_executor_backend == RAY and find_spec("ray") is None:
         raise ConfigError(
             "--distributed-executor-backend ray needs Ray, which is not installed",
@@ -51,15 +51,15 @@ def check_installed(options: EngineOptions) -> None:
 
 
 class RayLauncher:
-    """Machines reserved by Ray, until `close`. One object for each start of an engine."""
+    """The machines that Ray has reserved for one start of an engine, until `close`."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Wait until Ray has room and hide other GPUs. Errors: `ConfigError`, `ResourceError`."""
+        """Reserve machines and hide other GPUs. Raises `ConfigError` or `ResourceError`."""
         check_installed(options)
         if env.get(KEY_VARIABLE) is None:
-            env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # sent to the agents
+            env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # the agents receive this key
         reader, writer = os.pipe()
-        self._messages = os.fdopen(reader, "rb", 0)  # unbuffered, for `select`
+        self._messages = os.fdopen(reader, "rb", 0)  # `select` needs an unbuffered file
         self._driver = Supervised(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])
         os.close(writer)
         try:
@@ -73,7 +73,7 @@ class RayLauncher:
         self.options = plan_node(options, placed)
 
     def check(self) -> None:
-        """Errors: `ConfigError` with the message of an agent that has ended, or of Ray."""
+        """Raise `ConfigError` with the message of an agent that has ended, or of Ray."""
         if select.select([self._messages], [], [], 0.0)[0]:
             self._receive(0.0)
 
@@ -84,14 +84,14 @@ class RayLauncher:
         self._messages.close()
 
     def _receive(self, seconds: float) -> Placed:
-        """Wait for a message of the driver. Errors: as of `__init__`."""
+        """Wait for a message of the driver. Raises `ConfigError` or `ResourceError`."""
         if not select.select([self._messages], [], [], seconds)[0]:
             raise ResourceError(
-                f"Ray does not answer within {seconds:g} s", hint="look at `ray status`"
+                f"Ray has not answered within {seconds:g} s", hint="check `ray status`"
             )
         line = self._messages.readline()
         if not line:
-            raise ResourceError("the process that asks Ray for machines has ended")
+            raise ResourceError("the process that reserves machines of Ray has ended")
         message = msgspec.json.decode(line, type=FromDriver)
         if isinstance(message, Failed):
             error = ConfigError(message.message)
@@ -101,7 +101,7 @@ class RayLauncher:
 
 
 def plan_node(options: EngineOptions, placed: Placed, *, node: int = 0) -> EngineOptions:
-    """The options that make `node` one of the placed machines."""
+    """Return the options of `node`, which is one of the reserved machines."""
     return replace(
         options,
         nnodes=placed.nnodes,

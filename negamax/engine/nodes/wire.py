@@ -1,44 +1,44 @@
-"""Messages between node 0 and agents, as MessagePack. Heartbeats go by TCP and by UDP."""
+"""MessagePack messages between node 0 and agents. Heartbeats are sent by TCP and by UDP."""
 
 import msgspec
 
 from negamax.worker.config import RankAddresses
 
-BEAT_SECONDS = 0.2  # between two heartbeats, both ways
-# Without a heartbeat for this time the other end counts as dead. Clients see an error within 3 s.
+BEAT_SECONDS = 0.2  # Time between two heartbeats of node 0 or of an agent.
+# A node counts as dead after this silence. Clients then see an error within 3 s.
 SILENCE_SECONDS = 2.0
-DISCONNECTED_SECONDS = 1.0  # the same, after its connection was closed
-# The same between two agents. Longer, so that node 0 is the first to notice a dead node.
+DISCONNECTED_SECONDS = 1.0  # Silence until a node counts as dead if its connection was closed.
+# An agent reports another agent as dead after this silence. Node 0 reports it earlier.
 NEIGHBOUR_SECONDS = 2.4
-STALL_SECONDS = 10.0  # without a message over TCP, while datagrams arrive
+STALL_SECONDS = 10.0  # silence on TCP until a node counts as dead although UDP messages arrive
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """An agent asks to start its ranks, repeatedly until it gets `StartRanks`."""
+    """An agent asks node 0 for ranks. The agent repeats this message until `StartRanks` arrives."""
 
     node: int
     agent: str  # id of the agent process
     host: str
-    address: tuple[str, int]  # host and UDP port
-    facts: dict[str, str]  # `facts.collect_facts`
-    share: msgspec.Raw  # `MachineShare`, decoded only if the facts agree
-    last_beat: int  # number of the agent's last heartbeat, in any session
+    address: tuple[str, int]  # Host and UDP port.
+    facts: dict[str, str]  # Result of `facts.collect_facts`.
+    share: msgspec.Raw  # `MachineShare`, which node 0 decodes only if the facts are equal.
+    last_beat: int  # Number of the agent's last heartbeat in any session.
 
 
 class AgentHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """From an agent with ranks to node 0; `death`: how a rank ended."""
+    """An agent with ranks sends this heartbeat to node 0."""
 
     node: int
     agent: str
     session: str
     number: int
-    death: str | None
-    rank: int  # rank without a heartbeat for the longest time
-    silence: float  # seconds since that heartbeat
+    death: str | None  # How a rank ended.
+    rank: int  # Rank with the oldest heartbeat.
+    silence: float  # Age of the rank's heartbeat in seconds.
 
 
 class PeerHeartbeat(msgspec.Struct, frozen=True, tag="hello"):
-    """From an agent with ranks to the other agents, by UDP only."""
+    """An agent with ranks sends this heartbeat to the other agents, by UDP only."""
 
     node: int
     session: str
@@ -54,37 +54,37 @@ FromAgent = Join | AgentHeartbeat | Leave
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """Node 0 runs and cannot start yet."""
+    """Node 0 tells an agent why it must wait."""
 
     reason: str
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """This agent can never join."""
+    """Node 0 tells an agent that it can never join."""
 
     message: str
 
 
 class StartRanks(msgspec.Struct, frozen=True, tag="start"):
-    """The agent must start these ranks."""
+    """Node 0 asks an agent to start ranks."""
 
     session: str
     first_rank: int
     last_rank: int
-    addresses: RankAddresses  # without `beats`, a file on the agent's machine
-    neighbours: dict[int, tuple[str, int]]  # `Join.address` of the other agents, by node
+    addresses: RankAddresses  # The agent sets `beats`, which is a file on its machine.
+    neighbours: dict[int, tuple[str, int]]  # `Join.address` of each other agent by node.
 
 
 class Node0Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
-    """From node 0 to the agents: it runs this session, or ends it."""
+    """Node 0 sends this heartbeat to the agents."""
 
     session: str
     number: int
-    end: str | None = None  # why the session ends
+    end: str | None = None  # why node 0 ends the session
 
 
 class StopRanks(msgspec.Struct, frozen=True, tag="stop"):
-    """The ranks must end; `for_good`: the agent too."""
+    """Node 0 asks an agent to end its ranks and, if `for_good` is set, to end itself."""
 
     reason: str
     for_good: bool
