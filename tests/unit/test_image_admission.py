@@ -12,7 +12,7 @@ IMAGE = ImageInput(offset=1, num_tokens=1, grid=(2, 2), digest=b"d", pixels=byte
 
 
 def test_images_need_a_tower() -> None:
-    with pytest.raises(InvalidRequestError, match="1 images; .* nano reads text only") as refusal:
+    with pytest.raises(InvalidRequestError, match="nano reads text only") as refusal:
         admit([9, 5, 10], SamplingParams(), info=INFO, images=[IMAGE])
     assert refusal.value.code == "unsupported_content"
     seeing = replace(INFO, vision=VISION)
