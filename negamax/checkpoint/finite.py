@@ -74,7 +74,7 @@ class FiniteCheck:
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
-        """Record `scale`. `finish` reports it."""
+        """Record `scale`, which `finish` reports."""
         self._scales[scale.entry.name] = scale
 
     def finish(self, reader: CheckpointReader) -> None:
@@ -89,7 +89,7 @@ class FiniteCheck:
         broken: list[int] = []
         for (_, dtype), numbers in alike.items():
             stacked = torch.stack([self._parts[number].exponent for number in numbers])
-            exponents = stacked.tolist()  # host-sync: once, after the last tensor
+            exponents = stacked.tolist()  # host-sync: the host waits once, after the last tensor
             special = _SPECIAL_BITS[dtype][1]
             broken += [n for n, bits in zip(numbers, exponents, strict=True) if bits == special]
         texts = []

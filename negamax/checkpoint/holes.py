@@ -33,7 +33,7 @@ class ZeroMatrix(NamedTuple):
 def is_zero(values: Tensor) -> bool:
     """Return whether all bytes of `values` (on the CPU, rows contiguous) are 0.
 
-    An empty tensor gives False. A first row that is not 0 ends the check, so it is usually short.
+    An empty tensor gives False. The check ends at the first row if this row has other values.
     """
     data = (values if values.dim() else values.reshape(1)).view(torch.uint8)
     return bool(data.numel()) and not bool(data[:1].any()) and not bool(data.any())

@@ -70,7 +70,9 @@ def _check_folder(folder: Path) -> None:
         )
     if inner:
         names = ", ".join(str(path.relative_to(folder)) for path in inner[:5])
-        raise ConfigError(f"{folder} holds several checkpoints: {names}", hint="give one of them")
+        raise ConfigError(
+            f"{folder} holds several checkpoints: {names}", hint="give one of these folders"
+        )
     if any(folder.glob("*.gguf")):
         raise _refuse_gguf(str(folder))
     if (folder / "adapter_config.json").exists():

@@ -1,4 +1,4 @@
-"""Identity of a checkpoint folder. Caches and conversions recognize their source by it."""
+"""Identity of a checkpoint folder, by which caches and conversions recognize their source."""
 
 import hashlib
 import re

@@ -134,7 +134,7 @@ def _licence(api: Any, model: str) -> str | None:
 
 
 def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
-    """Return a progress callback class. The client calls it for each part of each file."""
+    """Return a progress callback class, which the client calls for each part of each file."""
     counting, done = threading.Lock(), 0
 
     class Counted(hub.ProgressCallback):  # type: ignore[misc]

@@ -47,7 +47,7 @@ class SourceTensor:
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()  # indices into the leading dimensions of `entry`
     start: tuple[int, ...] = ()  # offsets in the other dimensions of `entry`; (): all 0
-    # only for a tensor that holds a shape: this shape; None: the shape of the slot's matrix
+    # the shape that a tensor of role SHAPE must hold; None: the shape of the slot's matrix
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
@@ -130,7 +130,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank reads. A matrix to quantize counts in the move of its values."""
+        """Bytes that this rank reads. The move of a matrix's values counts a matrix to quantize."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
@@ -196,7 +196,7 @@ def plan_tensors(
     *,
     layers: range | None = None,
 ) -> LoadPlan:
-    """Plan as `plan_load` does, from `entries`. `layers` are those of this pipeline stage."""
+    """Plan as `plan_load` does, from `entries`. `layers` are the layers of this pipeline stage."""
     names, num_layers = import_names(spec), spec.num_layers
     places = _places(slots.values())
     if layers is not None:
@@ -316,7 +316,7 @@ def _find(
 
 
 def _respell(placement: Placement, places: Places) -> Placement:
-    """Replace the name of a scale by its other spelling if only that one is a place."""
+    """Replace the name of a scale by its other spelling if only the other spelling is a place."""
 
     def find(slot: str) -> str:
         other = other_scale(slot)

@@ -20,7 +20,7 @@ def is_split(folder: Path) -> bool:
 
 
 def read_ranks(folder: Path) -> list[ParallelLayout]:
-    """Return the ranks that a checkpoint is split for. The list is empty if it is not split.
+    """Return the ranks that a checkpoint is split for, or an empty list if it is not split.
 
     Raises `CheckpointError` if the index does not give the sizes of the split.
     """

@@ -159,7 +159,7 @@ class _Stream:
         if size == self._buffer_bytes and self._free:
             buffer, event = self._free.popleft()
             if event is not None:
-                event.synchronize()  # until the GPU has copied the buffer
+                event.synchronize()  # wait until the GPU has copied the buffer
             return buffer
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 

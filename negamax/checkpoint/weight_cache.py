@@ -4,7 +4,7 @@ Each rank has one safetensors file, which it reads from start to end. The file h
 the parameters in model order. The file's header holds a key (`_key`), which identifies the source,
 and a CRC-32 per chunk. CRC-32 detects damage by disks and transfers several times as fast as a
 cryptographic hash. A file with another key is stale: the rank loads the checkpoint and replaces the
-file. A writer renames a file to its final name when it is complete on disk.
+file. A writer renames the file to its final name when the file is complete on disk.
 """
 
 import errno
@@ -189,7 +189,7 @@ class _CacheFile:
         return absent
 
     def write(self, absent: Sequence[str], progress: Progress) -> None:
-        """Write `blocks` to the file. Raises `OSError` and leaves no file if that fails."""
+        """Write `blocks` to the file. If writing fails, raise `OSError` and leave no file."""
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()

@@ -83,7 +83,7 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
 def check_per_layer(
     config: Mapping[str, Any], per_layer: Mapping[str, Any], *, num_layers: int
 ) -> None:
-    """Refuse a field, a list or one value, if the value of any layer differs from `per_layer`."""
+    """Refuse a field whose value for any layer differs from the value in `per_layer`."""
     for name, only in per_layer.items():
         value = config.get(name)
         if value in (None, [], {}):

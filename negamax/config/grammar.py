@@ -153,7 +153,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     opener: Marker
     closer: Marker
     call_opener: Marker  # begins a call block, which also ends an open reasoning
-    closing_ids: tuple[int, ...]  # tokens, `closer` among them, that end it if the budget is spent
+    closing_ids: tuple[int, ...]  # tokens that end the reasoning when its budget is spent
     max_newlines: int  # most newlines between `closer` and the content
 
     def check(self, *, vocab_size: int) -> None:

@@ -56,7 +56,7 @@ class KvCacheSpec:
         return -(-num_blocks // ranks) if self.is_sharded else num_blocks
 
     def block_bytes(self, block_size: int, *, dtype: str, ranks: int) -> int:
-        """Return the mean bytes of a block per rank. `dtype` applies unless the cache has one."""
+        """Return the mean bytes of a block per rank. A cache that states no dtype has `dtype`."""
         elements = self.local_heads(ranks) * block_size * self.width
         num_bytes = elements * ELEMENT_BYTES[self.dtype or dtype]
         return -(-num_bytes // (ranks if self.is_sharded else self.holders))

@@ -60,7 +60,7 @@ def find_data_type(name: Any) -> str:
 
 
 def other_scale(name: str) -> str | None:
-    """Return tensor name `name` with the other spelling of the scale, or None for no scale."""
+    """Return `name` with the other spelling of the scale, or None if `name` is not a scale."""
     module, _, last = name.rpartition(".")
     if last not in _SCALES:
         return None

@@ -1,7 +1,7 @@
 """Conversion of a checkpoint: one file per layer, one matrix in memory at a time.
 
-A conversion that was interrupted can be resumed; it keeps complete files. config.json is written
-last, so that the folder of an incomplete conversion is not mistaken for a checkpoint.
+An interrupted conversion can be resumed, and complete files are kept. The file config.json is
+written last, so that the folder of an incomplete conversion is not mistaken for a checkpoint.
 """
 
 import errno
@@ -120,7 +120,7 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock `folder`. Raises `ConfigError` if another process has locked it."""
+    """Lock `folder`, or raise `ConfigError` if another process has locked it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,7 +143,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
             raise
         raise ResourceError(
             f"{folder} cannot be written: {error.strerror}",
-            hint="free some space and run the same command again; it keeps finished files",
+            hint="free some space and run the same command again, which keeps finished files",
         ) from error
 
 

@@ -99,8 +99,8 @@ def _copy(weight: Weight) -> Piece:
 def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
     """Make the piece of a weight that the target stores unquantized.
 
-    A quantized weight becomes bf16. An unquantized weight keeps its dtype. With `to_bf16` it
-    becomes bf16 too, unless the model needs fp32.
+    A quantized weight becomes bf16. An unquantized weight keeps its dtype, or becomes bf16 too if
+    `to_bf16` is set and the model does not need fp32.
     """
     entry = weight.move.entries[0]
     narrowed = weight.format is not PLAIN or (to_bf16 and weight.spec.dtype is None)
@@ -137,8 +137,8 @@ def is_other_e4m3(one: TensorFormat, other: TensorFormat) -> bool:
 def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str, Tensor]:
     """Re-encode the same numbers, without NaN, in the E4M3 encoding of `stored`.
 
-    Equal bits mean half the number in FNUZ. The byte 0x80 is NaN in FNUZ and -0 in OCP. The byte
-    0x7F is 240 in FNUZ and NaN in OCP.
+    In FNUZ the same byte means half the number that it means in OCP. The byte 0x80 is NaN in FNUZ
+    and -0 in OCP. The byte 0x7F is 240 in FNUZ and NaN in OCP.
     """
     values, scale = (read[tensor.name] for tensor in stored.tensors[:2])
     bits, dtype = values.view(torch.uint8), getattr(torch, stored.values.dtypes[0])

@@ -38,7 +38,7 @@ def file_name(layer: int | None) -> str:
 
 
 def neuron_pieces(source: Source, layer: int | None, target: Target) -> Iterator[Piece]:
-    """Yield a layer's pieces. Raises `ConfigError` if an expert is not a multiple of 128 wide."""
+    """Yield a layer's pieces. Errors: `ConfigError`."""
     experts: dict[str, list[dict[str, Weight]]] = defaultdict(list)
     for weight in source.read_layer(layer):
         if match := _EXPERT.fullmatch(weight.name):
@@ -73,7 +73,7 @@ def _renamed(piece: Piece) -> Piece:
 
 
 def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
-    """Make entry `number` of `count` in a stack: matrices [I, K] as [K, I], joined by columns."""
+    """Make entry `number` of a stack of `count` experts: matrices [I, K], joined as [K, I]."""
     rows, columns = weights[0].shape
     if rows % E4M3_GROUP or columns % E4M3_GROUP:
         raise ConfigError(

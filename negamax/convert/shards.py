@@ -1,7 +1,7 @@
 """Checkpoints split for ranks: each rank has files with its part of every tensor.
 
-A part consists of whole entries of its format, and its unit is the same in both dimensions. So it
-contains the data that any kind of device reads. If a border between ranks divides an entry, both
+A part consists of whole entries of its format, and its unit is the same in both dimensions. So any
+kind of device finds its data in the part. If a border between ranks divides an entry, both
 ranks store this entry. A tensor that a rank does not read has size 0 in the rank's files, so that
 missing tensors are still noticed.
 """

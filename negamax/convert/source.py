@@ -27,7 +27,7 @@ from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-# Scales of keys, values and queries. The loader may skip them, but other engines need them.
+# Scales of keys, values and queries, which the loader may skip and other engines need.
 _OF_ATTENTION = re.compile(r"\.self_attn\.(?!.*(weight|input)_).*(scale|offset|zero_point)$")
 
 
@@ -69,7 +69,7 @@ class Weight:
 
     @property
     def is_as_described(self) -> bool:
-        """Whether the stored dtype is one of the format's. Some files declare FNUZ as E4M3FN."""
+        """Whether the format allows the stored dtype. Some files declare FNUZ as E4M3FN."""
         stored, source = self.move.tensors[0]
         names = [SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes]
         return stored is PLAIN.values or source.entry.dtype in names
@@ -95,7 +95,7 @@ class Weight:
         return tensors
 
     def is_zero(self, reader: CheckpointReader) -> bool:
-        """Return whether all bytes of the matrix's values are 0. Usually one row is read."""
+        """Return whether all bytes of the matrix's values are 0. The first row is checked first."""
         stored, source = self.move.tensors[0]
         rows, columns = map(range, stored.shape(self.shape))
         parts = ((rows[:1], columns), (rows, columns))

@@ -24,7 +24,7 @@ class Target:
     """A conversion target.
 
     `error` is the relative error |W' - W| / |W| (Frobenius norm) of a matrix of normally
-    distributed weights. `tests/cpu/test_convert.py` measures it.
+    distributed weights. `tests/cpu/test_convert.py` measures this error.
     """
 
     name: str

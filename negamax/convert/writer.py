@@ -95,7 +95,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
 
 
 class ConversionRecord:
-    """Size and CRC-32 of each complete file in `folder`. A resumed conversion keeps these files."""
+    """Size and CRC-32 of each complete file in `folder`, which a resumed conversion keeps."""
 
     NAME = "negamax_conversion.json"
 

@@ -53,7 +53,7 @@ def is_plain(stored: TensorFormat) -> bool:
 
 
 def plain(weight: Tensor) -> StoredWeight:
-    """Wrap an unquantized weight [..., N, K]. GEMMs run in its dtype."""
+    """Wrap an unquantized weight [..., N, K], which GEMMs multiply in its dtype."""
     return StoredWeight(PLAIN, {"weight": weight})
 
 
@@ -134,7 +134,8 @@ def nvfp4(
 ) -> TensorFormat:
     """Make the format of E2M1 with an E4M3 scale per 16 columns and one scale per matrix.
 
-    `global_scale` names the scale of the matrix. With `divides` the E4M3 scales are divided by it.
+    `global_scale` names the scale of the matrix. It multiplies the E4M3 scales, or divides the E4M3
+    scales if `divides` is set.
     """
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),

@@ -9,14 +9,14 @@ _PACKED_GROUPS = frozenset({16, 32, 64, 128})  # columns that share a scale
 
 
 def reads_e4m3_blocks(stored: TensorFormat) -> bool:
-    """Return whether a matrix is E4M3 with an fp32 scale per 128 x 128 block, under any names."""
+    """Return whether a matrix is E4M3 with an fp32 scale per 128 x 128 block (in any names)."""
     return stored.element == E4M3 and [
         (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors if tensor.is_kept
     ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]
 
 
 def reads_packed(stored: TensorFormat) -> bool:
-    """Return whether weight-only kernels read 4 or 8 bits with these scales without conversion."""
+    """Return whether weight-only kernels read the elements and scales of `stored` directly."""
     scales = [t for t in stored.tensors if t.role is Role.SCALE and t.level == 1]
     groups = {dim.unit for t in scales for dim in t.dims if dim.axis is Axis.COLUMNS}
     return (

@@ -2,7 +2,7 @@
 
 Along each dimension, one entry of a stored tensor stands for a fixed number of rows or columns of
 the matrix. The loader, the layers and the synthetic weights derive shapes, shards of ranks and
-parts of fused matrices from these numbers.
+parts of fused matrices from the numbers of rows and columns per entry.
 `kernels.quantize.stored` decodes and encodes the tensors.
 """
 
@@ -42,11 +42,11 @@ class Role(Enum):
     ZERO_POINT = "zero point"
     PERMUTATION = "permutation"  # the group of each column
     SHAPE = "shape"
-    ACTIVATION = "activation"  # scale of activations; never read, as they stay unquantized
+    ACTIVATION = "activation"  # scale of activations, unused because activations stay unquantized
 
 
 class Known(Enum):
-    """Content that the format fixes. The loader checks the tensor for it and drops the tensor."""
+    """Content of a stored tensor that the format fixes. The loader checks and drops this tensor."""
 
     ZEROS = "zeros"
     SHAPE = "shape"  # the shape of the matrix
@@ -68,7 +68,7 @@ class GlobalScale(Enum):
 
     MULTIPLIES = "multiplies"
     DIVIDES = "divides"
-    IS_INCLUDED = "is included"  # none: it scales activations, and level-1 scales include it
+    IS_INCLUDED = "is included"  # no effect: level-1 scales already include the level-2 scale
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ ROWS, COLUMNS, ONE = Dim(Axis.ROWS), Dim(Axis.COLUMNS), Dim(Axis.FIXED)
 class StoredTensor:
     """One tensor of a stored matrix."""
 
-    name: str  # after the module's name in a checkpoint
+    name: str  # last part of the tensor's name in a checkpoint, after the module's name
     role: Role
     # PyTorch's names of the allowed dtypes; the loader keeps the tensor in the first of the names
     dtypes: tuple[str, ...]
@@ -130,7 +130,7 @@ class StoredTensor:
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
-        """Return this tensor for a fused parameter, with a number per matrix repeated per row."""
+        """Return this tensor in a fused parameter, which repeats a number per matrix in each row."""
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template. Threads may share it."""
+    """A compiled chat template. Threads may share an object of this class."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class ChatTemplate:
         The first of these sources counts: the file `override`, `chat_template.jinja`, the field
         `chat_template` of chat_template.json, and this field of tokenizer_config.json. If a field
         lists several templates, the one named "default" counts. Raises `ConfigError` if a template
-        file cannot be read. Raises `CheckpointError` if another file is malformed, or if a list of
+        file cannot be read. Raises `CheckpointError` if a JSON file is malformed, or if a list of
         several templates has no default.
         """
         is_trusted = path in EMBEDDED.values()
         config_file = path / "tokenizer_config.json"
-        # If this file is missing, the tokenizer refuses the folder.
+        # The tokenizer refuses a folder without tokenizer_config.json.
         config = read_json_object(config_file) if config_file.exists() else {}
         variables = {
             name: text

@@ -73,7 +73,7 @@ class Confined:
         self._idle: list[Connection] = []  # idle children; at most one per thread of the server
 
     def load(self) -> Any:
-        """Load the code, and return the facts about it. Raises `CheckpointError` if that fails."""
+        """Load the code, and return facts about the code. Raises `CheckpointError` on failure."""
         with self._lock:
             self._load()
             return self._facts
@@ -85,7 +85,7 @@ class Confined:
         Raises `CheckpointError` if loading fails.
         """
         try:
-            job = json.dumps(arguments).encode()  # ASCII, because escapes are lone surrogates
+            job = json.dumps(arguments).encode()  # ASCII, because text may have lone surrogates
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"messages hold a value that is not JSON: {error}") from None
         seconds, memory, most = compute_limits(self._kind, len(job))

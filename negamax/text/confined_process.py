@@ -27,10 +27,10 @@ from negamax.text.tokenizer import Tokenizer
 
 
 def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
-    """Return facts and the function of a `kind` of code. Errors: `CheckpointError`.
+    """Load code of a `kind`, and return facts about it and its function. Errors: `CheckpointError`.
 
-    "chat template" has the `setup` (source, variables, name), "tokenizer" has (folder), and "image
-    decoder" has none.
+    The `setup` of a "chat template" is (source, variables, name), and the `setup` of a "tokenizer"
+    is (folder). An "image decoder" has no `setup`.
     """
     if kind == confined.IMAGE_DECODER:
         from negamax.images.decode import decode_image  # imports Pillow, which only this kind needs
@@ -75,7 +75,7 @@ def main(fd: int) -> None:
             handle = recv_handle(control)
             if os.fork() == 0:
                 control.close()
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide what failing libraries print
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide messages of failing libraries
                 serve(Connection(handle), setup[0], function)
             os.close(handle)
 
@@ -102,7 +102,7 @@ def serve(connection: Connection, kind: str, function: Callable[..., bytes]) -> 
 def _limit(seconds: float, num_bytes: int) -> None:
     """Set limits for this process: `seconds` of processor time and `num_bytes` of further memory.
 
-    The kernel ends the process after that time. The limit of memory works on Linux only.
+    The kernel ends the process after `seconds`. The limit of memory works on Linux only.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if sys.platform == "linux":

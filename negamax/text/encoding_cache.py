@@ -25,7 +25,7 @@ _ENTRY_BYTES = 512  # size of an entry without its token ids, rounded up
 
 
 class EncodingCache:
-    """Encodes with `tokenizer`, and caches long parts of texts. Threads may share an object."""
+    """Encodes with `tokenizer`, and caches long parts of texts. This class is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = CACHE_BYTES) -> None:
         """`max_bytes` limits the memory of all entries."""

@@ -4,7 +4,7 @@ A chat template puts the strings of a conversation between control tokens (`]~b]
 string that contains the text of such a token would end its turn and begin another turn. So before
 rendering, `TokenEscaper` inserts an escape character into all such texts. Control tokens that the
 template itself writes contain no escape. `Tokenizer.encode_escaped` encodes control tokens without
-escapes as tokens. It removes the escapes from other text and encodes this text as ordinary text.
+escapes as tokens, and encodes other text as ordinary text without the escapes.
 """
 
 import re

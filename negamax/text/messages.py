@@ -114,7 +114,7 @@ def find_image(part: Mapping[str, Any], place: str) -> dict[str, Any] | None:
     """Return an image part of any dialect in normal form, or None for other parts.
 
     `place` is the path of the part, which begins with the message. Raises `InvalidRequestError`
-    that names the place.
+    that names this path.
     """
     if _UNSEEN.get(str(part.get("type"))) != "image":
         return None
@@ -158,11 +158,11 @@ def system_note(text: str) -> str:
 
 
 def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = "") -> str | None:
-    """Return the note that replaces a part of type `kind`, or None if `kind` is not of `_UNSEEN`.
+    """Return the note that replaces a part of type `kind`, or None if `kind` is not in `_UNSEEN`.
 
-    A note lets the session continue, which a refusal would end. But if models of `family` can read
-    such a part, the function raises `InvalidRequestError` that names `place`, because the answer to
-    a note would be wrong.
+    A refusal of the part would end the session, and a note lets the session continue. But if models
+    of `family` can read such a part, the function raises `InvalidRequestError` that names `place`,
+    because an answer to a note would be wrong.
     """
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:
@@ -375,7 +375,7 @@ def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
 
 
 def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
-    """Return the first reasoning with text, or "" for an empty one, or None without reasoning."""
+    """Return the first reasoning that has text, or "" if all are empty, or None without any."""
     named: list[str] = []
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)
@@ -434,7 +434,7 @@ def _read_arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put one result after each call, in call order. Drop truncated calls without result."""
+    """Put one tool result after each call, in call order. Drop truncated calls without result."""
     ordered: list[dict[str, Any]] = []
     i = 0
     while i < len(messages):

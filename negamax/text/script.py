@@ -98,7 +98,7 @@ class ScriptedAnswers:
         self._bodies = [_render_body(rule, template, output_format) for rule in script.rules]
 
     def answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens of the answer, and the end token. No rule fits: only the end token."""
+        """Return the tokens of the answer and the end token, or only the latter if no rule fits."""
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
         role, message = find_new_messages(prompt, self._format)
         for rule, body in zip(self._script.rules, self._bodies, strict=True):
@@ -114,7 +114,7 @@ class ScriptedAnswers:
 
 
 def find_new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
-    """Return role and text of the messages after the last answer. A tool result gives "tool"."""
+    """Return role and text of the messages after the last answer. Tool results give "tool"."""
     turns = [turn.partition("\n") for turn in prompt.split(output_format.turn_open)[1:]]
     if turns and turns[-1][0] == output_format.assistant:
         turns.pop()  # the open turn, in which the answer will be

@@ -35,7 +35,7 @@ class StopMatcher:
                 queue.append(child)
 
     def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
-        """Read `text`. Return the first stop string or None, its end, and the new state."""
+        """Read `text`. Return the first stop string (or None), where it ends, and the new state."""
         for offset, char in enumerate(text):
             state = self._step(state, char)
             matched = self._match[state]
@@ -80,7 +80,7 @@ class StoppableText:
     def __init__(
         self, out: Callable[[str], None], stops: StopMatcher, *, is_included: bool
     ) -> None:
-        """`out` receives the text. With `is_included` the text includes the stop string."""
+        """`out` receives the text, which includes the stop string if `is_included`."""
         self._out = out
         self._stops = stops
         self._is_included = is_included
@@ -117,7 +117,7 @@ class StoppableText:
         self._state = 0
 
     def begin(self, *, is_before_word: bool) -> None:
-        """Begin or continue content. `is_before_word`: leading white space is in no stop string."""
+        """Begin or continue content. After `is_before_word`, leading space is in no stop string."""
         self.release()
         self._is_before_word = is_before_word
 

@@ -105,7 +105,7 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether another process encodes. An event loop should then encode in a thread."""
+        """Whether another process encodes. Event loops should then call `encode` in a thread."""
         return self._confined is not None
 
     def encode(
@@ -113,9 +113,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`, without added start or end tokens.
 
-        The text of an added token (`[e~[`, `<think>`, …) becomes this token. With
-        `allow_special=False` it is ordinary text. A lone surrogate becomes U+FFFD. Raises
-        `TooManyTokensError`, and the errors of `Confined.call`.
+        The text of an added token (`[e~[`, `<think>`, …) becomes this token, or ordinary text with
+        `allow_special=False`. A lone surrogate becomes U+FFFD. Raises `TooManyTokensError`, and the
+        errors of `Confined.call`.
         """
         if self._confined is not None:
             assert allow_special
@@ -129,8 +129,8 @@ class Tokenizer:
     def encode_escaped(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of an escaped prompt (`text.escaping`). Raises errors as `encode`.
 
-        The text of an added token without escapes becomes this token. All other text is ordinary
-        text, from which the escapes are removed.
+        The text of an added token without escapes becomes this token. All other text is encoded as
+        ordinary text without its escapes.
         """
         if self._confined is not None:
             return self.encode_parts([text], max_tokens=max_tokens)[0].tolist()
@@ -181,7 +181,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes of one token. An id without a token gives no bytes."""
+        """Return the exact bytes of one token, or no bytes for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             is_token = 0 <= token_id < self.vocab_size
@@ -230,13 +230,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Pattern of all added tokens, longest first. Without tokens it matches nothing."""
+        """Pattern of all added tokens, longest first, which matches nothing if there are none."""
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The same BPE without added tokens, which needs little memory beside the vocabulary."""
+        """The same BPE without added tokens. It shares the vocabulary and needs little memory."""
         plain = tokenizers.Tokenizer(self._backend.model)
         if self._backend.normalizer is not None:
             plain.normalizer = self._backend.normalizer
@@ -282,7 +282,7 @@ _BYTE_OF = _make_byte_alphabet()
 
 
 def _decode_spelling(spelling: str) -> bytes:
-    """Return the bytes of a byte-level spelling, or its UTF-8 if a character is no byte."""
+    """Return the bytes of a byte-level spelling, or its UTF-8 if a character stands for no byte."""
     try:
         return bytes([_BYTE_OF[char] for char in spelling])
     except KeyError:

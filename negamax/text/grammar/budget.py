@@ -18,7 +18,7 @@ MAX_REFUSALS = 8  # refused schemas of tools whose cost is returned to the budge
 
 
 class Budget:
-    """Counts nodes and bytes of a request's expanded schemas. References make schemas large."""
+    """Counts nodes and bytes of a request's expanded schemas. References can make schemas large."""
 
     def __init__(self) -> None:
         self._nodes = 0
@@ -46,7 +46,7 @@ class Budget:
                 self._nodes, self._bytes = spent
 
     def note_format(self, *, is_harmless: bool) -> None:
-        """Count a format of a client's structural tag. Many formats may be alternatives."""
+        """Count a format of a client's structural tag. Many alternatives compile slowly."""
         self._formats += 1
         self.is_risky |= not is_harmless or self._formats > RISKY_FORMATS
 

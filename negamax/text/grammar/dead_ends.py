@@ -11,8 +11,8 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# Versions of serialized grammars that xgrammar 0.2.8 and 0.2.9 write. The fields that this module
-# reads are the same in both versions.
+# Versions of serialized grammars that xgrammar 0.2.8 and 0.2.9 write. Fields that this module reads
+# are equal in "v16" and "v18".
 VERSIONS = ("v16", "v18")
 
 RuleT = TypeVar("RuleT", bound=Hashable)
@@ -21,7 +21,7 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 class _Kind(IntEnum):
-    """Kinds of expressions in a serialized grammar. The comments list the integers of a kind."""
+    """Kinds of expressions in a serialized grammar. Comments list the integers of each kind."""
 
     STRING = 0  # bytes
     CHARACTERS = 1  # 1 if the class is negated; first and last character of each range
@@ -38,7 +38,7 @@ class _Kind(IntEnum):
 
 
 class _Symbol(NamedTuple):
-    """A part of an alternative: a `rule`, or, if `rule` is None, text or tokens."""
+    """A part of an alternative. If `rule` is None, the part is text or tokens."""
 
     rule: int | None = None
     is_optional: bool = False
@@ -142,7 +142,7 @@ def _has_characters(items: list[int]) -> bool:
 
 
 def find_finite(ways: Iterable[tuple[RuleT, Collection[RuleT]]]) -> set[RuleT]:
-    """Return the rules that produce a finite text. `ways` are pairs (rule, rules that it needs)."""
+    """Return the rules that produce a finite text. `ways` are pairs of a rule and needed rules."""
     finite: set[RuleT] = set()
     found: list[RuleT] = []
     users: dict[RuleT, list[tuple[RuleT, list[int]]]] = defaultdict(list)

@@ -205,7 +205,7 @@ class Rules:
         return [_Alternative(f"{way} {following}", (following,)) for way in ways]
 
     def _spell_class(self, ranges: Ranges) -> list[str]:
-        """Return the ways to write one character of `ranges`. In JSON, escapes are among them."""
+        """Return the ways to write one character of `ranges`, which in JSON include escapes."""
         if ranges in self._classes:
             return self._classes[ranges]
         literal = _intersect(ranges, _RAW if self._ahead is None else _LITERAL)
@@ -244,7 +244,7 @@ def words_format(schemas: Schemas, language: Language) -> Format:
 
 
 class JsonRules:
-    """Grammar of JSON with a schema. At most `whitespace` characters separate parts of the JSON."""
+    """Grammar of JSON that follows a schema. Its parts are separated by limited white space."""
 
     def __init__(self, schemas: Schemas, *, whitespace: int) -> None:
         self._schemas = schemas

@@ -43,7 +43,7 @@ from negamax.text.grammar.shapes import (
 )
 from negamax.text.schema_walk import TYPES, infer_type, is_equal, resolve_pointer, type_name
 
-# Keywords that a grammar cannot enforce, because it cannot remember or exclude values.
+# Keywords that a grammar cannot enforce, because grammars cannot remember or exclude values.
 NOT_ENFORCED = (
     "not", "contains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies",
     "$dynamicRef", "$recursiveRef",
@@ -76,8 +76,8 @@ class Schemas:
     def shapes(self, nodes: Nodes) -> list[Shape]:
         """Return the shapes of values that follow all `nodes`. No shape means no such value.
 
-        Raises `InvalidRequestError` above the budget. If the schema is strict, a reference without
-        a target and a keyword that cannot be enforced raise it too.
+        Raises `InvalidRequestError` above the budget, and in a strict schema for a reference
+        without a target and for a keyword that cannot be enforced.
         """
         key = frozenset(map(id, nodes))
         found = self._shapes.get(key)
@@ -205,7 +205,7 @@ class Schemas:
         return (*branch, made)
 
     def _made_of(self, kind: str, origin: Any, make: Callable[[], Any]) -> Any:
-        """Return the schema that `make` derives from `origin`. The same origin gives one object."""
+        """Return the schema that `make` derives from `origin`, and always the same object."""
         parts = origin if isinstance(origin, tuple) else (origin,)
         key = (kind, *(frozenset(map(id, p)) if isinstance(p, tuple) else id(p) for p in parts))
         if key not in self._made:
@@ -297,7 +297,7 @@ class Schemas:
         yield TextShape(None, least, most)
 
     def _is_possible(self, language: Language) -> bool | None:
-        """Return whether the language has a text, or None if that is unknown and not `strict`."""
+        """Return whether the language has a text, or None if it is too large and not `strict`."""
         if language.plain is not None:
             return language.ended != self.languages.none
         states = self.languages.find_automaton(language)
@@ -437,7 +437,7 @@ class Schemas:
         return self.languages.whole(self.languages.text(text))
 
     def _exclude(self, names: Iterable[str]) -> Language | None:
-        """Return all texts that are not `names`, nor begin like a name if the names are long."""
+        """Return all texts except `names`. Long names exclude all texts that begin like a name."""
         languages, texts = self.languages, list(names)
         if not texts:
             return None

@@ -170,8 +170,7 @@ class Languages:
     def find_automaton(self, language: Language, *, most: int = MAX_STATES) -> list[State] | None:
         """Return the states from which an end can be reached. The start state is first.
 
-        The list is empty if the language is empty. Returns None if there are more than `most`
-        states.
+        An empty language has no states. Returns None if there are more than `most` states.
         """
         known = self._automata.get(language.ended)
         if known is None or (isinstance(known, int) and known < most):
@@ -230,7 +229,7 @@ class Languages:
         return self.none
 
     def _find_cuts(self, part: int) -> frozenset[int]:
-        """Return the characters at which the derivative may differ from that of the one before."""
+        """Return the characters at which the derivative may change, in the order of characters."""
         known = self._cuts.get(part)
         if known is not None:
             return known

@@ -25,7 +25,7 @@ _TAG_PREFIX = b"\xff\xff"  # invalid UTF-8, which no grammar of texts can match
 
 
 class GrammarCompiler:
-    """Compiles structural tags and caches the last used ones. Threads may share an object."""
+    """Compiles structural tags and caches the last used ones. This class is thread-safe."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GrammarCompiler:
         return GrammarMatcher(compiled)
 
     def compile(self, structural_tag: str) -> xgrammar.CompiledGrammar:
-        """Compile `structural_tag`. Raises `InvalidRequestError` if that fails or for dead ends."""
+        """Compile `structural_tag`. Raises `InvalidRequestError` if it is invalid."""
         with self._lock:
             known = self._cache.get(structural_tag)
             if known is not None:
@@ -88,8 +88,8 @@ class TagBits:
     """Mask bits of the tags that are tokens.
 
     In raw text that ends at a closing tag, xgrammar allows every token and so all tags. Where the
-    grammar requires a tag, its mask does not allow all tags. So a mask with all tags is one of raw
-    text.
+    grammar requires a tag, the mask does not allow all tags. So a mask that allows all tags belongs
+    to raw text.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ class TagBits:
 
 
 class GrammarMatcher:
-    """The state of one output in its grammar. One thread may use it at a time."""
+    """The state of one output in its grammar. Only one thread may use an object at a time."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)

@@ -69,7 +69,7 @@ def read_pattern(pattern: str, languages: Languages) -> Language:
 
 
 class _PatternReader:
-    """Reads one pattern. The attribute `language` is the result."""
+    """Reads one pattern into the attribute `language`."""
 
     def __init__(self, pattern: str, languages: Languages) -> None:
         self._text, self._languages = pattern, languages
@@ -103,7 +103,7 @@ class _PatternReader:
         return found
 
     def _read_whole(self) -> tuple[list[int], bool]:
-        """Read an alternative outside groups. Return its parts, and whether a lookahead is last."""
+        """Read an alternative outside groups. Return its parts, and whether it has a lookahead."""
         languages, parts = self._languages, list[int]()
         while self._peek() not in ("", "|", ")"):
             is_wanted = self._take("(?=")

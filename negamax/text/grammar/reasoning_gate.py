@@ -66,8 +66,8 @@ class ReasoningGate:
     def push(self, token_id: int) -> int | bytes | None:
         """Take the next token, and return the part of the token that belongs to the content.
 
-        The part is the token, its last bytes, or None. If reasoning is optional, the grammar
-        contains the reasoning, so every token belongs to the content.
+        The returned part is the token, its last bytes, or None. If reasoning is optional, the
+        grammar contains the reasoning, so every token belongs to the content.
         """
         if self._due:
             self._due.popleft()
@@ -92,7 +92,7 @@ class ReasoningGate:
             self._budget = None
 
     def _decide(self, token_id: int) -> None:
-        """Decide whether the output begins with the opener. Any other beginning is content."""
+        """Decide whether the output begins with the opener, and otherwise treat it as content."""
         opener = self._reasoning.opener
         if opener.token_id is not None:
             self._state = _GateState.OPEN if token_id == opener.token_id else _GateState.CLOSED
@@ -105,7 +105,7 @@ class ReasoningGate:
             self._state = _GateState.CLOSED
 
     def _look_for_end(self, token_id: int) -> int | bytes | None:
-        """End the reasoning at a complete marker. Return the token's text that is content."""
+        """End the reasoning at a complete marker. Return the part of the token that is content."""
         for tag in self._ends:
             if tag.token_id == token_id:
                 self._state = _GateState.CLOSED

@@ -1,4 +1,4 @@
-"""Shapes of JSON values: each describes values of one JSON type and all limits of a schema."""
+"""Shapes of JSON values. A shape describes values of one JSON type with all limits of a schema."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -266,12 +266,12 @@ def tool_grammar(
 
 class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
-    schema: dict[str, Any] | None = None  # schema that its arguments follow; None: any arguments
+    schema: dict[str, Any] | None = None  # schema of the arguments; None: any arguments
     is_strict: bool = False
 
 
 class CallRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules of an answer with tools. `tool_grammar` writes these fields to `Grammar.text`."""
+    """The rules of an answer with tools. `tool_grammar` writes the fields to `Grammar.text`."""
 
     style: str
     tag_ids: dict[str, int]

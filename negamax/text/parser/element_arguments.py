@@ -8,11 +8,11 @@ Strings, and objects and arrays of a known type, are written while they grow.
 A member of unknown type in a nested object is written at the end of this object, because a repeated
 name makes a list. Text where an array is allowed is written at the end too, because arrays and
 items of one name are joined. The next element with the name of a written array adds items to the
-array. If another element is between them, the whole array is written again. Any other member with a
-repeated name is written twice, and every common JSON reader takes the last value.
+array. If another element is between the array and this element, the whole array is written again.
+Any other member with a repeated name is written twice, and common JSON readers take the last value.
 
-If text in a container begins with a marker, the model left out the opener of an element. The closer
-of this element gives its name.
+If text in a container begins with a marker, the model left out the opener of an element. The name
+of the element is then the name in its closer.
 """
 
 import enum
@@ -461,7 +461,7 @@ class ElementArguments:
             self._calls.close_container()
 
     def _write_brackets(self) -> None:
-        """Write the opening brackets of the open containers, because a value in them follows."""
+        """Write the opening brackets of the open containers before a value within them."""
         if self._open[-1].is_written:
             return
         for element in self._open:

@@ -17,8 +17,8 @@ class CallWriter:
     """Writes tool calls as events. The arguments are the text of one JSON object.
 
     Values are added to the innermost open container: with a key to an object, with None to an
-    array. The first argument or the end of a call emits its `ToolCallStart`. Until then the call
-    can be discarded.
+    array. The first argument or the end of a call emits its `ToolCallStart`. A call can be
+    discarded until its `ToolCallStart` is emitted.
     """
 
     __slots__ = ("_closers", "_emit", "_has_members", "_index", "_name", "_written", "before_call")
@@ -61,7 +61,7 @@ class CallWriter:
 
     @property
     def mark(self) -> int:
-        """The current end of the arguments, an argument of `text_since`."""
+        """The current number of parts of the arguments, which `text_since` takes."""
         return len(self._written)
 
     def text_since(self, mark: int) -> str:
@@ -72,7 +72,7 @@ class CallWriter:
         self._arguments(self._lead(key) + value)
 
     def open_string(self, key: str | None) -> None:
-        """Begin a string. `string_text` adds its parts."""
+        """Begin a string whose parts `string_text` adds."""
         self._arguments(self._lead(key) + '"')
 
     def string_text(self, text: str) -> None:
@@ -150,7 +150,7 @@ class CallBlock(ABC):
 
     @abstractmethod
     def finish(self, *, is_truncated: bool) -> None:
-        """End the output within the block. `is_truncated`: the model did not end the output."""
+        """End the output within the block. `is_truncated` means that the model was interrupted."""
 
     def _begin_calls(self) -> None:
         self._has_calls = True
@@ -162,7 +162,7 @@ class CallBlock(ABC):
         self._calls.leave_call()
 
     def _make_unread_calls(self) -> None:
-        """Make calls of the text since the last call, if this text is calls in JSON."""
+        """Make calls of the text since the last call, if it consists of calls in JSON."""
         calls = read_json_calls("".join(self._unread[self._num_tried :]), self._schemas)
         if calls:
             del self._unread[self._num_tried :]

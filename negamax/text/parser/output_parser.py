@@ -72,9 +72,9 @@ class OutputParser:
     means that the prompt ended within a think block, `continues` that it ended within content. Tags
     in `tag_ids` (tag text to token id) are recognized only as tokens, other tags by their text.
 
-    A string of `stop` ends the answer if it occurs in the content. Reasoning and calls may contain
-    it. With `includes_stop` the content includes the stop string. After `matched_stop` is set, no
-    event follows.
+    A string of `stop` ends the answer if it occurs in the content, but not in reasoning and calls.
+    With `includes_stop` the content includes the stop string. After `matched_stop` is set, no event
+    follows.
     """
 
     __slots__ = (
@@ -151,7 +151,7 @@ class OutputParser:
         return None if self._stoppable is None else self._stoppable.matched
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Take pieces, and return final events. Without `may_stop`, stop strings are ignored."""
+        """Take pieces, and return final events. Unless `may_stop`, stop strings are ignored."""
         if self._stoppable is not None:
             self._stoppable.may_match = may_stop
         for lexeme in self._lexer.feed(pieces):
@@ -159,7 +159,7 @@ class OutputParser:
         return self._taken_events()
 
     def finish(self, *, is_truncated: bool = False) -> list[ParserEvent]:
-        """End the output, and return held text. `is_truncated`: the model did not end itself."""
+        """End the output, and return held text. `is_truncated`: the model was interrupted."""
         for lexeme in self._lexer.finish():
             self._take(lexeme)
         if self._closer:
@@ -216,7 +216,7 @@ class OutputParser:
                 self._write(lexeme.text)
 
     def _decide_opener(self, lexeme: Lexeme) -> bool:
-        """Decide by `lexeme` whether the held opener begins a block. True: `lexeme` is held too."""
+        """Decide by `lexeme` whether the held opener begins a block. White space returns True."""
         if lexeme.kind is TagKind.TEXT and lexeme.text.isspace():
             self._opener.append(lexeme.text)
             return True
@@ -315,7 +315,7 @@ class OutputParser:
         ]
 
     def _enter(self, state: _ParserState) -> None:
-        """Change the state. A stop string does not continue across a change of the state."""
+        """Change the state. Stop strings do not continue across a change."""
         if self._stoppable is not None:
             self._stoppable.begin(is_before_word=True)
         self._state = state

@@ -93,8 +93,8 @@ class Packets:
 class PacedPackets:
     """`Packets` for one choice of a stream, with a limit of time.
 
-    All text is sent at once in three cases: it is the first text, outputs arrive more than
-    `HOLD_SECONDS` apart, or text was held for `HOLD_SECONDS`.
+    All text is sent at once if it is the first text, if outputs arrive more than `HOLD_SECONDS`
+    apart, or if text was held for `HOLD_SECONDS`.
     """
 
     __slots__ = ("_has_begun", "_held_since", "_last_output", "_packets")

@@ -36,7 +36,7 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class ToolSchemas:
-    """The declared tools of a request, each in the form of the OpenAI API or as its `function`."""
+    """The declared tools of a request: objects of the OpenAI API, or their fields `function`."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._roots: dict[str, Any] = {}
@@ -261,7 +261,7 @@ def _convert_number(text: str, *, is_integer: bool = False) -> str | None:
 
 
 def _convert_integer(text: str) -> str | None:
-    """Return the digits of an integer, which may end in ".0", or None for other or long text."""
+    """Return the digits of an integer, which may end in ".0". Return None for other text."""
     text = text.strip()
     point_zero = _POINT_ZERO.fullmatch(text)
     try:

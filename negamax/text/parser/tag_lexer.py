@@ -67,8 +67,8 @@ class TagPattern:
 class TagBeginnings:
     """Texts that may still become a tag, in addition to the beginnings of literal tags.
 
-    Such texts are the beginnings of `words` (and whole words), and the matches of `growing`, which
-    contain one of the `anchors`. `growing` must match beginnings of tags of any length. A match of
+    Texts that may become a tag are beginnings of `words`, whole words, and matches of `growing`,
+    which contain one of the `anchors`. `growing` must match beginnings of all tags. A match of
     `inside` remains a possible tag up to MAX_ATTRIBUTE_CHARS characters, unless `<` or `>` follows.
     """
 
@@ -79,7 +79,7 @@ class TagBeginnings:
 
 
 class _Tables:
-    """Tables that all lexers of the same tags share, to keep the processor's caches warm."""
+    """Tables that all lexers of the same tags share, so that they stay in processor caches."""
 
     def __init__(
         self,

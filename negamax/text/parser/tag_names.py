@@ -30,7 +30,7 @@ def tag_name(tag: str) -> str:
 
 
 def argument_name(tag: str, schema: ValueSchema) -> str:
-    """Return the name in a parameter tag. In malformed tags, names that `schema` lists count."""
+    """Return the name in a parameter tag. In malformed tags, a name that `schema` lists counts."""
     exact = _EXACT_NAME.fullmatch(tag)
     if exact and '"' not in exact[1]:
         return exact[1]

@@ -13,7 +13,7 @@ _MAX_PARTS = 4096  # pieces of text that are kept before they are processed
 
 
 class MarkdownCode:
-    """Finds out whether the end of a text is within code of Markdown."""
+    """Decides whether the end of a text is within code of Markdown."""
 
     __slots__ = ("_fence", "_line", "parts")
 
