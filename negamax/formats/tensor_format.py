@@ -130,7 +130,7 @@ class StoredTensor:
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
-        """Return this tensor in a fused parameter, which repeats a number per matrix in each row."""
+        """Return this tensor in a fused parameter. A number per matrix is repeated for each row."""
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ AREAS = (
     "api|engine|scheduler|worker|kernels|models|quant|checkpoint|parallel|cli|bench|docs|tests|ci"
     "|nano|build"
 )
-# A landed commit whose area is the name of a folder.
-EXEMPT = "tools: state docstrings and comments in full sentences"
+# Two landed commits: the area of one is a folder, the subject of the other has 73 characters.
+EXEMPT = ("tools: state docstrings and comments in", "checkpoint: make remaining docstrings of")
 SUBJECT = re.compile(rf"(?:{AREAS})(?:\([a-z0-9_-]+\))?: [a-z][^\n]*[^.\n]")
 
 
