@@ -87,8 +87,7 @@ class Access:
 
 def get_tenant(request: Request) -> str:
     """Return the tenant of a request, or an empty string if the server has no keys."""
-    tenant: str = request.scope["state"]["tenant"]
-    return tenant
+    return str(request.scope["state"]["tenant"])
 
 
 def get_owner(request: Request, names: Iterable[str] = ()) -> Owner:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from negamax.api.http.lifecycle import Lifecycle
-from negamax.api.http.sse import ClientGoneError, encode_event
+from negamax.api.http.sse import ClientGoneError
 from negamax.api.playground import CHALLENGE, PAGE_PATHS
 from negamax.api.request_log import log_access, log_refusal
 from negamax.api.schemas.answers import ErrorAnswer, build_error, build_message_error, encode
@@ -66,11 +66,6 @@ def build_error_response(
     return build_json_response(
         body, status=status, headers={**(headers or {}), "request-id": request_id}
     )
-
-
-def encode_failure(error: Exception, *, request_id: str) -> bytes:
-    """Log an error after the start of a stream and encode it as an event."""
-    return encode_event(log_failure(error, request_id=request_id)[1])
 
 
 def log_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnswer]:

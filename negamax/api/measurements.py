@@ -114,21 +114,13 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
         "vllm:request_inference_time_seconds",
     ),
     "prompt_tokens": (_TOKEN_COUNTS, "Prompt tokens per request.", "vllm:request_prompt_tokens"),
-    "generation_tokens": (
-        _TOKEN_COUNTS,
-        "Generated tokens per choice.",
-        "vllm:request_generation_tokens",
-    ),
+    "generation_tokens": (_TOKEN_COUNTS, "Tokens per choice.", "vllm:request_generation_tokens"),
     "max_generation_tokens": (
         _TOKEN_COUNTS,
         "Generated tokens of a request's longest choice.",
         "vllm:request_max_num_generation_tokens",
     ),
-    "max_tokens": (
-        _TOKEN_COUNTS,
-        "max_tokens per request that sets it.",
-        "vllm:request_params_max_tokens",
-    ),
+    "max_tokens": (_TOKEN_COUNTS, "max_tokens of requests.", "vllm:request_params_max_tokens"),
     "n": (_CHOICES, "Choices per request.", "vllm:request_params_n"),
     "step_tokens": (_STEP_TOKENS, "Tokens per step of the engine.", "vllm:iteration_tokens_total"),
 }

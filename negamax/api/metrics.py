@@ -48,58 +48,18 @@ _COUNTERS = (
     ("num_drafts", "Drafts proposed.", "vllm:spec_decode_num_drafts"),
     ("num_draft_tokens", "Draft tokens proposed.", "vllm:spec_decode_num_draft_tokens"),
     ("num_accepted_tokens", "Draft tokens accepted.", "vllm:spec_decode_num_accepted_tokens"),
-    (
-        "num_host_queries",
-        "Tokens looked up among the KV blocks in main memory.",
-        "vllm:external_prefix_cache_queries",
-    ),
-    (
-        "num_host_hits",
-        "Tokens found among the KV blocks in main memory.",
-        "vllm:external_prefix_cache_hits",
-    ),
-    (
-        "num_host_evictions",
-        "KV blocks that were evicted from main memory.",
-        "negamax:kv_offload_evictions",
-    ),
-    (
-        "num_file_evictions",
-        "Files of KV blocks deleted to keep --kv-offloading-path-size.",
-        "negamax:kv_file_evictions",
-    ),
-    ("num_file_errors", "Damaged files of KV blocks, and system errors.", "negamax:kv_file_errors"),
-    (
-        "num_kv_event_batches",
-        "Batches of events of the prefix cache that were sent.",
-        "negamax:kv_event_batches",
-    ),
-    (
-        "num_dropped_kv_events",
-        "Steps whose events of the prefix cache were dropped.",
-        "negamax:kv_events_dropped",
-    ),
-    (
-        "num_remote_prefills",
-        "Requests whose prompts were computed by another server.",
-        "negamax:remote_prefills",
-    ),
-    (
-        "num_failed_prefills",
-        "Requests whose prompts did not arrive from another server.",
-        "negamax:failed_remote_prefills",
-    ),
-    (
-        "num_local_prefills",
-        "Requests that named no other server although this server exchanges prompts.",
-        "negamax:local_prefills",
-    ),
+    ("num_host_queries", "KV tokens sought in main memory.", "vllm:external_prefix_cache_queries"),
+    ("num_host_hits", "KV tokens found in main memory.", "vllm:external_prefix_cache_hits"),
+    ("num_host_evictions", "KV blocks evicted from main memory.", "negamax:kv_offload_evictions"),
+    ("num_file_evictions", "KV files deleted at the size limit.", "negamax:kv_file_evictions"),
+    ("num_file_errors", "Damaged KV files, and system errors.", "negamax:kv_file_errors"),
+    ("num_kv_event_batches", "Batches of KV events that were sent.", "negamax:kv_event_batches"),
+    ("num_dropped_kv_events", "Steps whose KV events were dropped.", "negamax:kv_events_dropped"),
+    ("num_remote_prefills", "Prompts that another server computed.", "negamax:remote_prefills"),
+    ("num_failed_prefills", "Remote prompts that failed.", "negamax:failed_remote_prefills"),
+    ("num_local_prefills", "Requests that named no other server.", "negamax:local_prefills"),
     ("num_pulled_blocks", "KV blocks read from other servers.", "negamax:pulled_kv_blocks"),
-    (
-        "num_expired_leases",
-        "Prompts kept for other servers that no server has read in time.",
-        "negamax:expired_kv_leases",
-    ),
+    ("num_expired_leases", "Kept prompts that no server has read.", "negamax:expired_kv_leases"),
 )
 # Copies of KV blocks, each as: field of the statistics, vLLM's name of the direction.
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))

@@ -37,6 +37,7 @@ from negamax.base import env
 from negamax.base.addresses import bind, resolve_host
 from negamax.base.errors import ConfigError, EngineDeadError, ResourceError
 from negamax.base.log import get_logger
+from negamax.base.private_folder import PrivateFolder
 from negamax.base.supervision import SupervisionLimits
 from negamax.engine.client.connection import ENGINE_MODULE
 from negamax.engine.client.engine_client import AsyncEngine
@@ -181,8 +182,11 @@ async def serve(
     """
     signals = Signals()
     template = None if server_options.chat_template is None else Path(server_options.chat_template)
-    server_rank = ServerRank.first_of(
-        server_options.api_server_count, num_replicas=engine_options.num_replicas
+    server_rank = ServerRank.of(
+        0,
+        server_options.api_server_count,
+        Path(PrivateFolder().path),
+        num_replicas=engine_options.num_replicas,
     )
     servers = ServerSupervisor(server_rank, engine_options, server_options, listener=listener)
     with signals.watched():

@@ -113,9 +113,11 @@ def served(
     tls: TlsFiles | None = None,
 ) -> Iterator[Clients]:  # fmt: skip
     """Serve `app` in a thread, and yield its clients."""
-    kind = protocol.make_protocol_class(slow_client_timeout=slow_client_timeout)
+    kind = partial(protocol.LimitedProtocol, slow_client_timeout=slow_client_timeout)
     options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None}
-    config = uvicorn.Config(app, http=kind, timeout_keep_alive=keep_alive, **options)
+    config = uvicorn.Config(
+        app, http=protocol.LimitedProtocol, timeout_keep_alive=keep_alive, **options
+    )
     server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     clients, ready = Clients(listener.getsockname()[1]), threading.Event()
 

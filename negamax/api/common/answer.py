@@ -15,13 +15,14 @@ from starlette.responses import Response
 from negamax.api.common.api_request import ApiRequest
 from negamax.api.common.choice_reader import ChoiceReader, PlainReader, check_failed
 from negamax.api.common.context import ApiContext
-from negamax.api.errors import build_json_response, encode_failure
+from negamax.api.errors import build_json_response, log_failure
 from negamax.api.http.request_threads import INLINE_BYTES, run_off_loop
 from negamax.api.http.sse import (
     DONE,
     FIRST_OUTPUT_SECONDS,
     EventStream,
     Write,
+    encode_event,
     run_while_connected,
     wait_for_first_output,
 )
@@ -98,7 +99,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         return DONE
 
     def failure(self, error: Exception) -> bytes:
-        return encode_failure(error, request_id=self.id) + DONE
+        return encode_event(log_failure(error, request_id=self.id)[1]) + DONE
 
     @property
     def usage(self) -> Usage:

@@ -59,9 +59,8 @@ def fetch_media(
         _refuse("names a host with an address that is not public", code="url_not_allowed")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        return _download(
-            min(addresses, key=_is_ipv6), port, host, path, is_tls=is_tls, timeout=timeout
-        )
+        address = min(addresses, key=lambda each: ":" in each)  # IPv4 first
+        return _download(address, port, host, path, is_tls=is_tls, timeout=timeout)
     except (OSError, http.client.HTTPException, ValueError):
         _refuse(f"cannot be downloaded in {timeout:g} s")
 
@@ -75,10 +74,6 @@ def is_public(address: str) -> bool:
             return False
         ip = ip.ipv4_mapped or ip
     return ip.is_global and not ip.is_multicast
-
-
-def _is_ipv6(address: str) -> bool:
-    return ":" in address
 
 
 def _download(

@@ -27,10 +27,11 @@ async def find_addresses(params: EngineRequest, info: TransferInfo | None) -> di
     """Return the addresses of the hosts that a request names. Raises `InvalidRequestError` for a
     host that is not allowed or cannot be resolved in time.
     """
-    named = _list_hosts(params) if info is not None and info.role != PRODUCER else []
-    found: dict[str, str] = {}
+    if info is None or info.role == PRODUCER:
+        return {}
+    named, found = _list_hosts(params), dict[str, str]()
     for field, host in named:
-        if info is None or host in found:
+        if host in found:
             continue
         try:
             parsed = ipaddress.ip_address(host)
@@ -45,9 +46,9 @@ async def find_addresses(params: EngineRequest, info: TransferInfo | None) -> di
             for host in [host for host, address in found.items() if not address]:
                 found[host] = await _resolve(host)
     for field, host in named:
-        if info is not None and not found[host]:
+        if not found[host]:
             _refuse_host(field, host, f"has no address, or DNS needs over {RESOLVE_SECONDS:g} s")
-        if info is not None and not allows_host(info.allowed_hosts, host, found[host]):
+        if not allows_host(info.allowed_hosts, host, found[host]):
             _refuse_host(field, host, f"is {found[host]}, which is not allowed")
     return found
 

@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
-from negamax.api.http.protocol import LimitedProtocol, make_protocol_class
+from negamax.api.http.protocol import LimitedProtocol
 from negamax.base import env
 
 _CLOSE_SECONDS = 5  # time for connections to close after the last answer
@@ -28,14 +28,14 @@ class LimitedServer(uvicorn.Server):
         forwarded_allow_ips: Sequence[str] = (),
         tls: TlsFiles | None = None,
     ) -> None:
-        self._protocol_class = make_protocol_class(slow_client_timeout=slow_client_timeout)
+        self._slow_client_timeout = slow_client_timeout
         self._limits = ConnectionLimits.of(
             max_files=env.raise_file_limit(), per_address=max_connections_per_address
         )
         self._tls = tls
         self._make_config = partial(
             uvicorn.Config,
-            http=self._protocol_class,
+            http=LimitedProtocol,
             log_config=None,
             access_log=False,
             proxy_headers=bool(forwarded_allow_ips),
@@ -61,8 +61,9 @@ class LimitedServer(uvicorn.Server):
 
     def _make_protocol_factory(self, config: uvicorn.Config) -> Callable[[], LimitedProtocol]:
         return partial(
-            self._protocol_class,
+            LimitedProtocol,
             config=config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
+            slow_client_timeout=self._slow_client_timeout,
         )

@@ -79,10 +79,10 @@ class BodyChannel:
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. Single writer: the event loop."""
 
-    SLOW_CLIENT_SECONDS = 60.0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, slow_client_timeout: float, **options: Any) -> None:
+        """Disconnect a client that reads nothing for `slow_client_timeout` seconds."""
         super().__init__(*args, **options)
+        self._slow_client_timeout = slow_client_timeout
         self._timers: dict[str, asyncio.TimerHandle] = {}  # running timers by name
         self._in_head = True
         self._in_body = False  # True until the trailers end
@@ -234,7 +234,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start_timer(_READER, self.SLOW_CLIENT_SECONDS, self._cut_off)
+        self._start_timer(_READER, self._slow_client_timeout, self._cut_off)
         if self.source is not None:
             self.source.pause()
 
@@ -250,7 +250,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _hang_up(self) -> None:
         """Close the connection once the client has read all output, or after the time limit."""
         self.transport.close()
-        self._start_timer(_READER, self.SLOW_CLIENT_SECONDS, self._cut_off)
+        self._start_timer(_READER, self._slow_client_timeout, self._cut_off)
 
     def _start_timer(self, awaited: str, seconds: float, late: Callable[[], None]) -> None:
         """Call `late` after `seconds` unless the timer is stopped. A running timer continues."""
@@ -271,7 +271,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _cut_off(self) -> None:
         logger.warning(
-            "a client that read nothing for %g s is disconnected", self.SLOW_CLIENT_SECONDS
+            "a client that read nothing for %g s is disconnected", self._slow_client_timeout
         )
         self.transport.abort()
 
@@ -296,15 +296,6 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_body:
             return not self.cycle.response_started
         return self.cycle is None or self.cycle.response_complete
-
-
-def make_protocol_class(*, slow_client_timeout: float) -> type[LimitedProtocol]:
-    """Make a connection class that disconnects clients that read nothing until the timeout."""
-
-    class Connection(LimitedProtocol):
-        SLOW_CLIENT_SECONDS = slow_client_timeout
-
-    return Connection
 
 
 def _send_without_chunks(response: Any) -> None:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from negamax.api.http.protocol import BODY_CHANNEL, BodyChannel
+from negamax.api.http.protocol import BODY_CHANNEL, BodyChannel, Pausable
 from negamax.api.schemas.answers import encode
 
 DONE = b"data: [DONE]\n\n"
@@ -21,14 +21,10 @@ T = TypeVar("T")
 Write = Callable[[bytes], None]  # queues events for the connection
 
 
-class OutputSource(Protocol):
+class OutputSource(Pausable, Protocol):
     """The source of a stream's outputs, such as `OpenRequest`."""
 
     async def first_output(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
 
     def close(self, error: BaseException | None = None) -> None: ...
 

@@ -8,7 +8,6 @@ from typing import Self
 
 from negamax.api.http.lifecycle import Lifecycle
 from negamax.api.measurements import NUM_COLUMNS as METRIC_COLUMNS
-from negamax.base.private_folder import PrivateFolder
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import SharedQueue
 
@@ -26,11 +25,6 @@ class ServerRank:
     queue: SharedQueue  # requests that wait for the engines
     metrics: SharedNumbers
     pulses: SharedNumbers  # when each event loop last ran, in monotonic seconds, or 0
-
-    @classmethod
-    def first_of(cls, count: int, *, num_replicas: int = 1) -> Self:
-        """Create the shared files as the first process. `num_replicas` is the number of engines."""
-        return cls.of(0, count, Path(PrivateFolder().path), num_replicas=num_replicas)
 
     @classmethod
     def of(cls, index: int, count: int, folder: Path, *, num_replicas: int = 1) -> Self:

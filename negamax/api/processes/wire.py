@@ -9,7 +9,7 @@ from negamax.options.server import ServerOptions
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The first message."""
+    """The first message to a process."""
 
     index: int
     folder: str  # folder of the shared files

@@ -63,7 +63,7 @@ class TextLogprobs(Struct, frozen=True):
 
     tokens: list[str]  # texts of the tokens
     token_logprobs: list[float | None]  # log-probabilities of the tokens
-    top_logprobs: list[dict[str, float] | None]  # by text, of alternatives and the token itself
+    top_logprobs: list[dict[str, float] | None]  # log-probabilities of the likeliest texts
     text_offset: list[int]  # characters from the start of the choice's text
 
 

@@ -266,7 +266,7 @@ class ChatChunkChoice(Struct, frozen=True):
 class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     choices: list[ChatChunkChoice]  # one choice, or none in the chunk with token counts
-    usage: Usage | UnsetType | None = UNSET  # with include_usage; null in other chunks
+    usage: Usage | UnsetType | None = UNSET  # counts, with include_usage; null in other chunks
     prompt_token_ids: list[int] | UnsetType = UNSET  # prompt tokens, in the first chunk only
 
 

@@ -61,7 +61,7 @@ class CompletionRequest(StructuredRequest):
     prompt: Annotated[
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
-    max_tokens: int | None = Field(default=16, ge=0)  # 0 needs echo and scores the prompt
+    max_tokens: int | None = Field(default=16, ge=0)  # 0 needs echo, and only scores the prompt
     logprobs: int | None = Field(default=None, ge=0)  # alternatives per token
     echo: bool = False  # put the prompt before the text and its logprobs
 

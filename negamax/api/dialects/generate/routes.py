@@ -180,12 +180,9 @@ def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
 def _build_engine_sampling(
     params: schema.NativeRequest, sampling: schema.NativeSampling
 ) -> SamplingParams:
-    if not params.return_logprob:
-        return sampling.sampling_params(logprobs=None, prompt_logprobs=None)
-    top = params.top_logprobs_num
-    return sampling.sampling_params(
-        logprobs=top, prompt_logprobs=top if params.logprob_start_len >= 0 else None
-    )
+    top = params.top_logprobs_num if params.return_logprob else None
+    in_prompt = top if params.logprob_start_len >= 0 else None
+    return sampling.sampling_params(logprobs=top, prompt_logprobs=in_prompt)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

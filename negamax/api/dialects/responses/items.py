@@ -33,7 +33,7 @@ class Item(Struct, frozen=True, tag_field="type"):
 class ReasoningItem(Item, frozen=True, tag="reasoning"):
     summary: list[SummaryText]  # one part if reasoning.summary is set
     content: list[ReasoningText]  # one part
-    encrypted_content: str | UnsetType | None = UNSET  # if include has reasoning.encrypted_content
+    encrypted_content: str | UnsetType | None = UNSET  # packed reasoning, only if requested
 
 
 class MessageItem(Item, frozen=True, tag="message"):
@@ -66,7 +66,7 @@ class ShellCallItem(Item, frozen=True, tag="shell_call"):
 
 
 class LocalShellCallItem(Item, frozen=True, tag="local_shell_call"):
-    call_id: str  # id to use in the local_shell_call_output in `id`
+    call_id: str  # id for the field `id` of local_shell_call_output
     action: JsonObject  # `command`, `working_directory`, `timeout_ms`
 
 

@@ -187,7 +187,7 @@ class _Responses:
             new_id=partial(context.server_rank.new_id, num_bytes=16),
             signer=context.signer,
             logprobs=logprobs,
-            keep=keep if params.store else _ignore_response,
+            keep=keep if params.store else lambda _: None,
             request_id=request.http.state.request_id,
         )
         if params.background:
@@ -434,10 +434,6 @@ class _Responses:
             top_logprobs=params.top_logprobs,
             top_p=resolved.top_p,
         )
-
-
-def _ignore_response(response: ResponseAnswer) -> None:
-    """Ignore a response with store=false."""
 
 
 def _build_unknown_error(name: object, *, param: str, code: str) -> NotFoundError:
