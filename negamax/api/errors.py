@@ -118,7 +118,7 @@ class ErrorMiddleware:
             code, answer = describe_error(error)
             await build_error_response(scope, code, answer)(scope, receive, send_with_id)
         finally:
-            if self._logs_access and scope["client"] is not None:  # None for other processes
+            if self._logs_access and scope["client"] is not None:  # another process has no client
                 log_access(
                     client="{}:{}".format(*scope["client"]),
                     method=scope["method"],

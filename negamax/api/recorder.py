@@ -34,7 +34,7 @@ class RequestRecord:
     num_prompt_tokens: int
     is_stream: bool
     arrival: float
-    sampling: SamplingParams  # requested parameters, later the engine's
+    sampling: SamplingParams  # requested parameters, replaced by those that the engine uses
     measured: Measurements
     takers: Sequence[Callable[["RequestRecord"], None]] = ()
     start: float | None = None  # time of the first step

@@ -1,4 +1,4 @@
-"""Run an additional server process: `python -m negamax.api.server_worker`.
+"""Run an additional server process by `python -m negamax.api.server_worker`.
 
 The first process starts this process, and sends the state of the engines and commands to its
 standard input. The end of the input means that the first process has ended. A thread watches the

@@ -109,7 +109,7 @@ def _read_room(
 
     room = pick(_ROOM)
     if not isinstance(params.bootstrap_room, list):
-        room += index  # SGLang numbers rooms in the same way
+        room += index  # SGLang adds the prompt's number to the room
     if info.role == BOTH:
         refuse(_ROOM, "this server both prefills and decodes; start it with --disaggregation-mode")
     if info.role == PRODUCER:

@@ -51,7 +51,7 @@ PAGE_PATHS = frozenset(_FILES)  # paths that a browser requests before it has a 
 def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the password of Basic credentials, which a user entered in the browser's own dialog.
 
-    Browsers add Basic credentials to requests of any site. Therefore these credentials count only
+    Browsers add Basic credentials to requests of any site. Therefore Basic credentials count only
     for the files of the page, or together with a header that other sites cannot send.
     """
     fields = dict(headers)

@@ -50,7 +50,7 @@ class ServerSupervisor:
         self._engine_options = engine_options
         self._server_options = server_options
         self._listener = listener
-        # the same limit as for the engine
+        # the hang limit of the engine also applies to server processes
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
         # passed to the children of this process
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
@@ -68,7 +68,7 @@ class ServerSupervisor:
         return sum(child.exit_code is None for child in self._processes.values())
 
     async def ready(self) -> None:
-        """Wait until all processes serve or must end. Raises `EngineDeadError` if one failed."""
+        """Wait until all processes serve or must end. Raises `EngineDeadError` for a failed one."""
         for index in range(1, self._rank.count):
             while not self._is_ending and not await _answers(str(self._rank.socket_of(index))):
                 if self.failed.done():

@@ -70,7 +70,7 @@ class RoutedRequest:
 
 
 class RouterApp:
-    """The router's ASGI app. `pool` answers requests. `prefillers` may compute their prompts."""
+    """The router's ASGI app. `pool` answers requests. `prefillers` may compute the prompts."""
 
     def __init__(
         self,
@@ -212,8 +212,8 @@ class RouterApp:
 
 
 async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
-    """Send a request and wait for the first bytes of the answer's body. Before these bytes, another
-    server could answer instead. Raises `UnavailableError` if the server does not answer.
+    """Send a request and wait for the first bytes of the answer's body. Before the first bytes,
+    another server could answer instead. Raises `UnavailableError` if the server does not answer.
     """
     exchange = None
     try:

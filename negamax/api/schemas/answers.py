@@ -31,7 +31,7 @@ class CompletionTokensDetails(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """Token counts of one request with all its choices. The prompt counts once."""
+    """Token counts of one request with all its choices. The prompt is counted only once."""
 
     prompt_tokens: int  # prompt tokens, including cached tokens
     completion_tokens: int  # generated tokens, including reasoning
@@ -73,7 +73,7 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str  # text of the token
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # objects by token id, after a first null
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # null for the first token, then by token id
 
 
 class TransferParams(Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
 
 
 def _convert_bias(value: object) -> object:
-    """Convert JSON keys to token ids: `{"123": -5}` becomes `{123: -5}`."""
+    """Convert JSON keys to token ids, for example `{"123": -5}` to `{123: -5}`."""
     if value == []:  # PHP encodes an empty object as []
         return {}
     if not isinstance(value, dict):
@@ -220,7 +220,7 @@ class GenerationRequest(SampledRequest):
         return self.max_thinking_tokens if budget is None else budget
 
     def answer_id(self, prefix: str) -> str:
-        """Return the id of the answer: `prefix`, and the client's id or a random id."""
+        """Return the answer's id, made of `prefix` and the client's id or a random id."""
         return f"{prefix}-{self.request_id or self.rid or secrets.token_hex(16)}"
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:

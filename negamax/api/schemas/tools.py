@@ -193,7 +193,7 @@ def check_call_choice(
     parallel: bool,
     allowed: Mapping[str, str] | None = None,
 ) -> CallChoice:
-    """Check a choice of calls: `mode` is auto, none, required, or function with a `name`.
+    """Check a choice of calls, whose `mode` is auto, none, required, or function with a `name`.
 
     `allowed` maps the only tools that may be called to the places of their names in the request.
     """

@@ -31,7 +31,7 @@ class GrowingList:
 
 
 class RepeatPacing:
-    """Sends longer events less often, to bound a stream's rate. Single writer: the handler."""
+    """Sends long events rarely to bound a stream's rate. Single writer: the stream's handler."""
 
     __slots__ = ("_next", "_rate")
 

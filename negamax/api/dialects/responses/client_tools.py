@@ -1,6 +1,7 @@
-"""Shell, patch and search tools of the Responses API, which have a type instead of a name.
+"""Shell, patch and search tools of the Responses API, which clients run.
 
-Clients run these tools. The model calls each tool as a function that is named after its type.
+A client tool has a type instead of a name, and the model calls the tool as a function named after
+the type.
 """
 
 import json

@@ -96,7 +96,7 @@ class ResponseStore:
         return sum(each.num_bytes for each in self._tenants.values())
 
     def put(self, response_id: str, kept: StoredResponse) -> None:
-        """Store a response or its new state. A full store removes the least recently used ones."""
+        """Store a response or its state. A full store drops the least recently used responses."""
         own = self._tenants.setdefault(kept.tenant, _TenantResponses())
         _change_users(kept.turn, 1, owner=own)
         _remove(own, response_id)
