@@ -114,10 +114,8 @@ def served(
 ) -> Iterator[Clients]:  # fmt: skip
     """Serve `app` in a thread, and yield its clients."""
     kind = partial(protocol.LimitedProtocol, slow_client_timeout=slow_client_timeout)
-    options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None}
-    config = uvicorn.Config(
-        app, http=protocol.LimitedProtocol, timeout_keep_alive=keep_alive, **options
-    )
+    options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "http": kind}
+    config = uvicorn.Config(app, timeout_keep_alive=keep_alive, **options)
     server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     clients, ready = Clients(listener.getsockname()[1]), threading.Event()
 
