@@ -23,6 +23,8 @@ CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"
 _KEPT_LINES = 100  # Log lines kept for a crash dump.
 _KEPT_CHARACTERS = 2000  # Characters kept of each log line.
 
+get_logger = logging.getLogger
+
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _DATE = "%Y-%m-%d %H:%M:%S"
 
@@ -68,10 +70,6 @@ def recent_lines() -> list[str]:
     """Return the last log lines without lines of `negamax.api`, which may quote clients."""
     handlers = logging.getLogger().handlers
     return [line for each in handlers if isinstance(each, _RecentLines) for line in each.lines]
-
-
-def get_logger(name: str) -> logging.Logger:
-    return logging.getLogger(name)
 
 
 def _log_uncaught(

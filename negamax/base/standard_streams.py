@@ -8,8 +8,8 @@ _MODES = {"stdin": ("r", os.O_WRONLY), "stdout": ("w", os.O_RDONLY), "stderr": (
 
 
 def open_missing() -> None:
-    """Open missing standard streams, so that no other file gets the descriptors 0 to 2. Reads of
-    such a stdin and writes to such a stdout still fail; writes to such a stderr are lost.
+    """Open missing standard streams, so that no other file gets the descriptors 0 to 2. The opened
+    stdin cannot be read, the opened stdout cannot be written, and stderr drops its messages.
     """
     for number, (name, (mode, flags)) in enumerate(_MODES.items()):
         if getattr(sys, name) is None:

@@ -111,11 +111,6 @@ class Supervised:
         poller.register(self.pipe, 0)  # poll() reports errors in any case
         return bool(poller.poll(0))
 
-    @property
-    def is_stopped(self) -> bool:
-        """Return whether a signal has stopped the child; False on other systems than Linux."""
-        return is_stopped(self.pid)
-
     def silence(self) -> float:
         """Return the seconds since the child's last heartbeat. Only one watcher may call this."""
         assert self._heartbeat is not None

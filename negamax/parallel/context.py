@@ -133,18 +133,8 @@ class ParallelContext:
         links: PipelineLinks,
         control: PollControl | None = None,
     ) -> ParallelContext:
-        return ParallelContext(
-            layout,
-            attention_group=groups[layout.attention.ranks],
-            expert_group=groups[layout.experts.ranks],
-            world=groups[tuple(range(layout.world_size))],
-            data_group=groups[layout.data_ranks],
-            context_group=groups[layout.context_ranks],
-            token_group=groups[layout.token_ranks],
-            cache_group=groups[layout.attention.cache_ranks],
-            links=links,
-            poll_control=control,
-        )
+        own = {name: groups[ranks] for name, ranks in _list_groups(layout).items()}
+        return ParallelContext(layout, links=links, poll_control=control, **own)
 
     def world_min(self, value: int) -> int:
         """Return the smallest `value` of all ranks."""
@@ -177,27 +167,27 @@ def _meet(
         ) from error
 
 
+def _list_groups(layout: ParallelLayout) -> dict[str, tuple[int, ...]]:
+    """Return the world ranks of each group of a rank, by its field in `ParallelContext`."""
+    return {
+        "attention_group": layout.attention.ranks,
+        "expert_group": layout.experts.ranks,
+        "world": tuple(range(layout.world_size)),
+        "data_group": layout.data_ranks,
+        "context_group": layout.context_ranks,
+        "token_group": layout.token_ranks,
+        "cache_group": layout.attention.cache_ranks,
+    }
+
+
 def _new_groups(
     layout: ParallelLayout, *, backend: str
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Create the groups of all ranks; return this rank's groups by their lists of world ranks."""
     places = [layout.replace_rank(rank) for rank in range(layout.world_size)]
-    rank_sets = {
-        ranks
-        for place in places
-        for ranks in (
-            place.attention.ranks,
-            place.attention.cache_ranks,
-            place.experts.ranks,
-            place.data_ranks,
-            place.context_ranks,
-            place.token_ranks,
-        )
-    }
-    everyone = tuple(range(layout.world_size))
     groups = {}
     # torch.distributed requires that every rank creates all groups in the same order.
-    for ranks in sorted(rank_sets | {everyone}):
+    for ranks in sorted({ranks for place in places for ranks in _list_groups(place).values()}):
         group = dist.new_group(
             list(ranks), timeout=timedelta(seconds=STEP_TIMEOUT_S), backend=backend
         )

@@ -37,10 +37,7 @@ class AttentionView:
 
     def heads(self, num_heads: int) -> range:
         """Return this rank's query heads. Raises `ConfigError` if heads do not divide evenly."""
-        if num_heads % self.size:
-            raise ConfigError(f"{num_heads} attention heads cannot be split over {self.size} ranks")
-        per_rank = num_heads // self.size
-        return range(self.rank * per_rank, (self.rank + 1) * per_rank)
+        return shard(num_heads, rank=self.rank, size=self.size, what="number of attention heads")
 
     def cache_heads(self, num_heads: int) -> range:
         """Return the query heads for which each rank that splits a KV cache computes attention."""

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
-# An engine counts as hung after this time without a heartbeat, or after a lower limit on steps.
+# An engine counts as hung after this time or --engine-hang-timeout without a heartbeat.
 BEAT_TIMEOUT_SECONDS = 30.0
 # An engine with other nodes counts as hung after this time without a heartbeat. Other nodes end
 # their ranks after `engine.nodes.wire.SILENCE_SECONDS`. Clients then see an error within 3 s.
@@ -58,7 +58,7 @@ class EngineChannel:
         # Called with each answer to `RecordExperts`.
         self.on_record: Callable[[wire.ExpertRecord], None] = lambda record: None
         self.last_beat = self.last_progress = time.monotonic()
-        # most silent rank and the seconds of its silence, as the latest heartbeat reports
+        # rank with the oldest heartbeat, and age of this heartbeat in seconds
         self.rank, self.rank_silence = 0, 0.0
         self._receive = receive
         self._failed = failed
@@ -253,10 +253,8 @@ class EngineConnection:
 
     async def _watch_process(self) -> None:
         channel = self.channel
-        beat_seconds, rank_seconds = (
-            self._beat_seconds,
-            min(BEAT_TIMEOUT_SECONDS, self._hang_seconds),
-        )
+        beat_seconds = self._beat_seconds
+        rank_seconds = min(BEAT_TIMEOUT_SECONDS, self._hang_seconds)
         beats, progress = Silence(), Silence()
         while channel.is_open:
             await asyncio.sleep(_WATCH_SECONDS)

@@ -121,10 +121,7 @@ class ChoiceStream:
         if self._has_stop_strings:
             pieces, num_used = self._push_until_stop(text_ids, events)
             if self._matched_stop is not None:  # drop the tokens after the stop string
-                token_ids, logprobs = (
-                    token_ids[:num_used],
-                    None if logprobs is None else logprobs[:num_used],
-                )
+                token_ids, logprobs = token_ids[:num_used], logprobs and logprobs[:num_used]
         else:
             pieces = self._detokenizer.push(text_ids)
         if finish_reason is not None and self._matched_stop is None:

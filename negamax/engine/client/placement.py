@@ -42,7 +42,7 @@ class ReplicaLoad:
             self._row[_PENDING] += pending
 
     def gained(self, updates: Iterable[SequenceUpdate]) -> None:
-        """Record that prompts are computed: each sequence in `updates` has output tokens."""
+        """Record that the prompts of sequences in `updates` are computed."""
         if self._pending:
             for update in updates:
                 self.computed(update.request_id)

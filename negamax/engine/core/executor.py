@@ -66,17 +66,17 @@ class Executor(Protocol):
 
     def death(self) -> str | None:
         """Return how the first dead rank process ended; None if all rank processes run."""
-        ...
+        return None
 
     def longest_silence(self) -> tuple[int, float]:
         """Return `RankHost.longest_silence`, or (0, 0.0) without rank processes."""
-        ...
+        return 0, 0.0
 
     def shutdown(self, *, restarts: bool = False) -> None:
         """End the ranks. `restarts` tells whether another executor will follow."""
 
 
-class InProcessExecutor:
+class InProcessExecutor(Executor):
     def __init__(self, config: WorkerConfig) -> None:
         from negamax.worker.worker import Worker
 
@@ -103,12 +103,6 @@ class InProcessExecutor:
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
         return [self._thread.submit(self._worker.run_debug_command, command).result()]
-
-    def death(self) -> None:
-        return None
-
-    def longest_silence(self) -> tuple[int, float]:
-        return 0, 0.0
 
     def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
@@ -210,7 +204,7 @@ class RemoteRanks(RankHost, Protocol):
         """Accept connections to `socket` from other nodes only. Call this before the bind."""
 
 
-class LocalRanks:
+class LocalRanks(RankHost):
     def __init__(self, ranks: range, addresses: RankAddresses) -> None:
         self.ranks = ranks
         self.processes: list[Supervised] = []
@@ -250,9 +244,6 @@ class LocalRanks:
     def abort(self) -> None:
         self._beats.row(self._beats.num_rows - 1)[0] = 1
 
-    def expect_end(self) -> None:
-        pass
-
     def stop(self, *, timeout: float, restarts: bool = False) -> None:
         stop_children(self.processes, timeout=timeout)
 
@@ -275,7 +266,8 @@ class MultiProcessExecutor:
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
-        self._row_failures = [RowFailureLog() for _ in addresses.results]  # by data-parallel rank
+        # These lists have one entry for each data-parallel rank.
+        self._row_failures = [RowFailureLog() for _ in addresses.results]
         self._file_progress = [
             FileProgressLog([at for at, of in enumerate(self._dp_ranks) if of == dp_rank])
             for dp_rank in range(layout.dp)

@@ -26,12 +26,9 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
     mode = options.performance_mode
     if mode == "balanced" or options.device == "cpu" or options.script is not None:
         return options
-    if options.nnodes > 1:  # the user sets the sizes of several nodes
-        return options
     sizes = [field for field in fields(ParallelOptions) if hasattr(options, field.name)]
-    if any(getattr(options, field.name) != field.default for field in sizes):
-        return options
-    if options.num_replicas > 1:
+    is_sized = any(getattr(options, field.name) != field.default for field in sizes)
+    if is_sized or options.num_replicas > 1 or options.nnodes > 1:
         return options
     try:
         gpus = visible_gpus()

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 
 from negamax.base.errors import ConfigError
-from negamax.engine.core.executor import Results
+from negamax.engine.core.executor import Executor, Results
 from negamax.engine.core.source import ModelSource
 from negamax.models.registry import find_chat_family
 from negamax.options.engine import EngineOptions
@@ -29,7 +29,7 @@ class _Row:
     num_computed: int
 
 
-class ScriptedExecutor:
+class ScriptedExecutor(Executor):
     """Takes the next tokens of sequences from scripted answers, at the script's speed."""
 
     def __init__(
@@ -78,12 +78,6 @@ class ScriptedExecutor:
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
         return [DebugResult()]
-
-    def death(self) -> None:
-        return None
-
-    def longest_silence(self) -> tuple[int, float]:
-        return 0, 0.0
 
     def shutdown(self, *, restarts: bool = False) -> None:
         self._rows.clear()

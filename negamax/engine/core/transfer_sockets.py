@@ -91,7 +91,7 @@ class TransferSockets:
             if peer not in self._peers:
                 self._open(*peer)
             self._peers[peer][0].send(frame, zmq.NOBLOCK)
-        except (ConnectionError, zmq.ZMQError) as error:  # clients may name wrong peers
+        except (ConnectionError, zmq.ZMQError) as error:  # the client's request names the peer
             logger.warning("no message can be sent to %r, port %d: %s", *peer, error)
             self._lose(peer)
 

@@ -341,10 +341,8 @@ class Transfers:
             assert pull.opened is not None
             found = self.shared.begin_import(pull.hashes)
             if found is None:
-                count, most = (
-                    len(self.shared.find_missing(pull.hashes)),
-                    self.shared.num_host_blocks,
-                )
+                count = len(self.shared.find_missing(pull.hashes))
+                most = self.shared.num_host_blocks
                 if count <= most:
                     return
                 self.send(pull.peer, CloseLease(pull.lease_id))
