@@ -68,7 +68,12 @@ def locate(options: EngineOptions) -> ModelSource:
         family = DRAFTS[found.spec.architecture]
         speculation = replace(speculation, method=family.method)
         speculation = speculation.as_long_as(found.spec.speculative_tokens)
-        _check_length(found.spec, speculation)
+        most, asked = found.spec.most_tokens, speculation.num_speculative_tokens
+        if most is not None and asked > most:
+            raise ConfigError(
+                f"num_speculative_tokens is {asked}; the draft proposes {most} tokens at once",
+                hint=f"use {most} or less",
+            )
     if found.spec.verifier is not None:
         note = f"the draft was made for {found.spec.verifier}, but the model is {source.name}"
         speculation = replace(speculation, notes=(*speculation.notes, note))
@@ -234,16 +239,6 @@ def _read_draft(folder: Path, *, speculation: SpeculationConfig, target: ModelSp
     spec = replace(spec, quantization=read_quantization(config, folder))
     detect(spec.quantization)
     return spec.adapt_to(target, speculation.aux_layer_ids)
-
-
-def _check_length(spec: DraftSpec, speculation: SpeculationConfig) -> None:
-    """Raise `ConfigError` if more draft tokens are wanted than the draft proposes at once."""
-    most, asked = spec.most_tokens, speculation.num_speculative_tokens
-    if most is not None and asked > most:
-        raise ConfigError(
-            f"num_speculative_tokens is {asked}; the draft proposes {most} tokens at once",
-            hint=f"use {most} or less",
-        )
 
 
 def _check_method(family: DraftFamily, speculation: SpeculationConfig) -> None:

@@ -1,6 +1,7 @@
 """Build masks of allowed tokens. Bit i of byte j of a mask allows token 8 j + i."""
 
 from collections.abc import Iterable
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,27 +13,14 @@ class MaskMaker:
     """Builds masks that need no grammar. Rows of a batch share the cached masks."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._only: dict[int, Mask] = {}
-        self._all_but: dict[frozenset[int], Mask] = {}
+        # The cache is bounded, because requests add their own stop tokens.
+        self._make = lru_cache(maxsize=64)(partial(_make_mask, vocab_size))
 
     def only(self, token_id: int) -> Mask:
-        mask = self._only.get(token_id)
-        if mask is None:
-            bits = np.zeros(self._vocab_size, dtype=np.uint8)
-            bits[token_id] = 1
-            mask = self._only[token_id] = np.packbits(bits, bitorder="little")
-        return mask
+        return self._make(frozenset((token_id,)), True)
 
     def all_but(self, token_ids: frozenset[int]) -> Mask:
-        mask = self._all_but.get(token_ids)
-        if mask is None:
-            bits = np.ones(self._vocab_size, dtype=np.uint8)
-            bits[list(token_ids)] = 0
-            if len(self._all_but) >= 64:  # bounds the cache, as requests add their stop tokens
-                self._all_but.clear()
-            mask = self._all_but[token_ids] = np.packbits(bits, bitorder="little")
-        return mask
+        return self._make(token_ids, False)
 
     def exclude(self, mask: Mask, token_ids: Iterable[int]) -> Mask:
         """Return `mask` without `token_ids`, or `mask` itself if no token would be allowed."""
@@ -40,6 +28,12 @@ class MaskMaker:
         for token_id in token_ids:
             made[token_id // 8] &= 0xFF ^ (1 << token_id % 8)
         return made if made.any() else mask
+
+
+def _make_mask(vocab_size: int, token_ids: frozenset[int], is_allowed: bool) -> Mask:
+    bits = np.full(vocab_size, not is_allowed, dtype=np.uint8)
+    bits[list(token_ids)] = is_allowed
+    return np.packbits(bits, bitorder="little")
 
 
 def allows(mask: Mask, token_id: int) -> bool:
