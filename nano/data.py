@@ -239,9 +239,7 @@ def serve(
     folder: Path, *, workers: int, seed: int, shard_tokens: int, max_shards: int,
     new_maker: Callable[[], Maker],
 ) -> None:  # fmt: skip
-    """Run worker processes that keep the folder filled. The reader deletes shards that it
-    has read.
-    """
+    """Run worker processes that keep the folder filled. The reader deletes shards after reading."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     processes = [

@@ -32,9 +32,7 @@ WORD = re.compile(r"[^\W\d_]+")
 
 @dataclass(frozen=True)
 class Turn:
-    """A user's message and the expected answer: a pattern for the content, or calls with
-    results.
-    """
+    """A user's message, and a pattern for the expected answer or calls with their results."""
 
     text: str
     answer: str  # regular expression for the whole final answer

@@ -66,9 +66,7 @@ def _arithmetic(message: dict[str, Any]) -> bool:
 
 
 def thinks(message: dict[str, Any]) -> bool:
-    """Return whether an adaptive turn thinks: before calls and arithmetic, but not for
-    retrieval.
-    """
+    """Return whether an adaptive turn thinks: before calls and arithmetic, not for retrieval."""
     thought = message.get("reasoning_content", "")
     if thought.startswith(LOOKS_UP):
         return False

@@ -112,9 +112,7 @@ class Layer(nn.Module):
             self.gate = matrix(config.num_local_experts, hidden)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, use: Precision) -> tuple[Tensor, ...]:
-        """Project x [B, S, hidden] to normed and rotated `Heads`. The index passes no gradient to
-        x.
-        """
+        """Project x [B, S, hidden] to normed, rotated `Heads`. The index gives x no gradient."""
         config = self.config
         x = use.activation(gemma_norm(x, self.input_norm, config.rms_norm_eps))
 
@@ -191,9 +189,7 @@ class M3Model(nn.Module):
     def forward(
         self, tokens: Tensor, attend: Attend, *, dtype: torch.dtype, use: Precision
     ) -> tuple[Tensor, list[Tensor]]:
-        """Map tokens [B, S] to (normed hidden [B, S, hidden], tokens per routed expert of each
-        layer).
-        """
+        """Map tokens [B, S] to (normed hidden [B, S, hidden], tokens per routed expert)."""
         cos, sin = rope_tables(torch.arange(tokens.shape[1], device=tokens.device), self.config)
         x = F.embedding(tokens, self.embed.to(dtype))
         loads: list[Tensor] = []
@@ -304,9 +300,7 @@ def index_loss(
 
 
 def masked_attention(heads: Heads, visible: Tensor) -> Tensor:
-    """Attend by an explicit mask [B, 1 or kv heads, S, S]. Use this function for small
-    sizes only.
-    """
+    """Attend by an explicit mask [B, 1 or kv heads, S, S]. Use this function for small sizes."""
     group = heads.q.shape[1] // heads.k.shape[1]
     if visible.shape[1] > 1:
         visible = visible.repeat_interleave(group, 1)

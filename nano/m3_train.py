@@ -238,9 +238,7 @@ class PackedAttention:
         return mixed
 
     def _tiles(self) -> Tensor:
-        """Return bool [B, 1, tiles, tiles]: whether a key tile shares a document with a
-        query tile.
-        """
+        """Return bool [B, 1, tiles, tiles]: whether a key and a query tile share a document."""
         tiles = self.layout.documents.unflatten(-1, (-1, self.config.block_size))
         first, last = tiles[..., 0], tiles[..., -1]
         at = torch.arange(first.shape[1], device=first.device)
@@ -328,9 +326,7 @@ class Trainer:
         return self.progress() >= (share if self.looks_up else max(share, WAIT_UNTIL))
 
     def rate(self) -> float:
-        """Return the factor of the learning rate: a warm-up after each start, then a decay by the
-        clock.
-        """
+        """Return the learning rate's factor: a warm-up after each start, then a decay by time."""
         decay = min((1 - self.progress()) / (1 - STABLE_SHARE), 1.0)
         steps = WARMUP_STEPS if self.step_count == self.steps_here else WARMUP_STEPS // 4
         return float(min(decay, (self.steps_here + 1) / steps))

@@ -72,9 +72,7 @@ class _FakeQuant(torch.autograd.Function):
 
 
 def fake_quant(weight: Tensor) -> Tensor:
-    """Return the bfloat16 weight that the FP8 checkpoint yields, with a straight-through
-    gradient.
-    """
+    """Return the bfloat16 weight of the FP8 checkpoint, with a straight-through gradient."""
     result: Tensor = _FakeQuant.apply(weight)
     return result
 
@@ -108,9 +106,7 @@ def precision(dtype: torch.dtype, *, weights: bool, activations: bool) -> Precis
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `x * rsqrt(mean(x^2) + eps) * weight` with statistics in float32, in the dtype
-    of x.
-    """
+    """Return `x * rsqrt(mean(x^2) + eps) * weight`, with float32 statistics, in the dtype of x."""
     wide = x.float()
     return (
         wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype).float()
@@ -205,9 +201,7 @@ class Layer(nn.Module):
         return F.linear(use.activation(mixed.transpose(1, 2).flatten(2)), use.weight(self.o))
 
     def experts(self, x: Tensor, use: Precision) -> tuple[Tensor, Tensor]:
-        """Run the experts. A sigmoid router with a selection bias gives unselected experts weight
-        zero.
-        """
+        """Run the experts that a sigmoid router selects by score and selection bias."""
         config = self.config
         scores = torch.sigmoid(F.linear(x.float(), self.gate))
         chosen = torch.topk(

@@ -203,9 +203,7 @@ def aside(name: str, rng: random.Random) -> str:
 
 
 def with_pronouns(text: str, sentence: str, name: str, rng: random.Random) -> tuple[str, str]:
-    """Replace `name` by a pronoun after its first mention in `text`, and in the answer
-    `sentence`.
-    """
+    """Replace `name` by a pronoun after its first mention in `text`, and in the answer."""
     mentions = list(re.finditer(rf"(?<!\w){re.escape(name)}(?:'s)?(?!\w)", text))
     if len(mentions) < 2:
         return text, sentence

@@ -5,6 +5,5 @@ _NAMES = "subjectAltName=DNS:localhost,IP:127.0.0.1"
 
 
 def make_certificate(certificate: str, key: str) -> None:
-    """Write a certificate valid for one day, and its key, to these files."""
     command = [*_REQUEST.split(), _NAMES, "-out", certificate, "-keyout", key]
     subprocess.run(command, check=True, capture_output=True)

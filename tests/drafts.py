@@ -61,7 +61,6 @@ class ScriptedProposer(Proposer):
 def outputs_of(
     params: Iterable[SamplingParams], prompts: Iterable[list[int]], outputs: Iterable[list[int]]
 ) -> dict[Key, list[int]]:
-    """Return outputs by seed and prompt of the request."""
     return {
         (one.seed or 0, tuple(prompt)): output
         for one, prompt, output in zip(params, prompts, outputs, strict=True)

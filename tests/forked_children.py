@@ -101,7 +101,6 @@ def _spawn(
     variables: Mapping[str, str] | None = None,
     has_secrets: bool = True,  # A forked child has all variables of this run.
 ) -> subprocess.Popen[bytes]:
-    """Replace `supervision.spawn`, whose original is `spawn`."""
     wanted = env.make_child_env(**{log.CHILD_VARIABLE: log.settings()} | dict(variables or {}))
     if not source().has_environment(wanted):
         return spawn(module, *args, own_group=own_group, pass_fds=pass_fds, variables=variables)
@@ -163,8 +162,6 @@ def _adopting() -> Iterator[None]:
 
 
 class Forked(subprocess.Popen[Any]):
-    """Hold a child that was forked from `source`."""
-
     def __init__(self, source: Source, command: list[str], **options: Any) -> None:
         self._source = source
         super().__init__(command, **options)
@@ -269,7 +266,6 @@ def main(fd: int) -> None:
 
 
 def run(module: str, arguments: list[str]) -> None:
-    """Run the module as the main program."""
     if module != "negamax":  # For a package, run its `__main__`.
         sys.modules.pop(module, None)
     sys.argv = [module, *arguments]

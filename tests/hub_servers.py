@@ -50,9 +50,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body: bytes = b"",
         cut: int | None = None,
     ) -> None:
-        """Answer with `body`, or with its first `cut` bytes and a header that has the full
-        length.
-        """
+        """Answer with `body`, or with its first `cut` bytes under a header with the full length."""
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -137,7 +135,6 @@ class TinyHub(TinyServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return variables that point huggingface_hub in a subprocess to this hub."""
         return {
             "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_ETAG_TIMEOUT": "120",
@@ -185,5 +182,4 @@ class TinyModelScope(TinyServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return variables that point ModelScope's client in a subprocess to this server."""
         return {"MODELSCOPE_ENDPOINT": self.endpoint}

@@ -28,8 +28,6 @@ def asking(fault: str, *, only_rank: int = -1, **params: Any) -> SamplingParams:
 
 
 def install(rank: int, patch: Patch) -> None:
-    """Make functions of this process fail for requests that select a fault."""
-
     def asks(params: SamplingParams, fault: str) -> bool:
         value = (params.logit_bias or {}).get(FAULTS.index(fault))
         return value is not None and round(10 * (value - 1.0)) in (-1, rank)

@@ -39,7 +39,6 @@ def is_quick(work: Callable[[], object], limit: float) -> bool:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Return the CPU time of `work`, in all threads of this process."""
     started = time.process_time()
     work()
     return time.process_time() - started

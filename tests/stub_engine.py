@@ -47,8 +47,6 @@ CALL_END = "</parameter>\n</invoke>\n</minimax:tool_call>"
 
 
 class Answer:
-    """Hold a running request and its next tokens."""
-
     def __init__(
         self, request: GenerateRequest, tokens: Sequence[int], *,
         steps: Iterator[int] | None = None, num_cached_tokens: int = 0,
@@ -114,8 +112,6 @@ class Novelist:
 
 
 class StubEngine:
-    """Take requests, and return the next tokens of each request."""
-
     def __init__(
         self, options: EngineOptions, *, new_author: Callable[[ModelSource], Author]
     ) -> None:
@@ -173,13 +169,11 @@ class StubEngine:
         return wire.StepOutputs(updates, self._stats())
 
     def _due(self) -> Collection[Answer]:
-        """Return the answers that may continue."""
         if self._hold is None or not Path(self._hold).exists():
             return self._answers.values()
         return [answer for answer in self._answers.values() if answer.position == 0]
 
     def beat(self) -> wire.Heartbeat:
-        """Return the heartbeat of an idle engine."""
         return wire.Heartbeat(self._steps, True, self._stats())
 
     def _stats(self) -> wire.EngineStats:
@@ -198,7 +192,6 @@ def make_vision() -> VisionSpec:
 
 
 def run(folder: str, *, new_author: Callable[[ModelSource], Author]) -> int:
-    """Serve the sockets in `folder`. Return the exit code."""
     exit_with_parent()
     pause = float(os.environ.get("STUB_STEP_MS", "0")) / 1000
     log = os.environ.get("STUB_LOG")

@@ -73,7 +73,6 @@ def randomize(model: Any, seed: int, *, norm: float) -> Any:
 
 
 def save(model: MiniMaxM2ForCausalLM, folder: Path) -> Path:
-    """Write `model` as a checkpoint, with the embedded model's tokenizer."""
     model.save_pretrained(folder)
     for name in TOKENIZER_FILES:
         shutil.copy(NANO / name, folder / name)

@@ -141,8 +141,8 @@ def join(model: Path, draft: Path, *, is_among: bool) -> None:
 
 
 class Oracle:
-    """Compute a draft's proposals. `embedding` and `head` are the target's, if the draft
-    has none.
+    """Compute a draft's proposals. `embedding` and `head` are the target's, if the draft lacks
+    them.
     """
 
     def __init__(

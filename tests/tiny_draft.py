@@ -116,7 +116,6 @@ def weights(
 def save(
     config: dict[str, Any], tensors: Weights, folder: Path, *, layout: str = "specforge"
 ) -> str:
-    """Write a draft in the layout of SpecForge, TorchSpec or speculators."""
     several = config["num_hidden_layers"] > 1
     old, new = ("midlayer.", "layers.") if several else ("midlayer.", "layers.0.")
     if layout == "torchspec":
@@ -233,9 +232,7 @@ def count_differing(
     config: dict[str, Any],
     tensors: Weights,
 ) -> tuple[int, int]:
-    """Return how many draft tokens differ from the oracle's on `target`'s `layers`, and how many
-    exist.
-    """
+    """Return how many draft tokens differ from the oracle's, and how many there are."""
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     of_block = any(name.endswith("block_size") for name in config)
     make_oracle = tiny_block_draft.Oracle if of_block else Oracle
@@ -260,9 +257,7 @@ def count_differing(
 
 
 class Oracle:
-    """Compute a draft model's proposals. `embedding` and `head` are the target's, if it has
-    none.
-    """
+    """Compute a draft's proposals. `embedding` and `head` are the target's."""
 
     def __init__(
         self, config: dict[str, Any], tensors: Weights, *, embedding: Tensor, head: Tensor

@@ -101,7 +101,6 @@ def make_seeing_model(
 
 
 def random_image(height: int, width: int, generator: Any) -> Any:
-    """Draw an image [height, width, 3] uint8."""
     import torch
 
     return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)

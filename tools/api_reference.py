@@ -103,9 +103,7 @@ def _all_routes(router: Any) -> Iterator[APIRoute]:
 
 
 def all_schemas(requests: set[str]) -> dict[str, list[Schema]]:
-    """Return the schemas of each section: `requests`, and schemas that are no base of
-    another one.
-    """
+    """Return the schemas of each section: `requests`, and schemas that are no base class."""
     found: dict[str, list[Schema]] = {section: [] for section in TITLES}
     for info in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
         if not re.search(r"\.dialects\.\w+\.(schema|items)$|\.api\.schemas\.", info.name):
@@ -243,9 +241,7 @@ def _limits(schema: dict[str, Any]) -> str:
 
 
 def _engine_range(name: str) -> str:
-    """Return the range of a sampling parameter from the error with which the engine refuses a
-    value.
-    """
+    """Return the range of a sampling parameter from the engine's refusal of a bad value."""
     name = _ALIASES.get(name, name)
     fields = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
     kind = fields.get(name)

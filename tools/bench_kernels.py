@@ -52,9 +52,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Timing:
-    """Hold the time of one kernel on one case. 100 percent of the roofline is the machine's
-    limit.
-    """
+    """Hold the time of a kernel on a case. 100 percent of the roofline is the machine's limit."""
 
     op: str
     provider: str
@@ -259,10 +257,7 @@ def _time_on_gpu(
 
 
 def _graph_seconds(calls: Sequence[Call], *, num_calls: int, between: Call) -> float:
-    """Return the median seconds of a call in a CUDA graph of `num_calls` calls.
-
-    `between` runs before each replay.
-    """
+    """Return the median seconds of a call in a CUDA graph. `between` runs before replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -163,9 +163,7 @@ def anonymous_bytes() -> int:
 def load_seconds(
     folder: Path, spec: ModelSpec, layout: ParallelLayout, device: torch.device
 ) -> tuple[float, float, int, int]:
-    """Return seconds of the check and of the reads, bytes read, and host memory beyond
-    parameters.
-    """
+    """Return seconds of check and reads, bytes read, and host memory beyond the parameters."""
     kernels = resolve(platform=platform_of(device), dtype=torch.bfloat16)
     began = time.perf_counter()
     slots = build_empty_slots(spec, layout, kernels=kernels)

@@ -54,9 +54,7 @@ def make_request(
 
 
 class Loop:
-    """Overlap steps as the engine does, with an instant worker. `microseconds` has one entry per
-    step.
-    """
+    """Overlap steps as the engine does, with an instant worker. Record microseconds per step."""
 
     def __init__(self, scheduler: GroupScheduler, rng: random.Random) -> None:
         self.scheduler = scheduler

@@ -74,9 +74,7 @@ def uv_variables() -> dict[str, str]:
 
 
 def _torch_index(requirement: str) -> list[str]:
-    """Return the options that select PyTorch's CPU index, or none if it is not needed or
-    reachable.
-    """
+    """Return options that select PyTorch's CPU index, if it is needed and reachable."""
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     if sys.platform == "linux" and not driver and _is_reached(f"{CPU_INDEX}/torch/"):
         print(f"Installing {requirement} for CPUs (no NVIDIA driver here): a download of about")

@@ -19,9 +19,7 @@ HELD_OUT_SHARE = 16  # one in this many problems is held out
 
 
 def is_held_out(canonical_text: str) -> bool:
-    """Return whether a problem is held out: a fixed 1/16 of the SHA-256 values of
-    `canonical_text`.
-    """
+    """Return whether a problem is held out, which is so for 1/16 of the SHA-256 values."""
     digest = hashlib.sha256(canonical_text.encode("utf-8")).digest()
     return digest[0] % HELD_OUT_SHARE == 0
 

@@ -78,9 +78,7 @@ def _errand(rng: random.Random) -> str:
 
 
 def _query(rng: random.Random) -> str:
-    """Draw a text in lower case with words that also introduce parameters: in, to, for,
-    with, on.
-    """
+    """Draw a text in lower case with words that also introduce parameters, such as "in"."""
     text = rng.choice(QUERIES).format(
         w=rng.choice(common.NOUNS),
         w2=rng.choice(common.NOUNS),

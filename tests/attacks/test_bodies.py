@@ -86,9 +86,7 @@ def test_list_of_wrong_elements_is_refused_at_once(
 
 
 def expensive_bodies(scale: int) -> dict[str, tuple[str, bytes]]:
-    """Return paths and bodies by name. Decoding each body is expensive; `scale` 1 is the largest
-    size.
-    """
+    """Return paths and bodies by name, with much to decode. `scale` 1 is the largest size."""
     chat: dict[str, Any] = {"model": "nano", "messages": HELLO, "max_tokens": 1}
     text = 30 * MiB // scale
     inner = f'[{{"role": "user", "content": "x", "more": {listed("[]", 200_000 // scale)}}}]'

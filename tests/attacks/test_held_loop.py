@@ -88,7 +88,6 @@ async def held(work: Awaitable[object]) -> float:
 
 
 def request_with(parts: Sequence[bytes]) -> Request:
-    """Return a request whose body arrives in these parts."""
     waiting = list(parts)
 
     async def receive() -> dict[str, Any]:
@@ -111,10 +110,7 @@ async def rendered(body: bytes) -> str:
 
 
 def check(body: bytes) -> None:
-    """Check that `body` is refused and blocks no other request.
-
-    Other load makes the work slower, so try several times.
-    """
+    """Check that `body` is refused and blocks no other request. Retry on a busy machine."""
     outcome = ""
 
     async def run() -> float:

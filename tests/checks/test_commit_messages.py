@@ -16,7 +16,6 @@ SUBJECT = re.compile(rf"(?:{AREAS})(?:\([a-z0-9_-]+\))?: [a-z][^\n]*[^.\n]")
 
 
 def find_faults(message: str) -> list[str]:
-    """Return the faults of a commit message."""
     subject, _, body = message.strip().partition("\n")
     faults = {
         "subject is not `area: imperative summary`": not SUBJECT.fullmatch(subject),

@@ -187,7 +187,6 @@ ALLOWED = {
 
 
 def find_module(name: str) -> Path | None:
-    """Return the file of a module of the tests, or None."""
     if name.startswith("tests."):
         path = TESTS.parent.joinpath(*name.split(".")).with_suffix(".py")
         return path if path.is_file() else None

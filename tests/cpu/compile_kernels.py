@@ -106,9 +106,7 @@ def described(error: BaseException) -> str:
 
 
 def spilled_bytes(code: Mapping[str, Any]) -> int:
-    """Return the stack bytes per thread (spilled registers) of an NVIDIA kernel, from its
-    ELF file.
-    """
+    """Return the stack bytes per thread (spilled registers) of an NVIDIA kernel's ELF file."""
     found = re.search(rb"\x04\x11\x08\x00.{4}(.{4})", code.get("cubin", b""), re.DOTALL)
     return int.from_bytes(found[1], "little") if found else 0
 
@@ -187,7 +185,6 @@ def compile_for(
 
 
 def main() -> None:
-    """Start one process per architecture, and send it the cases that it compiles."""
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "runs",

@@ -75,9 +75,7 @@ def choice(*texts: str) -> Grammar:
 
 
 def require_call(tools: Sequence[Any], name: str | None = None) -> Grammar:
-    """Return the grammar that requires a call of tool `name`, or of any tool, in MiniMax-M2's
-    format.
-    """
+    """Return the grammar of a required call of tool `name`, or of any tool, in M2's format."""
     style = M2Calls(MINIMAX_M2.tag_ids(TOKENIZER))
     grammar = tool_grammar(tools, style, choice="function" if name else "required", name=name)
     assert grammar is not None
@@ -85,9 +83,7 @@ def require_call(tools: Sequence[Any], name: str | None = None) -> Grammar:
 
 
 def seeded(seed: int, **fields: Any) -> SamplingParams:
-    """Sample at temperature 1, with a bias against the white space that the embedded model
-    prefers.
-    """
+    """Sample at temperature 1, with a bias against white space, which nano prefers."""
     return SamplingParams(
         **{"temperature": 1.0, "seed": seed, "max_tokens": 400, "logit_bias": SPACES, **fields}
     )

@@ -54,9 +54,7 @@ class RepeatedStep:
 
 
 class RepeatedSteps:
-    """Stand in for `GraphPool`. If `runs_captured`, capturing a step also runs it on
-    padding rows.
-    """
+    """Stand in for `GraphPool`. If `runs_captured`, a capture also runs the step on padding."""
 
     def __init__(self, *, runs_captured: bool = True) -> None:
         self._runs_captured = runs_captured

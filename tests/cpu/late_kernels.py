@@ -44,7 +44,6 @@ ATEN = torch.library.Library("aten", "IMPL")  # The library's settings hold for 
 
 
 def eagle3_draft(model: str, layers: list[int], count: int = 3, **fields: Any) -> dict[str, Any]:
-    """Return a `--speculative-config` of a draft that reads the inputs of `layers`."""
     own = {"model": model, "eagle_aux_hidden_state_layer_ids": layers}
     return {"method": "eagle3", "num_speculative_tokens": count, **own, **fields}
 
@@ -117,9 +116,7 @@ class Launches:
             self.forms[form] = self.when, {**parts, "options": options}
 
     def late(self) -> list[str]:
-        """Return the kernels that were compiled late, and how each differs from the most similar
-        one.
-        """
+        """Return the kernels that were compiled late, with their difference from earlier ones."""
         found = []
         early = [(name, parts) for (name, _), (when, parts) in self.forms.items() if not when]
         for form, (when, parts) in self.forms.items():
@@ -281,7 +278,6 @@ def _unless_meta(method: Callable[..., Any], without: Callable[..., Any]) -> Cal
 
 
 def serve(llm: LLM, launches: Launches, *, most_tokens: int, longest: int) -> None:
-    """Run steps of all kinds with sequences of up to `longest` tokens."""
     rng = random.Random(1)
 
     def run(when: str, lengths: list[int], **params: Any) -> None:

@@ -106,9 +106,7 @@ def write_source(
 
 @contextmanager
 def edited(file: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a file, or of a folder's model.safetensors, and save changes at
-    the end.
-    """
+    """Yield the tensors of a file, or of a folder's model.safetensors, and save the changes."""
     file = file / "model.safetensors" if file.is_dir() else file
     tensors = load_file(file)
     yield tensors

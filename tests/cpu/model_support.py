@@ -20,7 +20,6 @@ from negamax.worker import kv_cache
 
 
 def tiny_config(seed: int, **overrides: int | float) -> dict[str, object]:
-    """Draw the config.json of a small model. `overrides` sets the values of fields."""
     rng = random.Random(seed)
     kv_heads = rng.randint(1, 4)
     heads = kv_heads * rng.choice([group for group in range(1, 13) if 2 <= kv_heads * group <= 12])

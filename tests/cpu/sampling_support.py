@@ -36,7 +36,6 @@ def random_logits(num_rows: int, seed: int) -> torch.Tensor:
 def sample(
     logits: torch.Tensor, rows: RequestState, masks: RowBitmasks | None = None, *, on_shards: bool
 ) -> Sampled:
-    """Sample all rows from whole logits, or from shards of the logits if `on_shards`."""
     inputs = sample_inputs(list(range(len(logits))), [4] * len(logits), rows)
     sampler = Sampler(rows, kernels=REFERENCES, group=SingleRank(), on_shards=on_shards)
     return sampler(logits.clone(), inputs, masks=masks)

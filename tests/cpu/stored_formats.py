@@ -284,9 +284,7 @@ def int_quantized() -> StoredFormat:
 
 
 def auto_round(packing: str, *, symmetric: bool, bits: int = 4) -> StoredFormat:
-    """Return AutoRound's format, in which the experts' w2 has 8 bits (AWQ packing: other
-    groups).
-    """
+    """Return AutoRound's format. The experts' w2 has 8 bits (AWQ packing: other groups)."""
     other = {"group_size": 16} if "awq" in packing else {"bits": 8}
     left_out = {"bits": 16, "data_type": "fp"}
     description = described.auto_round(
@@ -362,9 +360,7 @@ def modelslim(
 
 
 def modelslim_int4() -> StoredFormat:
-    """Return W4A8_DYNAMIC: rows of two's complement int4, with even rows in the low half of
-    a byte.
-    """
+    """Return W4A8_DYNAMIC: rows of two's complement int4, even rows in the low half of a byte."""
 
     def store(module: str, matrix: Tensor) -> Stored:
         made = rounded(matrix, 4, -1, symmetric=True, dtype=torch.float32)

@@ -16,8 +16,6 @@ class Params(SamplingParams, frozen=True, kw_only=True):
 
 
 class EvenBias:  # step 2: add the stage
-    """Add `even_bias` to the logits of even token ids."""
-
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         return isinstance(params, Params) and params.even_bias != 0.0
 

@@ -31,7 +31,6 @@ FAMILIES: dict[str, Any] = {
 
 
 def draw(rng: random.Random, depth: int = 0) -> tuple[dict[str, Any], Any]:
-    """Return a schema and a value that follows it."""
     cases: list[tuple[dict[str, Any], Any]] = [
         (STRING, rng.choice(TEXTS)),
         ({}, "<p>Hi</p>"),

@@ -100,9 +100,7 @@ Name = str | Callable[[Checkpoint], str]
 
 
 def _set(name: Name, change: Callable[[Tensor], Tensor | None]) -> Fault:
-    """Replace a tensor, or delete it if `change` returns None. A missing tensor starts as 3
-    ones.
-    """
+    """Replace a tensor, or delete it if `change` returns None. A missing tensor has 3 ones."""
 
     def fault(made: Checkpoint) -> str:
         key = name if isinstance(name, str) else name(made)

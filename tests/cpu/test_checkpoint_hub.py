@@ -56,9 +56,7 @@ def modelscope() -> Iterator[TinyModelScope]:
 
 
 def run_code(code: str, environment: Mapping[str, str], *arguments: object) -> tuple[str, str]:
-    """Run code in a subprocess, since the clients read endpoints at import. Return output
-    and log.
-    """
+    """Run code in a subprocess, which reads endpoints at import. Return its output and log."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, **environment}, capture_output=True, check=True, text=True, timeout=120,
@@ -86,14 +84,12 @@ assert "torch" not in sys.modules
 
 
 def resolve_all(environment: Mapping[str, str], cache: Path, *models: str) -> list[str]:
-    """Return one line per model: its folder, or the error."""
     return run_code(RESOLVE, environment, "huggingface", cache, *models)[0].splitlines()
 
 
 def resolve_from_modelscope(
     environment: Mapping[str, str], cache: Path, model: str = "lab/model"
 ) -> tuple[str, str]:
-    """Return the folder or the error, and the log of the download."""
     environment = {"MODELSCOPE_CACHE": str(cache), **environment}
     output, logged = run_code(RESOLVE, environment, "modelscope", "", model)
     return output.strip(), logged

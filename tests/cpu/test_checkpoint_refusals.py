@@ -243,9 +243,7 @@ def header_file(header: bytes, data: bytes = b"") -> bytes:
 def tensors_file(
     data: bytes = b"", name: str = "x", **tensors: tuple[list[int], list[int]]
 ) -> bytes:
-    """Return a file of F32 tensors with given shapes and offsets. `name` replaces "x" in the
-    header.
-    """
+    """Return a file of F32 tensors by shapes and offsets. `name` replaces "x" in the header."""
     header = {
         key: {"dtype": "F32", "shape": shape, "data_offsets": offsets}
         for key, (shape, offsets) in tensors.items()

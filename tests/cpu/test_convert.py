@@ -205,7 +205,6 @@ def test_code_and_source_descriptions_are_not_copied(tmp_path: Path) -> None:
 
 
 def stop_at(call: int, stop: Callable[[], object]) -> Any:
-    """Return a progress callback that stops the conversion at call number `call`."""
     calls = iter(range(1, 10**9))
 
     def progress(done: int, total: int) -> None:

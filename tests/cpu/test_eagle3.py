@@ -93,7 +93,6 @@ def make_draft(variant: str, folder: Path) -> Draft:
 def check_proposals(
     seen: list[Proposal], target: Any, outputs: list[list[int]], draft: Draft
 ) -> int:
-    """Count the draft tokens that differ from the oracle's."""
     texts = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
     found, compared = tiny_draft.count_differing(seen, target, texts, LAYERS, *draft[:2])
     assert compared > 100

@@ -40,7 +40,6 @@ def prompt(seed: int, length: int = 30) -> list[int]:
 
 
 def complete(llm: LLM, number: int, length: int = 30, /, **params: Any) -> Completion:
-    """Return the greedy completion of `prompt(number, length)`, of 20 tokens by default."""
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, **params})
     return llm.generate([prompt(number, length)], sampling)[0].outputs[0]
 

@@ -60,9 +60,7 @@ class Model:
         self.gate = torch.randn(num_experts, self.hidden, generator=generator)
 
     def rank(self, layout: ParallelLayout) -> tuple[SparseMoe, list[Tensor]]:
-        """Return a rank's mixture, and its matrices [experts, 2 widths, hidden], [experts, hidden,
-        width].
-        """
+        """Return a rank's mixture, and its stacked matrices [experts, rows, columns]."""
         single, prepared = ParallelContext.single(), list[Tensor]()
         scheme = Scheme((self.stored,), lambda module: self.stored)
         kernel = TABLE.choose(EXPERTS, self.stored)

@@ -43,7 +43,6 @@ def begin(folder: Path, model: str = "nano", **options: Any) -> LLM:
 
 
 def expect(prompts: list[list[int]], model: str = "nano", **options: Any) -> list[list[int]]:
-    """Return the outputs of an engine without host memory and files."""
     with start(model, num_kv_blocks=None, kv_offloading_size=None, **options) as plain:
         return generate_tokens(plain, prompts, GREEDY)
 

@@ -67,7 +67,6 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotate x [tokens, heads, dim]."""
     half = CONFIG["rotary_dim"] // 2
     frequencies = CONFIG["rope_theta"] ** -(torch.arange(half) / half)
     angles = torch.arange(len(x))[:, None, None] * frequencies

@@ -28,7 +28,6 @@ def llm() -> Iterator[LLM]:
 
 
 def end(llm: LLM, *params: SamplingParams) -> list[SequenceUpdate]:
-    """Return the last update of each request."""
     updates = drive(llm, admitted(llm, ["letters:"] * len(params), params))
     return [each[-1] for each in updates.values()]
 

@@ -36,7 +36,6 @@ MODULE = "model.layers.0.block_sparse_moe.experts.1.w1"
 
 
 def format_of(name: str) -> TensorFormat:
-    """Return the product's format for the description in the table of stored formats."""
     fields = FLOATS[name].describe([MODULE], {})
     scheme = detect(QuantizationSpec(fields.get("quant_method", "modelopt"), fields))
     assert scheme is not None

@@ -83,7 +83,6 @@ def _gptq(n: int, k: int) -> dict[str, Tensor]:
 
 
 def _gptq_in_order(n: int, k: int) -> dict[str, Tensor]:
-    """Return GPTQModel's layout, which has g_idx with and without act-order."""
     return {**_gptq(n, k), "g_idx": ("I32", (k,))}
 
 

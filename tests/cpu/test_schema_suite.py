@@ -23,7 +23,6 @@ REFUSED = 126  # groups of the suite with keywords that no grammar can enforce
 
 
 def accepts(grammar: Grammar, texts: list[str]) -> list[str]:
-    """Return the texts that follow `grammar`."""
     compiled = COMPILER.compile(structural_tag(grammar, None, CALL_STYLES))
 
     def is_accepted(text: str) -> bool:

@@ -71,9 +71,7 @@ FAULTS: dict[str, tuple[str, str, Fault]] = {
 
 
 def plant(patch: pytest.MonkeyPatch, fault: Fault) -> set[str]:
-    """Change what the first load writes into a slot, but not later loads. Return the
-    changed slots.
-    """
+    """Change what the first load writes into a slot, not later loads. Return the changed slots."""
     write_part, planted = WeightSlot.write_part, set[str]()
 
     def changed(slot: WeightSlot, part: Tensor, *args: Any) -> Tensor:
@@ -96,7 +94,6 @@ def check(
     folder: Path | None = None,
     cache_dtype: torch.dtype | None = None,
 ) -> str:
-    """Load a model as a rank does, and check it."""
     options = EngineOptions(name, device="cpu")
     config = _make_worker_config(options, locate(options), None)
     config = replace(config, spec=spec or config.spec, folder=str(folder or config.folder))

@@ -47,9 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def prompt(seed: int) -> list[int]:
-    """Return prompt `seed`. Prompts with equal parity share a prefix, so that later ones hit the
-    cache.
-    """
+    """Return prompt `seed`. Seeds of equal parity share a prefix, which later prompts find."""
     common = torch.randint(3, 97, (20,), generator=torch.Generator().manual_seed(seed % 2))
     own = torch.randint(3, 97, (seed % 7 + 1,), generator=torch.Generator().manual_seed(seed))
     return common.tolist() + own.tolist()

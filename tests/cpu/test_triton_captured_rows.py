@@ -149,9 +149,7 @@ def own_caches(spec: ModelSpec, dtype: torch.dtype, layout: ParallelLayout) -> l
 
 @dataclass(frozen=True)
 class Case:
-    """Describe a test case. `error` is the largest ||logits - expected|| / ||expected|| of
-    a token.
-    """
+    """Describe a test case. `error` limits ||logits - expected|| / ||expected|| of a token."""
 
     spec: ModelSpec
     cache_dtype: torch.dtype = torch.bfloat16

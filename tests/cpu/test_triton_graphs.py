@@ -38,8 +38,6 @@ class Side(NamedTuple):
 
 
 class Counting(Proposer):
-    """Propose the numbers that follow the length of a row."""
-
     num_draft_tokens = 2
 
     def propose(

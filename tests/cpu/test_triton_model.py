@@ -81,7 +81,6 @@ def fp8_model() -> Decoder:
 
 
 def values_of(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Dequantize FP8 weights with block scales, and keep other tensors."""
     return {
         name: dequantize_block(tensor, stored[name + "_scale_inv"])
         if tensor.dtype == torch.float8_e4m3fn

@@ -79,7 +79,6 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def assert_loads(is_hit: bool, *arguments: Any, **options: Any) -> None:
-    """Load, and check the weights and whether the cache was used."""
     found, weights = start(*arguments, **options)
     assert found is is_hit and same(weights, TENSORS)
 
@@ -105,10 +104,7 @@ def test_next_start_reads_the_cache_and_writes_nothing(tmp_path: Path, checkpoin
 
 
 class Fused:
-    """Make a model whose eight slots write into one parameter with gaps.
-
-    One of the slots has no tensor.
-    """
+    """Make eight slots that write into one parameter with gaps. One slot has no tensor."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.parameters: dict[str, Tensor] = {}

@@ -102,9 +102,7 @@ class DistantMachines(Machines):
     def set_links(
         self, *, source: int | None = None, target: int | None = None, **settings: Any
     ) -> dict[str, list[int]]:
-        """Change the settings from `source` to `target` (None: all). Return the packet counts so
-        far.
-        """
+        """Change settings from `source` to `target` (None: all). Return the packet counts."""
         emulator = self._emulator
         assert emulator.stdin is not None and emulator.stdout is not None
         message = {"source": source, "target": target, **settings}
@@ -125,8 +123,6 @@ class DistantMachines(Machines):
 
 
 class OneMachine:
-    """Replace namespaces: all nodes use the loopback interface."""
-
     def __init__(self, port: int, reason: str) -> None:
         self.port = port  # first port of node 0
         self.reason = reason  # reason for the lack of namespaces
@@ -170,9 +166,7 @@ class Agent:
     def __init__(
         self, network: Machines | OneMachine, node: int, *options: str, **variables: str
     ) -> None:
-        """Start the agent. If `options` have no address, `node` gives the address and the node
-        rank.
-        """
+        """Start the agent with `options`, or with the address and node rank of `node`."""
         if not {"--data-parallel-address", "--dist-init-addr"}.intersection(options):
             options = ("--node-rank", str(node), "--master-addr", network.address(0), *options)
         command = [

@@ -25,7 +25,6 @@ NOTICED_SECONDS = 3.0
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Return the tokens of an engine with one rank."""
     with LLM("nano", **COMMON) as one:
         return tokens(one)
 

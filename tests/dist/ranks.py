@@ -85,7 +85,6 @@ def run_faulty(endpoint: str, rank: int) -> int:
 
 
 def run_foreign(endpoint: str, rank: int) -> int:
-    """Run a rank that knows the model family of `tests/cpu/foreign_family`."""
     sys.path.append(str(Path(__file__).parents[1] / "cpu"))
     from foreign_family.config import FAMILY
 
@@ -96,8 +95,6 @@ def run_foreign(endpoint: str, rank: int) -> int:
 
 
 class EchoWorker:
-    """Answer every plan with this rank's number and the plan's slots."""
-
     poll_control = None
 
     def __init__(self, config: WorkerConfig) -> None:

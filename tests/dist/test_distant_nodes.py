@@ -117,7 +117,6 @@ def disconnect(network: DistantMachines, ways: Ways, *, seconds: float) -> None:
 
 
 def start_gap(network: DistantMachines, ways: Ways, *, seconds: float) -> threading.Thread:
-    """Disconnect the machines for `seconds` in another thread."""
     gap = threading.Thread(target=disconnect, args=(network, ways), kwargs={"seconds": seconds})
     gap.start()
     return gap

@@ -99,8 +99,6 @@ def test_the_engine_does_not_wait_for_lost_agents(monkeypatch: pytest.MonkeyPatc
 
 
 class Leader:
-    """Act as node 0 toward an agent: start ranks, then end them."""
-
     def __init__(self, port: int) -> None:
         self._port = port
         self.context = zmq.Context()

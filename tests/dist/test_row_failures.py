@@ -40,7 +40,6 @@ two_context_ranks = faulty_ranks(prefill_context_parallel_size=2)
 
 
 def run(llm: LLM, victim: SamplingParams) -> tuple[list[list[int]], str | None]:
-    """Return the tokens of the other requests, and the error of `victim`."""
     last = [5, PROMPT_MARK, 6, 7] if victim.prompt_logprobs else PROMPT[3:]
     requests = admitted(llm, [PROMPT, PROMPT[1:], PROMPT[2:], last], [*OTHERS, victim])
     updates = drive(llm, requests)

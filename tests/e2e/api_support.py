@@ -56,7 +56,6 @@ def error_of(response: httpx.Response, status: int, **fields: str) -> dict[str, 
 
 @contextlib.contextmanager
 def serving_stub(folder: Path, *options: str) -> Iterator[tuple[Server, httpx.Client]]:
-    """Run a server without a model; its log is in `folder`."""
     log = folder / "log"
     with serving(*options, program=STUB, log_file=log) as server, server.http() as http:
         yield server, http
@@ -86,7 +85,6 @@ def flooding(server: Server, bodies: list[bytes]) -> Iterator[list[int]]:
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> Any:
-    """Post a request that must succeed. Return its answer."""
     response = http.post(path, json=body)
     assert response.status_code == 200, response.text
     return response.json()

@@ -17,9 +17,7 @@ class Bench:
         self.out = self.err = ""
 
     def __call__(self, url: str, line: str, *options: str) -> dict[str, Any]:
-        """Run the benchmark with the options of `line`. Return its saved result, or {}
-        without one.
-        """
+        """Run the benchmark with the options of `line`. Return its saved result, or {}."""
         file = self._folder / "result.json"
         file.unlink(missing_ok=True)
         saved = f"--save-detailed --result-dir {self._folder} --result-filename {file.name}".split()
@@ -31,7 +29,6 @@ class Bench:
         return found
 
     def measure(self, url: str, line: str, *options: str) -> dict[str, Any]:
-        """Run the benchmark like a call, and require success."""
         found = self(url, line, *options)
         assert self.code == 0, self.out + self.err
         return found

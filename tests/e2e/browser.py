@@ -126,14 +126,12 @@ class Browser:
         return int(self.run("return document.querySelectorAll(s).length", s=selector))
 
     def get(self, selector: str, property: str) -> Any:
-        """Return a property of the first element that `selector` finds."""
         return self.run(f"return document.querySelector(s).{property}", s=selector)
 
     def wait_for_text(self, selector: str, text: str) -> None:
         self.wait("document.querySelector(s)?.textContent === t", s=selector, t=text)
 
     def give_files(self, selector: str, *files: Path) -> None:
-        """Select files in a file input."""
         root = self.call("DOM.getDocument")["root"]["nodeId"]
         field = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=field, files=[str(file) for file in files])
@@ -226,8 +224,6 @@ def browsing(folder: Path) -> Iterator[Browser]:
 
 
 def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:
-    """Give Chromium descriptor 3 for commands and descriptor 4 for answers."""
-
     def move() -> None:
         # No descriptor may be 3 or 4 while the other one moves there.
         high_read, high_write = os.dup(read_fd), os.dup(write_fd)

@@ -40,13 +40,11 @@ def send(page: Browser, text: str) -> None:
 
 
 def say(page: Browser, script: Script, answer: str, text: str) -> None:
-    """Send the message `text` and let the server reply with `answer`."""
     script.steps, script.finish_reason = [{"content": answer}], "stop"
     ask(page, text)
 
 
 def contents(script: Script) -> list[str]:
-    """Return the texts of all messages in the last request."""
     return [message["content"] for message in script.bodies[-1]["messages"]]
 
 
@@ -67,7 +65,6 @@ def figures(page: Browser) -> dict[str, str]:
 
 
 def sent(page: Browser) -> dict[str, Any]:
-    """Return the body of the last request."""
     asked = [each for each in page.requests if each["url"].endswith("/v1/chat/completions")]
     body: dict[str, Any] = json.loads(asked[-1]["postData"])
     return body

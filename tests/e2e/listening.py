@@ -16,10 +16,7 @@ def family_of(pid: int) -> list[int]:
 
 
 def strangers_doors(server: Server) -> tuple[set[str], set[str]]:
-    """Return the public and the loopback addresses on which `server` listens.
-
-    The configured address is not included.
-    """
+    """Return public and loopback addresses on which `server` listens, except the configured one."""
     configured = server.url.removeprefix("http://")
     addresses = set[str]().union(*map(_listening, family_of(server.process.pid))) - {configured}
     hosts = {address: ipaddress.ip_address(address.rpartition(":")[0]) for address in addresses}

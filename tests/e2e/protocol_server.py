@@ -127,7 +127,6 @@ class Protocol:
         return function["name"], json.dumps(values, sort_keys=self.fault == "reorders keys")
 
     def events(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a stream."""
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         deltas += [{"reasoning_content": word} for word in spaced(answer.reasoning)]
         words = [*spaced(answer.content)]
@@ -164,7 +163,6 @@ def spaced(words: list[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def protocol_server(fault: str = "") -> Iterator[tuple[str, Protocol]]:
-    """Run a server with chat completions, a list of models, and /health."""
     protocol = Protocol(fault)
 
     class Handler(BaseHTTPRequestHandler):

@@ -38,7 +38,6 @@ class Terminal:
         return self.text
 
     def say(self, line: str, words: str, *, count: int = 1) -> str:
-        """Type a line and wait for `words`."""
         self.type(f"{line}\n")
         return self.wait_for(words, count=count)
 

@@ -45,7 +45,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def count(http: httpx.Client, path: str, body: dict[str, Any]) -> int:
-    """Return the number of prompt tokens that an answer reports."""
     response = http.post(path, json={"model": "nano-m3", **body})
     assert response.status_code == 200, response.text
     usage = response.json().get("usage", {})

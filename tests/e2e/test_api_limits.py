@@ -60,10 +60,7 @@ def send(server: Server, data: bytes) -> socket.socket:
 
 
 def open_stream(server: Server, body: dict[str, Any]) -> socket.socket:
-    """Open a stream of few events and read its first bytes.
-
-    Unread events fill the buffers slowly.
-    """
+    """Open a stream of few events, which fill the buffers slowly, and read its first bytes."""
     connection = send(server, post_bytes(body | {"stream": True, "stream_interval": 500}))
     assert connection.recv(100).startswith(b"HTTP/1.1 200")
     return connection

@@ -24,7 +24,6 @@ def redirected(redirection: str, *arguments: str) -> subprocess.CompletedProcess
 
 
 def mostly_full(*commands: tuple[str, ...]) -> list[object]:
-    """Mark all commands except the first one as `full`."""
     first, *others = commands
     return [first, *(pytest.param(command, marks=pytest.mark.full) for command in others)]
 

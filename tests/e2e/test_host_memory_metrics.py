@@ -19,7 +19,6 @@ Samples = dict[tuple[str, str | None], float]
 
 
 def ask(http: httpx.Client, turn: int) -> tuple[int, str]:
-    """Return the number of cached tokens, and the text."""
     prompt = [40 + (at * (turn + 3)) % 200 for at in range(300)]
     body = {"model": "nano", "prompt": prompt, "max_tokens": 4, "temperature": 0}
     answer = http.post("/v1/completions", json=body).json()

@@ -84,9 +84,7 @@ def chat(*parts: Any) -> dict[str, Any]:
 
 
 def check(model: Any, server: Server, body: dict[str, Any], images: list[torch.Tensor]) -> int:
-    """Compare an answer's log-probabilities with transformers. Return the number of cached
-    tokens.
-    """
+    """Compare an answer's log-probabilities with transformers. Return the cached tokens."""
     prompt = ask(server, f"{CHAT}/render", body)["token_ids"]
     found = ask(server, CHAT, {**body, "return_token_ids": True})
     (choice,) = found["choices"]

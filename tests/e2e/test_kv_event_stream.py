@@ -35,7 +35,6 @@ def catch_up(subscriber: Subscriber, server: Server) -> None:
 
 
 def complete(http: httpx.Client, prompt: list[int], **fields: Any) -> int:
-    """Complete a prompt. Return how many of its tokens were cached."""
     body = GREEDY | {"prompt": prompt, "max_tokens": 4, "ignore_eos": True} | fields
     usage = post(http, "/v1/completions", **body)["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])

@@ -109,8 +109,6 @@ def test_single_rank_accepts_only_0(server: Server, http: httpx.Client) -> None:
 
 
 class Stream:
-    """Read a long pinned stream in its own thread."""
-
     def __init__(self, server: Server, rank: int, **fields: Any) -> None:
         self.lines: list[str] = []
         self.begun = threading.Event()

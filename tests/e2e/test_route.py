@@ -52,7 +52,6 @@ def routing(folder: Path, *options: str) -> Iterator[Server]:
 
 
 def by_server(router: Server, name: str) -> dict[str, float]:
-    """Return a metric of the router by URL of the server."""
     with router.http() as http:
         text = http.get("/metrics").text
     found = re.findall(

@@ -36,7 +36,6 @@ several = shared(f"{SIZES} --engine-hang-timeout {HANG_SECONDS}", rate=RATE)
 
 
 def post(server: Server, path: str, **fields: Any) -> Any:
-    """Post a request over a new connection. Return its answer."""
     with server.http() as http:
         answer = http.post(path, json=fields)
     assert answer.status_code == 200, answer.text
@@ -48,10 +47,7 @@ def keeper(response_id: str) -> int:
 
 
 def response_from(server: Server, index: int, **fields: Any) -> Any:
-    """Return a response of process `index`.
-
-    Connections are spread at random, and a new process needs time.
-    """
+    """Return a response of process `index`. Connections reach a random process, so retry."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         response = post(server, "/v1/responses", input="Hello", max_output_tokens=8, **fields)
@@ -63,9 +59,7 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
 def streams_under_way(
     server: Server, pool: concurrent.futures.Executor, count: int, **fields: Any
 ) -> list[concurrent.futures.Future[list[str]]]:
-    """Start long streams. A stream returns its last two lines, or none if its connection is
-    lost.
-    """
+    """Start long streams. A stream returns its last two lines, or none if it is cut off."""
     begun = threading.Semaphore(0)
 
     def run() -> list[str]:
@@ -286,7 +280,6 @@ def test_all_processes_learn_of_a_dead_engine_and_use_the_next(several: Server) 
 
 @pytest.fixture
 def ending(tmp_path: Path) -> Iterator[Server]:
-    """Run a server that the test ends."""
     options = ("--api-server-count", str(COUNT))
     with serving(*options, log_file=tmp_path / "log", rate=RATE) as server:
         yield server
@@ -320,7 +313,6 @@ def test_second_signal_aborts_the_requests_of_all_processes(ending: Server) -> N
 
 
 def refused_log(log_file: Path, *options: str) -> tuple[int, str]:
-    """Return the exit code and the log of a server that does not start."""
     process = launch(*options, log_file=log_file)
     code = process.wait(START_SECONDS)
     assert process.stdout is not None

@@ -36,7 +36,6 @@ if IS_PARALLEL and (count := torch.cuda.device_count()) > 1:
 
 @pytest.fixture(scope="session", autouse=True)
 def small_kv_caches() -> Iterator[None]:
-    """Limit the KV caches of engines that share a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if IS_PARALLEL and not KERNELS_ONLY:
             from negamax.options.engine import EngineOptions

@@ -50,9 +50,7 @@ Part = Callable[[ParallelContext, torch.device], Findings]
 
 
 def one_rank(rank: int, folder: str, parts: dict[str, Part], sizes: dict[str, int]) -> None:
-    """Run parts on one rank. `sizes` are those of the layout; data-parallel ranks exchange
-    tokens.
-    """
+    """Run parts on one rank. `sizes` describe the layout; data-parallel ranks exchange tokens."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
@@ -72,7 +70,6 @@ def one_rank(rank: int, folder: str, parts: dict[str, Part], sizes: dict[str, in
 
 
 def spawn(parts: dict[str, Part], **sizes: int) -> list[dict[str, Findings]]:
-    """Run `parts` on all ranks. Return the findings of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(one_rank, args=(folder, parts, sizes), nprocs=num_ranks())
         files = [Path(folder, f"{rank}.json") for rank in range(num_ranks())]
@@ -131,9 +128,7 @@ class Layer:
         return torch.stack([(got != want).sum() for got, want in pairs])
 
     def shard_differences(self, group: Collective) -> Tensor:
-        """Return the differences for sharded rows; residual and plain rows are those of
-        this rank.
-        """
+        """Return the differences for sharded rows. Residual and plain rows are this rank's."""
         shard = -(-len(self.residual) // group.size)
         return self.differences(slice(group.rank * shard, (group.rank + 1) * shard))
 
@@ -308,7 +303,6 @@ def shard_times(context: ParallelContext, device: torch.device, router: Router) 
 
 
 def sampling_inputs(num_rows: int, device: torch.device) -> tuple[Any, Any]:
-    """Return the rows of `pick`, and those of `draw_leading`."""
     from negamax.kernels.sampling.op import RowSampling
 
     numbers = torch.arange(num_rows, device=device)
@@ -443,9 +437,7 @@ def merges(context: ParallelContext, device: torch.device) -> Findings:
 
 
 def times(context: ParallelContext, device: torch.device) -> Findings:
-    """Return microseconds per call in a graph for our sums, NCCL's and torch's, and for
-    sampling.
-    """
+    """Return microseconds per call in a graph for our sums, NCCL's and torch's, and sampling."""
     import torch.distributed._symmetric_memory as symm_mem
 
     from negamax.kernels.collectives import tiles
@@ -496,7 +488,6 @@ PARTS: dict[str, Part] = {
 
 
 def repeat(step: Callable[[], object]) -> None:
-    """Run a step eagerly, then 15 times in graphs."""
     step()
     graph = capture(lambda: [step() for _ in range(3)])
     for _ in range(5):
@@ -547,7 +538,6 @@ several = pytest.mark.skipif(num_ranks() < 2, reason="needs two GPUs that reach 
 
 
 def only_wrong(counts: Any) -> Any:
-    """Return the entries that are not all 0."""
     if isinstance(counts, dict):
         return {label: own for label, own in counts.items() if only_wrong(own)}
     return [count for count in counts if count] if isinstance(counts, list) else counts

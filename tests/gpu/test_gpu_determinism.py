@@ -115,9 +115,7 @@ class Replays:
         self._began = self.requests.num_computed.clone()
 
     def replay(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return logits and tokens of the first `size` rows; they are valid until the next
-        replay.
-        """
+        """Return logits and tokens of the first `size` rows, valid until the next replay."""
         shape = self.shapes[size]
         self.requests.num_computed.copy_(self._began)
         self.graphs.prepare(shape, StepColumns.of_decodes(range(size), [1] * size))

@@ -286,9 +286,7 @@ def check(name: str, subject: Subject) -> str:
 def subjects(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Subject | Exception]:
-    """Return the subjects of the selected tests, or their load errors; kernels compile in
-    parallel.
-    """
+    """Return the subjects of the selected tests, or load errors. Kernels compile in parallel."""
     chosen = {item.callspec.params["name"] for item in request.session.items
               if isinstance(item, pytest.Function) and "subjects" in item.fixturenames}  # fmt: skip
     folder, device = tmp_path_factory.mktemp("formats"), torch.device("cuda", 0)

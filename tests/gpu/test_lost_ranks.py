@@ -14,7 +14,6 @@ from negamax.parallel.poll_control import PollControl
 
 
 def waited(control: PollControl, context: ParallelContext, device: torch.device) -> float:
-    """Return how many seconds a sum over two ranks waited for the absent rank."""
     from negamax.kernels.collectives import triton as kernels
     from negamax.kernels.norm import triton as norm_kernels
 

@@ -22,8 +22,6 @@ PROMPT = ("--prompt", "What is 47 + 38?", "--temperature", "0", "--max-tokens", 
 
 @dataclass(frozen=True)
 class Installation:
-    """Hold an environment with the wheel and its dependencies."""
-
     bin: Path
     folder: Path  # current folder of commands, far from the source
 

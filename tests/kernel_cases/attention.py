@@ -67,9 +67,7 @@ def _norm_case(
     *,
     norm_per_head: bool = False,
 ) -> Case:
-    """Make a case. `cache` is the number of blocks and their size. FP8 caches have scales other
-    than 1.
-    """
+    """Make a case. `cache` is (number of blocks, block size). An FP8 cache has scales."""
     num_blocks, block_size = cache
     norm_shape = (2, head_dim) if norm_per_head else ((heads + kv_heads) * head_dim,)
     normal = partial(randn, generator=generator)
@@ -188,10 +186,7 @@ def _attention_case(
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
-    """Make queries of the last `counts` tokens.
-
-    With `max_run`, the rows are decodes with drafts and padding.
-    """
+    """Make queries of the last `counts` tokens. With `max_run`, the rows are padded decodes."""
     shape, heads = PagedShape(kv_heads, group, block_size), kv_heads * group
     num_queries = max_run * len(lengths) or sum(counts)
     tensors = {
@@ -244,7 +239,6 @@ def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def cache_of(case: Case) -> KvCache:
-    """Return the caches in the inputs of an attention op."""
     scales = case.numbers.get("kv_scales", (1.0, 1.0))
     return KvCache(case.tensors["k_cache"], case.tensors["v_cache"], scales)
 

@@ -67,9 +67,7 @@ def _norm_case(
     cache_dtype: torch.dtype | None = None,
     shard: IndexShard = WHOLE,
 ) -> Case:
-    """Make a case. `heads` counts query and KV heads; `widths` are those of heads and index
-    heads.
-    """
+    """Make a case. `heads` counts query and KV heads; `widths` is for heads and index heads."""
     (own, kv), (head_dim, index_dim), (num_blocks, block_size) = heads, widths, cache
     normal = partial(randn, generator=generator)
     on_device: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -235,10 +233,7 @@ def _select_case(
     cache_dtype: torch.dtype | None = None,
     max_run: int = 0,
 ) -> Case:
-    """Make index queries of the last `counts` tokens of each sequence.
-
-    `run_metadata` explains `max_run`.
-    """
+    """Make index queries of the last `counts` tokens. `run_metadata` explains `max_run`."""
     one_head = SparseShape(1, shape.kv_heads, shape.block_size, shape.block_size, 1)
     caches = paged_caches(cache_dtype or dtype, generator, lengths, shape=one_head, head_dim=width)
     size = (max_run * len(lengths) or sum(counts), shape.kv_heads, width)
@@ -359,9 +354,7 @@ def apply_attention(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def select_cost(case: Case) -> Cost:
-    """Count index keys of sequences with more than top-k blocks once, and GEMMs of visible
-    pairs.
-    """
+    """Count index keys of sequences with more than top-k blocks, and GEMMs of visible pairs."""
     t, n = case.tensors, case.numbers
     shape, (num_tokens, heads, width) = n["shape"], t["index_q"].shape
     long = [

@@ -77,7 +77,6 @@ def tabled(
 
 
 def both(*makers: Make) -> Make:
-    """Return a function that makes the cases of all `makers`."""
     return lambda dtype, generator: [case for make in makers for case in make(dtype, generator)]
 
 

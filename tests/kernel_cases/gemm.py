@@ -120,9 +120,7 @@ def weight_only_case(
     outputs: int,
     label: str = "",
 ) -> Case:
-    """Make a case. Activations that may be rounded are exact: integers, or e4m3 by a power
-    of two.
-    """
+    """Make a case. Activations that may be rounded are exact: integers, or scaled e4m3."""
     x = randn(num_tokens, inputs, dtype=torch.float32, generator=generator)
     if stored.activation is not None:
         element = getattr(torch, stored.activation.element)

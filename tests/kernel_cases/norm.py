@@ -69,9 +69,7 @@ def apply_add_rms(kernel: AnyKernel, case: Case) -> tuple[Tensor, ...]:
 
 
 def case_outputs(out: Tensor | QuantizedActivations, case: Case) -> tuple[Tensor, ...]:
-    """Return the norm's output as tensors to compare. FP8 gives two tensors
-    (`quantize.outputs`).
-    """
+    """Return the norm's output as tensors to compare: one, or two for FP8."""
     if isinstance(out, QuantizedActivations):
         return quantized_outputs(out)
     return (out, out) if case.numbers["quantize"] else (out,)

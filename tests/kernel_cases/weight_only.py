@@ -23,10 +23,7 @@ from negamax.kernels.weight_only.draw import draw
 def _integers(
     name: str, element: str, scale: str, group: int = 0, *, zeros: bool = False
 ) -> TensorFormat:
-    """Make a format with a scale of dtype `scale` per `group` columns (0: all).
-
-    A byte holds two 4-bit codes.
-    """
+    """Make a format with a scale per `group` columns (0: all). A byte holds two 4-bit codes."""
     per_byte = 2 if element == "uint4" else 1
     dtype = "uint8" if element == "uint4" else element
     groups = Dim(Axis.COLUMNS, group) if group else ONE

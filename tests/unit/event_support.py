@@ -80,7 +80,6 @@ class CacheView:
         return batch
 
     def count_found(self, tokens: list[int], block_size: int, salt: str = "") -> int:
-        """Return how many tokens of a prompt the cache has."""
         chain = BlockHashes(tokens, block_size=block_size, salt=salt)
         known = set().union(*self.cached.values())
         for index in range((len(tokens) - 1) // block_size):

@@ -328,7 +328,6 @@ def _generate_value(schema: dict[str, Any], format: OutputFormat, rng: random.Ra
 
 
 def write_block(format: OutputFormat, calls: Sequence[tuple[str, Any]]) -> str:
-    """Write calls as the family's template does."""
     if not calls:
         return ""
     if format is MINIMAX_M3:

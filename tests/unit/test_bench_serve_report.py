@@ -160,7 +160,6 @@ def test_document_is_json_and_keeps_requests_on_demand_only() -> None:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    """Make the fields of `vllm bench serve --save-result` that the report reads."""
     load = {"request_rate": "inf", "max_concurrency": 4, "completed": 10}
     times = {"median_ttft_ms": 20.0, "p99_ttft_ms": 30.0, "median_tpot_ms": 5.0}
     names = {"backend": "vllm", "label": None, "model_id": "m"}

@@ -27,7 +27,6 @@ def read(chat_format: ChatFormat, text: str, *, may_call: bool = True) -> Parsed
 
 
 def read_parts(text: str, **parsers: str | None) -> tuple[str | None, str | None, int]:
-    """Read an answer of M2; return reasoning, content and number of calls."""
     output = read(ChatFormat.of_model(M2, **parsers), text)
     return output.reasoning, output.content, len(output.tool_calls)
 

@@ -29,8 +29,6 @@ SEEN: list[EngineOptions] = []
 
 @cache
 def group_with(**defaults: Any) -> typer.core.TyperGroup:
-    """Make a command that keeps its options in `SEEN`."""
-
     @add_options(defaults=defaults)
     def command(*, engine: EngineOptions) -> None:
         SEEN.append(engine)

@@ -57,9 +57,7 @@ class Client:
         self.send, self.close = self._socket.sendall, self._socket.close
 
     def read(self) -> bytes:
-        """Return the next bytes, or no bytes after an error or if the server closed the
-        connection.
-        """
+        """Return the next bytes, or b"" after an error or if the server closed the connection."""
         try:
             return self._socket.recv(65536)
         except ConnectionError:
@@ -69,7 +67,6 @@ class Client:
         return b"".join(iter(self.read, b""))
 
     def ask(self, data: bytes) -> bytes:
-        """Send `data` and return the server's answer."""
         self.send(data)
         head, _, body = self.read().partition(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split()[0])
@@ -79,8 +76,6 @@ class Client:
 
 
 class Clients:
-    """Connect to a server, and close all connections at the end of a test."""
-
     def __init__(self, port: int) -> None:
         self.port = port
         self._clients: list[Client] = []

@@ -41,7 +41,6 @@ HEADS: dict[str, Head] = {
 
 
 def accept(drafts: int, curve: Curve, rng: random.Random) -> int:
-    """Draw how many draft tokens of a row are accepted."""
     accepted = 0
     while accepted < drafts and rng.random() < curve[accepted]:
         accepted += 1
@@ -113,9 +112,7 @@ class Engine:
             self.policy.end_step(self.rows, drafts if is_timed else None, took)
 
     def share_of_best(self, phases: Iterable[tuple[int, int, Curve]], *, is_timed: bool) -> float:
-        """Run phases of (rows, steps, curve). Return the speed divided by that of the best fixed
-        length.
-        """
+        """Run phases of (rows, steps, curve). Return the speed relative to the best length."""
         fixed = [0.0] * (MOST + 1)
         for self.rows, steps, curve in phases:
             before = self.tokens

@@ -39,7 +39,6 @@ def prompt(
 
 
 def added(made: ChatPrompt) -> list[str]:
-    """Return the added tokens of a prompt."""
     ids = filter(TOKENIZER.is_added, made.token_ids)
     return [TOKENIZER.token_text(token_id) for token_id in ids]
 

@@ -62,9 +62,7 @@ async def send_to(client: Client, stream: EventStream) -> None:
 def sent_by(
     produce: Callable[[Write, list[Any]], Awaitable[None]], *, seconds: float, full: bool = False
 ) -> list[Any]:
-    """Return the bytes that a client receives from `produce`, which can read them during the
-    stream.
-    """
+    """Return the bytes that a client receives of a stream. `produce` can read these bytes."""
 
     async def run() -> list[Any]:
         client, source = Client(), Source()

@@ -144,8 +144,6 @@ def test_base64_may_have_line_breaks_and_no_padding() -> None:
 
 
 def make_png(width: int, height: int) -> bytes:
-    """Make a PNG of zeros; its file is small for any size."""
-
     def chunk(kind: bytes, body: bytes) -> bytes:
         return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
 

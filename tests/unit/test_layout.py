@@ -227,7 +227,6 @@ ODD = replace(M2, expert_width=1400, num_experts=6, experts_per_token=2)
 
 
 def offered(error: ConfigError) -> list[ParallelOptions]:
-    """Return the parallel options that the hint of a refusal names."""
     found = []
     for part in (error.hint or "").split(", or ", 1):
         is_whole = "--enable-expert-parallel" in part

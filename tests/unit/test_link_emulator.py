@@ -15,8 +15,6 @@ def packet(number: int, *, port: int = 80, flags: int = 0x10) -> bytes:
 
 
 class Ends:
-    """Hold the two ends of an emulated link."""
-
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK)
         self.link = Link(self._writer, seed=3)

@@ -35,7 +35,6 @@ def normalize(message: Message) -> Message:
 
 
 def contents(messages: list[Message]) -> list[tuple[str, str]]:
-    """Return role and text of each normalized message."""
     return [(one["role"], plain_text(one["content"])) for one in normalize_messages(messages)]
 
 

@@ -98,7 +98,6 @@ class Scene:
         self._take = take or (lambda index, output: self.taken.append(output))
 
     async def run(self) -> None:
-        """Start to run the request."""
         self._running = asyncio.create_task(self.request.run(self._take))
         await asyncio.sleep(0)
 
@@ -133,8 +132,6 @@ class Scene:
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in an event loop."""
-
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
         asyncio.run(test(**fixtures))

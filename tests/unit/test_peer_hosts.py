@@ -26,7 +26,6 @@ def naming(host: object) -> EngineRequest:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Replace DNS by a dictionary of addresses by name."""
     known: dict[str, str] = {}
 
     def resolve(host: str, *_: Any, **__: Any) -> Any:

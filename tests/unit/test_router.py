@@ -30,8 +30,6 @@ PARAMS = {"do_remote_prefill": True, "remote_block_ids": [0, 1]}
 
 
 class FakeServer:
-    """Answer each request with the same bytes, then close the connection."""
-
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
         self.health = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"

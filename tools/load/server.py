@@ -83,9 +83,7 @@ class Server:
         return values
 
     async def leftovers(self) -> dict[str, float]:
-        """Return the resources that are still held after all clients have disconnected, by
-        metric.
-        """
+        """Return resources that are still held after all clients disconnected, by metric."""
         deadline = time.monotonic() + IDLE_SECONDS
         while True:
             values = await self.metrics()
@@ -98,9 +96,7 @@ class Server:
         return [self.engine_pid(), *self.server_pids()]
 
     async def final_problems(self, processes: list[int] | None = None) -> list[str]:
-        """Return problems after a scenario: held resources, errors in the log, changed
-        processes.
-        """
+        """Return problems after a scenario: held resources, logged errors, changed processes."""
         held = await self.leftovers()
         problems = [f"held at the end: {held}"] if held else []
         if self.process.poll() is not None or processes not in (None, self.processes()):

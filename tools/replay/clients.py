@@ -321,9 +321,7 @@ class MessagesAgent(Agent):
 
 
 class ResponsesAgent(Agent):
-    """Use streamed Responses of the openai package. If `is_stored`, the server keeps the
-    history.
-    """
+    """Use streamed Responses of the openai package. If `is_stored`, the server has the history."""
 
     ends_with_calls = ends_with_text = "completed"
 

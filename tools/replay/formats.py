@@ -57,9 +57,7 @@ class Family(ABC):
         return said + (self.calls(exchange.calls) if exchange.calls else [])
 
     def comes_back(self, exchange: Exchange) -> bool:
-        """Return whether the history keeps an answer unchanged, at least until the next
-        question.
-        """
+        """Return whether the history keeps an answer unchanged until the next question."""
         without = self.opening + text_of(self.thinking(""))
         return bool(exchange.thinking) or without == self.unthinking
 
@@ -165,9 +163,7 @@ class M3(Family):
     )  # fmt: skip
 
     def __init__(self, thinking_mode: str) -> None:
-        """Select a mode. In "enabled" the prompt opens the thinking; in "adaptive" the model
-        decides.
-        """
+        """Select a mode: with "enabled" the prompt opens the thinking, else the model may."""
         self.thinking_mode = thinking_mode
         self.opening = "<mm:think>" if thinking_mode == "enabled" else ""
 
@@ -212,9 +208,7 @@ def tokens_of(parts: Sequence[Part], tokenizer: Tokenizer, *, in_letters: bool) 
 
 
 def m3_folder(template: Path, folder: Path) -> Path:
-    """Make `folder` an M3 model without weights, from nano's tokenizer and M3's tags and
-    template.
-    """
+    """Make `folder` an M3 model without weights, from nano's tokenizer and M3's template."""
     nano = resolve_model("nano")
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         shutil.copy(nano / name, folder / name)

@@ -38,9 +38,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Hold an answer and what follows: results of its calls and a `note`, or the next
-    `question`.
-    """
+    """Hold an answer and what follows: results of its calls, or the next `question`."""
 
     thinking: str
     text: str

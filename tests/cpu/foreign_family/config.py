@@ -12,8 +12,6 @@ INDEX_BLOCK = 4  # tokens
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSpec(ModelSpec):
-    """Describe a model whose first layer is dense and whose second layer is sparse."""
-
     mlp_width: int
     expert_width: int
     num_experts: int

@@ -102,9 +102,7 @@ def selected(index_q: Tensor, index_k: Tensor, top_k: int) -> Tensor:
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    """Attend with q [queries, heads, dim] to k, v [kv_heads, keys, dim] -> [queries, heads
-    * dim].
-    """
+    """Map q [queries, heads, dim], k, v [kv_heads, keys, dim] to [queries, heads * dim]."""
     group = q.shape[1] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = q.transpose(0, 1) @ k.transpose(1, 2) * q.shape[-1] ** -0.5
