@@ -106,9 +106,9 @@ class Attention:
     """Grouped-query attention from q, k, v projection to output projection, with QK norm and rope.
 
     RMS norm covers all heads together, or each head alone with `norm_per_head`. With `gemma_norm`
-    it scales by 1 + the weights. A rank holds `heads / tp` query heads and `kv_heads / tp` KV
-    heads. If there are more ranks than KV heads, adjacent ranks hold copies of one KV head. If they
-    shard that head's cache by blocks (DCP), each rank projects the query heads of all of them.
+    the norm scales by 1 + the weights. A rank holds `heads / tp` query heads and `kv_heads / tp` KV
+    heads. If there are more ranks than KV heads, adjacent ranks hold copies of one KV head. If
+    ranks shard a KV head's cache by blocks (DCP), each projects the query heads of all these ranks.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Attention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden], or P parts [T, P, hidden]. Keys and values go to `kv`."""
+        """x [T, hidden] -> [T, hidden], or P parts [T, P, hidden]. Writes new KV to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, cache = self._qkv(x), self.kv_scales.scale(kv)
         if self.norm_kernel is not None:  # norm, rope and cache write in one launch

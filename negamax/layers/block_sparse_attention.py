@@ -82,7 +82,7 @@ class BlockSparseAttention:
 
     Heads are split as in `Attention`. An index head is on the rank of its KV head, unless the index
     keys are sharded: then every rank computes the index queries of all heads. Each head of q, k,
-    index q and index k has RMS norm; with `gemma_norm` it scales by 1 + the checkpoint's weights.
+    index q and index k has RMS norm; with `gemma_norm` norms scale by 1 + the checkpoint's weights.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class BlockSparseAttention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden], or P parts [T, P, hidden]. New keys go to `kv`."""
+        """x [T, hidden] -> [T, hidden], or P parts [T, P, hidden]. Writes new KV to `kv`."""
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
         cache, index = self.kv_scales.scale(kv), kv["index"]
         at = TokenPlaces(step.cos, step.sin, step.slot_mapping)

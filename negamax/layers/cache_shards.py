@@ -1,8 +1,8 @@
 """Decode context parallelism (DCP): ranks with the same KV head split the blocks of its cache.
 
-Every rank attends to its own blocks with the query heads of all these ranks. Each rank then merges
-the partial results of its own heads. Attention layers need no code for DCP, because their kernel
-table contains ops that split and merge.
+Every rank attends to its own blocks with the query heads of all ranks that share the KV head. It
+then merges the partial results of its own heads. Attention layers need no code for DCP, because
+their kernel table contains ops that split and merge.
 """
 
 from collections.abc import Callable

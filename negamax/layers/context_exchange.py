@@ -19,7 +19,7 @@ class KeyExchange:
     def __init__(
         self, metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
     ) -> None:
-        """`metadata`: of a step with sharded tokens. `heads`: head counts of a layer's caches."""
+        """`metadata`: a step with sharded tokens. `heads`: head counts of a layer's caches."""
         shared = metadata.shared_tokens
         assert shared is not None
         self._group = shared.group

@@ -116,7 +116,7 @@ class ReplicatedTokens:
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
-        self.table, context = tuple(table), setup.context  # at start, like `experts`
+        self.table, context = tuple(table), setup.context  # expert in each slot at start
         slots = context.layout.experts.experts(len(self.table))
         self.first, self._group = slots.start, context.expert_group
         self.experts = [self.table[slot] for slot in slots]

@@ -1,4 +1,4 @@
-"""Linear layers split over ranks by output rows (column parallel) or columns (row parallel)."""
+"""Linear layers split by output rows (column parallel) or input columns (row parallel)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

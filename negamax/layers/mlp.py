@@ -33,7 +33,7 @@ class Mlp:
             setup=setup,
         )
         self._down = RowParallel(names.down, (hidden_size, width), columns=rows, setup=setup)
-        self.activation = self._gate_up.activation  # quantized form that is also accepted
+        self.activation = self._gate_up.activation  # accepted quantized form of x
         self._quantize = self._down.activation == E4M3_GROUPS
         self.slots = [*self._gate_up.slots, *self._down.slots]
 

@@ -32,8 +32,8 @@ _FORK_MAX_M = 32
 class SparseMoe:
     """A router in fp32 on every rank, and SwiGLU experts that are split by expert and by width.
 
-    The shared expert is one more expert that is selected for every token. If its format or size
-    differs, or if ranks hold different experts, the shared expert is a separate `Mlp`, split by
+    The shared expert is one more expert that is selected for every token. If the shared expert's
+    format or size differs, or if ranks hold different experts, it is a separate `Mlp`, split by
     width over the ranks with the same tokens.
     """
 
@@ -110,7 +110,7 @@ class SparseMoe:
     def _allocate_experts(
         self, experts: Sequence[MlpNames], hidden_size: int, width: int, setup: LayerSetup
     ) -> list[WeightSlot]:
-        """Create the matrices of this rank's experts. Gate rows are above up rows."""
+        """Create the matrices of this rank's experts. Gate rows come before up rows."""
         here, view = self._dispatch.experts, setup.context.layout.experts
         local = [name for each in here for name in _matrices(experts[each])]
         self._experts_kernel, held, reason = choose_kernel(
@@ -190,7 +190,7 @@ class SparseMoe:
     def run_after(
         self, norm: RmsNorm, part: Partial, residual: Tensor, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
-        """Run on the output of `norm`, which adds `part` to the residual [T, hidden]."""
+        """Run the experts on the output of `norm`, which adds `part` to `residual`."""
         return self.run_experts(*self.route_after(norm, part, residual, tokens), tokens)
 
     def route_after(
@@ -245,7 +245,7 @@ class SparseMoe:
 def _fork(ids: Tensor) -> torch.cuda.Stream | None:
     """Return a stream that continues from the current stream, for captured steps of few tokens.
 
-    `ids`: [T, top_k]. Return None for other steps: host launches or memory traffic limit them.
+    `ids`: [T, top_k]. Return None for other steps, which host launches or memory traffic limit.
     """
     if not ids.is_cuda or len(ids) > _FORK_MAX_M or not torch.cuda.is_current_stream_capturing():
         return None

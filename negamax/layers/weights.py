@@ -183,8 +183,8 @@ class MatrixWeight:
         padded: bool = False,
         reason: str = "",
     ) -> None:
-        """`stored`: the format held in memory, `PLAIN` for the compute dtype. `reason`: why it was
-        chosen. `padded`: whether `slots` leave entries unfilled.
+        """`stored`: the format held in memory, `PLAIN` for the compute dtype. `reason`: why this
+        format was chosen. `padded`: whether `slots` leave entries unfilled.
         """
         *lead, rows, columns = shape
         self.format, self._weights, self._reason = stored, weights, reason
@@ -243,7 +243,7 @@ class MatrixWeight:
         ]
 
     def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:
-        """Return the view of the parameter for `region`; it starts at row at[-1], column 0."""
+        """Return the view of the parameter for `region`, from row at[-1] and column 0 on."""
         held, own = self._tensors[tensor.name][at[:-1]], tensor.held()
         for n, (dim, part) in enumerate(zip(own.dims, own.part(region), strict=True)):
             row = at[-1] if dim.axis is Axis.ROWS else 0

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 class BlockPool:
     """Reference counts of KV blocks, and an index from content hash to block.
 
-    A block is *held* (count above 0) or free. A free block is *blank*, or it is *cached*: `share`
-    can hold it again. Blank blocks are allocated first, then cached blocks, least recently released
-    first.
+    A block is *held* (count above 0) or free. A free block is *blank* or *cached*. `share` can hold
+    a cached block again. Blank blocks are allocated first, then cached blocks, least recently
+    released first.
     """
 
     __slots__ = (

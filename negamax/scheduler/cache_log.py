@@ -1,8 +1,8 @@
 """Changes of a rank's prefix cache, for `engine.core.kv_events`.
 
 The block pools append each change. A chain gives the tokens of consecutive block hashes. The log
-has the chains of blocks that are indexed and of blocks that an admitted sequence shares. If another
-engine computed a block, its chain is logged after its change.
+has the chains of blocks that are indexed and of blocks that an admitted sequence shares. For a
+block that is loaded or imported, the chain is logged after the change.
 """
 
 from dataclasses import dataclass, field

@@ -13,12 +13,12 @@ class ChunkLength(Protocol):
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
         """Return the tokens to run (at least 1) and the budget that they use (at least as many).
-        `left`: remaining tokens of the sequence after `computed` tokens. `budget`: of the step.
+        `left`: remaining tokens of the sequence after `computed` tokens. `budget`: for the step.
         """
 
 
 class EvenChunks:
-    """Fills the budget."""
+    """Fills the budget of a step with each chunk."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
         count = min(left, budget)

@@ -43,9 +43,9 @@ _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
 _UNTIMED_STEPS = 256  # steps after which lengths are tried although no step had a usable time
-# Variances of the logarithm of a step time. `_ERROR`: of the longest drafts at start, partly shared
-# with shorter drafts (measured times exclude the host). `_OWN_ERROR`: of each length alone.
-# `_NOISE`: of a single step.
+# Variances of the logarithm of a step time. `_ERROR`: variance of the longest drafts at
+# start, partly shared with shorter drafts (measured times exclude the host). `_OWN_ERROR`: variance
+# of each length alone. `_NOISE`: variance of a single step.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEAR = 0.07**2  # variance added for half or twice as many rows
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
@@ -117,7 +117,7 @@ class _Times:
         return math.sqrt(max(0.0, rows[i][i] + rows[j][j] - 2.0 * rows[i][j]))
 
     def correct(self, index: int, found: float, *, step: int) -> None:
-        """Update with a step. `found`: logarithm of its time relative to the expected time."""
+        """Update with a step. `found`: logarithm of the step's time over the expected time."""
         rows, own, passed = self._covariances, index + 1, step - self._latest
         self._latest = step
         rows[0][0] = min(_UNKNOWN, rows[0][0] + passed * _DRIFT)
@@ -310,7 +310,7 @@ class AdaptiveDraftLength:
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:
-        """Estimate tokens per second of each length, minus `tried` standard deviations of time."""
+        """Score lengths by tokens per second, with times lowered by `tried` standard deviations."""
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []

@@ -90,7 +90,7 @@ class EncoderCache:
         sequence.held_images.clear()
 
     def fail(self, step_id: int, running: Iterable[Sequence]) -> list[Sequence]:
-        """Drop the images that a lost plan has encoded; return `running` sequences with them."""
+        """Drop the images that a lost plan has encoded; return `running` sequences that use any."""
         for held in [held for held in self._images.values() if held.step_id == step_id]:
             del self._images[held.key]
             if self._unused.pop(held.key, None) is not None:

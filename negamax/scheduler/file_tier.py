@@ -45,7 +45,7 @@ class _FileWrite:
 
 
 class FileTier:
-    """The blocks of one data-parallel rank in files. Single user: its `HostTier`."""
+    """The blocks of one data-parallel rank in files. Only the rank's `HostTier` uses it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class FileTier:
         waiting: WaitingQueue,
         changes: list[tuple[bytes, bool]] | None = None,
     ) -> None:
-        """`num_blocks`: most blocks in files, may be 0. `host`: the blocks in host memory.
+        """`num_blocks`: most blocks in files (0: none). `host`: the blocks in host memory.
         `waiting`: the queue that sequences return to after their reads. `changes`: receives the
         hash of each block that is indexed (True) or discarded.
         """
@@ -135,8 +135,8 @@ class FileTier:
 
     def begin(self, sequence: Sequence, hashes: list[bytes], held_places: list[int]) -> bool:
         """Read blocks for a waiting sequence, or join a pending read of the first block. `hashes`:
-        of blocks that are not in host memory. `held_places`: host blocks that the sequence also
-        needs. Return False if no host block is free.
+        hashes of blocks that are not in host memory. `held_places`: host blocks that the sequence
+        also needs. Return False if no host block is free.
         """
         for read in self._reads:
             if hashes[0] in read.hashes:
@@ -154,7 +154,7 @@ class FileTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Remove a sequence from its read, which continues. Return False if it has no read."""
+        """Remove a sequence from its read, which continues. Return False if there is no read."""
         for read in self._reads:
             if sequence in read.sequences:
                 read.sequences.remove(sequence)

@@ -156,7 +156,7 @@ class GroupScheduler:
         ]
 
     def _place(self) -> None:
-        """Assign waiting sequences to ranks while some rank can admit the first of them."""
+        """Assign waiting sequences to ranks while some rank can admit the first sequence."""
         num_rows = self._requests.num_rows.copy()
         while (sequence := self._waiting.first(num_rows)) is not None:
             costs = [rank.cost_of(sequence) for rank in self.ranks]
@@ -178,7 +178,7 @@ class GroupScheduler:
 def _size(
     plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shards: int
 ) -> StepSize:
-    """Return the size of the step of these `plans`. `sequences`: of the rows, as planned."""
+    """Return the size of the step of `plans`. `sequences`: sequences of each plan's rows."""
     is_decode, longest_run, largest_shard = True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)

@@ -4,7 +4,8 @@ A host block has the hash of a KV block and a copy of its data in all caches. Pl
 (`HostCopies`). The worker runs copies in plan order, and each step waits on the device for copies
 of blocks that it reads or writes. So this index may be ahead of the copies:
 
-- A full KV block is *stored* with the next plan. Requests find it once that plan is committed.
+- A full KV block is *stored* with the next plan. Requests find the block once that plan is
+  committed.
 - A waiting request's missing blocks are *loaded* into free KV blocks. The load holds its host
   blocks and KV blocks until the worker reports that it is complete. Then the KV blocks are cached
   like computed blocks, and the request waits for its admission again.
@@ -47,12 +48,12 @@ class _BlockStore:
 
 
 class HostTier:
-    """The blocks of one data-parallel rank in host memory. Single user: its `Scheduler`."""
+    """The blocks of one data-parallel rank in host memory. Only its `Scheduler` uses them."""
 
     def __init__(
         self, limits: SchedulerLimits, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None
     ) -> None:
-        """`limits`: give the numbers of blocks in host memory and files, may be 0. `pool`: the KV
+        """`limits`: contain the numbers of blocks in host memory and files. `pool`: the KV
         blocks. `waiting`: the queue that sequences return to after their loads. `log`: receives the
         changes of the index.
         """
@@ -152,7 +153,7 @@ class HostTier:
         self._host.release(places)
 
     def take_queued(self) -> None:
-        """Store the queued blocks with the next plan. Call it before the plan allocates blocks."""
+        """Store queued blocks with the next plan. Call this before the plan allocates blocks."""
         for block_hash in self._queue:
             if not self._host.num_free:
                 break
@@ -170,7 +171,8 @@ class HostTier:
 
     def begin(self, sequence: Sequence) -> bool:
         """Load a waiting sequence's missing blocks, or join a pending load of the first block.
-        Blocks in files are read first. The pool must have room. Return False if none is missing.
+        Blocks in files are read first. The pool must have room for the blocks. Return False if no
+        block is missing.
         """
         found = list(self._match(sequence))
         unread = [index for index, block in enumerate(found) if block == (None, None)]
@@ -209,7 +211,7 @@ class HostTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Remove a sequence from its load, which continues. Return False if it has no load."""
+        """Remove a sequence from its load, which continues. Return False if there is no load."""
         for load in self._loads:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)
@@ -250,7 +252,7 @@ class HostTier:
     def commit(self, result: StepResult) -> None:
         """Index the stored blocks of a plan, and blocks of loads, reads and writes that ended."""
         for store in self._stores.get(result.step_id, ()):
-            if self._storing.get(store.block_hash) == store.place:  # it was not evicted meanwhile
+            if self._storing.get(store.block_hash) == store.place:  # not evicted meanwhile
                 self._host.index(store.place, store.block_hash)
                 self.num_stored += 1
                 self.files.offer(store.block_hash)

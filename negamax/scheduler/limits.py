@@ -7,7 +7,7 @@ from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Limits of a scheduler. The options' checks ensure that they are valid."""
+    """Limits of a scheduler. Checks of the options ensure valid values."""
 
     max_num_seqs: int  # running sequences, which is the number of slots
     max_num_batched_tokens: int  # tokens in one step

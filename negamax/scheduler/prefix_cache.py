@@ -64,7 +64,7 @@ class BlockHashes:
 
 
 def match_prefix(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:
-    """Return the longest run of indexed blocks from the start, at most `max_blocks`, unheld."""
+    """Return the longest run of indexed blocks from the start, up to `max_blocks` blocks."""
     block_ids: list[int] = []
     for index in range(max_blocks):
         block_id = pool.find(block_hashes[index])

@@ -95,7 +95,7 @@ class RequestTable:
         sequence.is_constrained = False
 
     def _check_images(self, request: GenerateRequest) -> None:
-        """Refuse images if there is no vision tower, or if one exceeds the encoder cache."""
+        """Refuse images if there is no vision tower, or if an image exceeds the encoder cache."""
         room = self._limits.encoder_tokens
         if not room:
             raise InvalidRequestError(
@@ -132,7 +132,7 @@ class RequestTable:
             end = image.end
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
-        """Refuse a request that exceeds an empty pool. Its last token never runs and has no KV."""
+        """Refuse a request that exceeds an empty pool. The last token never runs and has no KV."""
         limits = self._limits
         needed = -(-(limit - 1) // limits.block_size)
         if needed <= limits.num_blocks:

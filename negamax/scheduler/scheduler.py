@@ -64,7 +64,7 @@ class Scheduler:
     def __init__(
         self, limits: SchedulerLimits, requests: RequestTable, draft_length: DraftLength | None
     ) -> None:
-        """`requests`: of all ranks. `draft_length`: None for as many drafts as `limits` allow."""
+        """`requests`: of all ranks. Without `draft_length`, `limits` set the number of drafts."""
         self.limits = limits
         self._requests = requests
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
@@ -109,7 +109,7 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Drop a sequence. `commit` drops its rows that are still in flight."""
+        """Drop a sequence. `commit` drops rows of the sequence that are still in flight."""
         self._requests.remove(sequence)
         if sequence.slot != NO_SLOT:
             self._leave(sequence)
@@ -217,7 +217,7 @@ class Scheduler:
 
     def cost_of(self, sequence: Sequence) -> int | None:
         """Return the cost of admitting a waiting sequence here, in prompt tokens: the tokens that
-        run before its first output, plus the cost of the batch. None if it would have to wait.
+        run before its first output, plus the cost of the batch. None if the sequence has to wait.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -360,7 +360,7 @@ class Scheduler:
         # _grow may preempt later sequences, but no sequence that was already visited
         for sequence in self._running:
             if sequence.is_postponed:
-                num_postponed += 1  # its token stays reserved in the budget
+                num_postponed += 1  # the row's token stays reserved in the budget
                 continue
             computed = sequence.num_computed
             total = sequence.num_total
@@ -368,7 +368,7 @@ class Scheduler:
                 prefills.append(sequence)
                 continue
             if total >= sequence.limit:
-                continue  # its last token is in flight
+                continue  # the last token is in flight
             if not self._turns.is_due(sequence) or len(slots) == most_rows:
                 continue
             if computed >= sequence.capacity:
@@ -422,7 +422,7 @@ class Scheduler:
         return [row for row in prefills if row not in ended] if num_shares > 1 else []
 
     def _reserve_drafts(self, sequence: Sequence, most: int, builder: PlanBuilder) -> int:
-        """Reserve free blocks for up to `most` drafts, without preemption. Return how many fit."""
+        """Reserve free blocks for up to `most` drafts. Return how many drafts have room."""
         wanted = min(most, sequence.limit - 1 - sequence.num_total)
         pool = self._pool
         while sequence.num_total + wanted > sequence.capacity and pool.num_free:
@@ -441,7 +441,7 @@ class Scheduler:
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
         """Return the rows to preempt for a waiting sequence, [] if it fits already: the rows with
         the fewest computed tokens of the tenant with the most rows. That tenant keeps more rows
-        than the waiting tenant. None if no tenant has two rows more, or its rows do not suffice.
+        than the waiting tenant. None if no tenant has two rows more, or if that is not enough.
         """
         pool, num_rows = self._pool, self._requests.num_rows
         own = num_rows[waiting.tenant]
@@ -466,7 +466,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Allocate a block for a running sequence; preempt later sequences if needed. Return False
-        if the sequence itself is the victim: it skips the step. The first sequence never skips.
+        if the sequence itself is the victim: it skips the step. The first sequence never skips a
+        step.
         """
         pool = self._pool
         while pool.num_free == 0:
@@ -482,7 +483,7 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue for recomputation. Its tokens in flight still count."""
+        """Return a sequence to the queue for recomputation. Tokens in flight still count."""
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
@@ -583,7 +584,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT
         sequence.block_ids = []
-        sequence.index_at = NEVER  # its rows in flight write into blocks that it has released
+        sequence.index_at = NEVER  # rows in flight write into blocks that the sequence has released
 
     def _take_in_flight(self, plan: StepPlan) -> _UncommittedPlan:
         step = self._in_flight.popleft()

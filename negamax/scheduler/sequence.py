@@ -13,9 +13,9 @@ NEVER = 2**63  # larger than any position
 
 
 class Sequence:
-    """State of one request: waiting (no slot, no blocks), running, or finished. `tokens` are known
-    here. `num_total` also counts tokens that steps in flight sample. `num_computed` tokens, always
-    fewer, have run or are in a plan. Draft tokens in flight count as accepted.
+    """State of one request: waiting (no slot, no blocks), running, or finished. The scheduler knows
+    `tokens`. `num_total` also counts tokens that steps in flight sample. `num_computed` tokens,
+    always fewer, have run or are in a plan. Draft tokens in flight count as accepted.
     """
 
     __slots__ = (

@@ -3,7 +3,7 @@
 An engine that has computed a prompt keeps its full blocks in host memory under a *lease*, until
 another engine has read them or the lease expires. The reading engine *imports* the blocks: it
 allocates host blocks, its ranks fill these blocks, and it indexes them like its own stores. Then
-the prompt is a prefix in its host memory.
+the prompt is a cached prefix in the reading engine's host memory.
 """
 
 from collections.abc import Sequence as Items

@@ -1,4 +1,4 @@
-"""Messages between scheduler and worker: `StepPlan` and `StepResult`. They store data in columns,
+"""Messages between scheduler and worker: `StepPlan` and `StepResult`. Messages store columns,
 so a plan for hundreds of sequences consists of a few flat lists.
 
 A *slot* is a persistent row of the worker's request state: tokens, block table, sampling state and
@@ -240,7 +240,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Output of one request from a committed step. The client receives it unchanged."""
+    """Output of one request from a committed step. Clients receive this message unchanged."""
 
     request_id: str
     token_ids: list[int]

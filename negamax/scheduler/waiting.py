@@ -1,7 +1,7 @@
 """The queue of requests without a slot, with turns between tenants.
 
 Among waiting requests of equal priority, requests of the tenant with the fewest running rows come
-first. Among these, the order is by turn, then by arrival.
+first. Ties are ordered by turn, then by arrival.
 """
 
 from bisect import insort

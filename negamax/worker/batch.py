@@ -64,7 +64,7 @@ class BatchLayout:
     sample_rows: Column
     sample_slots: Column  # [R]
     sample_offsets: Column  # [R] offset of the sampled token
-    sample_tokens: Column  # [R] index of the token before it, among the T tokens
+    sample_tokens: Column  # [R] index of the token before the sampled one
 
     @classmethod
     def without_samples(
@@ -75,7 +75,7 @@ class BatchLayout:
 
     @classmethod
     def of_decodes(cls, plan: StepPlan) -> BatchLayout:
-        """Describe a plan whose tokens are all sampled, for a captured step, without bounds."""
+        """Describe a captured step. All its tokens are sampled, and upper bounds stay empty."""
         columns = StepColumns.of_decodes(plan.slots, plan.num_scheduled)
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled)
         offsets = columns.token_offsets + 1
@@ -88,7 +88,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Positions of T tokens of S sequences on the device. The last two may be int32."""
+    """Device positions of T tokens of S sequences. The last two fields may be int32."""
 
     token_slots: Tensor  # [T]
     slots: Tensor  # [S]
@@ -98,7 +98,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, columns: Tensor, places: Tensor, num_tokens: int, num_seqs: int) -> StepInputs:
-        """Split consecutive `StepColumns`, and consecutive positions and lengths."""
+        """Split the packed `columns`, and the packed positions and lengths in `places`."""
         parts = [num_tokens, num_seqs]
         size = sum(parts)
         query_starts = columns[2 * size : 2 * size + num_seqs + 1]
@@ -121,7 +121,7 @@ def build_batch_layout(
     """Split `plan` into single generated tokens and runs of prompt tokens. With `generated_apart`,
     every generated token is a decode; a sequence may have several, because a layer writes all keys
     before it attends. Without `generated_apart`, a resumed sequence is one run of tokens. Without
-    both options, a row with draft tokens is one run, too.
+    `generated_apart` and `drafts_apart`, a row with draft tokens is one run.
     """
     decodes: list[tuple[int, int, int]] = []  # slot, first offset, tokens
     prefills: list[tuple[int, int, int]] = []
@@ -174,7 +174,7 @@ def build_batch_layout(
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Build metadata. `active` [1] int32: tokens without padding. `host`: fields on the host."""
+    """Build metadata. `active` [1] int32: tokens without padding. `host`: fields of the host."""
     return AttentionMetadata(
         positions=inputs.positions,
         token_slots=inputs.token_slots,

@@ -1,8 +1,8 @@
 """Propose draft tokens with a block draft model (`models/dspark`), which stores its context in the
 KV blocks of the target model.
 
-Every step writes the context of its tokens from the target's residual streams, also for prompt
-chunks and without drafts. An entry depends only on tokens up to its position, so prefix-cache hits
+Every step, even with prompt chunks only, writes the context of its tokens from the target's
+residual streams. An entry depends only on tokens up to its position, so prefix-cache hits
 reuse it. Entries of rejected drafts are overwritten when their positions run again. A proposal runs
 all rows of the trained block without keeping their keys and values, and takes the first tokens. A
 confidence head may estimate how likely each draft token is accepted.

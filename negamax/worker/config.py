@@ -48,12 +48,12 @@ class LaneOptions:
     host: str | None  # address for other machines; None: only engines on this machine connect
 
     def reads_endpoint(self, rank: int) -> str:
-        """Return where a rank listens to other engines. The system assigns a network port."""
+        """Return the endpoint for other engines. On a network, the system assigns the port."""
         local = f"ipc://{self.folder}/lane-{rank}"
         return local if self.host is None else tcp_endpoint(self.host, "*")
 
     def imports_endpoint(self, rank: int) -> str:
-        """Return where a rank listens to its own engine."""
+        """Return the endpoint where `rank` listens to its own engine."""
         return f"ipc://{self.folder}/imports-{rank}"
 
 
@@ -196,7 +196,7 @@ class WorkerReady:
     shape: dict[str, Any] = field(default_factory=dict)  # `worker.shape`
 
 
-# argument: 1 starts, 0 stops to run steps without graphs and to record expert ids
+# argument 1: run steps without graphs and record expert ids; argument 0: stop it
 OBSERVE_ROUTING = "observe_routing"
 # argument: most rows of a step; result: experts selected since the last command
 DISTINCT_EXPERTS = "distinct_experts"
@@ -209,7 +209,7 @@ START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 
 
 class DebugCommand(msgspec.Struct, frozen=True):
-    """A benchmark's command to the worker between steps. `name`: such as EXPERT_COUNTS."""
+    """A benchmark's command to the worker between steps. `name`: like EXPERT_COUNTS."""
 
     name: str
     argument: int = 0
@@ -224,7 +224,7 @@ class KernelTime(msgspec.Struct, frozen=True):
 
 
 class DebugResult(msgspec.Struct, frozen=True):
-    """The answer to a command, in one field. Without an answer, all fields are None."""
+    """The answer to a command, in one field. All fields are None if there is no answer."""
 
     number: float | None = None
     kernels: list[KernelTime] | None = None

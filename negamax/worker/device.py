@@ -50,7 +50,7 @@ def multiplies_blocks(device: str) -> bool:
 
 
 def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
-    """Resolve the compute dtype. "auto": of the checkpoint, or float32 on CPUs without bfloat16."""
+    """Resolve --dtype. "auto" is the checkpoint's dtype, or float32 on a CPU without bfloat16."""
     if name == "auto":
         name = spec.dtype
         if device == "cuda" and name == "float32":
@@ -72,12 +72,12 @@ def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
 
 
 def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
-    """Resolve the cache dtype. Raises `ConfigError` for FP8 on a CPU or another float type."""
+    """Resolve the cache dtype. Raises `ConfigError` for FP8 on a CPU and other float types."""
     return _cache_dtype(name, "--kv-cache-dtype", dtype=dtype, has_fp8=device == "cuda")
 
 
 def index_dtype(name: str, *, dtype: torch.dtype) -> torch.dtype:
-    """Resolve the dtype of index keys like `kv_dtype`. FP8 is allowed on every device."""
+    """Resolve the dtype of index keys as `kv_dtype` does. FP8 is allowed on every device."""
     return _cache_dtype(name, "--index-cache-dtype", dtype=dtype, has_fp8=True)
 
 
@@ -107,7 +107,7 @@ def check_platform(
 def upload(
     columns: Sequence[NDArray[np.int64]], device: torch.device, *, out: Tensor | None = None
 ) -> list[Tensor]:
-    """Send all columns in one transfer, to the front of `out` if given, as int64 tensors."""
+    """Send all columns in one transfer, and return int64 tensors, which view `out` if given."""
     if device.type == "cpu" and out is None:  # no transfer
         return [torch.from_numpy(np.ascontiguousarray(column)) for column in columns]
     packed = torch.from_numpy(np.concatenate(columns))
@@ -180,8 +180,8 @@ def pool_bytes(pool: tuple[int, int]) -> int:
 class Runtime:
     """How steps run on one kind of device."""
 
-    # Whether a launch returns before its step has run. If so, a failed step is lost as a whole, and
-    # events time the steps. Otherwise a failed step is repeated row by row.
+    # Whether a launch returns before its step has run. A failed asynchronous step is lost as a
+    # whole, and events time the steps. A failed synchronous step is repeated row by row.
     is_asynchronous: bool
     # captures steps of common sizes; None: no captured steps
     graph_pool: Callable[[], GraphPool] | None
@@ -199,7 +199,7 @@ class Runtime:
         return event
 
     def seconds_of(self, run: Callable[[], None], *, repeats: int) -> float | None:
-        """Return the mean device time of `repeats` calls after a warmup; None without events."""
+        """Return the mean device time of `repeats` calls after a warmup; None on a CPU."""
         run()
         began = self.record_event()
         for _ in range(repeats):

@@ -26,8 +26,8 @@ from negamax.worker.request_state import FILTERS, RequestState
 
 
 class DraftModelProposer(Proposer):
-    """Proposes the draft model's most likely tokens. With "probabilistic" and a temperature, it
-    samples the draft's logits with the noise that the target's sampler uses on a GPU.
+    """Proposes the draft model's most likely tokens. With "probabilistic" sampling and a
+    temperature, the draft's logits are sampled with the noise of the target's GPU sampler.
     """
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
@@ -95,9 +95,10 @@ class DraftModelProposer(Proposer):
         place: int,
         first_id: int,
     ) -> Tensor:
-        """Choose tokens [R] int64 from logits [R, tokens of this rank] fp32; -1: not finite.
+        """Choose tokens [R] int64 from logits [R, tokens of this rank] fp32, -1 for NaN or
+        infinity.
 
-        With "probabilistic", sample like the target at positions lengths + place of `slots`, [R].
+        With "probabilistic" sampling, sample like the target at lengths + place of `slots`, [R].
         """
         shard: dict[str, Any] = {"first_id": first_id, "group": self._group}
         if not self._draws:

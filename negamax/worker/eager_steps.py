@@ -1,9 +1,10 @@
 """Compile the kernels of eager steps before the first request.
 
-A kernel specialization is compiled at its first launch. That takes up to a second on all ranks,
-while all requests wait. The specialization depends on the numbers of tokens, decodes and sampled
-rows of a step. Captured steps have launched all their kernels. Other kernels run in the proposer
-after captured layers, in batches of prompts with long sequences, and for rows that need all logits.
+A kernel specialization is compiled at its first launch, which takes up to a second while all
+requests wait. The specialization depends on the numbers of tokens, decodes and sampled rows of a
+step. Captured steps have launched all their kernels. This module compiles the other kernels: they
+run in the proposer after captured layers, in batches of prompts with long sequences, and for rows
+that need all logits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LONG, _SHORT = 16_384, 1024
 
 @torch.inference_mode()
 def compile_eager_steps(runner: ModelRunner) -> None:
-    """Compile the kernels of steps of every shape by launching the first layers under warmup."""
+    """Compile the kernels of all step shapes, by launching the first layers for warmup."""
     model, config, requests = runner.model, runner.config, runner.requests
     layers = warmup_layers(model.layers, config.kv_caches)
     entering = None

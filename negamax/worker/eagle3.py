@@ -4,11 +4,11 @@ the KV blocks of the target model.
 The first pass runs over every token of the step, from the target's residual streams and the
 following token. So the draft's caches cover the same tokens as the target's caches, also for prompt
 chunks and prefix-cache hits. Entries of rejected drafts are overwritten. Each further pass runs one
-token per row, from the hidden state of the pass before.
+token per row, from the hidden state of the previous pass.
 
 The draft's keys of a position depend on the following token. If two sequences share a block, its
-last keys depend on the next token of the sequence that filled the block. This may lower acceptance,
-but never changes the output.
+last keys depend on the next token of the sequence that filled the block. Shared blocks may
+lower acceptance, but never change the output.
 """
 
 from collections.abc import Mapping

@@ -57,7 +57,7 @@ class ExpertRecorder:
             rank for rank in range(layout.world_size) if layout.replace_rank(rank).tp_rank == 0
         ]
         self._counting_ranks = torch.tensor(counting, device=device)
-        self._gather()  # this opens the connections before there is load
+        self._gather()  # open the connections before there is load
 
     def reset(self) -> None:
         """Reset the counts, because warmup steps do not count."""
@@ -69,7 +69,7 @@ class ExpertRecorder:
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Apply a plan's expert moves before its step; return the counts if the plan asks."""
+        """Apply a plan's expert moves before its step; return counts if it requests counts."""
         assert not step.moves, "this recorder does not move experts"
         return self.counts() if step.wants_counts else None
 

@@ -1,9 +1,10 @@
 """Files of one rank as a third level of its KV caches, below host memory.
 
-A file holds one block in all caches of one rank. The folder's name is a fingerprint of all settings
-that a block's content and layout depend on. The file's name is the block's hash. The file's header
-has the fingerprint, the hash, the length and a CRC-32 of the whole file. If one of these differs,
-the lookup is a miss and deletes the file. So several engines and ranks may share a folder.
+A file holds one block's data in all caches of one rank. The folder's name is a fingerprint of all
+settings that a block's content and layout depend on. The file's name is the block's hash. The
+file's header has the fingerprint, the hash, the length and a CRC-32 of the whole file. If a value
+in the header is wrong, the lookup is a miss and deletes the file. So several engines and ranks may
+share a folder.
 
 A file is written under a temporary name and then renamed, but not synced to the disk. A process
 that dies loses no complete file. After a power failure, the checksum detects incomplete files.
@@ -131,7 +132,7 @@ class FileStore:
             ) from None
 
     def run(self, files: FileCopies, step_id: int, ended: Ended) -> None:
-        """Start the copies of a plan. Each copy first calls `ended` to wait."""
+        """Start the copies of a plan. Each copy first waits in `ended`."""
         if not self.is_busy:
             self._active_at = time.monotonic()
         reads = zip(files.read_hashes, files.read_places, strict=True)
@@ -332,8 +333,8 @@ def open_files(
 
 
 def _list_facts(config: WorkerConfig, kernels: KernelTable, *, dtype: str) -> list[str]:
-    """List all settings that content and layout of this rank's blocks depend on. Ranks with the
-    same shard have the same facts in all data-parallel ranks.
+    """List all settings that content and layout of this rank's blocks depend on. Ranks with
+    equal shards in different data-parallel ranks have equal settings.
     """
     layout, draft = config.layout, config.draft
     folders = (config.folder, draft and draft.folder)

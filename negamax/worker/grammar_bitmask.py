@@ -54,7 +54,7 @@ class RowBitmasks:
 
 
 class PendingBitmask:
-    """The bitmask of a plan, which arrives after the plan. The first access waits for it."""
+    """The bitmask of a plan, which arrives after the plan. The first access waits for that."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class PendingBitmask:
         )
 
     def drop_drafts(self, drafts: Tensor, plan: StepPlan) -> bool:
-        """Set drafts [sampled rows, K] after a row's last mask to -1; return if any may exist."""
+        """Set drafts [sampled rows, K] after a row's last mask to -1; return if any may be."""
         limits = {row: len(masks) - 1 for row, masks in self._by_row().items()}
         limits |= dict.fromkeys(self.postponed, 0)
         if all(plan.num_draft_tokens[row] <= limit for row, limit in limits.items()):

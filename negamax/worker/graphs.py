@@ -46,9 +46,9 @@ from negamax.worker.verify import VerifiedRows, Verifier
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Outputs of replays, which fill the first rows. N: most tokens. R: most sampled tokens."""
+    """Outputs of replays, in the first rows. A step has up to N tokens and R sampled tokens."""
 
-    # [N, hidden]; a captured step that samples does not write it
+    # [N, hidden]; a step that samples does not write this buffer
     hidden: Tensor
     entering: Tensor | None  # [N, hidden], see `Decoder.forward`; None: this is the first stage
     residuals: list[Tensor]  # streams of the captured layers, [N, hidden] each
@@ -144,7 +144,7 @@ class StepGraphs:
         )
         # graph of the step and, for sampled shapes, the graph that `draw` or `finish` replays
         self._graphs: dict[StepShape, list[Graph]] = {}
-        # the latest step of each shape, and the computed tokens of its slots before
+        # the latest step of each shape, and the computed tokens of its slots before the step
         self._latest: dict[StepShape, tuple[StepColumns, Column]] = {}
 
     def warmup(self, layers: int) -> None:
@@ -197,7 +197,7 @@ class StepGraphs:
         self._send(shape, columns)
 
     def place_images(self, rows: Column | None) -> None:
-        """Set the image row of each token of a prepared step, -1: none. None: no images."""
+        """Set the image row of each token of a prepared step, -1 for none; None clears all."""
         if self._images is None or (rows is None and not self._has_images):
             return
         self._has_images, index = rows is not None, self._images.at
@@ -229,7 +229,7 @@ class StepGraphs:
         )
 
     def draw(self, shape: StepShape) -> None:
-        """Resample rows with a small top_k. With a proposer, the replay has already done it."""
+        """Resample rows with a small top_k. With a proposer, the replay has resampled them."""
         if self._proposer is None:
             self._graphs[shape][1].replay()
 
@@ -244,7 +244,7 @@ class StepGraphs:
             self._graphs[shape][1].replay()
 
     def replay_seconds(self, num_rows: int, *, repeats: int) -> float | None:
-        """Measure the device time of the latest decode of `num_rows` rows; None without one."""
+        """Measure the device time of the latest decode of `num_rows` rows, None if none ran."""
         shape = self.find_decodes(num_rows)
         if shape is None or shape not in self._latest:
             return None

@@ -48,7 +48,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """The loads of all plans up to a launch. Any thread may read the progress."""
+    """Progress of the loads of all plans up to a launch. Any thread may read it."""
 
     loaded_step: int  # loads of plans up to this step id were complete at the launch
     pending: tuple[_Batch, ...]  # batches with later loads, in plan order
@@ -81,7 +81,7 @@ class LoadProgress:
 
 
 class HostPool:
-    """Blocks in pinned memory (plain memory on a CPU). Single user: the worker's thread."""
+    """Blocks in pinned memory (plain memory on a CPU). Only the worker's thread uses them."""
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ class ImageEncoder:
                         self._requests.fail(run.slot, each.error)
 
     def find_rows(self, runs: Sequence[ImageRun], columns: StepColumns) -> Column | None:
-        """Return the image row of each token of `columns` [T], -1: none. None: no images."""
+        """Return the image row of each of the T tokens, -1 for none; return None without `runs`."""
         if not runs:
             return None
         rows = np.full(len(columns.token_slots), -1, dtype=np.int64)

@@ -24,7 +24,7 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 GIB = 2**30
-# Share of the memory that is free after loading the weights that a CPU rank's cache takes.
+# Default size of a CPU rank's cache, as a share of the free memory after loading the weights.
 CPU_CACHE_SHARE = 0.25
 # GPU memory for CUDA graphs and the driver, in addition to the measured peak of a full step.
 GRAPH_RESERVE = GIB
@@ -37,7 +37,7 @@ ALIGNMENT = 512
 
 
 def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:
-    """Refuse an FP8 cache if KV scales for int8 are a reason in `skipped`."""
+    """Refuse an FP8 cache if `skipped` reports KV scales for int8 in the checkpoint."""
     if dtype == torch.float8_e4m3fn and INT8_CACHE in skipped:
         raise ConfigError(
             "--kv-cache-dtype is fp8; the checkpoint's scales of keys and values are per channel, "
@@ -100,8 +100,8 @@ def choose_blocks(
     encoding: int = 0,
     device: torch.device,
 ) -> int:
-    """Return how many blocks this rank can hold. `dtype`: of caches that specify none. `workspace`:
-    GPU bytes of a step. `encoding`: GPU bytes of encoding the largest image before a step.
+    """Return how many blocks this rank can hold. `dtype`: default of caches. `workspace`: GPU
+    bytes of a step. `encoding`: GPU bytes of encoding the largest image before a step.
     """
     if config.num_kv_blocks:
         return config.num_kv_blocks
@@ -163,7 +163,7 @@ def choose_host_blocks(
     config: WorkerConfig, num_blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Return how many blocks this rank keeps in host memory. `num_blocks`: blocks of its KV cache.
-    Raises `ConfigError` for less than one block, `ResourceError` for more than fits.
+    Raises `ConfigError` if that is less than one, `ResourceError` if the blocks do not fit.
     """
     size, ranks = config.kv_offloading_size, config.layout.world_size
     per_block = bytes_of_blocks(1, config, dtype=dtype)
@@ -193,7 +193,7 @@ def choose_host_blocks(
             f"for it, {max(0, free) / GIB:.2f} GiB are available",
             hint=f"use --kv-offloading-size {int(100 * most) / 100:g} or less"
             if most >= 0.01
-            else "leave it out, or use a machine with more memory",
+            else "remove this option, or use a machine with more memory",
         )
     return chosen
 
@@ -220,7 +220,7 @@ def choose_num_blocks(
 
 
 def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> int:
-    """Return the bytes of `num_blocks` on this rank. `dtype`: of caches that specify none."""
+    """Return the bytes of `num_blocks` on this rank. `dtype`: default of caches."""
     return num_blocks * block_bytes(
         config.kv_caches, config.block_size, dtype=_name(dtype), ranks=config.layout.attention.size
     )
@@ -299,7 +299,7 @@ def check_weights_fit(
         raise ResourceError(
             f"the weights need {needed / GIB:.1f} GiB {where} ({num_ranks} ranks), "
             f"{free / GIB:.1f} GiB are free"
-            + (f"; {of_draft / GIB:.1f} GiB of them are the draft's" if of_draft else ""),
+            + (f"; the draft model takes {of_draft / GIB:.1f} GiB of them" if of_draft else ""),
             hint=remedy,
         )
 

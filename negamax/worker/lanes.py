@@ -61,7 +61,7 @@ class HeadCopy:
 
 
 class Mover(Protocol):
-    """Copies blocks from another rank's host memory into this rank's."""
+    """Copies blocks from another rank's host memory to this rank's host memory."""
 
     def fetch(
         self,
@@ -198,7 +198,7 @@ def plan_reads(
 
 
 class TcpMover:
-    """Reads blocks through ZeroMQ sockets, with a few requests ahead. One thread uses it."""
+    """Reads blocks through ZeroMQ sockets. Only the thread of a lane may use a mover."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kinds: list[HostKind]) -> None:
         self._context, self._kinds = context, kinds
@@ -234,7 +234,7 @@ class TcpMover:
                     values = np.frombuffer(frame, np.int64).reshape(shape)
                     blocks[places[piece], :, heads] = values
         except Exception:
-            self.drop(endpoint)  # later replies would answer other reads
+            self.drop(endpoint)  # otherwise later replies would answer the wrong reads
             raise
 
     def send(self, endpoint: str, message: wire.ToLane) -> None:
@@ -246,7 +246,7 @@ class TcpMover:
         self._sockets[endpoint][0].send(wire.encode(message))
 
     def receive(self, endpoint: str) -> list[zmq.Frame]:
-        """Return the frames of the next reply after its status. Raises `LaneError`."""
+        """Return the frames of the next reply, without its status. Raises `LaneError`."""
         socket, monitor = self._sockets[endpoint]
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -260,7 +260,7 @@ class TcpMover:
         else:
             lost = "has disconnected" if ready else f"did not answer for {STALL_SECONDS:.0f} s"
             problem = f"the other engine's rank at {endpoint} {lost}"
-        self.drop(endpoint)  # later replies would answer other reads
+        self.drop(endpoint)  # otherwise later replies would answer the wrong reads
         raise LaneError(problem)
 
     def drop(self, endpoint: str) -> None:

@@ -1,7 +1,7 @@
 """Logit edits: the sampler stage that changes the logits of single rows before a token is sampled.
 
 To add a sampling parameter that changes logits, add a field to `SamplingParams`, write a
-`LogitEdit` and append the edit to `EDITS`. Other code of worker and engine does not read the field.
+`LogitEdit` and append the edit to `EDITS`. No other code of worker and engine reads the field.
 """
 
 from collections.abc import Callable, Collection
@@ -32,12 +32,12 @@ class LogitEdit(Protocol):
     """Implements one or several sampling parameters."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
-        """Whether the edit changes logits. It depends only on arguments, which ranks share."""
+        """Whether the edit changes logits. The result depends only on the arguments."""
 
     def prepare(
         self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
     ) -> ApplyEdit:
-        """Return the edit of a row with these parameters. The caller calls it once per row."""
+        """Return the edit of a row with these parameters. The caller prepares each row once."""
 
 
 class Penalties:
@@ -107,7 +107,7 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """`min_tokens`: forbids tokens that end a sequence. A grammar mask already forbids them."""
+    """`min_tokens`: forbids tokens that end a sequence. Masked rows are not edited."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         if not params.min_tokens:

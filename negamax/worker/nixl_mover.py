@@ -1,4 +1,4 @@
-"""Read KV blocks with NIXL, over RDMA or another transport of UCX. This needs the extra `pd`.
+"""Read KV blocks with NIXL, over RDMA or another transport of UCX. The extra `pd` installs it.
 
 The memory of all host blocks is registered once. With equal tensor-parallel sizes, all layers of a
 block in one kind of cache are one descriptor; otherwise each layer is a descriptor.

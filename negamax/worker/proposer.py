@@ -70,16 +70,16 @@ class Proposer:
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
         """Propose draft tokens for R `rows` -> [R, num_tokens] int64, -1 from a missing token on.
-        This runs after every step, so that the proposer's caches receive every token. It must not
-        wait for the device, so that graphs can capture it; then the host has no lengths
+        `propose` runs after every step, so that the proposer's caches receive every token. It must
+        not wait for the device, because graphs capture it. In a capture, the host has no lengths
         (`AttentionMetadata.is_captured`). `states` is valid until the call returns. Padding rows
-        have slot `requests.padding_slot`. After a slot's own blocks, its table has padding blocks.
+        have slot `requests.padding_slot`. A slot's block table ends with padding blocks.
         """
         raise NotImplementedError
 
 
 class DistantProposer(Proposer):
-    """The proposer of earlier stages. It sends residual streams and receives drafts."""
+    """The proposer of stages before the last, which send residual streams and get drafts."""
 
     def __init__(self, config: WorkerConfig, *, dtype: torch.dtype) -> None:
         assert config.speculation is not None
@@ -98,7 +98,7 @@ class DistantProposer(Proposer):
 def hand_down_embedding(
     target: Decoder, context: ParallelContext, weights: WeightFormat
 ) -> VocabEmbedding:
-    """Copy embedding rows from the first stage to the last. Ranks of both stages must call it."""
+    """Copy embedding rows from the first stage to the last. Both stages must call this."""
     if target.is_first_stage:
         embedding = target.embedding
     else:

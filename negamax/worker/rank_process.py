@@ -1,8 +1,8 @@
 """Run one rank as a process: `python -m negamax.worker.rank_process ENDPOINT RANK`.
 
 The executor's socket at ENDPOINT first sends a WorkerConfig, which contains all other addresses.
-Then it sends StepPlans and DebugCommands. A plan with grammar rows is followed by its
-GrammarBitmask. The first byte of these frames is their type. An empty frame stops the rank. The
+Then the executor sends StepPlans and DebugCommands. A plan with grammar rows is followed by its
+GrammarBitmask. The first byte of such a frame is its type. An empty frame stops the rank. The
 rank answers with a WorkerReady or a RankFailed, then with one DebugResult per command.
 
 Of the ranks that run a plan, the first one sends the StepResult to the results socket. Other ranks
@@ -156,7 +156,7 @@ class _StepServer:
         self.last_plan: StepPlan | None = None
         self._worker, self._socket = worker, socket
         self._reports, self._sender = reports, sender
-        self._file_progress: FileProgress | None = None  # the last one that was sent
+        self._file_progress: FileProgress | None = None  # the last progress that was sent
         self._plans = msgspec.msgpack.Decoder(StepPlan)
         self._bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
         self._commands = msgspec.msgpack.Decoder(DebugCommand)

@@ -9,9 +9,9 @@ Only the device has the exact number of computed tokens, because it decides whic
 accepted. The host keeps an upper bound: it counts drafts as accepted until the results of their
 step arrive. The bound is exact if no drafts are in flight.
 
-If preparing, sampling or reporting a row raises an exception, `failures` keeps it and the row stays
-in the batch as a no-op. So the steps of all ranks keep the same shape, and the request ends with an
-error.
+If preparing, sampling or reporting a row raises an exception, `failures` keeps the error and the
+row stays in the batch as a no-op. So the steps of all ranks keep the same shape, and the request
+ends with an error.
 """
 
 import mmap
@@ -95,7 +95,7 @@ class RequestState:
         self._new_failures: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply new rows and appended blocks. A row that cannot be applied is in `failures`."""
+        """Apply new rows and appended blocks. If a row cannot be applied, it is in `failures`."""
         for row in plan.new_rows:
             self._assign(row)
         if plan.appended_slots:
@@ -156,7 +156,7 @@ class RequestState:
         self.tokens[rows, positions] = self.drafts[rows, drafts].clamp_min(0).to(self.tokens.dtype)
 
     def store(self, slots: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Write sampled tokens to `positions` of `slots` for the next step. All are [R] int64."""
+        """Write sampled tokens to `positions` of `slots`. All arguments are [R] int64."""
         self.tokens[slots, positions] = token_ids.clamp_min(0).to(self.tokens.dtype)
 
     def state(self, slot: int) -> SlotState:
@@ -169,7 +169,7 @@ class RequestState:
         return slot in self.special_slots or slot in self.wide_slots or slot in self.logprob_slots
 
     def set_padding_block(self, block: int) -> None:
-        """Set the block that padding rows read and write; no sequence may own it."""
+        """Set the block that padding rows read and write. No sequence may own this block."""
         self._padding_block = block
         self.block_tables[self.padding_slot] = block
 
@@ -191,7 +191,7 @@ class RequestState:
         return failures
 
     def _assign(self, row: NewRow) -> None:
-        """Assign a new row to its slot. If it fails, it samples greedily on the padding block."""
+        """Assign a new row to its slot. A row that fails samples greedily on the padding block."""
         slot = row.slot
         self.failures.pop(slot, None)
         self._num_blocks[slot] = len(row.block_ids)

@@ -155,7 +155,7 @@ class ModelRunner:
     def _allocate_caches(self, dtype: torch.dtype) -> int:
         """Allocate the KV caches. Return the number of blocks that fit on every rank."""
         config, workspace, encoding = self.config, 0, 0
-        if self.runtime.graph_pool is not None:  # a full prefill step measures it
+        if self.runtime.graph_pool is not None:  # a full prefill step measures the memory
             workspace = peak_bytes(self, dtype=dtype)
             encoding = self.encoder.peak_bytes() if self.encoder else 0
         affordable = kv_cache.choose_blocks(
@@ -176,7 +176,7 @@ class ModelRunner:
         return num_blocks
 
     def _open_host_pool(self, num_blocks: int, dtype: torch.dtype) -> HostPool | None:
-        """Allocate blocks in host memory, as many on every rank; None if none are configured."""
+        """Allocate equally many host blocks on every rank; return None if none are configured."""
         config, device = self.config, self.device
         if not config.has_host_blocks:
             return None
@@ -200,7 +200,7 @@ class ModelRunner:
         return Lane(self.host_pool, config.kv_caches, self.caches, options, rank=rank, ranks=ranks)
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
-        """Compile eager steps and capture common steps, if possible. Also return a log text."""
+        """Compile eager steps and capture common steps, if possible. Return a log text, too."""
         config, pool_of = self.config, self.runtime.graph_pool
         if pool_of is None:
             return None, ""
@@ -237,7 +237,7 @@ class ModelRunner:
 
 
 def take_device(config: WorkerConfig) -> torch.device:
-    """Return this rank's device. On a GPU, the thread gets a separate stream, as graphs need."""
+    """Return this rank's device. On a GPU, the thread gets a stream, which graphs need."""
     if config.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())

@@ -164,9 +164,9 @@ class Sampler:
         return Sampled(token_ids, asked, entries)
 
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """Sample each row from whole logits. On a GPU, sampling from shards gives equal tokens."""
+        """Sample each row from whole logits. On a GPU, sampling from shards gives the same."""
         requests, kernels = self._requests, self._kernels
-        if self._on_shards:  # noise samples rows without filters
+        if self._on_shards:  # rows without filters are sampled with noise
             token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)
             drawing = requests.filtered_slots
         else:
@@ -182,7 +182,7 @@ class Sampler:
         self, logits: Tensor, inputs: SampleInputs, members: list[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Sample `members` with filters, in two groups: rows with a small top_k from a fixed number
-        of candidates, other rows from all logits. A group does not change the other one's tokens.
+        of candidates, other rows from all logits. Tokens of a group do not depend on the other.
         """
         requests, vocab_size = self._requests, logits.shape[1]
         top_k = {i: requests.state(inputs.slots[i]).sampling.top_k or 0 for i in members}
@@ -230,7 +230,7 @@ def _edit(
     requests: RequestState,
     is_masked: bool,
 ) -> None:
-    """Edit `logits` [V] of one row. `position` [] int64: of the new token, at most `bound`."""
+    """Edit `logits` [V] of one row. `position` [] int64 of the new token is at most `bound`."""
     state = requests.state(slot)
     outputs = requests.tokens[slot, state.prompt_len : bound].long()
     places = torch.arange(state.prompt_len, bound, device=logits.device)

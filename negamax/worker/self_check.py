@@ -93,7 +93,7 @@ class SelfCheck:
         self._slack += _FP8_CACHE_ERROR * (cache_dtype.itemsize == 1)
 
     def run(self, model: Decoder, warm_up: Callable[[], Any] | None = None) -> str:
-        """Compare the loaded `model`, and return a line for the log. Every rank must call this.
+        """Compare the loaded `model`, and return a line for the log. Every rank must call `run`.
         Raises `ConfigError` with ops and rank, after all ranks have compared.
         """
         layers = _choose_layers(model.layers)
@@ -179,7 +179,7 @@ class SelfCheck:
         """Draw the same normal numbers on every rank. The first row is 0."""
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(shape, generator=generator)
-        drawn[0] = 0  # the router then selects by its bias alone
+        drawn[0] = 0  # for a row of zeros, the router selects by its bias alone
         return drawn.to(self._device)
 
     def _run_ends(self, model: Decoder) -> Iterator[_Result]:

@@ -53,7 +53,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Entering:
-    """Inputs of a stage for T tokens. Each rank of the stage receives P of them."""
+    """Inputs of a stage for T tokens. Each rank of the stage receives the stream of P tokens."""
 
     # this rank's part of the residual stream [T, width]; None on the first stage
     stream: Tensor | None
@@ -63,7 +63,7 @@ class Entering:
 
 
 class Stage:
-    """This rank's side of the exchange. A pipeline of one stage has no exchange."""
+    """This rank's side of the exchange between stages. A single stage exchanges nothing."""
 
     def __init__(
         self,

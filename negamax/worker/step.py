@@ -56,7 +56,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Executed:
-    """The launched layers of a step. On the last stage, it has the tokens of all shards."""
+    """The launched layers of a step. On the last stage, `hidden` includes all shards."""
 
     began: torch.cuda.Event | None
     hidden: Tensor  # [T or more, hidden], with padding at the end
@@ -221,7 +221,7 @@ class StepRunner:
         return sample_inputs(layout.sample_slots, layout.sample_offsets, self._requests)
 
     def _sample(self, batch: Batch, hidden: Tensor, bitmask: PendingBitmask) -> Sampled | None:
-        """Sample the rows of the plan that need it, and store the tokens. After a replay, only rows
+        """Sample rows as the plan requests, and store the tokens. After a replay, only rows
         that need all logits are sampled again. If a row has a mask, all rows are sampled again,
         because graphs do not read masks.
         """

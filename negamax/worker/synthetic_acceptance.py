@@ -14,7 +14,7 @@ _STEP, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 class SyntheticAcceptance:
-    """A table of random accepted lengths. `rates`: by place, share of rows that accept up to it."""
+    """A table of random accepted lengths. `rates`: by place, share of accepting rows."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         self._mean_length = 1.0 + sum(rates)

@@ -1,10 +1,10 @@
 """Select the tokens of a step that a rank computes: all, or a shard with context parallelism.
 
 A run of prompt tokens is split into 2 * ranks pieces. Rank i gets the i-th piece from the front and
-the i-th piece from the back. This balances the work, because a token attends to all earlier tokens.
-A piece is a sequence that ends with the piece. Earlier tokens may be on other ranks, because all
-keys of the step are in the caches before any rank attends. Single tokens (decodes) go to the ranks
-in turn.
+the i-th piece from the back. This order balances the work, because a token attends to all earlier
+tokens. Attention treats a piece as a sequence that ends with the piece. Earlier tokens may be on
+other ranks, because all keys of the step are in the caches before any rank attends. Single tokens
+(decodes) go to the ranks in turn.
 
 Ranks derive the sharding from the plan without communication. The plan also states whether the
 steps of all data-parallel ranks are sharded, and the most tokens of any shard.
@@ -128,7 +128,7 @@ def shard_tokens(
 
 
 def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
-    """Return the pieces of one of `ranks`, in the order of the step's tokens."""
+    """Return the pieces of `rank`, in the order of the step's tokens."""
     columns, pieces = layout.columns, 2 * ranks
     starts, counts = columns.query_starts[:-1], np.diff(columns.query_starts)
     edges = starts[:, None] + counts[:, None] * np.arange(pieces + 1) // pieces

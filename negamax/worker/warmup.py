@@ -1,7 +1,7 @@
-"""Compile the GPU kernels before their first launch. Each rank compiles a share in threads.
+"""Compile GPU kernels before their first launch, a share on each rank, in several threads.
 
 Without this warmup, each kernel is compiled at its first launch, while every rank and the GPU wait.
-This takes about forty seconds in total.
+Such waits take about forty seconds in total.
 """
 
 from collections.abc import Iterator, Sequence

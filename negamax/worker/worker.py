@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 class Worker:
-    """The model runtime of one rank. One thread calls it; another one may read `StepOutput`s."""
+    """The model runtime of one rank, for one thread. Any thread may read a `StepOutput`."""
 
     def __init__(self, config: WorkerConfig) -> None:
         torch.set_num_threads(config.num_threads)
@@ -36,9 +36,9 @@ class Worker:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
-        """Run one plan. On a GPU the step is only enqueued when this returns. Grammar rows wait for
-        their bitmask after the model and before sampling. `errors` of the result contains rows that
-        fail alone. On a GPU, an exception of the model fails the whole step. Raises
+        """Run one plan. On a GPU the step is only enqueued when `launch` returns. Grammar rows wait
+        for their bitmask after the model and before sampling. `errors` of the result contains rows
+        that fail alone. On a GPU, an exception of the model fails the whole step. Raises
         `EngineDeadError` if another rank is dead.
         """
         runner, requests = self.runner, self.runner.requests
@@ -109,7 +109,7 @@ class Worker:
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """Start to receive messages of other stages. Call it if no plan arrives for a while."""
+        """Start to receive messages of other stages, while no plan arrives."""
         if self.runner.runtime.is_asynchronous:
             self.runner.stage.post()
 
