@@ -17,7 +17,7 @@ from negamax.kernels.steps.op import ImageRows
 from negamax.models.decoder import ImageTower
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun, StepPlan
 from negamax.worker.batch import Column, StepColumns
-from negamax.worker.device import Runtime, upload
+from negamax.worker.device import Runtime, indices, upload
 from negamax.worker.request_state import RequestState
 
 # Image tokens of one run of the tower (2016 x 2016 pixels); a larger image has its own run.
@@ -66,7 +66,7 @@ class ImageEncoder:
             pages = frozenset(job.pages)
             self._broken = [each for each in self._broken if each.pages.isdisjoint(pages)]
             if job not in own:
-                self._pool[self._index(job.pages)] = 0
+                self._pool[indices(job.pages, self._device)] = 0
         for jobs in self._split(own):
             try:
                 self._encode(jobs)
@@ -74,7 +74,7 @@ class ImageEncoder:
                 raise
             except Exception as error:
                 for job in jobs:
-                    self._pool[self._index(job.pages)] = 0
+                    self._pool[indices(job.pages, self._device)] = 0
                     self._broken.append(_Broken(frozenset(job.pages), error))
         if self._broken:
             for run in plan.images:
@@ -153,7 +153,4 @@ class ImageEncoder:
         for job, rows in zip(jobs, self._tower(images).split(sizes), strict=True):
             room = rows.new_zeros(len(job.pages) * ROWS_PER_PAGE, rows.shape[1])
             room[: len(rows)] = rows
-            self._pool[self._index(job.pages)] = room.view(-1, *self._pool.shape[1:])
-
-    def _index(self, pages: list[int]) -> Tensor:
-        return upload((np.array(pages, dtype=np.int64),), self._device)[0]
+            self._pool[indices(job.pages, self._device)] = room.view(-1, *self._pool.shape[1:])

@@ -200,7 +200,12 @@ class RequestState:
         self._unverified[slot], self.prompt_lens[slot] = 0, row.prompt_len
         try:
             self._classify(slot, row.sampling)
-            self._states[slot] = _state(row, self._eos_token_ids, self._device)
+            edits = [
+                edit.prepare(row.sampling, self._eos_token_ids, self._device)
+                for edit in logit_edits.EDITS
+                if edit.applies(row.sampling, self._eos_token_ids)
+            ]
+            self._states[slot] = SlotState(row.prompt_len, row.sampling, edits)
             self._fill(row)
         except Exception as error:
             self.fail(slot, error)
@@ -253,15 +258,6 @@ def _zeros(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device)
     num_bytes = rows * columns * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
-
-
-def _state(row: NewRow, eos_token_ids: tuple[int, ...], device: torch.device) -> SlotState:
-    edits = [
-        edit.prepare(row.sampling, eos_token_ids, device)
-        for edit in logit_edits.EDITS
-        if edit.applies(row.sampling, eos_token_ids)
-    ]
-    return SlotState(row.prompt_len, row.sampling, edits)
 
 
 def _toggle(slots: set[int], slot: int, member: bool) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -144,8 +143,11 @@ class SelfCheck:
             (LINEAR, LINEAR.reference.run, LINEAR.reference.prepare),
             (EXPERTS, _run_one_by_one, _Experts),
         ):
-            reads = partial(_is_read, self._kernels, op)
-            table[op] = (replace(op.reference, run=run, prepare=prepare, reads=reads),)
+
+            def is_read(stored: Any, op: AnyOp = op) -> bool:
+                return self._kernels.choose(op, stored) is not None
+
+            table[op] = (replace(op.reference, run=run, prepare=prepare, reads=is_read),)
         return replace(self._kernels, candidates=table)
 
     def _read_again(self, kernels: KernelTable, count: int) -> Decoder:
@@ -276,10 +278,6 @@ def _compare(one: _Result, other: _Result) -> float:
 
 def _sum_parts(part: Partial) -> Tensor:
     return part.x.float() if part.x.dim() == 2 else part.x.float().sum(1)
-
-
-def _is_read(kernels: KernelTable, op: AnyOp, stored: Any) -> bool:
-    return kernels.choose(op, stored) is not None
 
 
 class _Experts:
