@@ -13,31 +13,22 @@ from negamax.scheduler.prefix_cache import BlockHashes
 Change = tuple[bytes, bool]  # hash of a block; True: cached, False: evicted
 
 
-@dataclass(frozen=True)
-class CacheChanges:
-    """Changes of each cache level, in order."""
+@dataclass
+class CacheLog:
+    """Ordered changes of each cache level since the last `take`. Writer: the rank's scheduler."""
 
-    chains: list[tuple[BlockHashes, int, int]]  # hashes of a sequence, first block, end block
-    kv: list[Change]  # KV cache
-    host: list[Change]  # host memory
+    # hashes of a sequence, first block, end block
+    chains: list[tuple[BlockHashes, int, int]] = field(default_factory=list)
+    kv: list[Change] = field(default_factory=list)  # KV cache
+    host: list[Change] = field(default_factory=list)  # host memory
     files: list[Change] = field(default_factory=list)
 
-
-class CacheLog:
-    """Changes since the last `take`. Single writer: the rank's scheduler."""
-
-    def __init__(self) -> None:
-        self.chains: list[tuple[BlockHashes, int, int]] = []
-        self.kv: list[Change] = []
-        self.host: list[Change] = []
-        self.files: list[Change] = []
-
-    def take(self) -> CacheChanges | None:
-        """Return and clear the changes; None if there are no changes."""
+    def take(self) -> "CacheLog | None":
+        """Return the changes and clear this log; return None if there are no changes."""
         logs: tuple[list[Any], ...] = (self.chains, self.kv, self.host, self.files)
         if not any(logs):
             return None
-        found = CacheChanges(*(log.copy() for log in logs))
+        found = CacheLog(*(log.copy() for log in logs))
         for log in logs:
             log.clear()
         return found

@@ -88,7 +88,7 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # for all lengths, then for each length
+        self._means = [0.0] * (len(self._lengths) + 1)  # corrections: common, then of each length
         # errors of long drafts also apply to shorter drafts, with less weight
         most = math.log1p(self._lengths[-1])
         shares = [math.log1p(length) / most for length in self._lengths]
@@ -106,10 +106,6 @@ class _Times:
         for i, row in enumerate(times._covariances):
             row[i] += _NEAR if i else _UNKNOWN
         return times
-
-    def get_correction(self, index: int) -> float:
-        """Return the correction of a length."""
-        return self._means[index + 1]
 
     def error(self, index: int, other: int) -> float:
         """Return the standard deviation of the difference between two lengths' corrections."""
@@ -315,7 +311,7 @@ class AdaptiveDraftLength:
         shares = self.acceptance()
         scores = []
         for index, drafts in enumerate(self._lengths):
-            seconds = self._log_seconds(num_rows, drafts) + times.get_correction(index)
+            seconds = self._log_seconds(num_rows, drafts) + times._means[index + 1]
             seconds -= tried * times.error(index, self._chosen)
             scores.append((1.0 + sum(shares[:drafts])) * math.exp(-seconds))
         return scores

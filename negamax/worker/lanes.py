@@ -5,12 +5,14 @@ A rank reads the heads that it needs from each rank of the other engine, which m
 tensor-parallel size. One thread answers reads, another one runs the imports of this rank's engine.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
@@ -24,6 +26,9 @@ from negamax.worker import lane_wire as wire
 from negamax.worker.config import LaneOptions
 from negamax.worker.host_pool import HostPool
 from negamax.worker.node_sockets import bind, connect
+
+if TYPE_CHECKING:
+    from negamax.worker.nixl_mover import NixlMover
 
 logger = get_logger(__name__)
 
@@ -60,23 +65,6 @@ class HeadCopy:
     num_heads: int
 
 
-class Mover(Protocol):
-    """Copies blocks from another rank's host memory to this rank's host memory."""
-
-    def fetch(
-        self,
-        endpoint: str,
-        parts: Sequence[HeadCopy],
-        places: list[int],
-        command: wire.ImportBlocks,
-    ) -> None:
-        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. Raises `LaneError`,
-        after which no block is written.
-        """
-
-    def close(self) -> None: ...
-
-
 class Lane:
     """Sends and fills the host blocks of a rank, until `close`."""
 
@@ -98,9 +86,9 @@ class Lane:
         self._context = zmq.Context()
         self._stop = threading.Event()
         self._description = wire.Description(b"", [])
-        self._mover: Mover = TcpMover(self._context, self.kinds)
+        self._mover: TcpMover | NixlMover = TcpMover(self._context, self.kinds)
         if options.kind == NIXL:
-            from negamax.worker.nixl_mover import NixlMover
+            from negamax.worker.nixl_mover import NixlMover  # NIXL is optional
 
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
@@ -211,6 +199,9 @@ class TcpMover:
         places: list[int],
         command: wire.ImportBlocks,
     ) -> None:
+        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. Raises `LaneError`,
+        after which no block is written.
+        """
         words = sum(
             self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts
         )  # words of a block

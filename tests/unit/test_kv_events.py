@@ -15,7 +15,7 @@ from negamax.base.errors import ConfigError
 from negamax.engine.core.kv_events import KEPT_STEPS, CacheMirror, EventBatch, EventPublisher
 from negamax.options.engine import EngineOptions
 from negamax.options.kv_events import KvEventsConfig, listens
-from negamax.scheduler.cache_log import CacheChanges
+from negamax.scheduler.cache_log import CacheLog
 from negamax.scheduler.limits import SchedulerLimits
 from negamax.scheduler.prefix_cache import BlockHashes
 from tests.e2e.conftest import eventually
@@ -91,11 +91,11 @@ def test_events_without_a_prefix_cache_are_refused() -> None:
         EngineOptions("nano", enable_prefix_caching=False, kv_events_config=ENABLED)
 
 
-def make_changes(tokens: list[int], *, salt: str = "", stop: int | None = None) -> CacheChanges:
+def make_changes(tokens: list[int], *, salt: str = "", stop: int | None = None) -> CacheLog:
     """Make the change that stores a chain of blocks of 4 tokens in the KV cache."""
     chain = BlockHashes(tokens, block_size=4, salt=salt)
     hashes = [chain[index] for index in range(len(tokens) // 4)]
-    return CacheChanges([(chain, 0, len(hashes))], [(each, True) for each in hashes[:stop]], [])
+    return CacheLog([(chain, 0, len(hashes))], [(each, True) for each in hashes[:stop]], [])
 
 
 def test_events_on_the_wire_are_maps_in_a_list() -> None:
@@ -105,8 +105,8 @@ def test_events_on_the_wire_are_maps_in_a_list() -> None:
     first, second = (shorten(block_hash) for block_hash, _ in changes.kv)
     mirror = CacheMirror()
     stored = mirror.apply(changes)
-    host = CacheChanges([], [], [(changes.kv[1][0], True)])
-    removed = mirror.apply(CacheChanges([], [(changes.kv[0][0], False)], []))
+    host = CacheLog([], [], [(changes.kv[1][0], True)])
+    removed = mirror.apply(CacheLog([], [(changes.kv[0][0], False)], []))
     events = [*stored, *mirror.apply(host), *removed, *mirror.clear()]
     batch: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(EventBatch(1.5, events, 3)))
     names = {"lora_id": None, "lora_name": None, "block_size": 4, "group_idx": 0}
@@ -194,7 +194,7 @@ def test_events_tell_the_content_of_the_cache(
         trace.follow()
     for rank, (mirror, _) in [*first.followers.items(), *second.followers.items()]:
         for _ in range(KEPT_STEPS + 1):
-            mirror.apply(CacheChanges([], [], []))
+            mirror.apply(CacheLog([], [], []))
         known = {*rank._pool._block_of, *rank.host._host._block_of, *rank.host.files._index}
         known.difference_update(*mirror._unknown.values())
         assert mirror._runs.keys() == known, "descriptions of evicted blocks remain"
@@ -222,7 +222,7 @@ def test_blocks_that_another_sequence_stored_first_split_a_run() -> None:
     view = CacheView()
     mirror = CacheMirror()
     first = mirror.apply(make_changes(list(range(20))))
-    for events in (first, mirror.apply(CacheChanges([], [(changes.kv[1][0], False)], []))):
+    for events in (first, mirror.apply(CacheLog([], [(changes.kv[1][0], False)], []))):
         view.apply(msgspec.msgpack.encode(EventBatch(0.0, events, 0)))
     kv = [changes.kv[1], *changes.kv[5:]]
     view.apply(msgspec.msgpack.encode(EventBatch(0.0, mirror.apply(replace(missing, kv=kv)), 0)))
@@ -233,18 +233,18 @@ def test_blocks_from_elsewhere_are_told_when_their_tokens_are_known() -> None:
     changes = make_changes(list(range(12)), salt="a")
     mirror, view = CacheMirror(), CacheView()
     host = [(block_hash, True) for block_hash, _ in changes.kv]
-    assert mirror.apply(CacheChanges([], changes.kv, host)) == []
-    assert mirror.apply(CacheChanges([], [(changes.kv[2][0], False)], [])) == []
+    assert mirror.apply(CacheLog([], changes.kv, host)) == []
+    assert mirror.apply(CacheLog([], [(changes.kv[2][0], False)], [])) == []
     (chain, _, _) = changes.chains[0]
     for stop in (0, 2, 3):  # number of blocks that admitted sequences share
-        events = mirror.apply(CacheChanges([(chain, 0, stop)], [], []))
+        events = mirror.apply(CacheLog([(chain, 0, stop)], [], []))
         assert bool(events) == bool(stop)
         view.apply(msgspec.msgpack.encode(EventBatch(0.0, events, 0))) if events else None
     names = [shorten(block_hash) for block_hash, _ in changes.kv]
     assert view.cached == {"GPU": set(names[:2]), "CPU": set(names)}
-    assert mirror.apply(CacheChanges([(chain, 0, 3)], [], [])) == []
+    assert mirror.apply(CacheLog([(chain, 0, 3)], [], [])) == []
     reset = [(name, False) for name, _ in host]
-    (event,) = mirror.apply(CacheChanges([], reset[:2], reset))
+    (event,) = mirror.apply(CacheLog([], reset[:2], reset))
     assert type(event).__name__ == "AllBlocksCleared"
 
 
@@ -291,7 +291,7 @@ def test_a_full_queue_drops_changes_and_clears_the_view() -> None:
         assert eventually(lambda: publisher.num_batches == 3)
         # The step reports a block that an earlier, dropped batch had stored.
         known, unknown = make_changes([1] * 8), make_changes([4] * 8)
-        publisher.publish(CacheChanges([], [(known.kv[0][0], False)], [unknown.kv[0]]))
+        publisher.publish(CacheLog([], [(known.kv[0][0], False)], [unknown.kv[0]]))
         assert eventually(lambda: publisher.num_batches == 4 and publisher._queue.empty())
         publisher.publish(make_changes([9] * 8))
         assert eventually(lambda: publisher.num_batches == 5)

@@ -23,7 +23,7 @@ import zmq
 from negamax.base.errors import ConfigError
 from negamax.base.log import get_logger
 from negamax.options.kv_events import KvEventsConfig, listens
-from negamax.scheduler.cache_log import CacheChanges
+from negamax.scheduler.cache_log import CacheLog
 from negamax.scheduler.prefix_cache import HASH_BYTES, BlockHashes
 
 logger = get_logger(__name__)
@@ -105,7 +105,7 @@ class CacheMirror:
             self._unknown[medium].clear()
         return [AllBlocksCleared()]
 
-    def apply(self, changes: CacheChanges) -> list[KvEvent]:
+    def apply(self, changes: CacheLog) -> list[KvEvent]:
         """Return the events of a step's changes. Blocks with unknown tokens get no event."""
         learned = [
             block_hash
@@ -217,7 +217,7 @@ class EventPublisher:
         self._config, self._rank = config.add_rank(rank), rank
         self._topic = config.topic.encode()
         # `_LOST` stands for changes that were dropped.
-        self._queue: SimpleQueue[CacheChanges | str] = SimpleQueue()
+        self._queue: SimpleQueue[CacheLog | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
         # sent batches for replays, as frames that ZeroMQ shares between slow subscribers
@@ -249,7 +249,7 @@ class EventPublisher:
         for thread in self._threads:
             thread.start()
 
-    def publish(self, changes: CacheChanges) -> None:
+    def publish(self, changes: CacheLog) -> None:
         """Queue the changes of a step without waiting. Only one thread may publish and close."""
         if self._queue.qsize() >= self._config.max_queue_size:
             self.num_dropped += 1
@@ -282,7 +282,7 @@ class EventPublisher:
     def _send_events(self) -> None:
         with self._events:
             while (changes := self._queue.get()) != _STOP:
-                if isinstance(changes, CacheChanges):
+                if isinstance(changes, CacheLog):
                     self._send(self._mirror.apply(changes))
                 else:
                     self._send(self._mirror.clear())
