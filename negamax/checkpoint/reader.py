@@ -34,20 +34,18 @@ MAX_DIMENSIONS = 64  # limit of PyTorch
 MAX_NAME_CHARS = 1024  # names are shown in messages
 
 _SHARD_OF = re.compile(r"-of-(\d+)\.safetensors$")
-_ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
-    "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
-}  # fmt: skip
+
 SAFETENSORS_NAMES = {
     "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
     "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e8m0fnu": "F8_E8M0", "bool": "BOOL",
 }  # fmt: skip
-_TORCH_NAMES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()} | {
-    "F64": "float64", "I16": "int16", "F8_E5M2": "float8_e5m2",
-    "U16": "uint16", "U32": "uint32", "U64": "uint64",
+_UNUSED_NAMES = {
+    "float64": "F64", "int16": "I16", "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32",
+    "uint64": "U64",
 }  # fmt: skip
+# name in safetensors -> dtype
+DTYPES = {name: getattr(torch, own) for own, name in {**SAFETENSORS_NAMES, **_UNUSED_NAMES}.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class Span:
     def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> "Span":
         """Compute the span of `region` of `entry`: one range per dimension, or None for all."""
         region, shape = entry.translate(region), entry.held
-        dtype = getattr(torch, _TORCH_NAMES[entry.dtype])
+        dtype = DTYPES[entry.dtype]
         if region is None or not entry.num_bytes or tuple(map(len, region)) == shape:
             return Span(entry.file, entry.offset, entry.num_bytes, dtype, shape, ())
         # In all dimensions before `cut` the region has one index.
@@ -397,7 +395,7 @@ def _entry(
         or end < start
     ):
         raise ValueError(f"{name} has invalid shape {list(shape)} or bytes {start} to {end}")
-    if dtype in _ITEM_BYTES and end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
+    if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(
             f"{name} of shape {list(shape)} and dtype {dtype} cannot have {end - start} bytes"
         )

@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from negamax.checkpoint.reader import SAFETENSORS_NAMES, CheckpointReader, TensorEntry
+from negamax.checkpoint.reader import DTYPES, CheckpointReader, TensorEntry
 from negamax.convert.source import Source, Weight
 from negamax.convert.targets import Target
 from negamax.convert.writer import Planned
@@ -19,8 +20,6 @@ from negamax.formats.floats import E4M3, E4M3_FNUZ, PLAIN
 from negamax.formats.tensor_format import Axis, TensorFormat
 from negamax.kernels.quantize.stored import encode
 from negamax.quantization.scheme import Scheme
-
-_DTYPES = {spelled: getattr(torch, name) for name, spelled in SAFETENSORS_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ class Piece:
     shape: tuple[int, ...]  # shape of the weight
     format: TensorFormat
     tensors: tuple[Planned, ...]  # the tensors of `format`
-    read: Callable[[CheckpointReader], Mapping[str, Tensor]]
-    # returns the tensors by name; may be called in any thread
-    make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    read: Callable[[CheckpointReader], Any]  # returns the argument of `make`
+    make: Callable[[Any], Mapping[str, Tensor]]  # by tensor name; may be called in any thread
     source_bytes: int
 
 
@@ -63,12 +61,9 @@ def _format(weight: Weight, scheme: Scheme | None) -> TensorFormat:
 
 
 def _carried(entry: TensorEntry) -> Piece:
-    planned = Planned(entry.name, _DTYPES[entry.dtype], entry.shape)
-
-    def read(reader: CheckpointReader) -> Mapping[str, Tensor]:
-        return {entry.name: reader.read(entry)}
-
-    return Piece(None, entry.shape, PLAIN, (planned,), read, lambda read: read, entry.num_bytes)
+    planned = Planned(entry.name, DTYPES[entry.dtype], entry.shape)
+    read, num_bytes = lambda reader: {entry.name: reader.read(entry)}, entry.num_bytes
+    return Piece(None, entry.shape, PLAIN, (planned,), read, lambda read: read, num_bytes)
 
 
 def _make_piece(
@@ -90,7 +85,7 @@ def _copy(weight: Weight) -> Piece:
     if weight.format is PLAIN:
         return _plain(weight, to_bf16=False)
     planned = (
-        Planned(f"{weight.module}.{one.name}", _DTYPES[found.entry.dtype], one.shape(weight.shape))
+        Planned(f"{weight.module}.{one.name}", DTYPES[found.entry.dtype], one.shape(weight.shape))
         for one, found in weight.move.tensors
     )
     return _make_piece(weight, weight.format, planned, lambda read: read)
@@ -104,7 +99,7 @@ def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
     """
     entry = weight.move.entries[0]
     narrowed = weight.format is not PLAIN or (to_bf16 and weight.spec.dtype is None)
-    dtype = torch.bfloat16 if narrowed else _DTYPES[entry.dtype]
+    dtype = torch.bfloat16 if narrowed else DTYPES[entry.dtype]
 
     def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         plain = read[PLAIN.values.name] if weight.format is PLAIN else weight.dequantize(read)
@@ -155,18 +150,10 @@ def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str
     return {tensor.name: part for tensor, part in zip(stored.tensors, made, strict=True)}
 
 
-def read_together(weights: Sequence[Weight], reader: CheckpointReader) -> Mapping[str, Tensor]:
-    """Read the tensors of `weights`. Each name starts with the weight's index (`split_read`)."""
-    return {
-        f"{at} {name}": tensor
-        for at, weight in enumerate(weights)
-        for name, tensor in weight.read(reader).items()
-    }
-
-
-def split_read(read: Mapping[str, Tensor], at: int) -> dict[str, Tensor]:
-    start = f"{at} "
-    return {key.removeprefix(start): read[key] for key in read if key.startswith(start)}
+def read_together(
+    weights: Sequence[Weight], reader: CheckpointReader
+) -> list[Mapping[str, Tensor]]:
+    return [weight.read(reader) for weight in weights]
 
 
 def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator[Piece]:
@@ -180,10 +167,10 @@ def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator
 
 
 def _with_common_scale(
-    weights: list[Weight], weight: Weight, stored: TensorFormat, read: Mapping[str, Tensor]
+    weights: list[Weight], weight: Weight, stored: TensorFormat, read: list[Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
     """Quantize `weight` with an extra row that gives the global scale of all `weights`."""
-    plain = [one.dequantize(split_read(read, at)) for at, one in enumerate(weights)]
+    plain = [one.dequantize(tensors) for one, tensors in zip(weights, read, strict=True)]
     rows, columns = weight.shape
     below = torch.zeros(1, columns)
     below[0, 0] = max(one.abs().max() for one in plain)

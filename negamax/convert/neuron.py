@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from negamax.base.errors import ConfigError
-from negamax.convert.layout import Piece, pieces, read_together, split_read
+from negamax.convert.layout import Piece, pieces, read_together
 from negamax.convert.source import Source, Weight
 from negamax.convert.targets import Target
 from negamax.convert.writer import Planned
@@ -82,8 +82,8 @@ def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
             hint="choose another --to",
         )
 
-    def make(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        made = [_transposed(weight, split_read(read, at)) for at, weight in enumerate(weights)]
+    def make(read: list[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        made = [_transposed(*both) for both in zip(weights, read, strict=True)]
         return {f"{name}.{key}": torch.cat([one[key] for one in made], 1) for key in made[0]}
 
     shapes = {
@@ -102,12 +102,8 @@ def _transposed(weight: Weight, tensors: Mapping[str, Tensor]) -> Mapping[str, T
     """Return the tensors of `weight` as [K, I] in Trainium's FP8."""
     if weight.format == NEURON_BLOCKS:
         return tensors
-    if weight.format == E4M3_BLOCKS:
-        return _rescaled(tensors)
-    return encode(NEURON_BLOCKS, weight.dequantize(tensors))
-
-
-def _rescaled(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if weight.format != E4M3_BLOCKS:
+        return encode(NEURON_BLOCKS, weight.dequantize(tensors))
     factor = E4M3_MAX / LARGEST
     values = (tensors["weight"].bfloat16() / factor).to(torch.float8_e4m3fn)
     scale = tensors["weight_scale_inv"] * factor

@@ -20,7 +20,6 @@ from negamax.convert.layout import Piece
 from negamax.convert.writer import Planned
 from negamax.formats.floats import PLAIN
 from negamax.formats.platform import CPU
-from negamax.formats.tensor_format import Region, TensorFormat
 from negamax.kernels.registry import resolve
 from negamax.models.build import build_empty_slots
 from negamax.parallel.layout import ParallelLayout
@@ -69,8 +68,9 @@ class Shard:
             elif piece.format == PLAIN:
                 yield planned, self.regions[piece.slot]
             else:
-                rows, columns = self.regions[piece.slot]
-                region = _whole_units(piece.format, (rows, columns), piece.shape)
+                (rows, columns), (height, width) = self.regions[piece.slot], piece.shape
+                unit = piece.format.width_unit
+                region = piece.format.enclose((rows, columns), (height, width), unit=unit)
                 yield planned, stored[planned.name.rpartition(".")[2]].part(region)
 
     def file_metadata(self, pieces: Iterable[Piece]) -> dict[str, str]:
@@ -82,15 +82,6 @@ class Shard:
             if tuple(map(len, held)) != planned.shape
         }
         return {PARTS_KEY: json.dumps(parts, separators=(",", ":"))} if parts else {}
-
-
-def _whole_units(stored: TensorFormat, region: Region, shape: tuple[int, ...]) -> Region:
-    unit, (height, width) = stored.width_unit, shape
-    rows, columns = (
-        range(part.start // unit * unit, min(-(-part.stop // unit) * unit, total))
-        for part, total in zip(region, (height, width), strict=True)
-    )
-    return stored.enclose((rows, columns), (height, width))
 
 
 def make_shards(

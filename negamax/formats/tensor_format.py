@@ -252,11 +252,15 @@ class TensorFormat:
         scales = (tensor for tensor in self.tensors if tensor.role is Role.SCALE)
         return max(d.unit for scale in scales for d in scale.dims if d.axis is Axis.COLUMNS)
 
-    def enclose(self, region: Region, shape: tuple[int, int]) -> Region:
-        """Return the smallest part of a matrix that contains `region` and splits no entry."""
+    def enclose(self, region: Region, shape: tuple[int, int], *, unit: int | None = None) -> Region:
+        """Return the smallest part of a matrix that contains `region` and splits no entry.
+
+        The part begins and ends at multiples of `unit`, if given.
+        """
+        units = (unit or self.unit(axis) for axis in (Axis.ROWS, Axis.COLUMNS))
         rows, columns = (
-            _enclose(part, self.unit(axis), total)
-            for part, axis, total in zip(region, (Axis.ROWS, Axis.COLUMNS), shape, strict=True)
+            range(part.start // unit * unit, min(-(-part.stop // unit) * unit, total))
+            for part, unit, total in zip(region, units, shape, strict=True)
         )
         return rows, range(shape[1]) if self.permuted else columns
 
@@ -308,7 +312,3 @@ class StoredWeight:
     def scale(self) -> Tensor:
         (scale,) = (t for t in self.format.tensors if t.role is Role.SCALE and t.level == 1)
         return self.tensors[scale.name]
-
-
-def _enclose(part: range, unit: int, total: int) -> range:
-    return range(part.start // unit * unit, min(-(-part.stop // unit) * unit, total))
