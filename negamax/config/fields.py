@@ -130,10 +130,6 @@ def read_size(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
     return int(value)
 
 
-def read_count(config: Mapping[str, Any], name: str) -> int:
-    return read_size(config, name, least=0)
-
-
 def read_switch(config: Mapping[str, Any], name: str) -> bool:
     """Return the boolean field `name`; False if it is missing or null. Raises `ConfigError`."""
     value = config.get(name)

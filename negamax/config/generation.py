@@ -110,15 +110,14 @@ def _read_tokenizer_ends(folder: Path, spec: ModelSpec, turn_end: str | None) ->
         if name == "tokenizer.json" and (listed or texts == {None}):
             continue
         config = read_json_object(path) if path.exists() else {}
-        named = config.get("eos_token")
-        texts.add(_text(named.get("content") if isinstance(named, Mapping) else named))
+        texts.add(token_text(config.get("eos_token")))
         decoder, added = config.get("added_tokens_decoder"), config.get("added_tokens")
         tokens = dict(decoder) if isinstance(decoder, Mapping) else {}
         tokens |= dict(enumerate(added)) if isinstance(added, list) else {}
         for key, token in tokens.items():
             if isinstance(token, Mapping):
                 token_id = token.get("id", int(key) if str(key).isdecimal() else None)
-                listed.append((_text(token.get("content")), token_id))
+                listed.append((token_text(token), token_id))
     return tuple(
         token_id
         for text, token_id in listed
@@ -127,8 +126,10 @@ def _read_tokenizer_ends(folder: Path, spec: ModelSpec, turn_end: str | None) ->
     )
 
 
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
+def token_text(value: Any) -> str | None:
+    """Return the text of a token in tokenizer_config.json: the value, or its field "content"."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
 
 
 def _read_ends(config: Mapping[str, Any], spec: ModelSpec, *, where: str) -> tuple[int, ...]:

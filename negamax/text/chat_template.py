@@ -18,10 +18,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from negamax.base.errors import CheckpointError, ConfigError, InvalidRequestError
 from negamax.base.unicode import valid_unicode
 from negamax.config.embedded import EMBEDDED
+from negamax.config.generation import token_text
 from negamax.config.json_file import read_file, read_json_object
 from negamax.text.confined import Confined
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
-from negamax.text.tokenizer import token_text
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 

@@ -17,6 +17,7 @@ from negamax.base.errors import CheckpointError
 from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
 from negamax.config.embedded import EMBEDDED
+from negamax.config.generation import token_text
 from negamax.config.json_file import read_file, read_json_object
 from negamax.text.confined import Confined
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
@@ -262,12 +263,6 @@ class Tokenizer:
 def _check_count(count: int, max_tokens: int | None) -> None:
     if max_tokens is not None and count > max_tokens:
         raise TooManyTokensError(count)
-
-
-def token_text(value: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json: the value, or its field "content"."""
-    text = value.get("content") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) else None
 
 
 def _make_byte_alphabet() -> dict[str, int]:

@@ -157,7 +157,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
         target_num_layers=size("num_target_layers", None),
         speculative_tokens=block_size if samples_anchor else block_size - 1,
         block_size=block_size,
-        mask_token_id=fields.read_count(flat, "mask_token_id"),
+        mask_token_id=fields.read_size(flat, "mask_token_id", least=0),
         samples_anchor=samples_anchor,
         markov_rank=markov_rank,
         confidence_width=_read_confidence_width(flat, common["hidden_size"], markov_rank),

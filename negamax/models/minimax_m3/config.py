@@ -305,7 +305,7 @@ def _read_moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, 
         **_read_layers(config, "mlp_layer_types", ("dense", "sparse"), num_layers),
     }
     if "first_k_dense_replace" in config:
-        dense = fields.read_count(config, "first_k_dense_replace")
+        dense = fields.read_size(config, "first_k_dense_replace", least=0)
         found["first_k_dense_replace"] = tuple(layer >= dense for layer in range(num_layers))
     return _agree(found, (True,) * num_layers)
 
@@ -358,10 +358,11 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
     """
     own = int(which == "local")  # the last blocks include the block of the token itself
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
-    found = {name: fields.read_count(given, name) for name in names if given.get(name) is not None}
+    stated = [name for name in names if given.get(name) is not None]
+    found = {name: fields.read_size(given, name, least=0) for name in stated}
     tokens = f"sparse_{which}_tokens"
     if given.get(tokens) is not None:
-        count = fields.read_count(given, tokens)
+        count = fields.read_size(given, tokens, least=0)
         found[f"{tokens} {count} in blocks"] = -(-count // block_size) + own
     return _agree(found, own)
 

@@ -228,16 +228,16 @@ def json_format(
 ) -> Format:
     """Return the format of JSON that has one of `shapes`. Errors: `InvalidRequestError`."""
     rules = JsonRules(schemas, whitespace=whitespace)
-    text = rules.write(shapes)
-    schemas.budget.spend(num_bytes=len(text))
-    schemas.budget.is_risky |= rules.is_risky
-    return {"type": "grammar", "grammar": text}
+    return _spend_grammar(schemas, rules.write(shapes), rules.rules)
 
 
 def words_format(schemas: Schemas, language: Language) -> Format:
     """Return the format of texts in `language`, without quotes and escapes."""
     rules = Rules(schemas.languages)
-    text = rules.write(rules.add_language(language))
+    return _spend_grammar(schemas, rules.write(rules.add_language(language)), rules)
+
+
+def _spend_grammar(schemas: Schemas, text: str, rules: Rules) -> Format:
     schemas.budget.spend(num_bytes=len(text))
     schemas.budget.is_risky |= rules.is_risky
     return {"type": "grammar", "grammar": text}
@@ -249,7 +249,7 @@ class JsonRules:
     def __init__(self, schemas: Schemas, *, whitespace: int) -> None:
         self._schemas = schemas
         ahead = "(=(space [,}\\]:]))" if whitespace else "(=([,}\\]:]))"
-        self._rules = Rules(schemas.languages, ahead=ahead)
+        self.rules = Rules(schemas.languages, ahead=ahead)
         self._names: dict[frozenset[int], str] = {}
         self._waiting: list[tuple[str, Nodes]] = []
         self._space = "space" if whitespace else '""'
@@ -259,22 +259,18 @@ class JsonRules:
         if whitespace:
             self._common += f"space ::= [ \\n\\r\\t]{{0,{whitespace}}}\n"
 
-    @property
-    def is_risky(self) -> bool:
-        return self._rules.is_risky
-
     def write(self, shapes: Sequence[Shape]) -> str:
         """Return the grammar of values with one of `shapes`. Errors: `InvalidRequestError`."""
         self._define("start", shapes)
         while self._waiting:
             name, following = self._waiting.pop()
             self._define(name, self._schemas.shapes(following))
-        return self._rules.write("start", common=self._common)
+        return self.rules.write("start", common=self._common)
 
     def _define(self, name: str, shapes: Sequence[Shape]) -> None:
         ways = [self._write_shape(shape) for shape in shapes]
         self._schemas.budget.spend(1 + len(ways), num_bytes=sum(len(way.text) for way in ways))
-        self._rules.define(name, ways)
+        self.rules.define(name, ways)
 
     def _name(self, nodes: Nodes) -> str:
         """Return the name of the rule for values that follow all schemas in `nodes`."""
@@ -298,7 +294,7 @@ class JsonRules:
             case NumberShape(name, None):
                 return _Alternative(name)
             case NumberShape(_, Language() as language):
-                rule = self._rules.add_language(language)
+                rule = self.rules.add_language(language)
                 return _Alternative(rule, (rule,))
             case ArrayShape():
                 return self._write_array(shape)
@@ -307,7 +303,7 @@ class JsonRules:
         raise AssertionError(shape)
 
     def _write_text(self, language: Language) -> _Alternative:
-        rule = self._rules.add_language(language, after='"\\""')
+        rule = self.rules.add_language(language, after='"\\""')
         return _Alternative(f'"\\"" {rule}', (rule,))
 
     def _spell_literal(self, value: Any) -> str:
@@ -357,7 +353,7 @@ class JsonRules:
         object may leave out entries that are not required. The name of a rule states the place of
         the next entry and the number of entries before it, up to the limits of `shape`.
         """
-        start, rules, length = self._rules.new_name("entries"), self._rules, len(entries)
+        start, rules, length = self.rules.new_name("entries"), self.rules, len(entries)
         least, most = shape.least, shape.most
         last = max(1, least, most or 0)
         counted = 1 if is_tuple else min(last, length + 1)
@@ -413,7 +409,7 @@ class JsonRules:
             value = self._name(nodes)
             key = _Alternative("text") if language is None else self._write_text(language)
             ways.append(_Alternative(f"{key.text} {self._colon} {value}", (*key.rules, value)))
-        return self._rules.define(self._rules.new_name("other"), ways) if ways else None
+        return self.rules.define(self.rules.new_name("other"), ways) if ways else None
 
 
 def spell_json(value: Any) -> str:

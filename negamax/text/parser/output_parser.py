@@ -111,9 +111,6 @@ class OutputParser:
         self._splits = thinking is Thinking.SPLIT
         self._closer_is_token = format.think_close in (tag_ids or {})
 
-        def emit_reasoning(text: str) -> None:
-            emit(ReasoningDelta(text))
-
         def emit_content(text: str) -> None:
             emit(ContentDelta(text))
 
@@ -128,7 +125,9 @@ class OutputParser:
             is_verbatim=not self._splits,
             holds_space=not format.ends_in_content,
         )
-        self._reasoning = TextChannel(emit_reasoning) if self._splits else self._content
+        self._reasoning = self._content
+        if self._splits:
+            self._reasoning = TextChannel(lambda text: emit(ReasoningDelta(text)))
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
@@ -196,7 +195,7 @@ class OutputParser:
         match lexeme.kind:
             case TagKind.THINK_OPEN | TagKind.THINK_CLOSE:
                 self._take_think_tag(lexeme)
-            case kind if kind in _QUOTED_IN_CODE and self._channel.is_in_code():
+            case kind if kind in _QUOTED_IN_CODE and self._channel.code.is_open():
                 self._write(lexeme.text)
             case TagKind.LOOSE_THINK_CLOSE if self._state is _REASONING and self._splits:
                 self._closer = lexeme.text
@@ -227,7 +226,7 @@ class OutputParser:
         is_block = lexeme.kind in confirming
         is_block = is_block or (may_be_empty and lexeme.kind is TagKind.BLOCK_CLOSE)
         # a call in inline code is on the line of its opener
-        if is_block and ("\n" in quoted or not self._channel.is_in_inline_code()):
+        if is_block and ("\n" in quoted or not self._channel.code.is_inline()):
             self._open_block(quoted)
         else:
             self._write(quoted)
@@ -280,7 +279,7 @@ class OutputParser:
                 pass  # drop a repeated opener or closer
 
     def _take_bare_invoke(self, lexeme: Lexeme) -> None:
-        is_prose = self._state is _CONTENT and not self._content.is_in_inline_code()
+        is_prose = self._state is _CONTENT and not self._content.code.is_inline()
         is_call = is_prose and self._format.new_block.is_bare_call(
             lexeme, self._schemas, at_line_start=self._content.is_at_line_start()
         )
@@ -296,7 +295,7 @@ class OutputParser:
         self._enter(_ParserState.BLOCK)
         new_block, schemas = self._format.new_block, self._schemas
         self._block = new_block(self._calls, schemas=schemas, opener=opener, show=self._show_unread)
-        self._content.begin_line()
+        self._content.code.add("\n")  # the text after the block begins a new line
 
     def _show_unread(self, text: str) -> None:
         """Show text of a call block as content, after a line break."""

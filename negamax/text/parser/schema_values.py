@@ -220,12 +220,11 @@ def json_value(text: str, types: frozenset[str]) -> str:
     return _encode(text)
 
 
+json_string = encode_basestring
+
+
 def json_string_body(text: str) -> str:
     return encode_basestring(text)[1:-1]
-
-
-def json_string(text: str) -> str:
-    return encode_basestring(text)
 
 
 def parse_json(text: str) -> Any:

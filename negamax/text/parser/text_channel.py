@@ -4,8 +4,6 @@ import re
 from collections.abc import Callable
 
 _QUOTES = frozenset("`'\"“‘«")
-
-
 _FENCE = re.compile(r"[ \t>*+-]*(?:\d+[.)][ \t]+)?(`{3,}|~{3,})(.*)")
 _LAST_FENCE = re.compile(r"[^`]*[^`](`{3,})([\w+.-]*)")
 _MAX_LINE_CHARS = 300  # characters of a line that are searched for a fence
@@ -15,16 +13,21 @@ _MAX_PARTS = 4096  # pieces of text that are kept before they are processed
 class MarkdownCode:
     """Decides whether the end of a text is within code of Markdown."""
 
-    __slots__ = ("_fence", "_line", "parts")
+    __slots__ = ("_fence", "_line", "_parts")
 
     def __init__(self) -> None:
-        self.parts: list[str] = []  # pieces of the text that are not processed yet
+        self._parts: list[str] = []  # pieces of the text that are not processed yet
         self._line = ""  # the beginning of the current line
         self._fence = ""  # fence of the open code block
 
+    def add(self, text: str) -> None:
+        self._parts.append(text)
+        if len(self._parts) > _MAX_PARTS:
+            self._process()
+
     def is_open(self) -> bool:
         """Return whether the next text is in a fenced or indented code block."""
-        self.process()
+        self._process()
         line = self._line
         if self._fence or _next_fence(line, ""):
             return bool(_next_fence(line, self._fence))
@@ -35,15 +38,15 @@ class MarkdownCode:
 
     def is_inline(self) -> bool:
         """Return whether the next text is in inline code or in a quoted line."""
-        self.process()
+        self._process()
         return len(re.findall("`+", self._line)) % 2 == 1 or self._line.lstrip().startswith(">")
 
-    def process(self) -> None:
-        *lines, last = "".join([self._line, *self.parts]).split("\n")
+    def _process(self) -> None:
+        *lines, last = "".join([self._line, *self._parts]).split("\n")
         for line in lines:
             self._fence = _next_fence(line[:_MAX_LINE_CHARS], self._fence)
         self._line = last[:_MAX_LINE_CHARS]
-        self.parts.clear()
+        self._parts.clear()
 
 
 def _next_fence(line: str, fence: str) -> str:
@@ -64,14 +67,8 @@ class TextChannel:
     """Writes text to `out`. Drops line breaks at the start, and holds back space at the end."""
 
     __slots__ = (
-        "_code",
-        "_holds_space",
-        "_is_verbatim",
-        "_last_char",
-        "_out",
-        "_space",
-        "has_begun",
-    )
+        "_holds_space", "_is_verbatim", "_last_char", "_out", "_space", "code", "has_begun",
+    )  # fmt: skip
 
     def __init__(
         self, out: Callable[[str], None], *, is_verbatim: bool = False, holds_space: bool = True
@@ -82,14 +79,11 @@ class TextChannel:
         self._space: list[str] = []
         self._last_char = ""
         self.has_begun = False
-        self._code: MarkdownCode | None = MarkdownCode() if holds_space else None
+        self.code = MarkdownCode()  # stays empty unless `holds_space`
 
     def write(self, text: str) -> None:
-        code = self._code
-        if code is not None:
-            code.parts.append(text)
-            if len(code.parts) > _MAX_PARTS:
-                code.process()
+        if self._holds_space:
+            self.code.add(text)
         words = (
             text.rstrip() if self._holds_space or (text.isspace() and not self.has_begun) else text
         )
@@ -113,17 +107,6 @@ class TextChannel:
 
     def ends_in_quote(self) -> bool:
         return not self._space and self._last_char in _QUOTES
-
-    def is_in_code(self) -> bool:
-        return self._code is not None and self._code.is_open()
-
-    def is_in_inline_code(self) -> bool:
-        return self._code is not None and self._code.is_inline()
-
-    def begin_line(self) -> None:
-        """Begin a new line of Markdown after a call block."""
-        if self._code is not None:
-            self._code.parts.append("\n")
 
     def drop_space(self) -> None:
         self._space = []

@@ -15,7 +15,8 @@ from negamax.api.http.request_body import compute_max_chars, read_request
 from negamax.api.http.request_threads import run_off_loop
 from negamax.api.openapi import describe_body
 from negamax.api.schemas.request_model import refuse
-from negamax.text.tokenizer import Tokenizer, token_text
+from negamax.config.generation import token_text
+from negamax.text.tokenizer import Tokenizer
 
 
 def make_tokens_router(context: ApiContext) -> APIRouter:
