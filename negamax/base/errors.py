@@ -27,7 +27,7 @@ class NegamaxError(Exception):
         exit_code: int | None = None,
         retry_after: float | None = None,
     ) -> None:
-        """Set the given fields of an error class, which inherits all others from its parent."""
+        """Set the given fields of an error class, which inherits other fields from its parent."""
         cls.http_status = status or cls.http_status
         cls.error_type = kind or cls.error_type
         cls.exit_code = exit_code or cls.exit_code

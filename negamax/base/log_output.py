@@ -45,7 +45,7 @@ class RateLimit(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        # monotonic second at which the period began, and records since then, by kind of record
+        # start of the period (monotonic seconds), and number of records in it, by kind of record
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:

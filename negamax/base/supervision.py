@@ -43,7 +43,7 @@ class Silence:
         self._last_look = time.monotonic()
 
     def seconds(self, heartbeat: float) -> float:
-        """Return the seconds since `heartbeat` changed. It must be 0 before the first heartbeat."""
+        """Return the seconds since `heartbeat` changed, which is 0 before the first heartbeat."""
         now = time.monotonic()
         self._seconds += min(now - self._last_look, _LONGEST_LOOK_SECONDS)
         self._last_look = now

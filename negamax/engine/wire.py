@@ -125,7 +125,7 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(RankStats, frozen=True, array_like=True):
-    """Statistics of an engine. Inherited fields are sums over its data-parallel ranks."""
+    """Statistics of an engine. Inherited fields are sums over the engine's data-parallel ranks."""
 
     device_seconds: float = 0.0  # GPU time in steps.
     idle_seconds: float = 0.0  # GPU time between steps.
@@ -151,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of several engines, without `ranks`. Keep those of a single engine."""
+    """Sum the statistics of several engines, without `ranks`. One engine's stay unchanged."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]

@@ -159,8 +159,8 @@ def _meet(
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(
-            f"rank {layout.rank} of {layout.world_size} did not meet the others in {rendezvous} "
-            f"within {START_TIMEOUT_S:.0f} s: {error}",
+            f"rank {layout.rank} of {layout.world_size} did not reach all other ranks at "
+            f"{rendezvous} within {START_TIMEOUT_S:.0f} s: {error}",
             hint="open the ports of gloo and NCCL, which node 0 logs, between all nodes"
             if layout.nodes > 1
             else None,

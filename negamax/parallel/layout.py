@@ -3,8 +3,8 @@
 
 The ranks form a grid with the axes `pp, dp, cp, tp`, where `tp` varies fastest: rank = ((pp_rank *
 dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Attention uses `tp` ranks per data-parallel replica.
-All `dp * cp * tp` ranks of a pipeline stage hold experts of its layers: the experts are split into
-`ep` parts, and the other ranks of a part split the width of each expert.
+All `dp * cp * tp` ranks of a pipeline stage hold experts. A layer's experts are split into `ep`
+parts. If there are more ranks than parts, the ranks of a part split the width of each expert.
 """
 
 from dataclasses import dataclass, replace

@@ -64,7 +64,7 @@ def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
 
 
 def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Raise `ConfigError` if ranks would differ in slots, or a rank would hold an expert twice."""
+    """Raise `ConfigError` if slots are unevenly split, or if a rank would hold an expert twice."""
     sizes, redundant = spec.expert_sizes(), layout.redundant_experts
     if sizes is None or not redundant:
         return

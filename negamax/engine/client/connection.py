@@ -80,7 +80,7 @@ class EngineChannel:
         return bool(self._to_engine.poll(0, zmq.POLLOUT))
 
     def receive_first(self) -> wire.FromEngine | None:
-        """Return a message if one has arrived, else None. Call this before `start_reading`."""
+        """Return a message that has arrived before `start_reading`, or None."""
         if not self._from_engine.poll(0, zmq.POLLIN):
             return None
         return wire.from_engine_decoder.decode(self._from_engine.recv())
@@ -211,7 +211,7 @@ class EngineConnection:
         return message.info
 
     async def close(self, *, kill: bool) -> None:
-        """End the process and its descendants, at once if `kill` is set. Later calls wait."""
+        """End the process and its descendants, at once if `kill` is set."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(kill=kill))
         await asyncio.shield(self._closing)

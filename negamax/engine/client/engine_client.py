@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SharedQueue:
-    """Numbers that the server processes in front of the same engines share."""
+    """Numbers that all server processes of the same engines share."""
 
     numbers: SharedNumbers  # Used by `Admission`.
     loads: SharedNumbers  # Used by `ReplicaLoad`.
@@ -166,9 +166,7 @@ class AsyncEngine:
         return sum(len(replica.open) for replica in self.replicas)
 
     def check_alive(self) -> None:
-        """Raise an error while no engine runs: `EngineDeadError` if no engine will be restarted,
-        else `UnavailableError`.
-        """
+        """Raise `UnavailableError` if no engine runs, `EngineDeadError` if no engine restarts."""
         if self._stopped is not None:
             raise EngineDeadError(self._stopped, code="engine_dead")
         if not any(replica.alive for replica in self.replicas):
@@ -277,7 +275,7 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """Abort the open sequences whose owner `is_meant` accepts. Return their number."""
+        """Abort the open sequences whose owner `is_meant`, and return the number of sequences."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
@@ -307,7 +305,7 @@ class AsyncEngine:
         self._resize()
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """End the open requests of a lost engine; its successor should be ready in `ready_in` s."""
+        """End the open requests of a lost engine, which should be replaced in `ready_in` s."""
         self.replicas[replica].on_engine_lost(reason, ready_in=ready_in)
         self._resize()
 

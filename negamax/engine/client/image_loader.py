@@ -41,7 +41,7 @@ ErrorT = TypeVar("ErrorT", bound=NegamaxError)
 
 @dataclass(frozen=True, slots=True)
 class _Image:
-    """An image and its size after resizing."""
+    """An image and the size of the image after resizing."""
 
     part: ImagePart
     data: str  # base64
@@ -132,7 +132,7 @@ class ImageLoader:
         return expanded, placed
 
     def load_blocking(self, parts: Sequence[ImagePart]) -> list[ImageInput]:
-        """Do the same as `load` in a thread that may already run an event loop."""
+        """Return the result of `load`; the calling thread may already run an event loop."""
         return self._threads.submit(asyncio.run, self.load(parts)).result()
 
     async def _map(self, work: Callable[[T], _Image], items: Sequence[T]) -> list[_Image]:

@@ -71,7 +71,7 @@ class OpenRequest:
         replica_index: int | None = None,
     ) -> None:
         """Prepare a request, which `first_output` or `run` sends. `requests` has an entry for each
-        choice, and `streams` maps their ids to streams. `deadline` is in monotonic seconds. If
+        choice, and `streams` maps request ids to streams. `deadline` is in monotonic seconds. If
         `replica_index` is given, only this replica may answer.
         """
         self.owner = owner
@@ -223,7 +223,7 @@ class OpenRequest:
             raise EngineError("the output could not be decoded to text") from wrong
         if stream.finished:
             del self._streams[update.request_id]
-            # The engine does not know stop strings, so a sequence that one ends is aborted.
+            # The engine does not know stop strings, so abort a sequence that ends at a stop string.
             self._replica.leave([update.request_id], abort=update.finish_reason is None)
         if self._observer is not None:
             self._observer.gained(output)
@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice. The others follow its first token and use the cached prompt."""
+        """Send the first choice; other choices follow its first token and use the cached prompt."""
         if self._has_started:
             return
         self._has_started = True

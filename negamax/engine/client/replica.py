@@ -52,7 +52,7 @@ class Replica:
 
     @property
     def silence(self) -> str | None:
-        """Return the engine or a rank of it that sends no heartbeats; None if all send some."""
+        """Name a process of the running engine that sends no heartbeats, or return None."""
         assert self._channel is not None
         if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
             return "the engine"
@@ -160,7 +160,7 @@ class Replica:
         self.has_failed = True
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Pass on the updates of steps that arrived together, joined to one update a sequence."""
+        """Pass on the updates of steps that arrived together, joined to one per sequence."""
         for step in steps:
             for sequence_id, at in step.admitted:
                 request = self.open.get(sequence_id)

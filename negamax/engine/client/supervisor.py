@@ -173,7 +173,7 @@ class _SupervisedEngine:
             servers.listener.on_engine_ready(self._replica, connection.address, info)
 
     async def _supervise(self) -> None:
-        """Whenever the engine ends, fail its open requests, and start an engine if allowed."""
+        """Whenever the engine ends, fail its open requests, and restart the engine if allowed."""
         servers, policy = self._servers, RestartPolicy(self._servers.limits)
         assert self._connection is not None
         reason = self._name + await asyncio.shield(self._connection.ended)

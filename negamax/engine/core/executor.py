@@ -201,7 +201,7 @@ class RemoteRanks(RankHost, Protocol):
     """Starts, watches and ends the ranks of other machines."""
 
     def limit_connections(self, socket: zmq.Socket[bytes]) -> None:
-        """Accept connections to `socket` from other nodes only. Call this before the bind."""
+        """Limit the connections to `socket`, before the bind."""
 
 
 class LocalRanks(RankHost):
@@ -258,7 +258,7 @@ class MultiProcessExecutor:
         *,
         others: RemoteRanks | None = None,
     ) -> None:
-        """Start the ranks and wait until they are ready. `others` starts those elsewhere."""
+        """Start the ranks and wait until they are ready. `others` starts ranks of other nodes."""
         layout, world_size = config.layout, config.layout.world_size
         self._folder = PrivateFolder()
         addresses = addresses or RankAddresses.local(self._folder.path, layout)
@@ -444,7 +444,7 @@ class MultiProcessExecutor:
             ready = dict(poller.poll(milliseconds))
             if not ready:
                 raise TimeoutError
-            for socket in sockets:  # frames that a rank has sent before its end come first
+            for socket in sockets:  # a rank's frames count even if the rank has ended since then
                 if socket in ready:
                     return socket
             death = self.death()

@@ -54,11 +54,11 @@ class ExpertBalancer:
         self._target: list[int] | None = None  # New placement of the first layer in `_due`.
         self._num_moved_before = 0
         self.stats = ExpertStats()
-        # counts at the start of a record, and at its stop if it was stopped
+        # counts at the start of a record, and at the stop of a stopped record
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """Return the moves and counts of experts in the next step; None if there are none."""
+        """Return the moves and counts of experts in the next step, or None without any."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []

@@ -23,7 +23,7 @@ _Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # One list f
 
 
 class _Location(msgspec.Struct, frozen=True):
-    """The JSON value of the option. Fields that are not listed here are ignored."""
+    """The JSON value of the option, of which other fields are ignored."""
 
     logical_count: _Table | None = None  # Number of selections of each expert.
     physical_to_logical_map: _Table | None = None  # Index of the expert in each slot.

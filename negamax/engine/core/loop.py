@@ -114,14 +114,15 @@ class EngineLoop:
                 SequenceUpdate(request.request_id, [], finish_reason="error", error=error)
             )
         elif self._transfers is not None:
-            self._transfers.begin(request, now=time.monotonic())  # `_add_transferred` queues it
+            # `_add_transferred` queues the request after the transfer.
+            self._transfers.begin(request, now=time.monotonic())
         else:
             self._queue(request)
 
     def _queue(self, request: GenerateRequest) -> None:
         """Queue a request that does not wait for another engine."""
         if request.sampling.is_constrained:
-            self._take_in(request, self._grammars.open)  # `_add_opened` queues it
+            self._take_in(request, self._grammars.open)  # `_add_opened` queues the request
         else:
             self._take_in(request, self._scheduler.add)
 
@@ -161,7 +162,7 @@ class EngineLoop:
             self._admitted.extend(
                 (request_id, launched.started) for request_id in self._scheduler.take_admitted()
             )
-            self._publish_cache()  # the publisher's thread works while this one waits for results
+            self._publish_cache()  # publishers work while this thread waits for results
         updates, self._pending_updates = self._pending_updates, []
         if launched is None and not any(self._in_flight) and not updates:
             self._wait()

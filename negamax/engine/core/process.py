@@ -163,7 +163,7 @@ def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
 
 
 def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: "Pulse") -> None:
-    """Receive requests, run steps and send updates until a stop. Block while there is no work."""
+    """Receive requests, run steps and send updates until a stop. Wait while there is no work."""
     while True:
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work

@@ -105,7 +105,7 @@ def _start_loop(
         eos_token_ids=config.eos_token_ids,
     )
     started.callback(grammars.shutdown)
-    # On a CPU the grammar process starts with the first grammar, so that it takes no core now.
+    # On a CPU the grammar process starts with the first grammar, because the start needs all cores.
     if config.device != "cpu":
         grammars.start()
     executor = _start_executor(config, options, source, script=script, launcher=launcher)
@@ -474,7 +474,7 @@ def choose_chunk_length(
         max_model_len=max_model_len,
     )
     logger.info(
-        "chunks of a prompt take equal time: %d tokens in the first, %d in a longest prompt's last",
+        "chunks of prompts take equal time: the first has %d tokens, the last of the longest %d",
         most,
         length.fit(max_model_len, most, most)[0],
     )
@@ -506,7 +506,7 @@ def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalanc
 
 
 def find_device(name: str) -> tuple[str, int | None]:
-    """Resolve `--device` to ("cpu", None), without importing torch, or ("cuda", GPUs)."""
+    """Resolve `--device` to ("cpu", None) or to ("cuda", number of GPUs)."""
     if name == "cpu":
         return name, None
     from negamax.worker.device import choose_device, num_gpus

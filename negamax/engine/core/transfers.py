@@ -2,8 +2,8 @@
 
 A pull has four phases. First, the prefilling engine confirms the lease. Second, this engine
 allocates host blocks. Third, the ranks of this engine copy the prompt's blocks into host blocks.
-Fourth, the prefilling engine confirms that it kept its blocks until the end of the copy, which
-makes the host blocks valid. If a phase fails, this engine computes the prompt, or ends the request.
+Fourth, the prefilling engine confirms that it kept its blocks until the end of the copy; then the
+host blocks are valid. If a phase fails, this engine computes the prompt, or ends the request.
 
 Host blocks of a pull stay allocated until every rank has reported the end of its copy, also after
 an abort. This module is deterministic: callers pass the time and messages as arguments.
@@ -169,7 +169,7 @@ class Transfers:
         self.send(peer, OpenLease(remote.lease_id, *fields))
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request that waits for blocks. Return whether there was such a request."""
+        """Drop a request that waits for blocks; return False if no such request exists."""
         for pull in list(self._pulls.values()):
             for request in pull.requests:
                 if request.request_id == request_id:

@@ -209,7 +209,7 @@ class GrammarManager:
         return done
 
     def close(self, request_id: str) -> bool:
-        """Drop the constraints of a request. Return whether its grammar was not ready yet."""
+        """Drop the constraints of a request; return True if the constraints were not ready."""
         rule = self._rules.get(request_id)
         if rule is None:
             return False

@@ -307,7 +307,7 @@ class GrammarServer:
             self._refuse(stream.key, message or "")
 
     def _end_slow_turns(self) -> None:
-        """Refuse grammars of outputs whose turn takes too long; its thread cannot be stopped."""
+        """Refuse grammars of outputs whose turn takes too long. Threads cannot be stopped."""
         now = time.monotonic()
         for stream in list(self._streams.values()):
             started = stream.turn_started
@@ -369,7 +369,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def main(number: str) -> int:
-    """Fork a process for each message at the socket with descriptor `number`, until it closes."""
+    """Fork a process for each message at the socket with descriptor `number`."""
     exit_with_parent()
     _limit_memory(int(env.main_memory() * MEMORY_SHARE))
     log.setup_as_parent()

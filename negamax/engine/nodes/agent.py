@@ -163,11 +163,11 @@ class Agent:
         return f"another program uses the port, or {KEY_VARIABLE} differs from node 0's value"
 
     def _what_is_missing(self) -> str:
-        """Return why this node is not ready, or "". Another thread calls this for probes."""
+        """Return why this node is not ready, or "". A thread that answers probes calls it."""
         return self._waiting if self._ranks is None else ""
 
     def _log_waiting(self, reason: str) -> None:
-        """Log why this node waits. Log the same reason only once per `_REMINDER_SECONDS`."""
+        """Log why this node waits, and repeat an equal reason every `_REMINDER_SECONDS`."""
         text = f"{self._waiting} ({reason})" if reason else self._waiting
         if text != self._logged or time.monotonic() > self._logged_at + _REMINDER_SECONDS:
             logger.info("%s", text)

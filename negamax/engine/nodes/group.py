@@ -37,7 +37,7 @@ _HEARTBEAT_MS = 1000  # Time between heartbeats of ZeroMQ, which closes half-ope
 
 @dataclass
 class _Node:
-    """The state of another node, as its agent reports. Only the receiving thread changes it."""
+    """The state of another node, as its agent reports, changed by the receiving thread only."""
 
     number: int
     ranks: range
@@ -103,7 +103,7 @@ class NodeGroup:
         self._thread: threading.Thread | None = None
         self._folder = PrivateFolder()
         reader, writer = os.pipe()
-        # If a node is lost, the reading end is closed, and poll() reports POLLERR for the other.
+        # When a node is lost, the reading end is closed, so poll() reports POLLERR on the writer.
         self._alarm = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
         self._context = zmq.Context()
         ports = itertools.count(options.master_port)

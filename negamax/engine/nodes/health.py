@@ -13,7 +13,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# An agent counts as dead if a round of its loop takes longer. Resolving a name may take long.
+# An agent counts as dead if a round of the agent's loop takes longer than this time.
 STILL_SECONDS = 60.0
 _REQUEST_SECONDS = 2.0  # Time limit for a request to arrive.
 _MOST_BYTES = 8192  # Size limit of a request's head.

@@ -143,7 +143,7 @@ def ephemeral_ports() -> str:
 
 
 def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
-    """Return the user's interface and its source, or (None, ""). Raises `ConfigError`."""
+    """Return the interface that the user named and where, or (None, ""). Raises `ConfigError`."""
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
     for reason, value in found:

@@ -64,7 +64,7 @@ class RayPlacement:
         return ipaddress.ip_address(self.own.address).is_loopback
 
     def share(self, count: int) -> Resources:
-        """Return what each of `count` nodes needs: a GPU and a CPU per rank, or its threads."""
+        """Return what each of `count` nodes needs: per rank, a GPU and a CPU, or a CPU a thread."""
         ranks = self.options.parallel.num_ranks // count
         if self.device == "cuda":
             return Resources(gpus=ranks, cpus=ranks)
@@ -147,6 +147,6 @@ def make_placement(
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(
-            "this machine is not in the Ray cluster", hint="run `ray start --address` here"
+            "this machine is not in the Ray cluster", hint="run `ray start --address` on it"
         )
     return RayPlacement(options, tuple(nodes), own)

@@ -285,7 +285,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals that the parent handles. Call this after Ray has installed its handlers."""
+    """Ignore signals that the parent handles, also after Ray has installed its own handlers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

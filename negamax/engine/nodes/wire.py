@@ -8,7 +8,7 @@ BEAT_SECONDS = 0.2  # Time between two heartbeats of node 0 or of an agent.
 # A node counts as dead after this silence. Clients then see an error within 3 s.
 SILENCE_SECONDS = 2.0
 DISCONNECTED_SECONDS = 1.0  # Silence until a node counts as dead if its connection was closed.
-# An agent reports another agent as dead after this silence. Node 0 reports it earlier.
+# An agent reports another agent as dead after this silence. Node 0 reports dead agents earlier.
 NEIGHBOUR_SECONDS = 2.4
 STALL_SECONDS = 10.0  # silence on TCP until a node counts as dead although UDP messages arrive
 
