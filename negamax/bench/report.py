@@ -176,14 +176,6 @@ def table(result: Run, spec: ModelSpec) -> Table:
     return rows_table(["requests", *(str(run["concurrency"]) for run in runs)], rows, title=title)
 
 
-def write_json(file: Path, document: object) -> None:
-    """Write `document` as indented JSON and create its folder."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(
-        json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8"
-    )
-
-
 def rows_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
     """Make a table whose first column is text and whose other columns are numbers."""
     shown = Table(title=title or None, title_justify="left")

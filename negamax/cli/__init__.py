@@ -1,1 +1,1 @@
-"""The `negamax` command: thin sub-commands, one file each."""
+"""The `negamax` command, with one file per sub-command."""

@@ -1,4 +1,4 @@
-"""`negamax bench`: the group of benchmarks, and `accuracy`; the others are in `bench_*.py`."""
+"""`negamax bench` and its command `accuracy`. Other benchmarks are in `bench_*.py`."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -19,14 +19,14 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.bench.drafts import NO_DRAFTS, DraftCounts
 from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profile, bench_serve
-from negamax.cli.bench_options import json_option
+from negamax.cli.bench_options import json_option, write_json
 from negamax.cli.examples import make_epilog
 from negamax.cli.options import add_command, add_options, setting, template_option
 from negamax.evals.suites import DEFAULT_SUITES, SUITES
 from negamax.options.engine import EngineOptions
 
 app = typer.Typer(
-    help="Measure a model or its kernels: accuracy, speed, where the time goes.",
+    help="Measure the accuracy and the speed of a model, a server or the kernels.",
     rich_markup_mode="markdown",
 )
 for _name, _module in {
@@ -41,7 +41,7 @@ for _name, _module in {
 
 @app.callback()
 def bench() -> None:
-    """Measure a model or its kernels."""
+    """Measure a model, a server or the kernels."""
 
 
 @app.command(epilog=make_epilog("bench accuracy"))
@@ -52,7 +52,7 @@ def accuracy(
     suite: list[str] | None = setting(
         None,
         "Solve this suite: nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k or "
-        "nano-retrieval-8k; repeat for several. Default: math and tools.",
+        "nano-retrieval-8k; may be repeated. Default: nano-math and nano-tools.",
         choices=SUITES,
     ),
     count: int | None = setting(
@@ -64,18 +64,17 @@ def accuracy(
     json_file: Path | None = json_option(),
     chat_template: str | None = template_option(),
 ) -> None:
-    """Solve generated problems that were never in the training data and count the exact answers.
-    MODEL is `nano` where none is given; `--seed` says which problems are drawn.
+    """Solve generated problems that are not in the training data, and count the exact answers.
+    MODEL defaults to `nano`. `--seed` selects the problems.
     """
     for name in suite or ():
         if name not in SUITES:
             raise ConfigError(f"--suite is {name[:60]!r}; allowed: {', '.join(SUITES)}")
-    from negamax.bench.report import write_json
     from negamax.engine.llm import LLM
     from negamax.evals.accuracy import run_suite  # torch
 
     log.setup(engine.log_level, engine.log_format)
-    console = Console(markup=False)  # answers may have brackets
+    console = Console(markup=False)  # brackets in answers are not markup
     results, counted = [], NO_DRAFTS
     options = {field.name: getattr(engine, field.name) for field in fields(engine)}
     options |= {"model": engine.model or "nano", "chat_template": chat_template}
@@ -108,5 +107,4 @@ def accuracy(
             for failure in result.failures:
                 right = f"expected {failure.expected}, got {failure.answered!r}"
                 console.print(f"  asked {failure.question!r}: {right}", style="dim")
-    if json_file is not None:
-        write_json(json_file, [result.as_dict() for result in results])
+    write_json(json_file, [result.as_dict() for result in results])

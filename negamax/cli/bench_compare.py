@@ -7,22 +7,22 @@ import typer
 from negamax.cli.bench_options import picture
 from negamax.cli.options import setting
 
-HELP = "Compare results of `bench serve` (or of vLLM's): a table, and throughput against latency."
+HELP = "Compare results of `bench serve` (or vLLM's) in a table and a plot of rate by latency."
 
 
 def command(
     files: list[Path] = typer.Argument(
-        ..., metavar="RESULT.json...", help="Files of --save-result."
+        ..., metavar="RESULT.json...", help="Result files that --save-result wrote."
     ),
-    plot: Path | None = picture("Draw throughput against latency into this file (png, svg, pdf)."),
+    plot: Path | None = picture("Plot throughput over latency into this file (png, svg, pdf)."),
     allow_different_shapes: bool = setting(
         False,
-        "Compare results of different models, splits, formats, kernels or versions.",
+        "Allow results of different models, splits, formats, kernels or versions.",
         "--allow-different-shapes",
     ),
-    title: str | None = setting(None, "Set the title of the picture. Default: the model."),
+    title: str | None = setting(None, "Set the title of the plot. Default: the model."),
 ) -> None:
-    """Runs with the same label (else backend) make one line, by rising concurrency or rate."""
+    """Print a table. Runs with the same label or backend form one series, sorted by load."""
     from negamax.bench import serve_compare
 
     results = serve_compare.read_results(files)

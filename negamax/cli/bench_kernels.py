@@ -8,13 +8,13 @@ from types import ModuleType
 
 import negamax
 from negamax.base.errors import ConfigError, EngineError
-from negamax.cli.bench_options import json_option, parse_counts
+from negamax.cli.bench_options import json_option, parse_counts, write_json
 from negamax.cli.options import setting
 from negamax.options.engine import DEVICES, DTYPES
 
 HELP = (
-    "Time every kernel at the sizes of the real models (CPU: small ones), with cold caches, "
-    "against the machine's limits. Needs a clone of the repository."
+    "Time every kernel with cold caches at the sizes of the published models (CPU: small sizes) "
+    "and compare with the machine's limits. Needs a clone of the repository."
 )
 
 
@@ -23,7 +23,7 @@ def command(
         None, "Time this op, such as norm.add_rms; may be repeated. Default: all."
     ),
     provider: str | None = setting(
-        None, "Time only this provider; 'reference' is timed only when named here."
+        None, "Time only this provider. 'reference' is timed only if it is named here."
     ),
     dtype: str = setting(
         "bfloat16", "Compute in bfloat16, float16 or float32.", choices=DTYPES[1:]
@@ -34,18 +34,15 @@ def command(
 ) -> None:
     """Print one line per kernel and case."""
     degrees = parse_counts(tp, flag="--tp")
-    from negamax.bench import report  # torch
-
     names = {"ops": op or (), "provider": provider, "dtype": dtype, "device": device}
     document = _import_tool().run(**names, ranks=degrees, say=partial(print, flush=True))
-    if json_file is not None:
-        report.write_json(json_file, document)
+    write_json(json_file, document)
     if document["failures"]:
         raise EngineError(f"{len(document['failures'])} cases failed")
 
 
 def _import_tool() -> ModuleType:
-    """Import tools/bench_kernels.py, which is not in the wheel. Errors: `ConfigError`."""
+    """Import tools/bench_kernels.py, which is not in the wheel. Raises `ConfigError`."""
     root = Path(negamax.__file__).parents[1]
     if not (root / "tools" / "bench_kernels.py").is_file():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`negamax bench offline MODEL`: prefill and decode speed by batch size, beside the limit."""
+"""`negamax bench offline MODEL`: prefill and decode speed by batch size, and the limit."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,13 +10,13 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.bench.offline_options import OfflineWorkload
 from negamax.bench.serve_options import WORKLOAD
-from negamax.cli.bench_options import json_option, parse_counts, picture
+from negamax.cli.bench_options import json_option, parse_counts, picture, write_json
 from negamax.cli.options import add_options, setting
 from negamax.options.engine import EngineOptions
 
 HELP = (
     "Time batches of random prompts: prefill, time to first token, time per output token, and "
-    "how far that is from the limit."
+    "the share of the physical limit that decoding reaches."
 )
 
 
@@ -29,21 +29,22 @@ def command(
         "1,4,16,64,100", "Set the batch sizes, separated by commas.", panel=WORKLOAD
     ),
     json_file: Path | None = json_option(),
-    compare: Path | None = setting(None, "Show the ratio to an earlier run's JSON file."),
-    plot: Path | None = picture("Draw the times into this file (png, svg, pdf)."),
+    compare: Path | None = setting(None, "Compare with the JSON file of an earlier run."),
+    plot: Path | None = picture("Plot the times into this file (png, svg, pdf)."),
     bandwidth: float | None = setting(
         None,
-        "Set the memory bandwidth of one GPU in TB/s for the limit. Default: that of a copy.",
+        "Set the memory bandwidth of one GPU in TB/s for the limit. Default: measured with a copy.",
         "--bandwidth-tb-s",
         min=0.001,
     ),
 ) -> None:
-    """Measure, print a table, write what was asked for."""
+    """Measure, print a table, and write the requested files."""
     log.setup(engine.log_level, engine.log_format)
     counts = parse_counts(concurrency, flag="--concurrency")
     if engine.max_num_seqs is not None and engine.max_num_seqs < max(counts):
         raise ConfigError(
-            f"--max-num-seqs is {engine.max_num_seqs}; --concurrency needs {max(counts)}"
+            f"--concurrency {max(counts)} needs --max-num-seqs {max(counts)} or more; it is "
+            f"{engine.max_num_seqs}"
         )
     from negamax.bench import offline, plots, report  # torch
     from negamax.engine.core.source import locate
@@ -63,8 +64,7 @@ def command(
         report.add_limits(result, spec, bytes_per_second=report.copy_bytes_per_second())
     if baseline is not None:
         report.add_comparison(result, baseline)
-    if json_file is not None:
-        report.write_json(json_file, document)
+    write_json(json_file, document)
     Console().print(report.table(result, spec))
     if plot is not None:
         plots.plot_offline(plot, [result] if baseline is None else [result, baseline])

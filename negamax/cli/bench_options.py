@@ -1,5 +1,6 @@
 """Options and values that several benchmark commands share."""
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +17,12 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_result(file: Path, *, flag: str) -> None:
-    """Make a file's folder, and refuse one that cannot be written. Errors: `ConfigError`."""
+    """Create the folder of `file`. Raises `ConfigError` if `file` cannot be written."""
     reason = ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        reason = f"{file.parent} is no folder"
+        reason = f"{file.parent} is not a folder"
     except OSError as error:
         reason = str(error.strerror)
     if file.is_dir():
@@ -43,7 +44,7 @@ def _check_picture(param: typer.CallbackParam, value: Path | None) -> Path | Non
         return None
     if value.suffix.lower() not in _PICTURES:
         raise ConfigError(
-            f"{param.opts[0]} is {str(value)!r}; allowed: names with {', '.join(_PICTURES)}"
+            f"{param.opts[0]} is {str(value)!r}; allowed: names that end in {', '.join(_PICTURES)}"
         )
     if find_spec("matplotlib") is None:
         hint = "pip install 'negamax[plot]'"
@@ -52,7 +53,7 @@ def _check_picture(param: typer.CallbackParam, value: Path | None) -> Path | Non
 
 
 def picture(help: str) -> Any:
-    """Describe the option --plot."""
+    """Declare the option --plot."""
     help = f"{help} Needs `pip install 'negamax[plot]'`."
     return setting(None, help, "--plot", panel=OUTPUT, callback=_check_picture)
 
@@ -62,13 +63,20 @@ def json_option() -> Any:
     return setting(None, help, "--json", panel=OUTPUT, callback=_check_file)
 
 
+def write_json(file: Path | None, document: object) -> None:
+    """Write `document` as indented JSON to the file of --json, if the option is given."""
+    if file is not None:
+        text = json.dumps(document, indent=2, ensure_ascii=False, default=str)
+        file.write_text(text + "\n", encoding="utf-8")
+
+
 def parse_counts(text: str, *, flag: str) -> tuple[int, ...]:
-    """Read '1,4,16' as numbers, without repetitions. Errors: `ConfigError` naming `flag`."""
+    """Read '1,4,16' as numbers, without repetitions. Raises `ConfigError` that names `flag`."""
     return tuple(dict.fromkeys(parse_numbers(text, flag=flag)))
 
 
 def parse_numbers(text: str, *, flag: str) -> tuple[int, ...]:
-    """Read '8,8,32' as numbers, in the given order. Errors: `ConfigError` naming `flag`."""
+    """Read '8,8,32' as numbers, in the given order. Raises `ConfigError` that names `flag`."""
     words = [word.strip() for word in text.split(",")]
     if not all(
         word.isascii() and word.isdigit() and 0 < int(word[:9]) <= MAX_COUNT and len(word) < 9

@@ -7,13 +7,13 @@ from rich.console import Console
 
 from negamax.base import log
 from negamax.bench.serve_options import OUTPUT, WORKLOAD
-from negamax.cli.bench_options import json_option, parse_counts
+from negamax.cli.bench_options import json_option, parse_counts, write_json
 from negamax.cli.options import add_options, setting
 from negamax.options.engine import EngineOptions
 
 HELP = (
-    "Record the kernels of decode steps (CPU: operators) and print microseconds and launches "
-    "per layer, by operation."
+    "Record the kernels of decode steps (on a CPU, the operators) and print microseconds and "
+    "launches per layer, by operation."
 )
 
 
@@ -22,14 +22,14 @@ def command(
     *,
     engine: EngineOptions,
     batch: str = setting("1,16,100", "Set the batch sizes, separated by commas.", panel=WORKLOAD),
-    context: int = setting(1000, "Set the tokens of each sequence.", min=1),
+    context: int = setting(1000, "Set the number of tokens in each sequence.", min=1),
     steps: int = setting(20, "Record this many steps.", min=1),
     list_kernels: bool = setting(
         False, "List the kernels of each operation by name.", "--list-kernels", panel=OUTPUT
     ),
     json_file: Path | None = json_option(),
 ) -> None:
-    """Print a table, write what was asked for."""
+    """Record, print a table, and write the requested files."""
     log.setup(engine.log_level, engine.log_format)
     batches = parse_counts(batch, flag="--batch")
     from negamax.bench import profile, report  # torch
@@ -38,8 +38,7 @@ def command(
     say = partial(notes.print, style="dim", soft_wrap=True)
     document = profile.run(engine, batches=batches, context=context, steps=steps, say=say)
     (result,) = document["results"]
-    if json_file is not None:
-        report.write_json(json_file, document)
+    write_json(json_file, document)
     headings, rows = profile.table_rows(result)
     title = (
         f"{result['model']}, {result['num_layers']} layers, "

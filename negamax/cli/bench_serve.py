@@ -1,4 +1,4 @@
-"""`negamax bench serve`: load an OpenAI-compatible server and print latencies and rates."""
+"""`negamax bench serve`: send load to an OpenAI-compatible server and print latencies."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from negamax.options.foreign import BENCH
 if TYPE_CHECKING:
     from negamax.bench.serve import Measurement, RunProgress
 
-HELP = (
-    "Load any OpenAI-compatible server and report time to first token, token rates and latencies."
-)
+HELP = "Send load to an OpenAI-compatible server; report time to first token, rates and latencies."
 
 _REFRESH_SECONDS = 0.2
 
@@ -38,27 +36,27 @@ def command(
     goodput_words: list[str] | None = typer.Argument(None, hidden=True, metavar=""),
     num_prompts: str = setting(
         str(BenchOptions.num_prompts),
-        "Time this many requests; in a sweep one number, or one per run.",
+        "Time this many requests; a sweep takes one number, or one number per run.",
         panel=LOAD,
     ),
     max_concurrency: str | None = setting(
-        None, "Limit the concurrent requests; 1,4,16 runs one after the other and compares."
+        None, "Limit the concurrent requests. Several limits (1,4,16) give one run each."
     ),
     percentile_metrics: str | None = setting(
         None, "Print these metrics. Default: ttft,tpot,itl,e2el.", panel=OUTPUT
     ),
     metric_percentiles: str = setting("95,99", "Print these percentiles."),
     goodput: list[str] | None = setting(
-        None, "Count requests within limits such as ttft:500 tpot:50 (ms)."
+        None, "Count requests that meet limits in ms, such as ttft:500 tpot:50."
     ),
     metadata: list[str] | None = setting(None, "Add KEY=VALUE to the result; may be repeated."),
     save_result: bool = setting(False, "Write the result as JSON.", "--save-result"),
     save_detailed: bool = setting(
-        False, "Add lists of all requests and gaps to it.", "--save-detailed"
+        False, "Add lists of all requests and token gaps to the result.", "--save-detailed"
     ),
-    result_dir: Path | None = setting(None, "Write the result to this folder. Default: this one."),
-    result_filename: str | None = setting(None, "Name its file. Default: by the run's settings."),
-    plot: Path | None = picture("Draw distributions and timelines into this file (png, svg, pdf)."),
+    result_dir: Path | None = setting(None, "Set the result's folder. Default: the current one."),
+    result_filename: str | None = setting(None, "Set its file name. Default: from the settings."),
+    plot: Path | None = picture("Plot distributions and timelines into this file (png, svg, pdf)."),
     disable_tqdm: bool = setting(False, "Hide the progress.", "--disable-tqdm", "--no-progress"),
 ) -> None:
     """Measure, print the result and write the files."""
@@ -83,10 +81,10 @@ def command(
 
 @dataclass(frozen=True)
 class _Files:
-    """Files of the results."""
+    """Files for the results of a run."""
 
-    folder: Path | None  # None: they are not saved
-    name: str | None  # None: made of the run's settings
+    folder: Path | None  # None: results are not saved
+    name: str | None  # None: the name is made from the run's settings
     detailed: bool
     plot: Path | None
 
@@ -98,13 +96,13 @@ def _run_all(
     *,
     shows_progress: bool,
 ) -> None:
-    """Measure each load, print and write its result, and compare several."""
+    """Measure each load, print and write its result, and compare the results of a sweep."""
     from negamax.bench import plots, serve_report
 
     is_sweep = len(loads) > 1
     documents: list[dict[str, Any]] = []
     for number, (concurrency, count) in enumerate(loads):
-        # a new seed for each run: its prompts must not be in the prefix cache
+        # Each run has a new seed, so that its prompts are not in the prefix cache.
         seed = options.seed + number
         load: dict[str, Any] = {"max_concurrency": concurrency, "num_prompts": count}
         one = dataclasses.replace(options, **load, seed=seed)
@@ -129,7 +127,7 @@ def _run_all(
 
 
 def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[str, Any]]:
-    """Run once and summarize; `shown`: with progress on standard error."""
+    """Run once and summarize. `shown` displays the progress on standard error."""
     from negamax.bench import serve, serve_report
 
     progress = serve.RunProgress()
@@ -139,7 +137,7 @@ def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[s
 
 
 def _compare(documents: Sequence[dict[str, Any]], *, plot: Path | None) -> None:
-    """Print and plot the runs of a sweep; runs of single tokens have no TPOT and are left out."""
+    """Print and plot the runs of a sweep, unless a run of single tokens has no TPOT."""
     from negamax.bench import plots, serve_compare
 
     if not all(name in document for document in documents for name in serve_compare.NEEDED):
@@ -161,7 +159,7 @@ def _loads(concurrency: str | None, num_prompts: str) -> list[tuple[int | None, 
         limits = [*parse_counts(concurrency, flag="--max-concurrency")]
     if len(counts) not in (1, len(limits)):
         refusal = f"--num-prompts has {len(counts)} numbers and --max-concurrency {len(limits)}"
-        raise ConfigError(refusal, hint="give one number of prompts, or one for each concurrency")
+        raise ConfigError(refusal, hint="pass one number of prompts, or one for each concurrency")
     return list(zip(limits, counts * (len(limits) if len(counts) == 1 else 1), strict=True))
 
 
@@ -180,7 +178,7 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         refusal = f"the result cannot be written to {str(file)!r}: {error}"
-        raise ConfigError(refusal, hint="give another --result-dir") from None
+        raise ConfigError(refusal, hint="pass another --result-dir") from None
     print(f"Result: {file}")
 
 
@@ -190,7 +188,7 @@ def _write(file: Path, text: str) -> None:
 def _sorted_words(
     words: list[str], *, goodput: bool, metadata: bool
 ) -> tuple[list[str], list[str]]:
-    """Assign the words that follow the first value of --goodput or --metadata, as in vLLM."""
+    """Sort words that follow the first value of --goodput or --metadata, as in vLLM."""
     found: tuple[list[str], list[str]] = ([], [])
     for word in words:
         if goodput and word.partition(":")[0] in METRICS:
@@ -198,7 +196,7 @@ def _sorted_words(
         elif metadata and "=" in word:
             found[1].append(word)
         else:
-            hint = "give the model as --model NAME"
+            hint = "pass the model as --model NAME"
             raise ConfigError(f"unexpected argument {word[:60]!r}", hint=hint)
     return found
 
@@ -245,7 +243,7 @@ def _goodput(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _loop_factory() -> Any:
-    """Return uvloop's loop where it is installed."""
+    """Return uvloop's loop class, or None if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:
@@ -288,7 +286,7 @@ def _display(progress: RunProgress, *, shown: bool) -> Iterator[None]:
 
 
 def _rates(progress: RunProgress) -> str:
-    """Format the rates: '12.3 req/s, 1,234 tok/s, 2 failed'."""
+    """Format rates such as '12.3 req/s, 1,234 tok/s, 2 failed'."""
     if progress.started is None:
         return ""
     seconds = max(time.perf_counter() - progress.started, 1e-3)

@@ -1,4 +1,4 @@
-"""`negamax chat`: talk to a model here or on a server, in a terminal or through pipes."""
+"""`negamax chat`: chat with a local model or a server, in a terminal or through pipes."""
 
 import asyncio
 import signal
@@ -29,19 +29,19 @@ def command(
     engine: EngineOptions,
     url: str | None = setting(
         None,
-        "Chat with the OpenAI-compatible server at this address; MODEL is then its name for "
-        "the model (default: the first it serves), and the engine's options have no effect.",
+        "Chat with the OpenAI-compatible server at this address. MODEL is then a model of the "
+        "server (default: its first model), and options of the engine have no effect.",
         panel=CHAT,
     ),
-    api_key: str | None = setting(None, f"Send this key to the server; better: {KEY_VARIABLE}."),
+    api_key: str | None = setting(None, f"Send this key to the server; safer: {KEY_VARIABLE}."),
     system: str | None = setting(None, "Set the system message."),
     tools: str | None = setting(
         None, "Declare the tools in this JSON file; you type their results."
     ),
     max_tokens: int | None = setting(None, "Limit the tokens of an answer."),
     temperature: float | None = setting(None, "Set the temperature. Default: the model's."),
-    hide_thinking: bool = setting(False, "Show answers only.", "--hide-thinking"),
-    plain: bool = setting(False, "Show Markdown as it is written.", "--plain"),
+    hide_thinking: bool = setting(False, "Do not show the thinking.", "--hide-thinking"),
+    plain: bool = setting(False, "Show the source of Markdown.", "--plain"),
 ) -> None:
     """Chat until /exit, Ctrl-D or the end of the input."""
     from negamax.cli.chat_session import ChatSession, talk
@@ -49,7 +49,7 @@ def command(
 
     log.setup(engine.log_level, engine.log_format)
     if url is None and not engine.model:
-        hint = f"give a folder, a hub id, {QUOTED_NAMES}, or the --url of a server"
+        hint = f"pass a folder, a hub id, {QUOTED_NAMES}, or the --url of a server"
         raise ConfigError("MODEL is missing", hint=hint)
     declared = None if tools is None else read_tools(Path(tools))
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)

@@ -14,7 +14,7 @@ from negamax.options.engine import EngineOptions
 
 
 class EngineBackend:
-    """A started engine. Single user: the chat."""
+    """A started engine that answers one chat."""
 
     def __init__(self, supervisor: EngineSupervisor, runner: asyncio.Runner) -> None:
         """Use `start`."""
@@ -33,7 +33,7 @@ class EngineBackend:
 
     @classmethod
     def start(cls, options: EngineOptions, runner: asyncio.Runner) -> "EngineBackend":
-        """Load the model. Errors: those of `EngineSupervisor.start`."""
+        """Load the model. Raises the errors of `EngineSupervisor.start`."""
         return cls(runner.run(EngineSupervisor.start(options)), runner)
 
     def answer(self, prompt: ChatInput, show: Show) -> TokenCounts:

@@ -12,12 +12,12 @@ from negamax.cli.chat_session import ChatInput, Show, TokenCounts
 from negamax.text.parser import events
 
 _CONNECT_SECONDS = 10.0
-_SILENCE_SECONDS = 600.0  # until the server must send a byte
+_SILENCE_SECONDS = 600.0  # longest time without a byte from the server
 _MAX_ERROR_BYTES = 64 * 1024
 
 
 class ServerBackend:
-    """A running server. Single user: the chat."""
+    """A running server that answers one chat."""
 
     def __init__(self, address: str, *, api_key: str | None, model: str) -> None:
         """Use `connect`."""
@@ -27,19 +27,19 @@ class ServerBackend:
 
     @classmethod
     def connect(cls, url: str, *, api_key: str | None, model: str | None) -> "ServerBackend":
-        """Connect to `url`, with or without /v1; no model: the first. Errors: `ConfigError`."""
+        """Connect to `url` and use `model` or the server's first model. Raises `ConfigError`."""
         address = url if "://" in url else f"http://{url}"
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            hint = "give an address such as http://localhost:8000"
-            raise ConfigError(f"--url is {url!r}, which is no HTTP address", hint=hint)
+            hint = "pass an address such as http://localhost:8000"
+            raise ConfigError(f"--url is {url!r}, which is not an HTTP address", hint=hint)
         address = address.rstrip("/").removesuffix("/v1")
         if model is None:
             model = _first_model(address, _headers(api_key))
         return cls(address, api_key=api_key, model=model)
 
     def answer(self, prompt: ChatInput, show: Show) -> TokenCounts:
-        """Answer, as in `Backend`. Errors also: `UnavailableError` without an answer."""
+        """Generate the next message. Raises `UnavailableError` if the server does not answer."""
         body: dict[str, Any] = {"model": self.model, "messages": prompt.messages}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         sampling = prompt.sampling
@@ -93,7 +93,7 @@ def _delta_events(delta: dict[str, Any], open_calls: set[int]) -> Iterator[event
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the JSON of server-sent events. Errors: `UnavailableError` where they end early."""
+    """Yield the JSON of server-sent events. Raises `UnavailableError` if they end early."""
     while line := response.readline():
         if not line.startswith(b"data:"):
             continue
@@ -103,7 +103,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         try:
             event = json.loads(data)
         except ValueError:
-            raise UnavailableError(f"the server sent {data[:100]!r}, which is no JSON") from None
+            raise UnavailableError(f"the server sent {data[:100]!r}, which is not JSON") from None
         if isinstance(event, dict):
             yield event
     raise UnavailableError("the server ended its answer early")
@@ -113,7 +113,7 @@ def _first_model(address: str, headers: dict[str, str]) -> str:
     try:
         with _answered(f"{address}/v1/models", headers=headers) as response:
             if response.status in (401, 403):
-                hint = "give --api-key, or set NEGAMAX_API_KEY"
+                hint = "pass --api-key, or set NEGAMAX_API_KEY"
                 raise ConfigError(f"{address} asks for a key: {_error_text(response)}", hint=hint)
             if response.status != 200:
                 raise ConfigError(f"{address}/v1/models answers: {_error_text(response)}")
@@ -122,7 +122,7 @@ def _first_model(address: str, headers: dict[str, str]) -> str:
         refusal = f"--url is {address}, where no server answers: {error}"
         raise ConfigError(refusal, hint="start one with `negamax serve MODEL`") from None
     except (ValueError, LookupError, TypeError):
-        hint = "give the model's name as MODEL, or another --url"
+        hint = "pass the model's name as MODEL, or another --url"
         raise ConfigError(f"{address}/v1/models lists no model", hint=hint) from None
 
 
@@ -130,7 +130,7 @@ def _first_model(address: str, headers: dict[str, str]) -> str:
 def _answered(
     url: str, *, headers: dict[str, str], body: str | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """Send a request, a POST where it has a body. Errors: `OSError`, `HTTPException`."""
+    """Send a GET, or a POST if there is a `body`. Raises `OSError` or `HTTPException`."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

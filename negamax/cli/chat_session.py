@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 HISTORY_LINES = 1000
 _HELP = """\
 /help          this list
-/system TEXT   set the system message; without TEXT: show it
+/system TEXT   set the system message, or show it without TEXT
 /save FILE     write the conversation to a JSON file
 /load FILE     continue a saved conversation
 /clear         clear the conversation (also /reset)
 /exit          end (also Ctrl-D)
-Ctrl-C stops an answer. A message that begins with a slash: put a space before it."""
+Ctrl-C stops an answer. Put a space before a message that begins with a slash."""
 
 
 class TokenCounts(NamedTuple):
     """Tokens of one answer."""
 
     prompt: int
-    cached: int  # of the prompt
+    cached: int  # part of the prompt that was cached
     output: int
 
 
@@ -55,7 +55,7 @@ class Backend(Protocol):
     model: str
 
     def answer(self, prompt: ChatInput, show: Show) -> TokenCounts:
-        """Generate the next message; pass its events to `show`. Errors: `NegamaxError`."""
+        """Generate the next message and pass its events to `show`. Raises `NegamaxError`."""
         ...
 
 
@@ -68,7 +68,7 @@ class _Clock:
     last: float = 0.0
 
     def tick(self) -> None:
-        """Record a piece."""
+        """Record the arrival of a piece."""
         self.last = time.monotonic()
         if self.first is None:
             self.first = self.last
@@ -88,7 +88,7 @@ class _Clock:
 
 
 class ChatSession:
-    """One conversation. Single writer: `talk`."""
+    """One conversation. Only `talk` changes it."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class ChatSession:
 
     @property
     def awaited_call(self) -> str | None:
-        """The name of the tool whose result the next line is, or None."""
+        """Name of the tool whose result the next line gives, or None."""
         return self._open_calls[0]["function"]["name"] if self._open_calls else None
 
     def clear(self) -> None:
-        """Forget everything but the system message."""
+        """Drop all messages except the system message."""
         self._messages: list[dict[str, Any]] = []
         self._open_calls: list[dict[str, Any]] = []
 
@@ -146,7 +146,7 @@ class ChatSession:
                 view.problem("(stopped)")
             else:
                 self._take_back()
-                view.problem("(stopped; your message was taken back)")
+                view.problem("(stopped; your message was removed)")
             return
         except NegamaxError as error:
             shown.finish()
@@ -156,7 +156,7 @@ class ChatSession:
             view.problem(str(error))
             return
         except BaseException:
-            shown.finish()  # shows the cursor again
+            shown.finish()  # show the cursor again
             raise
         self._messages.append(message := shown.finish())
         self._open_calls = list(message.get("tool_calls", ()))
@@ -184,11 +184,11 @@ class ChatSession:
             case "/load":
                 self._load(Path(argument).expanduser(), view)
             case _:
-                view.problem(f"unknown command {name}; /help lists them")
+                view.problem(f"unknown command {name}; /help lists the commands")
         return True
 
     def is_command(self, line: str) -> bool:
-        """Check for a command; a tool's result may begin with a slash, too."""
+        """Return whether `line` is a command. A tool's result may also begin with a slash."""
         name = line.partition(" ")[0].strip()
         if self.awaited_call is not None:
             return name in ("/exit", "/clear", "/reset")
@@ -219,14 +219,14 @@ class ChatSession:
         except OSError as error:
             view.problem(f"the conversation cannot be loaded: {error}")
         except (ValueError, LookupError, TypeError):
-            view.problem(f"{path} holds no conversation that /save has written")
+            view.problem(f"{path} is not a conversation that /save has written")
         else:
             self._messages, self._system, self._open_calls = list(messages), system, []
             view.note(f"loaded {path} ({len(messages)} messages)")
 
 
 def talk(session: ChatSession, view: ChatView) -> None:
-    """Read lines and run or answer each, until the input ends."""
+    """Read lines until the input ends. Run commands and answer messages."""
     interactive = view.is_interactive
     if interactive:
         view.note(
@@ -241,7 +241,7 @@ def talk(session: ChatSession, view: ChatView) -> None:
             except EOFError:
                 return
             except UnicodeDecodeError as error:
-                raise ConfigError(f"standard input is no {error.encoding.upper()}") from None
+                raise ConfigError(f"standard input is not {error.encoding.upper()}") from None
             except KeyboardInterrupt:
                 if not interactive:
                     return
@@ -258,7 +258,7 @@ def talk(session: ChatSession, view: ChatView) -> None:
 
 @contextlib.contextmanager
 def _line_history() -> Iterator[None]:
-    """Keep the lines of earlier chats, where Python has readline, in a file of this user alone."""
+    """Keep the history of typed lines in a private file, if Python has readline."""
     try:
         import readline
     except ImportError:
@@ -277,4 +277,4 @@ def _line_history() -> Iterator[None]:
             path.touch(mode=0o600)
             readline.write_history_file(path)
         except OSError as error:
-            print(f"the history cannot be kept: {error}", file=sys.stderr)
+            print(f"the history cannot be saved: {error}", file=sys.stderr)

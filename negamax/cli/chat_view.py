@@ -19,11 +19,11 @@ _REFRESH_SECONDS = 0.08
 
 
 class ChatView:
-    """The terminal or the pipe of a chat. A model's control codes never reach the terminal."""
+    """The terminal or the pipe of a chat. Control codes from a model never reach the terminal."""
 
     def __init__(self, *, show_thinking: bool, is_plain: bool) -> None:
         self.console = Console(highlight=False, markup=False)
-        # with a pipe as standard output, thinking goes to standard error
+        # if standard output is a pipe, thinking goes to standard error
         self._errors = Console(stderr=True, highlight=False, markup=False)
         thinking = self.console if self.console.is_terminal else self._errors
         self._thinking = thinking if show_thinking else None
@@ -38,12 +38,12 @@ class ChatView:
         return AnswerView(self.console, self._thinking, is_markdown=self._is_markdown)
 
     def note(self, text: str) -> None:
-        """Print a note about the chat; to standard error where standard output is a pipe."""
+        """Print a note about the chat, to standard error if standard output is a pipe."""
         console = self.console if self.console.is_terminal else self._errors
         console.print(text.translate(_CONTROL_CODES), style="dim", soft_wrap=True)
 
     def figures(self, text: str) -> None:
-        """Print the figures of the last answer, in a terminal only."""
+        """Print times and token counts of the last answer, if the output is a terminal."""
         if self.console.is_terminal:
             self.console.print(text, style="dim", soft_wrap=True)
 
@@ -137,7 +137,7 @@ class AnswerView:
 
 
 class MarkdownStream:
-    """Markdown that is rendered as it arrives: only the last, incomplete block is redrawn."""
+    """Renders Markdown as it arrives. Only the last, incomplete block is redrawn."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -156,8 +156,8 @@ class MarkdownStream:
         if self._block.strip() and now - self._drawn >= _REFRESH_SECONDS:
             self._drawn = now
             if self._live is None:
-                # a terminal cannot erase what is taller than itself: the top is not drawn until the
-                # block ends
+                # A terminal cannot erase lines beyond its height, so the top of a tall block is
+                # drawn only when the block ends.
                 how: dict[str, Any] = {
                     "auto_refresh": False,
                     "transient": True,
@@ -168,7 +168,7 @@ class MarkdownStream:
             self._live.update(_tail(self._block, self._console), refresh=True)
 
     def finish(self) -> None:
-        """Print the rest."""
+        """Print the incomplete block."""
         self._erase()
         block, self._block = self._block, ""
         if block.strip():
@@ -197,7 +197,7 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def _may_continue(rest: str) -> bool:
-    """Check whether the text after a blank line may continue the block before it."""
+    """Return whether the text after a blank line may continue the block before the line."""
     return not rest.strip(" ") or bool(re.match(r"(?: {2,}|\t|\s*(?:[-+*]|\d+[.)])(?:\s|$))", rest))
 
 

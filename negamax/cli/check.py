@@ -9,9 +9,9 @@ from pathlib import Path
 import typer
 
 from negamax.base.errors import ConfigError
-from negamax.cli.bench_options import json_option
+from negamax.cli.bench_options import json_option, write_json
 from negamax.cli.options import setting
-from negamax.cli.verify import api_key_option, find_key, model_option, url_argument, write_report
+from negamax.cli.verify import api_key_option, find_key, model_option, url_argument
 
 HELP = "Send one small request to each endpoint of a running server, within ten seconds."
 
@@ -22,11 +22,11 @@ def command(
     api_key: str | None = api_key_option(),
     timeout: float = setting(10.0, "Limit the time of all requests, in seconds.", min=0.1),
     require: list[str] | None = setting(
-        None, "Fail if this endpoint is absent: a name of the output; may be repeated."
+        None, "Fail if this endpoint (a name in the output) is absent; may be repeated."
     ),
     json_file: Path | None = json_option(),
 ) -> None:
-    """Exit with 0 if endpoints answer and none fails, else with 1; absent ones do not fail."""
+    """Exit with 0 if endpoints answer and none fails, else with 1. Absent endpoints may pass."""
     from negamax.bench.endpoint_check import ENDPOINTS, check_endpoints, is_working
     from negamax.bench.server_probe import connect
 
@@ -42,5 +42,5 @@ def command(
         print(line.rstrip())
     is_met = is_working(states)
     rows = [dataclasses.asdict(each) for each in states]
-    write_report(json_file, {"url": url, "is_met": is_met, "rows": rows})
+    write_json(json_file, {"url": url, "is_met": is_met, "rows": rows})
     raise typer.Exit(0 if is_met else 1)

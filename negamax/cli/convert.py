@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 HELP = f"""Write a checkpoint in another weight format.
 
-SRC is a folder, a hub id, or {QUOTED_NAMES}; DST is a new folder. Each layer becomes one file; an
+SRC is a folder, a hub id, or {QUOTED_NAMES}; DST is a new folder. Each layer becomes one file. An
 interrupted conversion continues where it stopped. Tokenizer, chat template and generation config
-are copied. Rounding weights a second time is refused without `--allow-lossy`.
+are copied. Quantized weights are rounded a second time only with `--allow-lossy`.
 """
 _WORST = 10
 
@@ -44,41 +44,42 @@ def command(
     destination: Path = typer.Argument(..., metavar="DST", help="The folder to write."),
     to: str | None = setting(
         None,
-        f"Write this format: {', '.join(TARGETS)}. Default, to split or join files: as stored.",
+        f"Write this format: {', '.join(TARGETS)}. Default: the stored format.",
         choices=TARGETS,
     ),
     tensor_parallel_size: int = setting(
         1,
-        "Split the files for this many ranks; each then reads its own.",
+        "Split the files for this many ranks, so that a rank reads only its own files.",
         *("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
         min=1,
     ),
     expert_parallel_size: int = setting(
         1,
-        "Split the experts over this many of them, as when the model is served.",
+        "Split the experts over this many of the ranks, as when the model is served.",
         *("--expert-parallel-size", "--ep-size", "--ep"),
         min=1,
     ),
     allow_lossy: bool = setting(
-        False, "Allow to round quantized weights once more.", "--allow-lossy"
+        False, "Allow rounding of weights that are already quantized.", "--allow-lossy"
     ),
     verify: bool = setting(
-        False, "Read the result again, compare it with SRC, print a table.", "--verify"
+        False, "Compare the written weights with SRC and print a table.", "--verify"
     ),
     revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
     hub: str = setting(
         "auto",
-        "Choose the hub of models: huggingface, modelscope; auto: huggingface, or modelscope "
-        "with NEGAMAX_USE_MODELSCOPE=1.",
+        "Choose the hub: huggingface, modelscope, or auto. auto is huggingface, or modelscope with "
+        "NEGAMAX_USE_MODELSCOPE=1.",
         "--source",
         choices=SOURCES,
     ),
     download_dir: str | None = setting(None, "Download to this folder. Default: the hub's cache."),
 ) -> None:
-    """Exit with 1 if `--verify` finds a weight with a larger error than its format explains."""
+    """Exit with 1 if `--verify` finds a weight whose error its format cannot explain."""
     log.setup()
     if to is None and tensor_parallel_size == 1 and not is_split(Path(source).expanduser()):
-        raise ConfigError(f"--to is missing; allowed: {', '.join(TARGETS)}", hint="or give -tp N")
+        allowed = ", ".join(TARGETS)
+        raise ConfigError(f"--to is missing; allowed: {allowed}", hint="pass --to NAME or -tp N")
     splits = ParallelOptions(tensor_parallel_size, expert_parallel_size=expert_parallel_size)
     target = None if to is None else find_target(to)
     if hub not in SOURCES:
@@ -106,7 +107,7 @@ def command(
         check_description(conversion_of(folder))
 
     conversion = conversion_of(resolve_model(source, revision, download_dir, hub, check=check))
-    # torch takes seconds to import; refusals do not need it
+    # Importing torch takes seconds, and the checks above do not need it.
     from negamax.checkpoint.reader import list_first
     from negamax.convert.convert import convert
     from negamax.convert.verify import compare
@@ -121,7 +122,7 @@ def command(
         _show(differences)
         if damaged := [one.name for one in differences if one.error > one.limit(target)]:
             raise NegamaxError(
-                f"{len(damaged)} weights are farther off than their format explains: "
+                f"{len(damaged)} weights differ more than their format explains: "
                 f"{list_first(damaged)}",
                 hint=f"remove {destination} and convert again",
             )

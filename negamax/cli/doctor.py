@@ -1,6 +1,6 @@
-"""`negamax doctor`: what this machine has, and which models it can serve.
+"""`negamax doctor`: check this machine, and list the models that it can serve.
 
-It imports no module that needs a package which a broken installation may lack.
+This module only imports packages that a broken installation also has.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def command(
 
 
 def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return the probe's findings, or its error."""
+    """Return the probe's findings, or an error message in their place."""
     try:
         output, errors = child.communicate(timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
-        return {"error": f"importing it and asking the driver takes over {_PROBE_SECONDS:g} s"}
+        return {"error": f"its import and a query of the driver took over {_PROBE_SECONDS:g} s"}
     lines = output.strip().splitlines()
     if child.returncode == 0 and lines:
         return dict(json.loads(lines[-1]))
@@ -130,7 +130,7 @@ def _print(found: list[Check], models: list[ModelVerdict]) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """One finding with its remedy; "fail": nothing can be served."""
+    """One finding with its remedy. With status "fail", no model can be served."""
 
     section: str
     name: str
@@ -140,11 +140,11 @@ class Check:
 
 
 def check_software(probe: dict[str, Any]) -> Iterator[Check]:
-    """Check the versions of the required packages; `probe`: the findings of `doctor_probe`."""
+    """Check the versions of required packages. `probe` holds the findings of `doctor_probe`."""
     check = partial(Check, "Software")
     if broken := probe.get("negamax_error"):
         detail = f"{__version__}, cannot be imported: {broken}"
-        yield check("negamax", "fail", detail, "install it again")
+        yield check("negamax", "fail", detail, "install Negamax again")
     else:
         yield check("negamax", "ok", __version__)
     yield check("python", "ok", f"{platform.python_version()} ({sys.executable})")
@@ -155,7 +155,7 @@ def check_software(probe: dict[str, Any]) -> Iterator[Check]:
         if version is None:
             yield check(name, "fail", "not installed", remedy)
         elif name == "torch" and "error" in probe:
-            again = "install it again, for this machine's driver"
+            again = "install PyTorch again, for this machine's driver"
             yield check(name, "fail", f"{version}, {probe['error']}", again)
         elif allowed is not None and not allowed.contains(version, prereleases=True):
             yield check(name, "warn", f"{version}, not tested; allowed: {allowed}", remedy)
@@ -171,7 +171,7 @@ def check_hardware(probe: dict[str, Any]) -> Iterator[Check]:
     yield _cpu(probe)
     compiler = shutil.which(env.get("CC") or "cc")
     if compiler is None:
-        remedy = "install gcc or clang: the CPU kernels are compiled, and Triton needs it on GPUs"
+        remedy = "install gcc or clang: CPU kernels are compiled, and Triton needs a compiler"
         yield check("C compiler", "warn", "none found", remedy)
     else:
         first = (_output(compiler, "--version") or "").partition("\n")[0]
@@ -182,7 +182,7 @@ def check_hardware(probe: dict[str, Any]) -> Iterator[Check]:
     gpus = probe.get("gpus", [])
     if driver and not gpus and "error" not in probe:
         build = f"PyTorch {probe.get('torch')} (CUDA {probe.get('cuda')}) sees no GPU"
-        remedy = "install a PyTorch for this driver's CUDA version, and see CUDA_VISIBLE_DEVICES"
+        remedy = "install PyTorch for this driver's CUDA version, and check CUDA_VISIBLE_DEVICES"
         yield check("GPUs", "warn", build, remedy)
     elif probe.get("hip"):
         remedy = "Negamax runs on NVIDIA GPUs and on CPUs"
@@ -206,7 +206,7 @@ def hub_folder() -> Path:
 
 
 def free_disk(folder: Path) -> int:
-    """Return the free bytes where `folder` is, or would be created."""
+    """Return the free bytes of the disk on which `folder` is or would be created."""
     return shutil.disk_usage(_existing(folder)).free
 
 
@@ -223,10 +223,10 @@ def check_caches() -> Iterator[Check]:
         existing, disk = _existing(folder), free_disk(folder)
         detail = f"{folder}, {_size(folder)}, {disk / GIB:.1f} GiB of disk free"
         if not env.is_writable(existing):
-            remedy = f"let {existing} be written, or set {variable}"
+            remedy = f"make {existing} writable, or set {variable}"
             yield check(name, "warn", f"{detail}, not writable", remedy)
         elif disk < _LOW_DISK:
-            yield check(name, "warn", detail, "free some disk")
+            yield check(name, "warn", detail, "free some disk space")
         else:
             yield check(name, "ok", detail)
 
@@ -253,22 +253,22 @@ def check_network() -> Check:
         with urllib.request.urlopen(request, timeout=5):
             pass
     except urllib.error.HTTPError:
-        pass  # it answers
+        pass  # the hub answers
     except (OSError, ValueError) as error:
-        remedy = "set HTTPS_PROXY, or give models as local folders"
+        remedy = "set HTTPS_PROXY, or pass models as local folders"
         return Check("Network", "hub", "warn", f"{address}: {error}", remedy)
     milliseconds = 1000 * (time.monotonic() - started)
     return Check("Network", "hub", "ok", f"{address} answers in {milliseconds:.0f} ms")
 
 
 def check_variables() -> Iterator[Check]:
-    """List variables that change the behaviour, without the values of secrets."""
+    """List environment variables that change the behaviour, without the values of secrets."""
     for name, value in env.find_variables(*_VARIABLES).items():
         yield Check("Environment", name, "info", "set" if _SECRET.search(name) else value)
 
 
 def _required_packages() -> dict[str, SpecifierSet | None]:
-    """Return the dependencies of the installed package here, with the versions it allows."""
+    """Return the packages that Negamax requires, with the versions that it allows."""
     try:
         declared = metadata.requires("negamax") or []
     except metadata.PackageNotFoundError:
@@ -322,7 +322,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _output(*command: str) -> str | None:
-    """Run a command and return its output; None where it is missing or fails."""
+    """Run a command and return its output, or None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -331,7 +331,7 @@ def _output(*command: str) -> str | None:
 
 
 def _size(folder: Path) -> str:
-    """Format a folder's size; a lower bound where counting takes too long."""
+    """Format a folder's size, or a lower bound if counting takes too long."""
     if not folder.is_dir():
         return "not there yet"
     total, deadline = 0, time.monotonic() + _SIZE_SECONDS

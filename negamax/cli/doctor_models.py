@@ -1,4 +1,4 @@
-"""Models that this machine can serve, with the options for it."""
+"""Find the models that this machine can serve, and the options that each needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,17 +15,17 @@ from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import possible_splits
 from negamax.planner.cost import Model
-from negamax.planner.gpus import GIB, MEASURED, MEASURED_RANKS
+from negamax.planner.gpus import GIB, MEASURED, MEASURED_RANKS, format_gib
 from negamax.planner.topology import LEAST_TOKENS, Fit, fit, gpu_reserve
 from negamax.quantization.detect import detect
 
-_EMBEDDED_BYTES = GIB  # of main memory, for an embedded model
+_EMBEDDED_BYTES = GIB  # main memory that an embedded model needs
 _DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, free and total memory in bytes."""
+    """One GPU, with free and total memory in bytes."""
 
     name: str
     total_bytes: int
@@ -34,7 +34,7 @@ class Gpu:
 
     @property
     def platform(self) -> Platform:
-        """The platform that the engine uses for it."""
+        """The platform that the engine uses for this GPU."""
         return nvidia(self.capability, name=self.name)
 
 
@@ -45,12 +45,12 @@ class Machine:
     gpus: tuple[Gpu, ...]
     memory_bytes: int  # free main memory
     cpu_bfloat16: bool  # the CPU computes in bf16
-    disk_bytes: int  # free where models are downloaded to
+    disk_bytes: int  # free bytes on the disk to which models are downloaded
 
 
 @dataclass(frozen=True)
 class ModelVerdict:
-    """Whether a model runs here: the command, or the reason why not."""
+    """Whether a model runs on this machine, and the command or the reason against it."""
 
     model: str
     runs: bool
@@ -64,21 +64,22 @@ def verdicts(machine: Machine) -> list[ModelVerdict]:
 
 
 def verdict(name: str, machine: Machine) -> ModelVerdict:
-    """Judge the model `name`; mention the download where the disk has no room for it."""
+    """Judge the model `name`. Mention the download if the disk has no room for it."""
     if name in EMBEDDED:
         return _embedded(name, machine)
     found = _verdict(name, machine)
     size = weight_bytes(bundled_spec(name), dtype=_DTYPE)
     if not found.runs or size < machine.disk_bytes:
         return found
-    download = f"a download needs {_gib(size)} of disk, {_gib(machine.disk_bytes)} are free"
+    free = format_gib(machine.disk_bytes)
+    download = f"a download needs {format_gib(size)} of disk, {free} are free"
     return replace(found, detail=f"{found.detail}; {download}")
 
 
 def _embedded(name: str, machine: Machine) -> ModelVerdict:
     command, detail = f"negamax serve {name}", "an embedded model, on any machine"
     if machine.memory_bytes < _EMBEDDED_BYTES and not machine.gpus:
-        missing = f"needs 1 GiB of main memory, {_gib(machine.memory_bytes)} are free"
+        missing = f"needs 1 GiB of main memory, {format_gib(machine.memory_bytes)} are free"
         return ModelVerdict(name, False, "", missing)
     if _refusal(machine.gpus):
         command, detail = f"{command} --device cpu", "an embedded model, on the CPU of this machine"
@@ -92,8 +93,8 @@ def _verdict(name: str, machine: Machine) -> ModelVerdict:
         return _on_gpus(model, spec, machine.gpus)
     dtype = _DTYPE if machine.cpu_bfloat16 else "float32"
     needed = weight_bytes(spec, dtype=dtype, kept=dequantized)
-    form, free = "bf16" if machine.cpu_bfloat16 else "fp32", _gib(machine.memory_bytes)
-    need = f"{_gib(needed)} of main memory in {form} on the CPU, {free} free"
+    form, free = "bf16" if machine.cpu_bfloat16 else "fp32", format_gib(machine.memory_bytes)
+    need = f"{format_gib(needed)} of main memory in {form} on the CPU, {free} free"
     if needed < machine.memory_bytes:
         return ModelVerdict(model, True, f"negamax serve {model}", f"slow: {need}")
     return ModelVerdict(model, False, "", f"needs {need}")
@@ -126,8 +127,8 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
         fitting = (each for each in larger if fits(each).weights < per_gpu)
         needed = next((each.tensor_parallel_size for each in fitting), None)
         hint = f"about {needed} free GPUs like these" if needed else "larger GPUs"
-        free = _gib(min(gpu.free_bytes for gpu in gpus))
-        need = f"needs {_gib(fits(ParallelOptions()).weights)} for its weights"
+        free = format_gib(min(gpu.free_bytes for gpu in gpus))
+        need = f"needs {format_gib(fits(ParallelOptions()).weights)} for its weights"
         return ModelVerdict(model, False, "", f"{need}, {free} are free per GPU; it takes {hint}")
     command = f"negamax serve {model}" + (f" --tensor-parallel-size {size}" if size > 1 else "")
     command += " --enable-expert-parallel" if best.enable_expert_parallel else ""
@@ -135,7 +136,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
         command += f" --max-model-len {fits(best).context_length // 1024 * 1024}"
     stored = "bf16" if spec.quantization is None else spec.quantization.method.upper()
     held = "as stored" if kept or spec.quantization is None else "dequantized to bf16"
-    detail = f"{stored} {held}, {_gib(fits(best).weights)} of weights per GPU"
+    detail = f"{stored} {held}, {format_gib(fits(best).weights)} of weights per GPU"
     detail += f", KV cache of about {tokens // 1000 * 1000:,} tokens"
     if not all(gpu.platform.is_measured for gpu in gpus[:size]):
         detail += "; never measured on such a GPU"
@@ -169,10 +170,6 @@ def _refusal(gpus: Sequence[Gpu]) -> str | None:
 
 
 def _budget(gpus: Sequence[Gpu], splits: ParallelOptions) -> int:
-    """Return the bytes of each of the first GPUs that the engine may use."""
+    """Return the bytes that the engine may use on each of the GPUs of `splits`."""
     gpus, share = gpus[: splits.tensor_parallel_size], EngineOptions.gpu_memory_utilization
     return min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"

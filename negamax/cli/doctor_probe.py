@@ -1,10 +1,10 @@
-"""Print as JSON what can be imported and what PyTorch finds: `negamax doctor` runs this process."""
+"""Print findings of imports and of PyTorch as JSON. `negamax doctor` runs this module."""
 
 import json
 from importlib import import_module
 from typing import Any
 
-_MODULES = ("negamax.cli.main", "negamax.api.server")  # import all that a server process needs
+_MODULES = ("negamax.cli.main", "negamax.api.server")  # they import all that a server needs
 
 
 def main() -> None:

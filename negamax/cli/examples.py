@@ -1,4 +1,4 @@
-"""Examples for the help of each command and for the command reference: examples.toml."""
+"""Examples of examples.toml, for the help of each command and for the command reference."""
 
 import tomllib
 from pathlib import Path

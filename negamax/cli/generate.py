@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from negamax.engine.llm import Generation
 
 HELP = (
-    "Answer prompts with MODEL, without a server. Each prompt is one user message; `--raw` "
-    "continues the text as it is."
+    "Answer prompts with MODEL, without a server. Each prompt is one user message; with `--raw` "
+    "the model continues the text itself."
 )
 
 SAMPLING = "Sampling"
@@ -30,15 +30,18 @@ def command(
     *,
     engine: EngineOptions,
     texts: list[str] | None = typer.Argument(
-        None, metavar="PROMPT", help="Prompts. Default: standard input.", show_default=False
+        None,
+        metavar="PROMPT",
+        help="Prompts to answer. Default: standard input.",
+        show_default=False,
     ),
     prompt: list[str] | None = setting(
-        None, "The same as PROMPT; may be repeated.", "--prompt", "-p", panel=SAMPLING
+        None, "Add this prompt, like PROMPT; may be repeated.", "--prompt", "-p", panel=SAMPLING
     ),
     raw: bool = setting(
         False,
-        "Continue the prompt as it is, without the chat template; chat models, such as nano, "
-        "expect their own tokens in it.",
+        "Continue the prompt without the chat template. Chat models, such as nano, expect their "
+        "own control tokens in such a prompt.",
         "--raw",
     ),
     max_tokens: int = setting(1024, "Limit the tokens of a choice, thinking included."),
@@ -46,25 +49,25 @@ def command(
     temperature: float | None = setting(
         None, "Set the temperature; 0 is greedy. Default: the model's."
     ),
-    top_p: float | None = setting(None, "Set the nucleus. Default: the model's."),
-    top_k: int | None = setting(None, "Set the number of candidates. Default: the model's."),
-    stop: list[str] | None = setting(None, "End before this text; may be repeated."),
-    ignore_eos: bool = setting(False, "Always generate --max-tokens.", "--ignore-eos"),
+    top_p: float | None = setting(None, "Set the nucleus probability. Default: the model's."),
+    top_k: int | None = setting(None, "Sample from this many tokens. Default: the model's."),
+    stop: list[str] | None = setting(None, "End the output before this text; may be repeated."),
+    ignore_eos: bool = setting(False, "Always generate --max-tokens tokens.", "--ignore-eos"),
     as_json: bool = setting(
         False, "Print one JSON object per choice and line.", "--json", panel="Output"
     ),
     chat_template: str | None = template_option(),
 ) -> None:
-    """Print what the model writes."""
+    """Print the outputs of the model."""
     log.setup(engine.log_level, engine.log_format)
     prompts = [*(texts or ()), *(prompt or ())] or [read_text()]
     if not all(prompts):
-        raise ConfigError("the prompt is empty", hint="give a PROMPT, or pipe text in")
+        raise ConfigError("the prompt is empty", hint="pass a PROMPT, or pipe text in")
     filters: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     limits: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
     sampling = SamplingParams(n=n, stop=tuple(stop or ()), **filters, **limits)
     check_sampling(sampling, engine)
-    from negamax import LLM  # torch: seconds of import, not needed for --help
+    from negamax import LLM  # imports torch, which takes seconds and which --help does not need
 
     options = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
     with loading(engine.model):

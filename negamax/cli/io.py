@@ -1,4 +1,4 @@
-"""Text and files of the commands: what they print, read and show while a model loads."""
+"""Print and read texts of the commands, and show a line while a model loads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from negamax.options.engine import EngineOptions
     from negamax.scheduler.request import SamplingParams
 
-_ANY_VOCABULARY = 2**31  # the model's size is not known yet
+_ANY_VOCABULARY = 2**31  # limit of token ids before the model is known
 
 
 def print_line(text: str, *, indent: int = 0) -> None:
-    """Print a line, wrapped to the terminal's width; outside a terminal it stays one line.
+    """Print a line, wrapped to the width of a terminal. Without a terminal it stays one line.
 
     Further lines begin with `indent` spaces, at most a third of the width. Words stay whole.
     """
@@ -36,10 +36,10 @@ def print_line(text: str, *, indent: int = 0) -> None:
 
 
 def print_json(answer: Any) -> None:
-    """Print `answer` on one line, in UTF-8 whatever the locale is."""
+    """Print `answer` as one line of JSON in UTF-8, in any locale."""
     try:
         line = json.dumps(answer, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a lone surrogate
+    except UnicodeEncodeError:  # the answer has a lone surrogate
         line = json.dumps(answer).encode()
     sys.stdout.flush()
     sys.stdout.buffer.write(line + b"\n")
@@ -47,34 +47,34 @@ def print_json(answer: Any) -> None:
 
 
 def read_text() -> str:
-    """Read standard input as UTF-8. Errors: `ConfigError`."""
+    """Read standard input as UTF-8. Raises `ConfigError` for other bytes."""
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
-        raise ConfigError(f"standard input is no UTF-8: {byte}") from None
+        raise ConfigError(f"standard input is not UTF-8: {byte}") from None
 
 
 def read_tools(path: Path) -> list[dict[str, Any]]:
-    """Read the file of --tools: a JSON list of tools, as in a request. Errors: `ConfigError`."""
+    """Read the file of --tools, a JSON list of tools as in a request. Raises `ConfigError`."""
     try:
         tools = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"--tools {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--tools {path} is no JSON: {error}") from None
+        raise ConfigError(f"--tools {path} is not JSON: {error}") from None
     if tools is None:
         return []
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         return tools
     is_list = isinstance(tools, list)
     found = "a list with other values in it" if is_list else f"a JSON {type(tools).__name__}"
-    hint = "as `tools` in a request"
+    hint = "write a list such as `tools` in a request"
     raise ConfigError(f"--tools {path} holds {found}; a list of tool objects is needed", hint=hint)
 
 
 def check_sampling(sampling: SamplingParams, engine: EngineOptions) -> None:
-    """Refuse parameters that no model takes. Errors: `InvalidRequestError`."""
+    """Raise `InvalidRequestError` for sampling parameters that no model accepts."""
     sampling.check(max_logprobs=engine.max_logprobs, vocab_size=_ANY_VOCABULARY)
 
 

@@ -1,6 +1,6 @@
 """Read the nodes' settings from the variables of LeaderWorkerSet, Slurm and torchrun.
 
-Flags, NEGAMAX_ variables and the file override them.
+Flags, NEGAMAX_ variables and the file of --config override these settings.
 """
 
 import re
@@ -11,7 +11,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.words import Given
 from negamax.options.nodes import RAY
 
-# Options and values that let Ray start the other nodes.
+# Options and values that make Ray start the other nodes.
 _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("--distributed-executor-backend", (RAY,)),
     ("--data-parallel-backend", (RAY,)),
@@ -23,9 +23,9 @@ Read = Callable[[str], str | None]
 
 
 def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
-    """Return a launcher's settings, unless the line has --nnodes 1 or starts nodes with Ray.
+    """Return a launcher's settings; none if the line has --nnodes 1 or starts nodes with Ray.
 
-    Errors: `ConfigError` where the launcher starts more than one process on a machine.
+    Raises `ConfigError` if the launcher starts more than one process on a machine.
     """
     said = {item.name: item.values[-1:] for level in levels for item in level}
     if said.get("--nnodes") == ("1",) or any(said.get(name) == value for name, value in _BY_RAY):
@@ -44,7 +44,7 @@ def _leader_worker_set(get: Read) -> Mapping[str, tuple[str, str]]:
 
 
 def _slurm(get: Read) -> Mapping[str, tuple[str, str]]:
-    """Read the variables of a Slurm step, which `srun` starts; an allocation's shell has none."""
+    """Read the variables that `srun` sets for a Slurm step."""
     found = dict(_given(get, {"--nnodes": "SLURM_STEP_NUM_NODES", "--node-rank": "SLURM_NODEID"}))
     hosts = get("SLURM_STEP_NODELIST")
     if not found or hosts is None:
@@ -52,20 +52,20 @@ def _slurm(get: Read) -> Mapping[str, tuple[str, str]]:
     if get("SLURM_STEP_NUM_TASKS") not in (None, found["--nnodes"][0]):
         raise ConfigError(
             f"srun starts {get('SLURM_STEP_NUM_TASKS')} tasks on {found['--nnodes'][0]} machines; "
-            f"a machine needs one, which starts its ranks",
+            f"Negamax needs one task per machine, which starts all its ranks",
             hint="use --ntasks-per-node=1",
         )
     return found | {"--master-addr": (first_host(hosts), "SLURM_STEP_NODELIST")}
 
 
 def _torchrun(get: Read) -> Mapping[str, tuple[str, str]]:
-    """Read torchrun's variables. It must start one process per machine, which starts ranks."""
+    """Read torchrun's variables. torchrun must start one process per machine."""
     world, local = get("WORLD_SIZE"), get("LOCAL_WORLD_SIZE")
     if get("GROUP_RANK") is None or world is None:
         return {}
     if local != "1":
         raise ConfigError(
-            f"torchrun starts {local} processes on a machine; it needs one, which starts its ranks",
+            f"torchrun starts {local} processes on a machine; it needs one for all its ranks",
             hint="use --nproc-per-node 1",
         )
     names = {"--nnodes": "WORLD_SIZE", "--node-rank": "GROUP_RANK", "--master-addr": "MASTER_ADDR"}
@@ -77,7 +77,7 @@ def _torchrun(get: Read) -> Mapping[str, tuple[str, str]]:
 
 
 def _given(get: Read, names: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
-    """Return each option with its value and variable; nothing unless all variables are set."""
+    """Return each option with its value and variable; {} unless all variables are set."""
     values = {option: (get(variable), variable) for option, variable in names.items()}
     found = {option: (value, name) for option, (value, name) in values.items() if value}
     return found if len(found) == len(names) else {}

@@ -1,4 +1,4 @@
-"""The entry point: commands, --version, and refusals in one line with an exit code."""
+"""The entry point: commands, --version, and errors in one line with an exit code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="negamax",
-    help="Serve MiniMax models: `negamax serve nano` starts an embedded one.",
+    help="Serve MiniMax models: `negamax serve nano` starts an embedded model.",
     rich_markup_mode="markdown",
     no_args_is_help=False,
     pretty_exceptions_enable=False,
@@ -71,7 +71,7 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 for a refusal, 141 for a closed reader."""
+    """Run the command line and return the exit code: 2 for a refusal, 141 for a closed pipe."""
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    # characters that the locale cannot encode must not end a command
+    # Characters that the locale cannot encode must not end a command.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     commands = _commands()
@@ -141,7 +141,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup) -> str:
-    """Reword a message of Typer on one line: with a bad value's source, or the nearest command."""
+    """Reword Typer's message as one line, with a bad value's source or the nearest command."""
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
     if bad is not None:
@@ -167,7 +167,7 @@ def _given(flags: list[str], resolved: Resolved) -> str:
             flag, _, value = word.partition("=")
             if flag in flags:
                 return f"{choice.source} is {value[:60]!r}"
-    return f"{flags[0]} is wrong"
+    return f"{flags[0]} is invalid"
 
 
 if __name__ == "__main__":

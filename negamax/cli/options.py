@@ -1,4 +1,4 @@
-"""Dataclasses of options as options of a command."""
+"""Turn dataclasses of options into options of a command."""
 
 import dataclasses
 import functools
@@ -26,17 +26,19 @@ from negamax.options.key_file import keys_of_file
 from negamax.options.server import ServerOptions
 
 AUTO = "auto"
-_NEEDED_FILES = 128  # of a process with a model and a few connections
+_NEEDED_FILES = 128  # open files of a process with a model and a few connections
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {unit + "i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 _COUNT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?)\s*([kKmMgG]?)")
-# choices that model families add
+# choices that the model families define
 _CHOICES = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS}
 
-_CONFIG = "Read options from this TOML file, by name; flags and NEGAMAX_... variables override it."
+_CONFIG = "Read options by name from this TOML file. Flags and NEGAMAX_... variables override it."
 _EXPLAIN = "Check the command line, show each option and where its value comes from, and exit."
-_MODEL_FLAG = Flag("The same as MODEL.", ("--model",), ("--model-path",), field="model_option")
+_MODEL_FLAG = Flag(
+    "Set the model instead of MODEL.", ("--model",), ("--model-path",), field="model_option"
+)
 
 
 def add_options(
@@ -49,10 +51,10 @@ def add_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command whose parameters include dataclasses of options.
 
-    Each such parameter becomes an option per field. With `EngineOptions` the command also gets
-    MODEL and --model (empty where missing and not `needs_model`), other servers' options, and,
-    where it `explains`, --config and --explain, which calls `check`. `defaults` replaces defaults;
-    `foreign` is the table of other servers' options of a command without `EngineOptions`.
+    A dataclass parameter becomes one option per field. With `EngineOptions` the command also gets
+    MODEL and --model (optional if not `needs_model`) and other servers' options. If `explains`, it
+    gets --config and --explain, and --explain calls `check`. `defaults` replaces default values.
+    `foreign` is the table of other servers' options for a command without `EngineOptions`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -66,7 +68,7 @@ def add_options(
         has_engine = any(issubclass(one, EngineOptions) for one in classes.values())
         parameters = [one for name, one in own.items() if name not in classes]
         if has_engine:
-            help = f"A local folder, a hub id, or {QUOTED_NAMES}, the embedded models."
+            help = f"A local folder, a hub id, or an embedded model: {QUOTED_NAMES}."
             model = typer.Argument(None, metavar="MODEL", help=help, show_default=False)
             first = [_parameter("model", model, str | None)]
             if explains:
@@ -78,7 +80,7 @@ def add_options(
                 ]
             parameters = first + parameters
         flags: list[Flag] = []
-        for options in reversed(classes.values()):  # those of the server first
+        for options in reversed(classes.values()):  # options of the server first
             if issubclass(options, EngineOptions):
                 help = _MODEL_FLAG.listed_help
                 option = setting(None, help, "--model", panel=MODEL, show_default=False)
@@ -122,7 +124,7 @@ def _parameter(name: str, default: object, annotation: object) -> inspect.Parame
 
 
 def _flag_parameters(options: type, defaults: Mapping[str, Any]) -> Iterator[inspect.Parameter]:
-    """The parameters that typer reads for the fields of a dataclass."""
+    """Yield the parameters that typer reads for the fields of a dataclass."""
     types = get_type_hints(options)
     for flag in _flags(options):
         kind, default = types[flag.field], defaults.get(flag.field)
@@ -160,7 +162,7 @@ def _flags(options: type) -> tuple[Flag, ...]:
 
 
 def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Make the dataclass from parameters, which leave `values`. Errors: `ConfigError`."""
+    """Build the dataclass from `values` and remove its fields there. Raises `ConfigError`."""
     chosen = dict(fixed)
     for flag in _flags(options):
         value, name = values.pop(flag.field), flag.names[0]
@@ -182,7 +184,7 @@ def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
 
 
 def _check_server(chosen: Mapping[str, Any]) -> None:
-    """Refuse unusable files and names before a model is loaded. Errors: `ConfigError`."""
+    """Raise `ConfigError` for unusable files and names before a model is loaded."""
     keys_of_file(chosen["api_key_file"])
     if kwargs := chosen.get("default_chat_template_kwargs"):
         from negamax.text.chat_template import check_template_kwargs
@@ -191,7 +193,7 @@ def _check_server(chosen: Mapping[str, Any]) -> None:
     template = chosen["chat_template"]
     if template is not None and not Path(template).is_file():
         refusal = f"--chat-template is {template!r}, which is not a file"
-        raise ConfigError(refusal, hint="give a Jinja template file")
+        raise ConfigError(refusal, hint="pass a Jinja template file")
     names = ("tool_call_parser", "reasoning_parser")
     check_parsers(**{name: chosen[name] for name in names})
 
@@ -199,16 +201,16 @@ def _check_server(chosen: Mapping[str, Any]) -> None:
 def _one_model(argument: str | None, option: str | None, *, needed: bool) -> str:
     model = option if argument is None else argument
     if model is None and needed:
-        hint = f"give a folder, a hub id, or {QUOTED_NAMES}, the embedded models"
+        hint = f"pass a folder, a hub id, or {QUOTED_NAMES}, the embedded models"
         raise ConfigError("MODEL is missing", hint=hint)
     if option not in (None, model):
         refusal = f"MODEL is {argument!r} and --model is {option!r}"
-        raise ConfigError(refusal, hint="give one of them")
+        raise ConfigError(refusal, hint="pass only one of MODEL and --model")
     return model or ""
 
 
 def _listed(flag: str, values: Iterable[str]) -> tuple[str, ...]:
-    """Repeated values; as in vLLM, each may be a JSON list."""
+    """Return all repeated values. As in vLLM, a value may be a JSON list."""
     texts: list[str] = []
     for value in values:
         if not value.startswith("["):
@@ -219,7 +221,7 @@ def _listed(flag: str, values: Iterable[str]) -> tuple[str, ...]:
         except ValueError:
             listed = None
         if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
-            refusal = f"{flag} is {value[:60]!r}, which is no JSON list of texts"
+            refusal = f"{flag} is {value[:60]!r}, which is not a JSON list of strings"
             raise ConfigError(refusal, hint=f"repeat {flag} instead")
         texts += listed
     return tuple(texts)
@@ -229,7 +231,7 @@ def _listed(flag: str, values: Iterable[str]) -> tuple[str, ...]:
 
 
 def parse_bytes(text: str | int) -> int | None:
-    """Read '1500000', '4GiB', '4g' or '512M'; 'auto' is None. A default is a number already."""
+    """Read a size such as '1500000', '4GiB', '4g' or '512M'. Return None for 'auto'."""
     if isinstance(text, int):
         return text
     if text == AUTO:
@@ -243,13 +245,13 @@ def parse_bytes(text: str | int) -> int | None:
 
 
 def parse_count(text: str | int) -> int | None:
-    """Read '131072', '128k' (thousands) or '128K' (of 1024) as vLLM does; 'auto' is None."""
+    """Read a count as vLLM does: '131072', '128k' (thousands), '128K' (of 1024) or 'auto'."""
     if isinstance(text, int):
         return text
     if text == AUTO:
         return None
     match = _COUNT.fullmatch(text.strip())
-    value = 0.5  # of what is no number
+    value = 0.5  # refused below if `text` is not a number
     if match is not None:
         unit = match[2].lower() + "i" * match[2].isupper()
         value = float(match[1]) * (_UNITS | _BINARY_UNITS)[unit]
@@ -260,11 +262,11 @@ def parse_count(text: str | int) -> int | None:
 
 
 def json_object(flag: str, text: str | None) -> dict[str, Any]:
-    """Read the object in the value of a flag, empty without one. Errors: `ConfigError`."""
+    """Return the JSON object in the value of a flag, or {} without one. Raises `ConfigError`."""
     try:
         found = json.loads(text or "{}")
     except ValueError as error:
-        raise ConfigError(f"{flag} is no JSON: {error}") from None
+        raise ConfigError(f"{flag} is not JSON: {error}") from None
     if not isinstance(found, dict):
         kind = "null" if found is None else type(found).__name__
         raise ConfigError(f"{flag} is a JSON {kind}; an object is needed")
@@ -279,7 +281,7 @@ def setting(
     choices: Iterable[str] = (),
     **rules: Any,
 ) -> Any:
-    """Declare a parameter that is an option of a single command; `...` as default: required."""
+    """Declare an option of a single command. The default `...` makes the option required."""
     rules |= {"autocompletion": completion(choices)} if choices else {}
     return typer.Option(default, *names, help=help, rich_help_panel=panel, **rules)
 
@@ -291,7 +293,7 @@ def template_option() -> Any:
 
 
 def add_command(app: typer.Typer, name: str, module: Any, *, group: str = "") -> None:
-    """Add the command of a module; settings without a panel are in the panel of those before."""
+    """Add the command of a module. A setting without a panel joins the panel before it."""
     panel = None
     for parameter in inspect.signature(module.command).parameters.values():
         if isinstance(parameter.default, OptionInfo):
@@ -310,7 +312,7 @@ def completion(choices: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def _table(context: typer.Context) -> Iterator[str]:
-    """A line for each option: its name, its value, where the value comes from."""
+    """Yield a line for each option with its name, its value, and the source of the value."""
     resolved: Resolved = context.obj
     rows = []
     for option in options_of(context.command):  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`negamax parse --format m2 < TEXT`: what the server makes of a generated text."""
+"""`negamax parse --format m2 < TEXT`: parse a generated text as the server does."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ from negamax.text.detokenizer import TextPiece
 from negamax.text.parser.events import ParsedToolCall, ParserEvent, collect
 from negamax.text.parser.output_parser import OutputParser
 
-HELP = """Parse a generated text from standard input, as the server would.
+HELP = """Parse a generated text from standard input, as the server does.
 
-Prints a line of JSON: reasoning and content (null where missing), and tool_calls, a list of name
-and arguments. Arguments are an object; those of a truncated call are text. Tags are recognized by
-their text, and calls also without `--tools`. Give the model's text without the prompt: M2 answers
-begin inside thinking, M3 answers only with `--thinking-mode enabled`.
+Prints a line of JSON with reasoning and content (null if missing) and tool_calls, a list of names
+and arguments. Arguments are an object, or a string if the call is truncated. Tags are recognized by
+their text, and calls are found without `--tools`, too. Pass the model's text without the prompt.
+M2 answers begin inside thinking. M3 answers do so only with `--thinking-mode enabled`.
 """
 
 THINKING_MODES = ("enabled", "disabled", "adaptive")
@@ -28,12 +28,14 @@ def command(
     format: str = setting(
         ..., "Choose the model family: m2 (M2 to M2.7) or m3.", choices=CHAT_FAMILIES
     ),
-    tools: Path | None = setting(None, "Read the declared tools from this JSON file: a list."),
+    tools: Path | None = setting(None, "Read the list of declared tools from this JSON file."),
     thinking_mode: str = setting(
-        "adaptive", "Set enabled, disabled or adaptive; M2 always thinks.", choices=THINKING_MODES
+        "adaptive",
+        "Set enabled, disabled or adaptive thinking; M2 always thinks.",
+        choices=THINKING_MODES,
     ),
     stream: int | None = setting(
-        None, "Feed pieces of this many characters and merge the result.", min=1
+        None, "Parse pieces of this many characters and merge the results.", min=1
     ),
 ) -> None:
     """Print reasoning, content and tool calls."""

@@ -1,4 +1,4 @@
-"""`negamax plan MODEL`: plan how to split a model over GPUs, without using one."""
+"""`negamax plan MODEL`: plan how to split a model over GPUs, without using a GPU."""
 
 import json
 import shlex
@@ -26,17 +26,17 @@ from negamax.planner.plan import Candidate, Hardware, Plan, Refused, make_plan
 from negamax.planner.topology import LIMITS, Topology
 from negamax.quantization import online
 
-HELP = """Show how to split MODEL over GPUs: memory, predicted times, the command to type.
+HELP = """Show how to split MODEL over GPUs: memory, predicted times, and the command to run.
 
-Reads configuration files only and needs no GPU. Times are predictions; docs/parallelism.md compares
-them with measurements.
+Only configuration files are read, and no GPU is needed. docs/parallelism.md compares predicted
+times with measurements.
 """
 _MOST_GPUS = 64
-_MOST_ROWS, _MOST_REASONS = 6, 3  # what fits a screen
+_MOST_ROWS, _MOST_REASONS = 6, 3  # the numbers that fit on a screen
 _FORMATS = ("fp8", "int8", "mxfp8", "int4", "nvfp4", "mxfp4")  # of --quantization
-FIRST_NODE = "node0"  # in commands for several machines
+FIRST_NODE = "node0"  # name of the first machine in commands for several machines
 _GPU_NAMES = [gpu.name for gpu in GPUS.values()]
-_TABLE_WIDTH = 100  # of what stands in columns, on a narrower terminal, too
+_TABLE_WIDTH = 100  # least width of the table, even on a narrower terminal
 _LOAD, _HARDWARE, _MODEL = "Expected load", "Hardware", "Model"
 
 
@@ -50,21 +50,21 @@ def command(
     ),
     as_json: bool = setting(False, "Print one JSON object.", "--json"),
     gpus: int | None = setting(
-        None, "Set the number of GPUs. Default: this machine's.", panel=_HARDWARE
+        None, "Set the number of GPUs. Default: those of this machine.", panel=_HARDWARE
     ),
-    nodes: int = setting(1, "Set how many machines they are in."),
+    nodes: int = setting(1, "Set the number of machines that hold the GPUs."),
     gpu: str | None = setting(
         None,
-        f"Choose the GPU: {', '.join(_GPU_NAMES)}. Default: this machine's, else {MEASURED.name}.",
+        f"Choose the GPU: {', '.join(_GPU_NAMES)}. Default: this machine's, or {MEASURED.name}.",
         choices=_GPU_NAMES,
     ),
-    gpu_memory: float | None = setting(None, "Set the GiB of each GPU. Default: as --gpu has."),
+    gpu_memory: float | None = setting(None, "Set the GiB of each GPU. Default: that of --gpu."),
     gpu_memory_utilization: float = setting(
         EngineOptions.gpu_memory_utilization, "Limit the share of a GPU's memory that is used."
     ),
     max_model_len: int | None = setting(
         None,
-        "Require that a request of this many tokens fits. Default: as many as fit.",
+        "Require that a request of this many tokens fits. Default: the largest one that fits.",
         panel=_MODEL,
         parser=parse_count,
         metavar="NUMBER",
@@ -77,19 +77,19 @@ def command(
     index_cache_dtype: str = setting(
         "auto", "Store MiniMax-M3's index keys in this type.", choices=KV_CACHE_DTYPES
     ),
-    quantization: str | None = setting(None, "Quantize as `negamax serve --quantization`."),
+    quantization: str | None = setting(None, "Quantize like `negamax serve --quantization`."),
     revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
     concurrency: str = setting(
         "1,16,64,100",
-        "Set the concurrent requests, one number or several. The least decides the best "
-        "latency, the largest the best throughput.",
+        "Set one or several numbers of concurrent requests. The smallest number selects the best "
+        "latency, and the largest one selects the best throughput.",
         panel=_LOAD,
     ),
     input_len: int | None = setting(
-        None, "Set the tokens of a prompt. Default: 1000, or as many as fit.", min=1, max=MAX_COUNT
+        None, "Set the prompt tokens. Default: 1000, or as many as fit.", min=1, max=MAX_COUNT
     ),
     output_len: int | None = setting(
-        None, "Set the tokens of an answer. Default: 1000, or as many as fit.", min=1, max=MAX_COUNT
+        None, "Set the output tokens. Default: 1000, or as many as fit.", min=1, max=MAX_COUNT
     ),
 ) -> None:
     """Exit with 0 if a topology fits and runs, else with 1."""
@@ -124,12 +124,12 @@ def _hardware(
 ) -> Hardware:
     here = visible_gpus() if gpus is None or (name is None and gib is None) else []
     if gpus is None and not here:
-        raise ConfigError("--gpus is missing, and this machine has none", hint="give their number")
+        raise ConfigError("--gpus is missing, and this machine has no GPU", hint="pass --gpus N")
     gpus = len(here) if gpus is None else gpus
     if not 1 <= gpus <= _MOST_GPUS:
         raise ConfigError(f"--gpus is {gpus}; allowed: 1 to {_MOST_GPUS}")
     if nodes < 1 or gpus % nodes:
-        allowed = f"a number of machines that {gpus} GPUs can be split over evenly"
+        allowed = f"a number that divides {gpus}, the number of GPUs"
         raise ConfigError(f"--nodes is {nodes}; allowed: {allowed}")
     gpu = find_gpu(name) if name is not None else here[0] if here else MEASURED
     if gib is not None:
@@ -142,7 +142,7 @@ def _hardware(
 def _lengths(
     input_len: int | None, output_len: int | None, engine: EngineOptions, spec: ModelSpec
 ) -> tuple[int, int]:
-    """Return the tokens of prompts and answers, usual ones shortened. Errors: `ConfigError`."""
+    """Return the tokens of prompts and answers. Raises `ConfigError` if a request is too long."""
     asked = engine.max_model_len
     context_length = asked or spec.max_position_embeddings
     left = context_length - output_len if output_len else context_length // 2
@@ -151,13 +151,13 @@ def _lengths(
     if prompt + answer > context_length:
         limit = "--max-model-len" if asked else "the model's context length"
         refusal = f"--input-len and --output-len make requests of {prompt + answer} tokens"
-        hint = "lower them, or raise --max-model-len" if asked else "lower them"
+        hint = "lower one, or raise --max-model-len" if asked else "lower one of them"
         raise ConfigError(f"{refusal}; {limit} is {context_length}", hint=hint)
     return prompt, answer
 
 
 def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
-    """Return the model and the ranks that its files are split for. Errors: `ConfigError`."""
+    """Return the model, and the layouts that its files are split for. Raises `ConfigError`."""
     from negamax.engine.core.source import locate
     from negamax.quantization.names import quantized
 
@@ -170,7 +170,7 @@ def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
 
 
 def _bundled(model: str) -> str:
-    """Return the bundled name of a hub id that needs no download to be planned, else `model`."""
+    """Return the bundled name of a hub id, which needs no download, or else `model`."""
     same = (name for name in bundled_names() if format_hub_id(name).lower() == model.lower())
     return next(same, model) if not Path(model).exists() else model
 
@@ -182,7 +182,7 @@ def _list_formats(spec: ModelSpec, planned: Callable[[ModelSpec], Plan]) -> str:
     best = {name: each.fastest for name, each in fits.items() if each.fastest is not None}
     found = [f"{name} ({each.topology.label})" for name, each in best.items()]
     if not found:
-        return "It fits in no other format either: use more or larger GPUs."
+        return "The model fits in no other format either: use more or larger GPUs."
     same = [
         name
         for name in bundled_names()
@@ -191,8 +191,8 @@ def _list_formats(spec: ModelSpec, planned: Callable[[ModelSpec], Plan]) -> str:
         and planned(bundled_spec(name)).candidates
     ]
     return (
-        f"In other formats it fits: {', '.join([*same, *found])}. Choose a checkpoint in one of "
-        "them, or add --quantization NAME to one in BF16."
+        f"The model fits in other formats: {', '.join([*same, *found])}. Choose a checkpoint in "
+        "such a format, or add --quantization NAME to a checkpoint in BF16."
     )
 
 
@@ -218,7 +218,7 @@ def commands(
     sharding = "on" if each.shards_index else "off"
     words = ["negamax", "serve", model, *start, *each.topology.flags]
     nodes = each.topology.nodes(per_node=hardware.per_node)
-    # replicas on one machine share a command; over several machines each replica has its own
+    # Replicas on one machine share a command. A replica over several machines has its own ones.
     replicas = each.topology.replicas // hardware.nodes if nodes == 1 else 1
     for name, value, default in (
         ("num-replicas", replicas or each.topology.replicas, 1),
@@ -329,11 +329,11 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec, *, remedy: str | 
         console.print()
         console.print(table)
         left_out = len(ordered) - _MOST_ROWS
-        slower = f"{left_out} slower ones are left out; --json has all. " if left_out > 0 else ""
+        slower = f"{left_out} slower ones are not shown; --json lists all. " if left_out > 0 else ""
         print_line(
-            f"{slower}Of each GPU: weights, KV cache per token; of all: tokens in the cache, "
-            "longest request; first token of a prompt, prompt tokens per second; by requests at a "
-            "time: ms per token, tokens per second (*: the cache holds fewer)."
+            f"{slower}Columns: weights and KV cache per token of a GPU; tokens of all caches, and "
+            "longest request; time to first token, and prompt tokens/s; for each number of "
+            "requests, ms per token and tokens per second (*: the cache holds fewer requests)."
         )
     _print_refused(plan)
 
@@ -353,7 +353,7 @@ def _print_refused(plan: Plan) -> None:
         more = f" and {len(labels) - 4} more" if len(labels) > 5 else ""
         print_line(f"  {', '.join(labels[: 4 if more else 5])}{more}: {reason}", indent=4)
     if len(reasons) > len(shown):
-        print_line(f"  {len(reasons) - len(shown)} more reasons; --json has all.")
+        print_line(f"  {len(reasons) - len(shown)} more reasons; --json lists all.")
 
 
 def _row(each: Candidate, plan: Plan) -> Iterator[str]:
@@ -371,15 +371,15 @@ def _notes(plan: Plan) -> Iterator[str]:
     gpu, per_node = plan.hardware.gpu, plan.hardware.per_node
     best = {each.topology for each in _best(plan).values() if each is not None}
     if any(each.ranks > per_node for each in best):
-        yield f"A command for each machine; {FIRST_NODE} is an address of the first one."
+        yield f"Run a command on each machine; {FIRST_NODE} is an address of the first machine."
     if not plan.candidates:
-        yield "Nothing of it fits and runs."
+        yield "No topology fits and runs."
     elif not gpu.platform.is_measured:
-        yield f"Never measured on {gpu.name}: times are carried over from {MEASURED.name}."
+        yield f"Never measured on {gpu.name}: times are scaled from those of {MEASURED.name}."
     if any(each.ranks > MEASURED_RANKS or each.tp < each.ranks or each.ep > 1 for each in best):
         yield (
-            f"Measured on up to {MEASURED_RANKS} GPUs: tensor parallelism, and of MiniMax-M2 PP2, "
-            f"PP2 TP2, DP2 EP2 and DP4 EP4 (docs/performance.md)."
+            f"Measured on up to {MEASURED_RANKS} GPUs: tensor parallelism, and PP2, PP2 TP2, DP2 "
+            f"EP2 and DP4 EP4 of MiniMax-M2 (docs/performance.md)."
         )
 
 

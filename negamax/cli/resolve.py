@@ -1,8 +1,8 @@
 """Resolve a command line: aliases, other servers' options, the environment, a file, a launcher.
 
-An option's value is that of its flag, else of `NEGAMAX_<OPTION>`, else of the file that `--config`
-names, else that of a launcher (`launchers`), else its default. The result is words for typer, with
-one name for each option, and the source of each value.
+An option's value comes from the first of these sources that sets the option: its flag,
+`NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. The result holds
+the words for typer, with one name for each option, and the source of each value.
 """
 
 import itertools
@@ -53,12 +53,12 @@ class Resolved:
     """A resolved command line."""
 
     words: list[str]
-    choices: dict[str, OptionValue] = field(default_factory=dict)  # by parameter
-    notes: list[str] = field(default_factory=list)  # about options without effect
+    choices: dict[str, OptionValue] = field(default_factory=dict)  # by name of the parameter
+    notes: list[str] = field(default_factory=list)  # notes on options without effect
 
 
 def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
-    """Resolve a command line. Errors: `ConfigError` for names, options and the file."""
+    """Resolve a command line. Raises `ConfigError` for a wrong name, option or file."""
     command, path, rest = find_command(root, words)
     if isinstance(command, TyperGroup):
         return Resolved(list(words))
@@ -116,7 +116,7 @@ def options_of(command: TyperCommand) -> list[Option]:
 
 
 def _of_file(given: Sequence[Given], names: OptionNames) -> list[Given]:
-    """Read the options in the file of --config. Errors: `ConfigError` for the file and its keys."""
+    """Read the options in the file of --config. Raises `ConfigError` for a wrong file or key."""
     if "--config" not in names.own:
         return []
     named = [item.values[0] for item in given if item.name == "--config"]
@@ -139,15 +139,15 @@ def _read_file(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config is {path!r}, which cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        hint = "give a TOML file"
-        raise ConfigError(f"--config is {path!r}, which is no UTF-8", hint=hint) from None
+        hint = "pass a TOML file"
+        raise ConfigError(f"--config is {path!r}, which is not UTF-8", hint=hint) from None
     except tomllib.TOMLDecodeError as error:
-        refusal = f"--config is {path!r}, which is no TOML: {error}"
-        raise ConfigError(refusal, hint="lines such as: max-num-seqs = 64") from None
+        refusal = f"--config is {path!r}, which is not TOML: {error}"
+        raise ConfigError(refusal, hint="write lines such as: max-num-seqs = 64") from None
 
 
 def _of_key(name: str, kind: Kind, value: Any, *, source: str) -> Given:
-    """Read a key of the file as an option. Errors: `ConfigError` for a value of another type."""
+    """Read a key of the file as an option. Raises `ConfigError` for a value of a wrong type."""
     if kind is Kind.SWITCH:
         if not isinstance(value, bool):
             raise ConfigError(f"{source} is {value!r}; allowed: true or false")
@@ -180,7 +180,7 @@ def _of_environment(options: Sequence[Option]) -> list[Given]:
 
 
 def _is_service_link(name: str, text: str) -> bool:
-    """Check for a variable of a Kubernetes service `negamax`: NEGAMAX_PORT=tcp://10.0.0.1:80."""
+    """Return whether Kubernetes sets the variable for a service `negamax`, such as NEGAMAX_PORT."""
     return name.startswith(f"{PREFIX}SERVICE_") or text.startswith(("tcp://", "udp://", "sctp://"))
 
 
@@ -201,7 +201,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 def _translated(
     levels: Sequence[Sequence[Given]], names: OptionNames, model: str | None, notes: list[str]
 ) -> list[list[Given]]:
-    """Replace other servers' options by ours, which override all but `Translation.over`."""
+    """Replace other servers' options by own ones. Own options on the line take precedence."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
@@ -244,7 +244,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Choose the words of the last level that has an option, or of all where a list adds up."""
+    """Choose an option's words from the last level that has it, or from all if a list adds up."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

@@ -10,12 +10,12 @@ from negamax.cli.options import add_options
 from negamax.cli.serve import announce_ready
 from negamax.options.route import RouteOptions, list_servers
 
-HELP = """Pass requests on to one of several servers.
+HELP = """Route requests to one of several servers.
 
-A request goes to the server that got most of its prompt before, unless that one has too much to do,
-else to the one with the least to do. A server that does not answer gets no requests; a request that
-it did not begin to answer goes to another one. For prefill/decode pairs give --prefill and --decode
-instead of URL.
+A request goes to the server that got most of its prompt before. If that server has too much to do,
+the request goes to the server with the least to do. A server that does not answer gets no requests,
+and a request that it did not begin to answer goes to another server. For prefill/decode pairs, pass
+--prefill and --decode instead of URL.
 """
 
 

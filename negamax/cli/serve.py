@@ -25,9 +25,9 @@ HELP = "Serve MODEL over an OpenAI-compatible HTTP API."
 
 
 def check(*, engine: EngineOptions, server: ServerOptions) -> None:
-    """Check what a start needs beyond the options alone. Errors: `ConfigError`."""
+    """Raise `ConfigError` if the address, the model or an option prevents a start."""
     with large_imports():
-        from negamax.api.server import resolve_address  # the HTTP stack: not needed for --help
+        from negamax.api.server import resolve_address  # imports the HTTP stack, unlike --help
         from negamax.api.tracing import check_endpoint
     from negamax.engine.core.source import check_model
     from negamax.engine.nodes.ray_launcher import check_installed
@@ -40,7 +40,7 @@ def check(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 
 def _check_line(*, engine: EngineOptions, server: ServerOptions) -> None:
-    """Check as a start does; a folder may be on another machine. Errors: `ConfigError`."""
+    """Check a start without a start. The model's folder may be on another machine."""
     if engine.model.startswith(("/", "./", "~")) and not Path(engine.model).expanduser().exists():
         print(f"note: the folder {engine.model} is not on this machine", file=sys.stderr)
         check(engine=dataclasses.replace(engine, model=next(iter(EMBEDDED))), server=server)
@@ -88,7 +88,7 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
 
 
 def announce_ready(line: str) -> None:
-    """Print that the server is ready; log it where standard output cannot be written."""
+    """Print that the server is ready, or log it if standard output cannot be written."""
     try:
         print(line, flush=True)
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import typer
 
 from negamax.base import env
 from negamax.base.errors import ConfigError
-from negamax.cli.bench_options import json_option
+from negamax.cli.bench_options import json_option, write_json
 from negamax.cli.options import setting
 
 _THINKING = ("auto", "switchable", "forced", "any")
@@ -22,7 +21,7 @@ HELP = (
 
 
 def api_key_option() -> Any:
-    return setting(None, "Send this key. Default: NEGAMAX_API_KEY, else OPENAI_API_KEY.")
+    return setting(None, "Send this key. Default: NEGAMAX_API_KEY, or OPENAI_API_KEY.")
 
 
 def url_argument() -> Any:
@@ -31,18 +30,12 @@ def url_argument() -> Any:
 
 
 def model_option() -> Any:
-    return setting(None, "Name the model. Default: the first of /v1/models.")
+    return setting(None, "Set the model's name. Default: the first of /v1/models.")
 
 
 def find_key(option: str | None) -> str | None:
-    """Return the key to send: the first one, as NEGAMAX_API_KEY may hold those of a server."""
+    """Return the key to send, which is the first one if NEGAMAX_API_KEY holds several keys."""
     return (option or env.get("OPENAI_API_KEY") or "").partition(",")[0].strip() or None
-
-
-def write_report(file: Path | None, document: dict[str, Any]) -> None:
-    """Write the JSON of --json, if it is given."""
-    if file is not None:
-        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def command(
@@ -51,15 +44,15 @@ def command(
     api_key: str | None = api_key_option(),
     concurrency: int = setting(4, "Limit the concurrent requests.", min=1, max=1000),
     timeout: float = setting(120.0, "Count a request as failed after this many seconds.", min=0.1),
-    repeat: int = setting(1, "Repeat all checks; MiniMax's own runs do it 10 times.", min=1),
+    repeat: int = setting(1, "Repeat all checks N times; MiniMax's own runs use 10.", min=1),
     thinking: str = setting(
         "auto",
-        "Say how the model thinks: switchable (M3), forced (M3.1), any (both pass). "
-        "Default: by the model's name.",
+        "Set the expected thinking: switchable (M3), forced (M3.1), any (both pass). "
+        "Default: derived from the model's name.",
         choices=_THINKING,
     ),
     suite: Path | None = setting(
-        None, "Take the cases of rates from this JSONL file, such as MiniMax's sample.jsonl."
+        None, "Read the rated cases from this JSONL file, such as MiniMax's sample.jsonl."
     ),
     json_file: Path | None = json_option(),
 ) -> None:
@@ -83,5 +76,5 @@ def command(
     )
     print(render(rows))
     documents = [row.as_dict() for row in rows]
-    write_report(json_file, {"url": url, "is_met": is_met(rows), "rows": documents})
+    write_json(json_file, {"url": url, "is_met": is_met(rows), "rows": documents})
     raise typer.Exit(0 if is_met(rows) else 1)

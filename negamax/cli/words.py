@@ -1,4 +1,4 @@
-"""Sort the words of a command line into options, their values and arguments."""
+"""Sort the words of a command line into options, values and arguments."""
 
 import difflib
 import json
@@ -11,18 +11,18 @@ from negamax.options.flags import Flag, Kind
 from negamax.options.foreign import Foreign
 
 _TRUTHS = {"true": True, "false": False}
-_SECRETS = ("-key", "-token", "-password")  # ends of names
+_SECRETS = ("-key", "-token", "-password")  # name endings of options with secret values
 _SECRET_FLAGS = ("--api-key", "--admin-api-key")
-_SHORTEST = 5  # characters of a beginning, with the dashes
-_SIMILARITY = 0.8  # of a name that is suggested
+_SHORTEST = 5  # abbreviations of options are longer than this, with the dashes
+_SIMILARITY = 0.8  # least similarity of a name that is suggested
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of ours. `names` set a switch, `opposites` clear it."""
+    """An option of Negamax. `names` turn a switch on, and `opposites` turn it off."""
 
     name: str  # the parameter
-    key: str  # in files and environment variables
+    key: str  # name in files and environment variables
     flag: str  # for typer
     kind: Kind
     names: tuple[str, ...]
@@ -34,7 +34,7 @@ class Option:
 
     @classmethod
     def of(cls, parameter: Any, flag: Flag | None) -> "Option":
-        """Make it from typer's parameter and the flag of its field, if it has one."""
+        """Build an option from typer's parameter and the flag of its field, if there is one."""
         has_field = flag is not None
         flag = flag or Flag(field=parameter.name)
         listed = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
@@ -61,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Meaning:
-    """An option that a name stands for, or the opposite of a switch."""
+    """The option that a name stands for. An opposite turns the option off."""
 
     option: Option
     is_opposite: bool = False
@@ -69,7 +69,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Given:
-    """A name with its values and, for messages, its source. `is_set`: of a switch."""
+    """A given option with its values and, for messages, its source. `is_set` is for switches."""
 
     name: str
     values: tuple[str, ...]
@@ -84,7 +84,7 @@ class Given:
         return f"{self.source} is {' '.join(self.values)[:60]!r}"
 
     def parsed(self, kind: Kind) -> Any:
-        """Return its value as a boolean, list, text or JSON value. Errors: `ConfigError`."""
+        """Return the value as a boolean, list, string or JSON value. Raises `ConfigError`."""
         if kind is Kind.SWITCH:
             return self.is_set
         if kind is Kind.LIST:
@@ -95,12 +95,12 @@ class Given:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            hint = 'quote it: \'{"key": "value"}\''
-            raise ConfigError(f"{self.source} is no JSON: {error}", hint=hint) from None
+            hint = 'quote the value: \'{"key": "value"}\''
+            raise ConfigError(f"{self.source} is not JSON: {error}", hint=hint) from None
 
 
 def merged(first: Given, second: Given, kind: Kind) -> Given:
-    """Merge two items of one name: join lists, merge JSON objects, else take the later."""
+    """Merge two items of one name: join lists, merge JSON objects, or else take `second`."""
     if kind is Kind.LIST:
         return replace(second, values=(*first.values, *second.values))
     if kind is not Kind.JSON:
@@ -119,7 +119,7 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
 
 
 class OptionNames:
-    """All names that a command takes: of its own options and of other servers'."""
+    """All option names that a command accepts: its own names and those of other servers."""
 
     def __init__(self, options: Sequence[Option], foreign: Mapping[str, Foreign]) -> None:
         self.options = options
@@ -130,19 +130,19 @@ class OptionNames:
         self.foreign = foreign
 
     def kind(self, name: str) -> Kind:
-        """Return what follows `name`."""
+        """Return the kind of the values that follow `name`."""
         return self.own[name].option.kind if name in self.own else self.foreign[name].kind
 
     def key_of(self, name: str) -> str | None:
         return self.own[name].option.key if name in self.own else None
 
     def find_key(self, key: str) -> str | None:
-        """Return the name for a key of a file."""
+        """Return the option name of a key in a file, or None."""
         name = _name_of(key)
         return name if name in self.own or name in self.foreign else None
 
     def suggestions(self) -> list[str]:
-        """Return the names worth suggesting: all but opposites and refused options."""
+        """Return the names to suggest: all except opposites and refused options."""
         ours = [name for name, meaning in self.own.items() if not meaning.is_opposite]
         ignored = [name for name, entry in self.foreign.items() if entry.remedy is None]
         return [name for name in (*ours, *ignored) if name.startswith("--")]
@@ -150,7 +150,7 @@ class OptionNames:
 
 @dataclass(frozen=True)
 class Line:
-    """The words after a command, sorted."""
+    """The words after a command, as arguments and options."""
 
     positional: tuple[str, ...]
     given: tuple[Given, ...]
@@ -158,12 +158,12 @@ class Line:
 
 
 def is_model_option(option: "Option") -> bool:
-    """Check for --model, which commands with MODEL have."""
+    """Return whether the option is --model, which commands with MODEL have."""
     return option.name == "model_option"
 
 
 def split(words: Sequence[str], names: OptionNames) -> Line:
-    """Sort the words of a command line. Errors: `ConfigError` for an unknown name."""
+    """Sort the words of a command line. Raises `ConfigError` for an unknown name."""
     reader = _Reader(list(words), names)
     while reader.words:
         reader.read()
@@ -171,7 +171,7 @@ def split(words: Sequence[str], names: OptionNames) -> Line:
 
 
 def take_model(line: Line, names: OptionNames) -> Line:
-    """Take the last value of an option with several values as MODEL, which is missing."""
+    """Use the last value of an option with several values as the missing MODEL."""
     for place in reversed(range(len(line.given))):
         item = line.given[place]
         takes_many = item.name in names.own and names.own[item.name].option.takes_many
@@ -183,7 +183,7 @@ def take_model(line: Line, names: OptionNames) -> Line:
 
 
 class _Reader:
-    """Takes options from the front of `words`. Single writer: `split`."""
+    """Takes options from the front of `words`. Only `split` uses this class."""
 
     def __init__(self, words: list[str], names: OptionNames) -> None:
         self.words = words
@@ -238,7 +238,7 @@ class _Reader:
         return name if name in self.names.own or name in self.names.foreign else None
 
     def _values(self, kind: Kind, *, own: bool, name: str = "") -> list[str]:
-        """Take an option's words: for ours any word, else none that looks like an option."""
+        """Take an option's values. An own option also takes a word with a leading dash."""
         many = kind is Kind.LIST and (not own or self.names.own[name].option.takes_many)
         values = [self.words.pop(0)] if self.words and (own or _is_value(self.words[0])) else []
         while many and self.words and _is_value(self.words[0]):
@@ -246,9 +246,9 @@ class _Reader:
         return values
 
     def _find_beginning(self, written: str) -> str:
-        """Return the option of which `written` is a unique beginning, as in argparse.
+        """Return the option that `written` abbreviates, as in argparse.
 
-        Errors: `ConfigError` for an unknown name and for a beginning of several.
+        Raises `ConfigError` for an unknown name, and for an abbreviation of several options.
         """
         start, own = written.replace("_", "-"), self.names.own
         found = {
@@ -260,7 +260,7 @@ class _Reader:
             return next(iter(found.values()))
         near = nearest(start, self.names.suggestions())
         if found and not near:
-            near = f"it begins {', '.join(list(found.values())[:5])}"
+            near = f"it abbreviates {', '.join(list(found.values())[:5])}"
         raise ConfigError(f"no such option: {written}", hint=near or "see --help")
 
 
@@ -278,7 +278,7 @@ def _name_of(key: str) -> str:
 
 
 def _nested(path: Sequence[str], text: str) -> dict[str, Any]:
-    """{'a': {'b': value}} for the path a.b."""
+    """Return {'a': {'b': value}} for the path a.b."""
     try:
         value: Any = json.loads(text)
     except ValueError:

@@ -83,6 +83,10 @@ MEASURED_RANKS = 4  # largest number of GPUs in a measurement of a model
 MEASURED = GPUS["h200"]  # the GPU of all measured and fitted constants in `cost`
 
 
+def format_gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
 def find_gpu(name: str) -> GpuModel:
     """Return the GPU named in `GPUS` or by a driver ("NVIDIA H200"). Raises `ConfigError`."""
     words = set(re.findall("[a-z0-9]+", name.lower()))

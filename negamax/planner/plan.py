@@ -10,7 +10,7 @@ from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.chunks import chunks, plan_even_times
 from negamax.planner.cost import Costs, Model, Workload, tokens_per_second
-from negamax.planner.gpus import GIB, GpuModel
+from negamax.planner.gpus import GpuModel, format_gib
 from negamax.planner.topology import LEAST_TOKENS, LIMITS, Fit, Topology, fit, topologies
 
 TIE = 0.05  # relative error of predicted times per token
@@ -198,10 +198,10 @@ def _describe_shortage(hardware: Hardware, memory: Fit, num_tokens: int, missing
     length = memory.context_length
     shorter = f", or with --max-model-len {length}" if length > LEAST_TOKENS else ""
     return (
-        f"{_gib(memory.weights)} of weights, {_gib(num_tokens * memory.token)} of cache for "
-        f"{num_tokens} tokens and {_gib(num_tokens * memory.slots)} of request slots need "
-        f"{_gib(missing)} more per GPU than --gpu-memory-utilization "
-        f"{hardware.utilization:g} allows; fits in {_gib(needed)} per GPU{shorter}"
+        f"{format_gib(memory.weights)} of weights, {format_gib(num_tokens * memory.token)} of "
+        f"cache for {num_tokens} tokens and {format_gib(num_tokens * memory.slots)} of request "
+        f"slots need {format_gib(missing)} more per GPU than --gpu-memory-utilization "
+        f"{hardware.utilization:g} allows; fits in {format_gib(needed)} per GPU{shorter}"
     )
 
 
@@ -239,7 +239,3 @@ def _prompt_seconds(costs: Costs, topology: Topology, num_tokens: int) -> float:
         costs, max_num_batched_tokens=most, block_size=LIMITS.block_size, max_model_len=num_tokens
     )
     return costs.chunks_seconds(chunks(length, num_tokens, budget=most))
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"

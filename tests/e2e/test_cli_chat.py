@@ -67,7 +67,7 @@ def test_conversation_in_a_terminal(server: Server, home: dict[str, str], tmp_pa
         assert "85" in shown and "<think>" not in shown
         assert "\x1b[2m" in terminal.raw  # The thinking is dimmed.
         assert "tokens/s" in shown and "tokens in" in shown
-        terminal.say("/nonsense now", "unknown command /nonsense; /help lists them")
+        terminal.say("/nonsense now", "unknown command /nonsense; /help lists the")
         terminal.say("/help", "/system TEXT")
         terminal.say(f"/save {kept}", "(2 messages)")
         terminal.type("/exit\n")
@@ -91,7 +91,7 @@ def test_saved_conversation_continues(chatting: Any, script: Script, tmp_path: P
     with chatting() as terminal:
         terminal.wait_for("Chatting with scripted")
         terminal.say(f"/load {tmp_path}/nowhere", "cannot be loaded")
-        terminal.say(f"/load {__file__}", "holds no conversation")
+        terminal.say(f"/load {__file__}", "is not a conversation")
         terminal.say(f"/load {kept}", f"loaded {kept}")
         ask(terminal, "And three?", count=1)
         roles = [message["role"] for message in script.bodies[-1]["messages"]]
@@ -146,7 +146,7 @@ def test_ctrl_c_stops_the_answer_alone(chatting: Any, script: Script) -> None:
         script.steps = [600.0]
         terminal.type("Nothing comes\n")
         assert eventually(lambda: len(script.bodies) == 3)
-        terminal.interrupt("your message was taken back")
+        terminal.interrupt("your message was removed")
         script.steps = [{"content": "Fine."}]
         ask(terminal, "Last", count=2)
         assert "Nothing comes" not in json.dumps(script.bodies[-1])
@@ -197,7 +197,7 @@ def test_key_is_sent_and_required(
 ) -> None:
     script.key, script.steps = "secret", [{"content": "Open."}]
     assert main(["chat", "--url", stage[0]]) == 2
-    assert "give --api-key, or set NEGAMAX_API_KEY" in capsys.readouterr().err
+    assert "pass --api-key, or set NEGAMAX_API_KEY" in capsys.readouterr().err
     with chatting("--api-key", "secret", path="/v1/") as terminal:
         assert "Open." in ask(terminal, "Hello", count=1)
 
@@ -217,8 +217,8 @@ def test_lines_of_a_pipe_are_answered_by_a_server(server: Server) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "MODEL is missing (give a folder, a hub id, 'nano' or 'nano-m3', or the --url of a "),
-        (("--url", "ftp://a"), "--url is 'ftp://a', which is no HTTP address"),
+        ((), "MODEL is missing (pass a folder, a hub id, 'nano' or 'nano-m3', or the --url of a "),
+        (("--url", "ftp://a"), "--url is 'ftp://a', which is not an HTTP address"),
         (("--url", "localhost:{port}"), "where no server answers"),
         ((MODEL, "--temperature", "9"), "temperature is 9.0; allowed: 0.0 to 2.0"),
     ],

@@ -52,10 +52,10 @@ def test_characters_outside_the_locale_are_escaped(monkeypatch: pytest.MonkeyPat
 
 def test_input_that_is_no_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     locale_of("utf-8", monkeypatch, b"hi \xff")
-    with pytest.raises(ConfigError, match="standard input is no UTF-8: byte 3 is 0xff"):
+    with pytest.raises(ConfigError, match="standard input is not UTF-8: byte 3 is 0xff"):
         read_text()
     locale_of("utf-8", monkeypatch, b"hi \xff")
-    with pytest.raises(ConfigError, match="standard input is no UTF-8"):
+    with pytest.raises(ConfigError, match="standard input is not UTF-8"):
         talk(SimpleNamespace(awaited_call=None), SimpleNamespace(is_interactive=False))
 
 

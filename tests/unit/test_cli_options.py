@@ -118,7 +118,7 @@ def test_names_that_are_no_utf8_are_refused() -> None:
 def test_model_may_be_given_as_an_option() -> None:
     for words in (("--model", "x"), ("--model-path", "x"), ("x",), ("x", "--model", "x")):
         assert parsed(*words).model == "x"
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="pass only one of MODEL"):
         parsed("x", "--model", "y")
     with pytest.raises(ConfigError, match="MODEL is missing"):
         parsed()

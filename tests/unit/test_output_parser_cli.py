@@ -85,12 +85,12 @@ def test_bad_input_is_refused_in_one_line(
 
 def test_bytes_that_are_no_utf8_are_refused(run: Run) -> None:
     code, _, err = run(b"ab\xff", "--format", "m2")
-    assert (code, err) == (2, "negamax: error: standard input is no UTF-8: byte 2 is 0xff\n")
+    assert (code, err) == (2, "negamax: error: standard input is not UTF-8: byte 2 is 0xff\n")
 
 
 def test_refuses_bad_tools_of_a_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tools = tmp_path / "tools.json"
-    for text, says in (("[" * 100_000, "is no JSON"), ("[1]", "other values in it")):
+    for text, says in (("[" * 100_000, "is not JSON"), ("[1]", "other values in it")):
         tools.write_text(text, encoding="utf-8")
         assert main(["chat", "--url", "http://127.0.0.1:9", "--tools", str(tools)]) == 2
         assert says in capsys.readouterr().err

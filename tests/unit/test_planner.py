@@ -366,9 +366,9 @@ def test_table_names_the_two_best_and_reasons(capsys: pytest.CaptureFixture[str]
     assert "AMD GPUs (ROCm) are not supported yet" in capsys.readouterr().out
     # The plan of a hub id does not contact the hub. The refusal names formats that fit.
     for line, words in (
-        ("minimax-m3 --gpus 4 --gpu H200", "it fits: minimax-m3-mxfp8, fp8 (TP4), int8 (TP4)"),
-        ("MiniMaxAI/MiniMax-M2 --gpus 1 --gpu H200", "it fits: int4 (TP1), mxfp4 (TP1)."),
-        ("minimax-m2 --gpus 1 --gpu A100-40GB", "fits in no other format either"),
+        ("minimax-m3 --gpus 4 --gpu H200", "formats: minimax-m3-mxfp8, fp8 (TP4), int8 (TP4)"),
+        ("MiniMaxAI/MiniMax-M2 --gpus 1 --gpu H200", "formats: int4 (TP1), mxfp4 (TP1)."),
+        ("minimax-m2 --gpus 1 --gpu A100-40GB", "The model fits in no other format either"),
     ):
         assert main(["plan", *line.split()]) == 1
         assert words in capsys.readouterr().out
@@ -380,7 +380,7 @@ def test_table_names_the_two_best_and_reasons(capsys: pytest.CaptureFixture[str]
     ("line", "said"),
     [
         ("--gpus 0", "--gpus is 0; allowed: 1 to 64"),
-        ("--gpus 4 --nodes 3", "--nodes is 3; allowed: a number of machines that 4"),
+        ("--gpus 4 --nodes 3", "--nodes is 3; allowed: a number that divides 4"),
         ("--gpus 4 --gpu abacus", "--gpu is 'abacus'; known: A100-40GB, "),
         ("--gpus 4 --gpu-memory 0", "--gpu-memory is 0; allowed: 1 to 4096"),
         ("--gpus 4 --max-model-len 1M", "is 1048576; the model's context length is 196608"),
