@@ -160,7 +160,7 @@ def _rows(schema: Schema) -> Iterator[tuple[str, str, str, str]]:
         if not about and name not in remarks:
             where = f"{schema.__module__}.{schema.__name__}"
             raise ValueError(f"{where} has no remark on {name}; add a comment")
-        text = "; ".join(filter(None, (about, remarks.get(name))))
+        text = ". ".join(filter(None, (about, remarks.get(name))))
         yield f"`{name}`", cells[0], cells[1], table_cell(text)
 
 

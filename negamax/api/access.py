@@ -57,7 +57,7 @@ class Access:
                 hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="missing_api_key",
             )
-        # compare with every key, so that the time does not show which key matches
+        # Compare with every key, so that the time does not show which key matches.
         is_known = sum(hmac.compare_digest(given, key) for key in self._keys)
         if not (is_known or is_admin):
             raise AuthenticationError("the API key is wrong", code="invalid_api_key")

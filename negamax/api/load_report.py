@@ -23,7 +23,7 @@ class LoadReport:
         """`now` is in monotonic seconds."""
         self._stats = stats
         self._time = now
-        self.hit_rate = 0.0  # prefix cache hit rate of the latest prompts
+        self.hit_rate = 0.0  # Prefix cache hit rate of the latest prompts.
 
     def next(self, stats: EngineStats, *, now: float) -> dict[str, float] | None:
         """Return the load since the last call, or None for an idle engine.

@@ -27,7 +27,7 @@ _STEP_TOKENS = tuple(float(2**power) for power in range(15))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _OTHER = "other"
-_REJECTIONS = (  # codes of refusals that tell the client when to retry
+_REJECTIONS = (  # Codes of refusals that tell the client when to retry.
     "queue_full", "queue_tokens_full", "queue_share_full", "memory", "draining",
     "engine_restarting", "engine_dead", "engine_silent", "server_process", _OTHER,
 )  # fmt: skip
@@ -125,7 +125,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     "step_tokens": (_STEP_TOKENS, "Tokens per step of the engine.", "vllm:iteration_tokens_total"),
 }
 
-# the shared numbers have the columns of `Lifecycle` first, then counts, then histograms
+# The shared numbers have the columns of `Lifecycle` first, then counts, then histograms.
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS
@@ -163,7 +163,7 @@ class Measurements:
         for names in _COUNTS:
             counts.append(Counts(names, numbers=numbers, index=index, start=start))
             start += len(names)
-        # finished choices by reason, refusals by code, and numbers of requests and tool calls
+        # Finished choices by reason, refusals by code, and numbers of requests and tool calls.
         self.finished, self.rejections, self.events = counts
         self.histograms: dict[str, Histogram] = {}
         for key, (bounds, _, _) in HISTOGRAMS.items():

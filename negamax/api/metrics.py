@@ -24,7 +24,7 @@ from negamax.api.measurements import HISTOGRAMS, Measurements
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import AsyncEngine
 
-_SAMPLE_SECONDS = 1.0  # interval over which rates are measured
+_SAMPLE_SECONDS = 1.0  # Interval over which rates are measured.
 # Counters of a data-parallel rank, each as: field of the statistics, help text, metric names.
 _COUNTERS = (
     (
@@ -59,7 +59,7 @@ _COUNTERS = (
     ("num_failed_prefills", "Remote prompts that failed.", "negamax:failed_remote_prefills"),
     ("num_local_prefills", "Requests that named no other server.", "negamax:local_prefills"),
     ("num_pulled_blocks", "KV blocks read from other servers.", "negamax:pulled_kv_blocks"),
-    ("num_expired_leases", "Kept prompts that no server has read.", "negamax:expired_kv_leases"),
+    ("num_expired_leases", "Kept prompts that expired unread.", "negamax:expired_kv_leases"),
 )
 # Copies of KV blocks, each as: field of the statistics, vLLM's name of the direction.
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
@@ -84,7 +84,7 @@ _SYNTHETIC = "Tokens per step that a benchmark prescribes without verifying draf
 SYNTHETIC_ACCEPTANCE = "negamax:synthetic_acceptance_length"
 
 MetricFamily = type[GaugeMetricFamily] | type[CounterMetricFamily]
-Samples = Iterable[tuple[tuple[str, ...], float]]  # label values and metric value
+Samples = Iterable[tuple[tuple[str, ...], float]]  # Label values and metric value.
 
 
 class ServerMetrics(Collector):
@@ -106,8 +106,8 @@ class ServerMetrics(Collector):
         self._engine = engine
         self._lifecycle = lifecycle
         self._model_name = model_name
-        self._throughput = 0.0  # generated tokens per second
-        self._hit_rate = 0.0  # hit rate of the prefix cache
+        self._throughput = 0.0  # Generated tokens per second.
+        self._hit_rate = 0.0  # Hit rate of the prefix cache.
         for replica in engine.replicas:
             replica.on_steps = self._count_steps
 
@@ -137,7 +137,7 @@ class ServerMetrics(Collector):
             info = InfoMetricFamily(name, "The KV cache as configured.", labels=["model_name"])
             info.add_metric([self._model_name], labels)
             yield info
-        # routers read this metric, although no adapters are loaded
+        # Routers read this metric, although no adapters are loaded.
         adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         name, text = "vllm:lora_requests_info", "Adapters: none are loaded."
         yield self._metric(GaugeMetricFamily, name, text, [(("0", "", ""), time.time())], *adapters)
@@ -185,8 +185,8 @@ class ServerMetrics(Collector):
             used, total = stats.num_used_host_blocks, stats.num_host_blocks
             gauges += [
                 ("vllm:cpu_cache_usage_perc", _HOST, used / total),
-                ("sglang:hicache_host_used_tokens", "KV tokens in use.", used * info.block_size),
-                ("sglang:hicache_host_total_tokens", "KV tokens at most.", total * info.block_size),
+                ("sglang:hicache_host_used_tokens", "Host tokens in use.", used * info.block_size),
+                ("sglang:hicache_host_total_tokens", "Host token limit.", total * info.block_size),
             ]
         if stats.num_file_blocks:
             used, total = stats.num_used_file_blocks, stats.num_file_blocks

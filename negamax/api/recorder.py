@@ -26,18 +26,18 @@ class RequestRecord:
     Times are monotonic seconds. Single writer: the request's stream.
     """
 
-    request_id: str  # id in the engine
-    http_request_id: str  # value of the x-request-id header
+    request_id: str  # Id in the engine.
+    http_request_id: str  # Value of the x-request-id header.
     route: str
     model: str
     headers: Mapping[str, str]
     num_prompt_tokens: int
     is_stream: bool
     arrival: float
-    sampling: SamplingParams  # requested parameters, replaced by those that the engine uses
+    sampling: SamplingParams  # Requested parameters, replaced by those that the engine uses.
     measured: Measurements
     takers: Sequence[Callable[["RequestRecord"], None]] = ()
-    start: float | None = None  # time of the first step
+    start: float | None = None  # Time of the first step.
     first_token: float | None = None
     end: float = 0.0
     num_cached_tokens: int = 0
@@ -66,7 +66,7 @@ class RequestRecord:
         return self.error is None or isinstance(self.error, GeneratorExit | asyncio.CancelledError)
 
     def started(self, at: float) -> None:
-        if self.start is None:  # only the first choice counts
+        if self.start is None:  # Only the first choice counts.
             self.start = at
             self.measured.histograms["queue"].observe(max(0.0, at - self.arrival))
 

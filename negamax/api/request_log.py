@@ -18,7 +18,7 @@ from negamax.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-_SPARE_TOKENS = 4  # extra tokens to decode, because a character may need several
+_SPARE_TOKENS = 4  # Extra tokens to decode, because a character may need several.
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
@@ -79,7 +79,7 @@ class RequestLog:
 
     def _head(self, prompt_token_ids: Sequence[int]) -> str:
         limit = self._max_prompt_chars
-        few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # a token has at least one character
+        few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # A token has at least one character.
         text = self._tokenizer.decode(few, skip_special_tokens=False)
         is_whole = len(text) <= limit and len(few) == len(prompt_token_ids)
         return text if is_whole else text[:limit] + "…"

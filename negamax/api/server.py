@@ -47,8 +47,8 @@ from negamax.options.server import ServerOptions
 
 logger = get_logger(__name__)
 
-_GC_THRESHOLD = 10_000  # new containers between two collections of the youngest generation
-# turns off FastAPI's telemetry, which environment variables could enable; old versions ignore it
+_GC_THRESHOLD = 10_000  # New containers between two collections of the youngest generation.
+# Turns off FastAPI's telemetry, which environment variables could enable; old versions ignore it.
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 ROUTERS = (
     make_health_router, make_models_router, make_chat_router, make_completions_router,
@@ -68,7 +68,7 @@ def create_app(context: ApiContext) -> FastAPI:
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
     )
-    app.add_middleware(AuthMiddleware, context=context)  # the innermost layer is added first
+    app.add_middleware(AuthMiddleware, context=context)  # The innermost layer is added first.
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -107,8 +107,8 @@ def open_listener(options: ServerOptions) -> socket.socket:
     try:
         listener = bind(family, address)
         if options.api_server_count > 1:
-            # replace it by a shared socket, so that other processes can bind theirs; a shared
-            # socket alone could not show whether the port was free
+            # Replace it by a shared socket, so that other processes can bind theirs; a shared
+            # socket alone could not show whether the port was free.
             address = listener.getsockname()
             listener.close()
             return bind(family, address, is_shared=True)
@@ -156,7 +156,7 @@ def make_event_loop() -> asyncio.Runner:
         from uvloop import Loop as loop_factory
     except ImportError:
         loop_factory = None
-    env.set_default("TOKENIZERS_PARALLELISM", "false")  # do not tokenize batches in threads
+    env.set_default("TOKENIZERS_PARALLELISM", "false")  # Do not tokenize batches in threads.
     return asyncio.Runner(loop_factory=loop_factory)
 
 
@@ -228,7 +228,7 @@ async def serve(
             settle_garbage_collection()
             try:
                 await server.serve(sockets=[listener])
-            except OSError as error:  # another process took the port while the model was loading
+            except OSError as error:  # Another process took the port while the model was loading.
                 raise build_bind_error(
                     error, host=server_options.host, port=server_options.port
                 ) from None
@@ -286,9 +286,9 @@ class HttpServer(LimitedServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         context, servers = self._context, self._servers
-        self._pulse = context.lifecycle.start_pulse()  # this task runs as long as the event loop
+        self._pulse = context.lifecycle.start_pulse()  # This task runs as long as the event loop.
         watches = [self._watch(context.engine.failed)]
-        if servers is not None:  # the first process, which also serves the metrics
+        if servers is not None:  # The first process, which also serves the metrics.
             watches += [context.metrics.watch(), self._watch(servers.failed)]
             if context.options.log_stats:
                 watches.append(

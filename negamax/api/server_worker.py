@@ -29,8 +29,8 @@ logger = get_logger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
-_END_SECONDS = 2.0  # time to end open requests after the first process has ended
-_CONNECT_SECONDS = 5.0  # time for an engine to connect to this process
+_END_SECONDS = 2.0  # Time to end open requests after the first process has ended.
+_CONNECT_SECONDS = 5.0  # Time for an engine to connect to this process.
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ async def _serve() -> None:
     )
     begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
-    messages: dict[int, wire.EngineMessage] = {}  # the state of each replica's engine
+    messages: dict[int, wire.EngineMessage] = {}  # The state of each replica's engine.
     while not can_serve(messages, num_replicas=begin.engine.num_replicas):
         message = await _next(reader)
         if message is None or isinstance(message, wire.Drain | wire.Abort):
@@ -100,7 +100,7 @@ class ServerWorker:
     def __init__(self, engine: AsyncEngine, rank: ServerRank) -> None:
         self._engine = engine
         self._rank = rank
-        self._channels: dict[int, EngineChannel] = {}  # by replica
+        self._channels: dict[int, EngineChannel] = {}  # Channels by replica.
         self._ending: asyncio.Task[None] | None = None
         self._end_reason = "the engine was stopped"
 

@@ -25,9 +25,9 @@ logger = get_logger(__name__)
 FLAG = "--otlp-traces-endpoint"
 SPAN_NAME = "llm_request"
 _DEFAULT_PATH = "/v1/traces"
-_EXPORT_SECONDS = 5.0  # limit for sending a batch, including retries
-_MAX_ANSWER_BYTES = 64 * 1024  # limit of a collector's answer, which the SDK would read whole
-_CLOSE_SECONDS = 3.0  # time that a stopping server waits for its last spans
+_EXPORT_SECONDS = 5.0  # Limit for sending a batch, including retries.
+_MAX_ANSWER_BYTES = 64 * 1024  # Limit of a collector's answer, which the SDK would read whole.
+_CLOSE_SECONDS = 3.0  # Time that a stopping server waits for its last spans.
 _PARENT_HEADERS = ("traceparent", "tracestate")
 
 
@@ -39,7 +39,7 @@ def check_endpoint(endpoint: str) -> str:
     try:
         parts = urlsplit(endpoint)
         is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an unclosed bracket, or a port that is not a number
+    except ValueError:  # An unclosed bracket, or a port that is not a number.
         is_http = False
     if not is_http:
         hint = "give a collector's address for OTLP over HTTP, such as http://localhost:4318"
@@ -81,7 +81,7 @@ class RequestTracer:
         self._failed = Status(StatusCode.ERROR)
 
     def ended(self, record: RequestRecord) -> None:
-        offset = time.time_ns() - int(time.monotonic() * 1e9)  # from monotonic to Unix time, in ns
+        offset = time.time_ns() - int(time.monotonic() * 1e9)  # From monotonic to Unix time, in ns.
         headers = record.headers
         carrier = {name: headers[name] for name in _PARENT_HEADERS if name in headers}
         span = self._tracer.start_span(
@@ -121,7 +121,7 @@ def build_span_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.usage.num_sequences": sampling.n,
         "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": record.num_output_tokens,
-        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # newer OpenTelemetry names
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # Newer OpenTelemetry names.
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cached_tokens": record.num_cached_tokens,
         "gen_ai.latency.time_in_queue": _subtract(record.arrival, start),

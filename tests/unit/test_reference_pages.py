@@ -18,7 +18,7 @@ def test_every_field_of_the_api_has_a_remark() -> None:
     rows = [line for line in api_reference.render().splitlines() if line.startswith("| `")]
     assert len(rows) > 600
     assert [row for row in rows if not row.removesuffix("|").rpartition("|")[2].strip()] == []
-    assert "| `temperature` | number | none | 0 to 2; 0 is greedy |" in rows
+    assert "| `temperature` | number | none | 0 to 2. Sampling temperature; 0 is greedy. |" in rows
 
 
 def test_a_field_without_a_remark_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,21 +33,21 @@ from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 from negamax.text.parser.packets import PacedPackets
 
-_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # approximate sizes in JSON
-Ping = tuple[bytes, float]  # an event, and the seconds of silence before the event is sent
-_KEEP_ALIVE = b": keep-alive\n\n"  # an SSE comment, which clients ignore
+_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # Approximate sizes in JSON.
+Ping = tuple[bytes, float]  # An event, and the seconds of silence before the event is sent.
+_KEEP_ALIVE = b": keep-alive\n\n"  # An SSE comment, which clients ignore.
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
     """A choice during generation. Single writer: the request's `AnswerWriter`."""
 
-    index: int  # number among the choices of all prompts
+    index: int  # Number among the choices of all prompts.
     reader: ChoiceReader | PlainReader
     prompt_index: int = 0
-    is_prompt_only: bool = False  # the request only caches or scores its prompt
+    is_prompt_only: bool = False  # The request only caches or scores its prompt.
     packets: PacedPackets = field(default_factory=PacedPackets)
-    latest: RequestOutput | None = None  # latest output, with the choice's token counts
+    latest: RequestOutput | None = None  # Latest output, with the choice's token counts.
 
 
 AnswerSource = OpenRequest | OpenRequests
@@ -59,8 +59,8 @@ Send = Callable[[ChoiceT, RequestOutput, list[ParserEvent]], object]
 class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     """Answers one request; each dialect has a subclass. Single writer: the request's handler."""
 
-    is_paced = False  # whether a stream joins small text fragments
-    keeps_parts = False  # whether a failed answer keeps the output before the error
+    is_paced = False  # Whether a stream joins small text fragments.
+    keeps_parts = False  # Whether a failed answer keeps the output before the error.
 
     def __init__(self, request_id: str, source: AnswerSource, choices: Sequence[ChoiceT]) -> None:
         """`choices` are in the order of their prompts."""
@@ -68,7 +68,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.num_bytes = 0  # approximate size of a whole answer; threads build large ones
+        self.num_bytes = 0  # Approximate size of a whole answer; threads build large ones.
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
@@ -104,7 +104,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     @property
     def usage(self) -> Usage:
         """The token counts so far. A prompt's cached tokens are the minimum over its choices."""
-        prompts: dict[int, tuple[int, int]] = {}  # by prompt: tokens and cached tokens
+        prompts: dict[int, tuple[int, int]] = {}  # By prompt: tokens and cached tokens.
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
             if (output := choice.latest) is None:

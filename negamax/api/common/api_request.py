@@ -22,9 +22,9 @@ from negamax.engine.client.open_request import OpenRequest
 from negamax.engine.client.output import TextReader
 from negamax.scheduler.request import ImageInput, SamplingParams
 
-DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # header name of vLLM and SGLang
-MAX_PROMPT_LOGPROBS = 2**22  # limit of one answer
-_WHOLE_INTERVAL = 32  # tokens between two outputs of an answer that is not streamed
+DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # Header name of vLLM and SGLang.
+MAX_PROMPT_LOGPROBS = 2**22  # Limit of one answer.
+_WHOLE_INTERVAL = 32  # Tokens between two outputs of an answer that is not streamed.
 _NUMBER = re.compile("[0-9]{1,9}")
 
 ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
@@ -34,9 +34,9 @@ ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
 class ApiRequest(Generic[ParamsT_co]):
     http: Request
     params: ParamsT_co
-    num_bytes: int  # size of the fields read; threads process large requests
-    arrival: float  # monotonic seconds
-    addresses: Mapping[str, str]  # addresses of the hosts that the request names
+    num_bytes: int  # Size of the fields read; threads process large requests.
+    arrival: float  # Monotonic seconds.
+    addresses: Mapping[str, str]  # Addresses of the hosts that the request names.
 
 
 async def read_api_request(

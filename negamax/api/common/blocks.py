@@ -22,10 +22,10 @@ class Block:
     """
 
     kind: BlockKind
-    index: int  # number of the block in the answer
+    index: int  # Number of the block in the answer.
     call: StartedCall | None = None
     parts: list[str] = field(default_factory=list)
-    is_whole: bool = False  # stays False if the block is truncated
+    is_whole: bool = False  # Stays False if the block is truncated.
 
     @property
     def text(self) -> str:

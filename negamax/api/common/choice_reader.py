@@ -31,7 +31,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # tokens since a call opener; 0 without an opener
+        self._num_since_call = 0  # Tokens since a call opener; 0 without an opener.
         self.has_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -72,15 +72,15 @@ class ReasoningCounter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingRules:
-    # the declared tools; their schemas decide the types of arguments
+    # The declared tools; their schemas decide the types of arguments.
     tools: Sequence[Mapping[str, Any]] | None = None
-    may_call: bool = True  # if False, text that looks like a call is content
-    parallel_calls: bool = True  # if False, only the first call is reported
-    is_call_forced_by_name: bool = False  # if True, an answer with a call ends with "stop"
-    reasoning: ReasoningPlace | None = None  # if None, the server's parser decides
-    stream_reasoning: bool = True  # if False, reasoning is sent in one piece at its end
-    stop: tuple[str, ...] = ()  # strings in the content that end the answer
-    includes_stop: bool = False  # if True, the stop string stays in the content
+    may_call: bool = True  # If False, text that looks like a call is content.
+    parallel_calls: bool = True  # If False, only the first call is reported.
+    is_call_forced_by_name: bool = False  # If True, an answer with a call ends with "stop".
+    reasoning: ReasoningPlace | None = None  # If None, the server's parser decides.
+    stream_reasoning: bool = True  # If False, reasoning is sent in one piece at its end.
+    stop: tuple[str, ...] = ()  # Strings in the content that end the answer.
+    includes_stop: bool = False  # If True, the stop string stays in the content.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,10 @@ class ChoiceReader(_CountingReader):
         super().__init__(chat_format, in_reasoning=in_reasoning)
         self._rules, self._on_call = rules, on_call
         is_silent = rules.reasoning is ReasoningPlace.NOWHERE
-        # whether the reader drops or delays events of the parser
+        # Whether the reader drops or delays events of the parser.
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         placed = _place_reasoning(rules.reasoning, chat_format)
-        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # keeps reasoning out of content
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # Keeps reasoning out of content.
         self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
@@ -134,7 +134,7 @@ class ChoiceReader(_CountingReader):
             stop=rules.stop,
             includes_stop=rules.includes_stop,
         )
-        self._held_reasoning: list[str] = []  # reasoning held back until its end
+        self._held_reasoning: list[str] = []  # Reasoning held back until its end.
         self.calls: list[StartedCall] = []
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
@@ -216,7 +216,7 @@ class PlainReader(_CountingReader):
         """Count the tokens of `output`. Raises `EngineError` if the request failed."""
         check_failed(output)
         self._counter.push(output.token_ids)
-        if self._counter.is_undecided:  # without a parser, a call opener counts as a call
+        if self._counter.is_undecided:  # Without a parser, a call opener counts as a call.
             self._counter.call_began()
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return []

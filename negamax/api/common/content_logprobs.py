@@ -13,7 +13,7 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # longer matched text is dropped
+_COMPACT_CHARS = 65_536  # Longer matched text is dropped.
 _SPACE = re.compile(r"\s*")
 
 
@@ -30,7 +30,7 @@ class ContentLogprobs:
         """`convert_chat_logprobs` receives `as_ids`."""
         self._as_ids = as_ids
         self._closer_id = None
-        if chat_format.thinking is not Thinking.RAW:  # no block contains the closing tag
+        if chat_format.thinking is not Thinking.RAW:  # No block contains the closing tag.
             self._closer_id = chat_format.tag_ids.get(chat_format.output.think_close)
         self._tokenizer = tokenizer
         output = chat_format.output
@@ -38,16 +38,16 @@ class ContentLogprobs:
         self._tag = re.compile("|".join(map(re.escape, tags)))
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_mid_character = False
-        # start and end of each token in the whole text, and the token
+        # Start and end of each token in the whole text, and the token.
         self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()
-        self._new_texts: list[str] = []  # texts of new tokens, not yet in `_text`
+        self._new_texts: list[str] = []  # Texts of new tokens, not yet in `_text`.
         self._text = ""
-        self._start = 0  # position of `_text` in the whole text
-        self._at = 0  # end of the last match in `_text`
-        self._end = 0  # number of characters so far
-        self._of_block: dict[int, list[ChatLogprob]] = {}  # content logprobs by block index
-        self._num_parts: dict[int, int] = {}  # matched parts by block index
-        self._latest = -1  # index of the block that was matched last
+        self._start = 0  # Position of `_text` in the whole text.
+        self._at = 0  # End of the last match in `_text`.
+        self._end = 0  # Number of characters so far.
+        self._of_block: dict[int, list[ChatLogprob]] = {}  # Content logprobs by block index.
+        self._num_parts: dict[int, int] = {}  # Matched parts by block index.
+        self._latest = -1  # Index of the block that was matched last.
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
         for entry in entries:
@@ -89,7 +89,7 @@ class ContentLogprobs:
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
         """Return the tokens of the next part `text`, and drop all tokens up to its end."""
-        # a truncated answer may end within a character
+        # A truncated answer may end within a character.
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()
         self._text += "".join(self._new_texts)

@@ -26,8 +26,8 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # the start of longer text is tokenized first, as a test
-_LEAST_TOKENS = 2**18  # minimum limit, because a client may only want to count tokens
+_PROBE_CHARS_PER_TOKEN = 8  # The start of longer text is tokenized first, as a test.
+_LEAST_TOKENS = 2**18  # Minimum limit, because a client may only want to count tokens.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Conversation:
     """A conversation to answer. Messages have OpenAI's shape and are not checked yet."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: list[dict[str, Any]] | None = None  # tools to show, in the client's key order
+    tools: list[dict[str, Any]] | None = None  # Tools to show, in the client's key order.
     thinking: ThinkingChoice = NO_CHOICE
     template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -84,7 +84,7 @@ class PromptBuilder:
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        # threads wait for the processes that run a checkpoint's template and tokenizer
+        # Threads wait for the processes that run a checkpoint's template and tokenizer.
         self._inline_bytes = -1 if tokenizer.is_confined else INLINE_BYTES
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})
@@ -209,7 +209,7 @@ class _Mark:
 
     text: str
     is_in_reasoning: bool
-    continued: str  # content before the mark
+    continued: str  # Content before the mark.
 
     @classmethod
     def put(cls, messages: list[dict[str, Any]]) -> Self:

@@ -52,7 +52,7 @@ class AssistantParts:
             hidden = None if thoughts is None else thoughts.unpack(thought.signature, param=place)
             texts.append(hidden or thought.otherwise)
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
-        # without this field, even if empty, the content would be searched for reasoning
+        # Without this field, even if empty, the content would be searched for reasoning.
         message["reasoning_content"] = "\n\n".join(text for text in texts if text)
         if self.calls:
             message["tool_calls"] = self.calls
@@ -65,7 +65,7 @@ class History:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # by message
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # With message numbers.
 
     @property
     def is_in_loop(self) -> bool:

@@ -14,7 +14,7 @@ from negamax.api.schemas.answers import (
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot express; as in vLLM
+LEAST_LOGPROB = -9999.0  # Replaces -inf, which JSON cannot express; as in vLLM.
 
 
 def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:

@@ -18,7 +18,7 @@ from negamax import __version__
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.image_loader import MAX_IMAGE_BYTES, build_bytes_error
 
-TIMEOUT_SECONDS = 10.0  # limit from connecting to the last byte
+TIMEOUT_SECONDS = 10.0  # Limit from connecting to the last byte.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 Resolve = Callable[[str, int], list[str]]
 
@@ -59,7 +59,7 @@ def fetch_media(
         _refuse("names a host with an address that is not public", code="url_not_allowed")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        address = min(addresses, key=lambda each: ":" in each)  # IPv4 first
+        address = min(addresses, key=lambda each: ":" in each)  # IPv4 first.
         return _download(address, port, host, path, is_tls=is_tls, timeout=timeout)
     except (OSError, http.client.HTTPException, ValueError):
         _refuse(f"cannot be downloaded in {timeout:g} s")
@@ -81,7 +81,7 @@ def _download(
 ) -> bytes:
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(socket.create_connection((address, port), timeout))
-        # the socket's timeout limits each read; the timer limits all reads together
+        # The socket's timeout limits each read; the timer limits all reads together.
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
         connection.sock = sock
         timer = threading.Timer(timeout, _shut_down, [connection])

@@ -17,8 +17,8 @@ from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.engine.wire import TransferInfo
 from negamax.options.transfer import PRODUCER, allows_host
 
-RESOLVE_SECONDS = 2.0  # limit for all names of a request
-_MOST_THREADS = 4  # threads that may wait for DNS
+RESOLVE_SECONDS = 2.0  # Limit for all names of a request.
+_MOST_THREADS = 4  # Threads that may wait for DNS.
 _OPTION = "--kv-transfer-config: kv_connector_extra_config.allowed_hosts"
 _threads = threading.BoundedSemaphore(_MOST_THREADS)
 
@@ -83,10 +83,10 @@ async def _resolve(host: str) -> str:
                 address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         finally:
             _threads.release()
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
+        with contextlib.suppress(RuntimeError):  # The event loop has ended.
             loop.call_soon_threadsafe(_settle(answer, address))
 
-    # a daemon thread, so that a missing DNS answer does not delay the exit
+    # A daemon thread, so that a missing DNS answer does not delay the exit.
     threading.Thread(target=work, name="resolve", daemon=True).start()
     return await answer
 

@@ -14,9 +14,9 @@ import zlib
 
 from negamax.base.errors import ContextLengthError
 
-_SHOWN, _HIDDEN = "nm1s.", "nm1h."  # prefixes of signatures
+_SHOWN, _HIDDEN = "nm1s.", "nm1h."  # Prefixes of signatures.
 _MAC_BYTES = 24
-_BYTES_PER_TOKEN = 16  # limit of unpacked thoughts in a request, per context token
+_BYTES_PER_TOKEN = 16  # Limit of unpacked thoughts in a request, per context token.
 
 
 class ThoughtSigner:

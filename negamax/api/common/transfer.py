@@ -24,7 +24,7 @@ class Transfer:
 
     lease_id: str = ""
     remote: RemotePrompt | None = None
-    only_prefills: bool = False  # the client has sent the whole request to both servers
+    only_prefills: bool = False  # The client has sent the whole request to both servers.
 
 
 def read_transfer(
@@ -53,7 +53,7 @@ def read_transfer(
     if given.do_remote_decode:
         _check_role(_check_server(info, _PARAMS), CONSUMER, _PARAMS)
         if num_prompts > 1:
-            return Transfer()  # one answer describes one prompt; more prompts are computed twice
+            return Transfer()  # One answer describes one prompt; more prompts are computed twice.
         return Transfer(lease_id=secrets.token_hex(16))
     if not given.do_remote_prefill:
         return Transfer()
@@ -109,7 +109,7 @@ def _read_room(
 
     room = pick(_ROOM)
     if not isinstance(params.bootstrap_room, list):
-        room += index  # SGLang adds the prompt's number to the room
+        room += index  # SGLang adds the prompt's number to the room.
     if info.role == BOTH:
         refuse(_ROOM, "this server both prefills and decodes; start it with --disaggregation-mode")
     if info.role == PRODUCER:
@@ -117,7 +117,7 @@ def _read_room(
     host, port = pick("bootstrap_host"), pick("bootstrap_port")
     if not host:
         refuse("bootstrap_host", "is missing; send the host of the room's prefilling server")
-    # SGLang's default port
+    # SGLang's default port.
     port = 8998 if port is None else port
     return Transfer(remote=RemotePrompt(addresses[host], port, f"{_ROOM}-{room}"))
 

@@ -51,20 +51,20 @@ class Turn:
 
     conversation: Conversation
     places: Sequence[str] = ()
-    tools: list[dict[str, Any]] | None  # callable tools; messages may show more tools
+    tools: list[dict[str, Any]] | None  # Callable tools; messages may show more tools.
     calls: CallChoice
-    form: Grammar | None  # grammar of the content
+    form: Grammar | None  # Grammar of the content.
     sampling: SamplingParams
     reasoning: ReasoningPlace | None = ReasoningPlace.BLOCK
     stream_reasoning: bool = True
-    named_call_stops: bool = False  # an answer whose call is forced by name ends with "stop"
-    is_prompt_only: bool = False  # the request only caches its prompt
+    named_call_stops: bool = False  # An answer whose call is forced by name ends with "stop".
+    is_prompt_only: bool = False  # The request only caches its prompt.
 
 
 @dataclass(frozen=True, slots=True)
 class StartedTurn:
     prompt: ChatPrompt
-    readers: list[ChoiceReader]  # one reader per choice
+    readers: list[ChoiceReader]  # One reader per choice.
     source: OpenRequest
     is_prompt_only: bool
 
@@ -161,10 +161,10 @@ async def start_turn(
 class PlainPrompt:
     prompt: str | list[int]
     sampling: SamplingParams
-    form: Callable[[], Grammar | None]  # builds the grammar of the answer; may take long
-    reasoning_budget: int | None  # tokens; applies if the prompt ends within reasoning
+    form: Callable[[], Grammar | None]  # Builds the grammar of the answer; may take long.
+    reasoning_budget: int | None  # Tokens; applies if the prompt ends within reasoning.
     request_id: str
-    names: Sequence[str]  # ids by which the client may abort the prompt
+    names: Sequence[str]  # Ids by which the client may abort the prompt.
     stream_interval: int | None
 
 

@@ -7,7 +7,7 @@ from starlette.types import Scope
 
 from negamax.base.errors import OverloadedError
 
-_STATE = "body_share"  # key in a request's state
+_STATE = "body_share"  # Key in a request's state.
 
 
 class BodyBudget:
@@ -18,7 +18,7 @@ class BodyBudget:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_free = num_bytes
-        self._held: dict[str, int] = {}  # by tenant
+        self._held: dict[str, int] = {}  # Bytes by tenant.
 
     def take(self, count: int, *, tenant: str, is_shared: bool) -> None:
         """Reserve `count` bytes. Raises `OverloadedError` if too few bytes are free."""

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 _READ_LIMIT = 1 << 16
-MAX_IDLE = 256  # most idle connections to one server
-IDLE_SECONDS = 4.0  # servers close idle connections, uvicorn after 5 s
+MAX_IDLE = 256  # Most idle connections to one server.
+IDLE_SECONDS = 4.0  # Servers close idle connections, uvicorn after 5 s.
 
 
 class KeptReader(asyncio.StreamReader):
@@ -58,7 +58,7 @@ class ConnectionPool:
                 return reader, writer
             writer.close()
             if is_old:
-                self.close()  # the remaining connections are older
+                self.close()  # The remaining connections are older.
         return None
 
     def keep(self, connection: Connection) -> None:

@@ -12,8 +12,8 @@ from negamax.api.http.sse import ClientGoneError, run_while_connected
 from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
-_HEAD_BYTES = 1 << 17  # longest head of an answer
-# headers that belong to one connection, or that are set again
+_HEAD_BYTES = 1 << 17  # Longest head of an answer.
+# Headers that belong to one connection, or that are set again.
 _OWN_REQUEST_HEADERS = frozenset(
     b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding "
     b"upgrade x-request-id".split()
@@ -58,7 +58,7 @@ class Exchange:
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._has_begun = self._is_complete = False
-        self._has_end = True  # whether the headers mark the end of the body
+        self._has_end = True  # Whether the headers mark the end of the body.
 
     @classmethod
     async def begin(
@@ -143,12 +143,12 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # bytes follow the answer
+        self._is_reusable = False  # Bytes follow the answer.
         if not self._is_complete:
-            self.headers = []  # drop the headers of an interim answer
+            self.headers = []  # Drop the headers of an interim answer.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._has_begun:  # trailers are ignored
+        if not self._has_begun:  # Trailers are ignored.
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -167,8 +167,8 @@ class Exchange:
         if self._is_complete:
             return
         self._is_complete = self._has_begun
-        # a server may refuse a request before it has read the body, and would then parse the rest
-        # of the body as the next request
+        # A server may refuse a request before it has read the body, and would then parse the rest
+        # of the body as the next request.
         self._is_reusable = (
             self._has_begun
             and self.status < 400

@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _PULSE_SECONDS = 0.25
-_SILENT_SECONDS = 0.75  # age of the first process's heartbeat that makes others not ready
+_SILENT_SECONDS = 0.75  # Age of the first process's heartbeat that makes others not ready.
 
 
 class Lifecycle:
@@ -43,7 +43,7 @@ class Lifecycle:
         self._pulses = pulses or SharedNumbers(1)
         self._index = index
         self._drain_timeout = drain_timeout
-        self._drain_end = 0.0  # monotonic
+        self._drain_end = 0.0  # Monotonic time.
 
     @property
     def num_open(self) -> int:
@@ -121,7 +121,8 @@ class Signals:
     """Handles SIGINT, SIGTERM and SIGHUP. Single writer: the event loop.
 
     The first SIGINT or SIGTERM cancels the start or drains the server, the second aborts requests,
-    and the third exits at once. SIGHUP reloads files, or acts like SIGTERM without a terminal.
+    and the third exits at once. SIGHUP reloads files, or acts like SIGTERM after the process has
+    lost its terminal.
     """
 
     def __init__(self) -> None:
@@ -131,7 +132,7 @@ class Signals:
         self._reload: Callable[[], None] | None = None
         self._aborting: asyncio.Future[None] | None = None
         self._count = 0
-        # False if the process was started with nohup
+        # False if the process was started with nohup.
         self._needs_terminal = (
             signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
         )
@@ -167,7 +168,7 @@ class Signals:
     def _received(self) -> None:
         self._count += 1
         if self._count > 2:
-            os._exit(1)  # the third signal means that shutdown hangs
+            os._exit(1)  # The third signal means that shutdown hangs.
         if self._drain is None or self._abort is None:
             assert self._main is not None
             self._main.cancel()

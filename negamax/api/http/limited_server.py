@@ -13,7 +13,7 @@ from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
 from negamax.api.http.protocol import LimitedProtocol
 from negamax.base import env
 
-_CLOSE_SECONDS = 5  # time for connections to close after the last answer
+_CLOSE_SECONDS = 5  # Time for connections to close after the last answer.
 
 
 class LimitedServer(uvicorn.Server):
@@ -44,7 +44,7 @@ class LimitedServer(uvicorn.Server):
             lifespan="off",
             ws="none",
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,  # for clients that stopped reading
+            timeout_graceful_shutdown=_CLOSE_SECONDS,  # For clients that stopped reading.
         )
         super().__init__(self._make_config(app))
 

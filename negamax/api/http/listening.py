@@ -18,15 +18,15 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-HANDSHAKE_SECONDS = 15.0  # limit of a TLS handshake
-_GOODBYE_SECONDS = 5.0  # limit of a TLS shutdown
+HANDSHAKE_SECONDS = 15.0  # Limit of a TLS handshake.
+_GOODBYE_SECONDS = 5.0  # Limit of a TLS shutdown.
 _BACKLOG = 2048
-_BATCH = 64  # connections accepted in one turn of the event loop
-_RETRY_SECONDS = 0.5  # pause before the next accept after files or memory ran out
-_WARNING_SECONDS = 10.0  # least time between two warnings
+_BATCH = 64  # Connections accepted in one turn of the event loop.
+_RETRY_SECONDS = 0.5  # Pause before the next accept after files or memory ran out.
+_WARNING_SECONDS = 10.0  # Least time between two warnings.
 _MAX_CONNECTIONS = 65_536
-_SPARE_FILES = 128  # file descriptors for other uses than connections
-_NETWORK_BITS = 64  # IPv6 prefix length that identifies a client
+_SPARE_FILES = 128  # File descriptors for other uses than connections.
+_NETWORK_BITS = 64  # IPv6 prefix length that identifies a client.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -87,8 +87,8 @@ class Acceptor:
         self._limits = limits
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._addresses: dict[LimitedProtocol, str] = {}  # addresses of open connections
-        self._counts: Counter[str] = Counter()  # open connections by address
+        self._addresses: dict[LimitedProtocol, str] = {}  # Addresses of open connections.
+        self._counts: Counter[str] = Counter()  # Open connections by address.
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._last_warning = -_WARNING_SECONDS

@@ -19,18 +19,18 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # rough limit; `AuthMiddleware` checks the exact limits
-_MAX_PARSED_URL_BYTES = 65535  # httptools refuses longer URLs
-HEAD_SECONDS = 30.0  # limit from the connection, or from the head's first byte
-MAX_FRAMING_BYTES = 64 * 1024  # limit of chunk extensions and trailers
-# limit of a body after its answer: many clients read only after they have sent everything
+MAX_HEAD_BYTES = 64 * 1024  # Rough limit; `AuthMiddleware` checks the exact limits.
+_MAX_PARSED_URL_BYTES = 65535  # httptools refuses longer URLs.
+HEAD_SECONDS = 30.0  # Limit from the connection, or from the head's first byte.
+MAX_FRAMING_BYTES = 64 * 1024  # Limit of chunk extensions and trailers.
+# Limit of a body after its answer: many clients read only after they have sent everything.
 MAX_UNWANTED_BYTES = 64 * 2**20
-LINGER_SECONDS = 30.0  # limit for a body to end after its answer
-_CHUNK_BYTES = 32  # uncounted framing bytes of a chunk: its size and line ends
+LINGER_SECONDS = 30.0  # Limit for a body to end after its answer.
+_CHUNK_BYTES = 32  # Uncounted framing bytes of a chunk: its size and line ends.
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
-# names of timers, which wait for a head, the rest of a body, or a client that reads
+# Names of timers, which wait for a head, the rest of a body, or a client that reads.
 _HEAD, _BODY, _READER = "head", "body", "reader"
-BODY_CHANNEL = "negamax.body_channel"  # scope extension that holds the `BodyChannel`
+BODY_CHANNEL = "negamax.body_channel"  # Scope extension that holds the `BodyChannel`.
 
 
 class Pausable(Protocol):
@@ -49,9 +49,9 @@ class BodyChannel:
 
     def __init__(self, protocol: "LimitedProtocol", response: Any) -> None:
         """`response` is uvicorn's cycle of request and response."""
-        self._protocol = weakref.ref(protocol)  # weak, so that ended requests are freed
+        self._protocol = weakref.ref(protocol)  # Weak, so that ended requests are freed.
         self._response = weakref.ref(response)
-        self._transport: asyncio.Transport | None = None  # set only while there is a body to write
+        self._transport: asyncio.Transport | None = None  # Set only while there is a body to write.
         self._is_chunked = False
 
     @property
@@ -83,15 +83,15 @@ class LimitedProtocol(HttpToolsProtocol):
         """Disconnect a client that reads nothing for `slow_client_timeout` seconds."""
         super().__init__(*args, **options)
         self._slow_client_timeout = slow_client_timeout
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # running timers by name
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # Running timers by name.
         self._in_head = True
-        self._in_body = False  # True until the trailers end
+        self._in_body = False  # True until the trailers end.
         self._head_bytes = 0
         self._framing_bytes = 0
-        self._has_begun = False  # whether a body began in the current bytes
+        self._has_begun = False  # Whether a body began in the current bytes.
         self._unwanted_bytes = 0
-        self.source: Pausable | None = None  # source of the body being sent
-        self.ended: Callable[[LimitedProtocol], None] | None = None  # called on disconnection
+        self.source: Pausable | None = None  # Source of the body being sent.
+        self.ended: Callable[[LimitedProtocol], None] | None = None  # Called on disconnection.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -112,7 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            num_bytes = len(getattr(self, "url", b""))  # no URL before a message begins
+            num_bytes = len(getattr(self, "url", b""))  # No URL before a message begins.
             if num_bytes > _MAX_PARSED_URL_BYTES:
                 self._refuse(414, f"the URL has {num_bytes} bytes or more; send a shorter one")
             else:
@@ -124,7 +124,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._check_head(len(data))
         elif self._in_body:
             self._check_framing(len(data) if was_in_body and not self._has_begun else 0)
-        # the bytes did not begin a request
+        # The bytes did not begin a request.
         elif self.cycle.response_complete and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -132,7 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _check_head(self, num_bytes: int) -> None:
         if not self._head_bytes:
-            self._head_bytes = num_bytes  # the head began after the body of the previous request
+            self._head_bytes = num_bytes  # The head began after the body of the previous request.
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(
                 431,
@@ -159,19 +159,19 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # trailers are ignored
+        if self._in_head:  # Trailers are ignored.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # `_parse` parses this message again
-        super().on_headers_complete()  # raises for a URL that cannot be parsed
+            return  # `_parse` parses this message again.
+        super().on_headers_complete()  # Raises for a URL that cannot be parsed.
         self._in_head = False
         self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._stop_timer(_HEAD)
         channel: Any = BodyChannel(self, self.cycle)
-        self.scope["extensions"] = {BODY_CHANNEL: channel}  # set before the app's task begins
+        self.scope["extensions"] = {BODY_CHANNEL: channel}  # Set before the app's task begins.
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
 
@@ -214,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 rest = rest[upgrade.args[0] :]
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
-                # the replaced parser has the same setting
+                # The replaced parser has the same setting.
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
 

@@ -21,22 +21,22 @@ from negamax.base.errors import ContextLengthError, InvalidRequestError, Payload
 from negamax.base.unicode import valid_escapes
 
 MAX_JSON_DEPTH = 64
-_LEAST_CHARS = 2**22  # least character limit of a text, for short contexts
+_LEAST_CHARS = 2**22  # Least character limit of a text, for short contexts.
 _CHARS_PER_TOKEN = 8
-_LEAST_COMMAS = 2**20  # least comma limit of a body, for short contexts
+_LEAST_COMMAS = 2**20  # Least comma limit of a body, for short contexts.
 _LEAST_OPENERS = 2**18
-_INLINE_BYTES = 32 * 1024  # larger bodies are decoded in a thread
-_PIECE_BYTES = 256 * 1024  # larger values are decoded piece by piece
-_PIECE_LEVELS = 4  # levels that are split: messages, a message, its parts, a part
-_DENSE = 16  # values with fewer bytes per comma are decoded in one piece
-_MOST_LONG_NUMBERS = 32  # limit per body, because parsing takes quadratic time
+_INLINE_BYTES = 32 * 1024  # Larger bodies are decoded in a thread.
+_PIECE_BYTES = 256 * 1024  # Larger values are decoded piece by piece.
+_PIECE_LEVELS = 4  # Levels that are split: messages, a message, its parts, a part.
+_DENSE = 16  # Values with fewer bytes per comma are decoded in one piece.
+_MOST_LONG_NUMBERS = 32  # Limit per body, because parsing takes quadratic time.
 _LONG_NUMBER = b"0" * 400
 _SHOW_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(".") for byte in range(256))
-_LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # a string literal, or digits
-_LENIENT = msgspec.json.Decoder(float_hook=float)  # decodes 1e400 as infinity, as Python does
+_LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # A string literal, or digits.
+_LENIENT = msgspec.json.Decoder(float_hook=float)  # Decodes 1e400 as infinity, as Python does.
 _NULL = b"null"
 _QUOTE = b'"'
-_LONGEST_CHARACTER = 12  # bytes of a pair of escaped surrogates
+_LONGEST_CHARACTER = 12  # Bytes of a pair of escaped surrogates.
 _CHARACTER = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[\x00-\x7f]|[\xc0-\xff][\x80-\xbf]+",
     re.DOTALL,
@@ -50,10 +50,10 @@ class BodyLimits:
     """Limits of one body. Commas, colons and brackets within texts also count."""
 
     num_bytes: int
-    context_length: int  # context length of the model
-    chars: int  # limit of one non-ASCII text, whose characters take up to four bytes each
-    commas: int  # limit of elements
-    openers: int  # limit of '[', '{' and ':', because containers cost more than numbers
+    context_length: int  # Context length of the model.
+    chars: int  # Limit of one non-ASCII text, whose characters take up to four bytes each.
+    commas: int  # Limit of elements.
+    openers: int  # Limit of '[', '{' and ':', because containers cost more than numbers.
 
     @classmethod
     def of(cls, *, max_bytes: int, max_model_len: int) -> Self:
@@ -222,7 +222,7 @@ class _ValueDecoder:
             self._count_long_numbers(bytes(text))
         try:
             return msgspec.json.decode(text)
-        except msgspec.ValidationError:  # a number that no float can hold
+        except msgspec.ValidationError:  # A number that no float can hold.
             return _LENIENT.decode(text)
 
     def _count_long_numbers(self, text: bytes) -> None:
@@ -263,11 +263,11 @@ class _ValueDecoder:
 def _find_boundary(piece: bytes) -> int:
     """Return the last position within `_PIECE_BYTES` at which a character begins."""
     start = _PIECE_BYTES - _LONGEST_CHARACTER
-    while piece[start] & 0xC0 == 0x80:  # go back to the start of a character
+    while piece[start] & 0xC0 == 0x80:  # Go back to the start of a character.
         start -= 1
     before = piece[:start]
     num_backslashes = start - len(before.rstrip(b"\\"))
-    start -= num_backslashes % 2  # the last backslash of an odd number begins an escape
+    start -= num_backslashes % 2  # The last backslash of an odd number begins an escape.
     for match in _CHARACTER.finditer(piece, start):
         if match.end() > _PIECE_BYTES:
             return match.start()

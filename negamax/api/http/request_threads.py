@@ -11,13 +11,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-# the tenant whose request the current task handles; "" if there is only one tenant
+# The tenant whose request the current task handles; "" if there is only one tenant.
 SENDER = ContextVar("sender", default="")
-# a thread takes turns with the event loop in holding the GIL, or waits for a child of `Confined`
+# A thread takes turns with the event loop in holding the GIL, or waits for a child of `Confined`.
 _NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
-_NUM_LARGE = _NUM_THREADS // 2  # threads that may run large work
-_SIZES = (128 * 1024, 2**20)  # bytes above which work is large, and very large
-INLINE_BYTES = 8192  # larger work runs in a thread
+_NUM_LARGE = _NUM_THREADS // 2  # Threads that may run large work.
+_SIZES = (128 * 1024, 2**20)  # Bytes above which work is large, and very large.
+INLINE_BYTES = 8192  # Larger work runs in a thread.
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class _Flow:
     """The waiting work of one sender and size, and the seconds that such work took."""
 
     sender: str
-    size: int  # 0: small
+    size: int  # Size class; 0 is small.
     seconds: float = 0.0
     waiting: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
 
@@ -53,10 +53,10 @@ class RequestThreads:
         self._lock = threading.Lock()
         self._num_free = num_threads
         self._num_large = num_large
-        self._large = Counter[str]()  # large work in progress, by sender
-        self._flows: dict[tuple[str, int], _Flow] = {}  # flows by sender and size
-        self._waiting: list[_Flow] = []  # flows with waiting work
-        self._latest = 0.0  # seconds of the flow that began last
+        self._large = Counter[str]()  # Large work in progress, by sender.
+        self._flows: dict[tuple[str, int], _Flow] = {}  # Flows by sender and size.
+        self._waiting: list[_Flow] = []  # Flows with waiting work.
+        self._latest = 0.0  # Seconds of the flow that began last.
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
         """Run `work` when the turn of `sender` comes, unless the future is cancelled before."""
@@ -65,7 +65,7 @@ class RequestThreads:
         with self._lock:
             flow = self._flows.setdefault(key, _Flow(*key))
             if not flow.waiting:
-                flow.seconds = max(flow.seconds, self._latest)  # idle time earns no credit
+                flow.seconds = max(flow.seconds, self._latest)  # Idle time earns no credit.
                 self._waiting.append(flow)
             flow.waiting.append((future, work))
             self._begin()
@@ -94,7 +94,7 @@ class RequestThreads:
                 future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        del future, work  # a reference cycle with the error would keep the request alive
+        del future, work  # A reference cycle with the error would keep the request alive.
         with self._lock:
             flow.seconds += time.monotonic() - start
             self._num_free += 1

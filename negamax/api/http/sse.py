@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 FIRST_OUTPUT_SECONDS = 5.0
 
 T = TypeVar("T")
-Write = Callable[[bytes], None]  # queues events for the connection
+Write = Callable[[bytes], None]  # Queues events for the connection.
 
 
 class OutputSource(Pausable, Protocol):
@@ -106,7 +106,7 @@ class EventStream(Response):
         self._source = source
         self._ping = ping
         self._ping_seconds = ping_seconds
-        self._last_sent = 0.0  # monotonic seconds
+        self._last_sent = 0.0  # Monotonic seconds.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

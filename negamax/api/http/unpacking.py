@@ -12,11 +12,11 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-PIECE_BYTES = 256 * 1024  # bytes decompressed at a time
-MAX_PARTS = 1024  # gzip members or zstd frames of one body
-_WINDOW_BITS = 23  # 8 MiB, the largest window of content encodings (RFC 9659)
-_FRAME_BYTES = 2  # bytes that show whether there is a zlib header
-_RAW_DEFLATE = -15  # window bits of deflate without its zlib header
+PIECE_BYTES = 256 * 1024  # Bytes decompressed at a time.
+MAX_PARTS = 1024  # Gzip members or zstd frames of one body.
+_WINDOW_BITS = 23  # The largest window of content encodings (RFC 9659), 8 MiB.
+_FRAME_BYTES = 2  # Bytes that show whether there is a zlib header.
+_RAW_DEFLATE = -15  # Window bits of deflate without its zlib header.
 
 
 class _Inflater:
@@ -36,7 +36,7 @@ class _Inflater:
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
         piece = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
-        # zlib may hold output although it has consumed its input
+        # zlib may hold output although it has consumed its input.
         self.needs_input = not self._zlib.unconsumed_tail and len(piece) < max_length
         return piece
 

@@ -22,13 +22,13 @@ POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # innerHTML and similar APIs raise an error
+        "require-trusted-types-for 'script'",  # innerHTML and similar APIs raise an error.
         "trusted-types 'none'",
     )
 )
-# sent with a 401 for one of PAGE_PATHS
+# Sent with a 401 for one of PAGE_PATHS.
 CHALLENGE = 'Basic realm="Negamax: the password is the API key", charset="UTF-8"'
-_OWN_HEADER = b"x-negamax-page"  # header of requests that the chat page sends
+_OWN_HEADER = b"x-negamax-page"  # Header of requests that the chat page sends.
 _FOLDER = Path(__file__).parent
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -45,7 +45,7 @@ def _get_address(path: Path) -> str:
 
 
 _FILES = {_get_address(path): path for path in sorted(_FOLDER.rglob("*")) if path.suffix in _TYPES}
-PAGE_PATHS = frozenset(_FILES)  # paths that a browser requests before it has a key
+PAGE_PATHS = frozenset(_FILES)  # Paths that a browser requests before it has a key.
 
 
 def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -75,7 +75,7 @@ class _File:
         headers = {
             "content-type": _TYPES[path.suffix],
             "etag": f'W/"{hashlib.sha256(body).hexdigest()[:32]}"',
-            # the browser revalidates each time and gets 304 until the file changes
+            # The browser revalidates each time and gets 304 until the file changes.
             "cache-control": "no-cache",
             "content-security-policy": POLICY,
             "cross-origin-opener-policy": "same-origin",

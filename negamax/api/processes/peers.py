@@ -14,7 +14,7 @@ from negamax.api.http.sse import run_while_connected
 from negamax.api.processes.server_rank import ServerRank
 from negamax.base.errors import UnavailableError
 
-_INTERNAL = "/internal/"  # path prefix for other server processes only
+_INTERNAL = "/internal/"  # Path prefix for other server processes only.
 
 Answer = Callable[[bytes], bytes]
 

@@ -11,7 +11,7 @@ from negamax.api.measurements import NUM_COLUMNS as METRIC_COLUMNS
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import SharedQueue
 
-_MARK_DIGITS = 2  # hexadecimal digits of the owner at the end of an id
+_MARK_DIGITS = 2  # Hexadecimal digits of the owner at the end of an id.
 _MARK = re.compile(rf"[0-9a-f]{{{_MARK_DIGITS}}}")
 
 
@@ -21,10 +21,10 @@ class ServerRank:
 
     index: int
     count: int
-    folder: Path  # folder of shared files, which only this user can enter
-    queue: SharedQueue  # requests that wait for the engines
+    folder: Path  # Folder of shared files, which only this user can enter.
+    queue: SharedQueue  # Requests that wait for the engines.
     metrics: SharedNumbers
-    pulses: SharedNumbers  # when each event loop last ran, in monotonic seconds, or 0
+    pulses: SharedNumbers  # When each event loop last ran, in monotonic seconds, or 0.
 
     @classmethod
     def of(cls, index: int, count: int, folder: Path, *, num_replicas: int = 1) -> Self:

@@ -28,8 +28,8 @@ logger = get_logger(__name__)
 
 SERVER_WORKER_MODULE = "negamax.api.server_worker"
 _POLL_SECONDS = 0.05
-_RESTARTS = SupervisionLimits(max_restarts=3)  # restart limit of one process
-_END_SECONDS = 7.0  # time for processes to end after `Abort`
+_RESTARTS = SupervisionLimits(max_restarts=3)  # Restart limit of one process.
+_END_SECONDS = 7.0  # Time for processes to end after `Abort`.
 
 
 class ServerSupervisor:
@@ -44,17 +44,17 @@ class ServerSupervisor:
         listener: socket.socket,
     ) -> None:
         """Start the processes, which wait for the engine and listen at `listener`'s address."""
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
-        self.on_death: Callable[[int], None] | None = None  # called with a dead process's index
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # The reason.
+        self.on_death: Callable[[int], None] | None = None  # Called with a dead process's index.
         self._rank = rank
         self._engine_options = engine_options
         self._server_options = server_options
         self._listener = listener
-        # the hang limit of the engine also applies to server processes
+        # The hang limit of the engine also applies to server processes.
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
-        # passed to the children of this process
+        # Passed to the children of this process.
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
-        # the state of each engine, sent to a new process
+        # The state of each engine, sent to a new process.
         self._engine_messages: dict[int, wire.EngineMessage] = {}
         self._processes: dict[int, Supervised] = {}
         self._is_ending = False

@@ -12,8 +12,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """The first message to a process."""
 
     index: int
-    folder: str  # folder of the shared files
-    listener: int  # file descriptor of a bound socket
+    folder: str  # Folder of the shared files.
+    listener: int  # File descriptor of a bound socket.
     parent: ParentPulse
     engine: EngineOptions
     server: ServerOptions

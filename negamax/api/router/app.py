@@ -46,14 +46,14 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_RETRIES = 1  # more retries would let a fatal request kill all servers
-_BUSY = frozenset({429, 502, 503})  # a full queue, a dead engine, a server that stops
+MAX_RETRIES = 1  # More retries would let a fatal request kill all servers.
+_BUSY = frozenset({429, 502, 503})  # A full queue, a dead engine, a server that stops.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # answers contain PARAMS
-_STORED_PATH = "/v1/responses"  # only the server that made a response stores it
+_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # Answers contain PARAMS.
+_STORED_PATH = "/v1/responses"  # Only the server that made a response stores it.
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-_PARAMS_BYTES = 8 * 2**20  # size limit of a prefilling server's answer
-_INLINE_BYTES = 32 * 1024  # prompts of larger bodies are hashed in a thread
+_PARAMS_BYTES = 8 * 2**20  # Size limit of a prefilling server's answer.
+_INLINE_BYTES = 32 * 1024  # Prompts of larger bodies are hashed in a thread.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class RoutedRequest:
 
     path: str
     method: bytes
-    target: bytes  # path and query
+    target: bytes  # Path and query.
     headers: list[tuple[bytes, bytes]]
     body: bytes
     prompt: RoutedPrompt
@@ -90,7 +90,7 @@ class RouterApp:
         try:
             response = await self._respond(scope, receive)
             await response(scope, receive, send)
-        except UnavailableError:  # logged before; uvicorn closes the unfinished connection
+        except UnavailableError:  # Logged before; uvicorn closes the unfinished connection.
             pass
         finally:
             self._lifecycle.closed()
@@ -109,7 +109,7 @@ class RouterApp:
         except NegamaxError as error:
             return _build_refusal(scope, error)
         finally:
-            share.keep(0)  # the body is not sent again after the first bytes of an answer
+            share.keep(0)  # The body is not sent again after the first bytes of an answer.
 
     def _answer_itself(self, scope: Scope) -> Response | None:
         """Answer a route of the router, or return None for a route that servers answer."""
@@ -130,7 +130,7 @@ class RouterApp:
     async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> RoutedRequest:
         """Receive a request. Raises the errors of `LimitedBody`, and `PayloadTooLargeError`."""
         headers, body, prompt = list_headers(scope), b"", RoutedPrompt()
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn drops the body
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # Uvicorn drops the body.
         if method not in _SAFE_METHODS:
             most = self._max_body_bytes
             encoding = find_encoding(headers)
@@ -191,7 +191,7 @@ class RouterApp:
         fields = request.prompt.fields
         if self._prefillers is None or fields is None or request.path not in _PAIRED_PATHS:
             return None
-        if PARAMS in fields:  # another router is in front of this one
+        if PARAMS in fields:  # Another router is in front of this one.
             return None
         body, tried = build_prefill_body(fields), list[RoutedServer]()
         while len(tried) <= MAX_RETRIES and self._prefillers.list_ready(tried):
@@ -239,7 +239,7 @@ def _encode_end(request: RoutedRequest, server: RoutedServer, error: Unavailable
     if request.path.startswith(MESSAGES_PATH):
         named = build_message_error(status, answer, request_id=request.request_id)
         end = encode_named_event("error", named)
-    return b"\n\n" + end  # ends an event that has arrived in part
+    return b"\n\n" + end  # Ends an event that has arrived in part.
 
 
 def _build_refusal(scope: Scope, error: NegamaxError) -> Response:

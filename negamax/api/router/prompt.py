@@ -9,10 +9,10 @@ import msgspec
 
 from negamax.engine.client.placement import MAX_BLOCKS
 
-CHUNK_BYTES = 256  # size of a hashed chunk; its hash also covers the chunks before it
-BYTES_PER_TOKEN = 4  # approximate value for English text and code
+CHUNK_BYTES = 256  # Size of a hashed chunk; its hash also covers the chunks before it.
+BYTES_PER_TOKEN = 4  # Approximate value for English text and code.
 CHUNK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
-# in the order of chat templates, so that new messages do not change the text before them
+# In the order of chat templates, so that new messages do not change the text before them.
 _PROMPT_FIELDS = [
     "model",
     "cache_salt",
@@ -26,14 +26,14 @@ _PROMPT_FIELDS = [
     "input_ids",
     "messages",
 ]
-# clients move this mark to the latest message without changing the prompt
+# Clients move this mark to the latest message without changing the prompt.
 _CACHE_MARK = re.compile(rb'(?:,\s?)?"cache_control"\s?:\s?(?:\{[^{}]*\}|null)')
-_TAG_BYTES = 6  # as in `hash_blocks`, because a float64 holds 6 bytes exactly
+_TAG_BYTES = 6  # As in `hash_blocks`, because a float64 holds 6 bytes exactly.
 _ASK_PREFILL = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-# fields about the answer, which a prefilling server does not need
+# Fields about the answer, which a prefilling server does not need.
 _OF_ANSWERS = frozenset(
     [
         "best_of",
@@ -54,9 +54,9 @@ Fields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    tags: Sequence[int] = ()  # hashes of the full chunks
-    num_tokens: int = 0  # about
-    fields: Fields | None = None  # fields of the body; None if it is not a JSON object
+    tags: Sequence[int] = ()  # Hashes of the full chunks.
+    num_tokens: int = 0  # Approximate number of tokens.
+    fields: Fields | None = None  # Fields of the body; None if it is not a JSON object.
 
 
 def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
@@ -64,11 +64,11 @@ def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
     try:
         fields = msgspec.json.decode(body, type=Fields)
     except (msgspec.MsgspecError, RecursionError):
-        return RoutedPrompt()  # the server refuses such a body
-    # without the last bracket or quote, so that the next turn begins with this text
+        return RoutedPrompt()  # The server refuses such a body.
+    # Without the last bracket or quote, so that the next turn begins with this text.
     parts = [bytes(fields[name])[:-1] for name in _PROMPT_FIELDS if name in fields]
     text = _CACHE_MARK.sub(b"", b"\n".join(parts))
-    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # a table holds at most MAX_BLOCKS
+    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # A table holds at most MAX_BLOCKS.
     state = blake2b(sender, digest_size=_TAG_BYTES)
     tags = []
     for start in range(0, num_chunks * CHUNK_BYTES, CHUNK_BYTES):

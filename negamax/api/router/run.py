@@ -19,8 +19,8 @@ from negamax.options.route import RouteOptions
 
 logger = get_logger(__name__)
 
-_SLOW_CLIENT_SECONDS = 60.0  # the default of `negamax serve`
-_DRAIN_SECONDS = 30.0  # the default of `negamax serve`
+_SLOW_CLIENT_SECONDS = 60.0  # The default of `negamax serve`.
+_DRAIN_SECONDS = 30.0  # The default of `negamax serve`.
 
 
 def open_router_socket(options: RouteOptions) -> socket.socket:

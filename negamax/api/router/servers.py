@@ -24,10 +24,10 @@ from negamax.engine.client.placement import (
 logger = get_logger(__name__)
 
 _CONNECT_SECONDS = 5.0
-_HEALTH_SECONDS = 5.0  # limit of a probe: busy servers are slow, dead servers refuse
-# a request is sent again if a kept connection ends within this time after sending
+_HEALTH_SECONDS = 5.0  # Limit of a probe: busy servers are slow, dead servers refuse.
+# A request is sent again if a kept connection ends within this time after sending.
 _CROSSED_SECONDS = 1.0
-_RETRY_SECONDS = 1.0  # time to retry if no server answers
+_RETRY_SECONDS = 1.0  # Time to retry if no server answers.
 
 
 class RoutedServer:
@@ -38,7 +38,7 @@ class RoutedServer:
         self.url, self.role, self.load = address.geturl(), role, load
         self.is_up = False
         self.num_open = 0
-        # counters since the start
+        # Counters since the start.
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
         is_https = address.scheme == "https"
         self.connections = ConnectionPool(
@@ -97,7 +97,7 @@ class RoutedServer:
         try:
             async with asyncio.timeout(_HEALTH_SECONDS):
                 headers = [(b"host", self._netloc)]
-                # a new connection shows whether the server still accepts connections
+                # A new connection shows whether the server still accepts connections.
                 exchange = await self._send(None, b"GET", b"/health", headers=headers, body=b"")
                 exchange.close()
                 return exchange.status == 200
@@ -121,7 +121,7 @@ class OpenCall:
 
     server: RoutedServer
     num_tokens: int
-    num_pending: int  # prompt tokens that the server probably computes
+    num_pending: int  # Prompt tokens that the server probably computes.
     _name: str = field(init=False)
     _is_open: bool = field(default=True, init=False)
 
@@ -207,5 +207,5 @@ class ServerPool:
             logger.warning("%s fails its health probe", server.url)
         elif is_up and not server.is_up:
             logger.info("%s answers", server.url)
-            self._prefixes.discard(server.load.replica)  # the server's cache is probably lost
+            self._prefixes.discard(server.load.replica)  # The server's cache is probably lost.
         server.is_up = is_up

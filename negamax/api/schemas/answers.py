@@ -10,152 +10,152 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class ErrorBody(Struct, frozen=True):
-    message: str  # the problem, the limit and the remedy
-    type: str  # the class of the error, such as invalid_request_error
-    param: str | None = None  # path of the wrong field in the request
-    code: str | None = None  # machine-readable code, such as context_length_exceeded
+    message: str  # The problem, the limit and the remedy.
+    type: str  # The class of the error, such as invalid_request_error.
+    param: str | None = None  # Path of the wrong field in the request.
+    code: str | None = None  # Machine-readable code, such as context_length_exceeded.
 
 
 class ErrorAnswer(Struct, frozen=True):
     """The error format of all endpoints but Anthropic's, also inside a stream."""
 
-    error: ErrorBody  # details of the error
+    error: ErrorBody  # Details of the error.
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    cached_tokens: int  # tokens found in the prefix cache
+    cached_tokens: int  # Tokens found in the prefix cache.
 
 
 class CompletionTokensDetails(Struct, frozen=True):
-    reasoning_tokens: int  # tokens within the reasoning
+    reasoning_tokens: int  # Tokens within the reasoning.
 
 
 class Usage(Struct, frozen=True):
     """Token counts of one request with all its choices. The prompt is counted only once."""
 
-    prompt_tokens: int  # prompt tokens, including cached tokens
-    completion_tokens: int  # generated tokens, including reasoning
-    total_tokens: int  # prompt and completion tokens
-    prompt_tokens_details: PromptTokensDetails  # details of the prompt
-    completion_tokens_details: CompletionTokensDetails  # details of the completion
+    prompt_tokens: int  # Prompt tokens, including cached tokens.
+    completion_tokens: int  # Generated tokens, including reasoning.
+    total_tokens: int  # Prompt and completion tokens.
+    prompt_tokens_details: PromptTokensDetails  # Details of the prompt.
+    completion_tokens_details: CompletionTokensDetails  # Details of the completion.
 
 
 class TopLogprob(Struct, frozen=True, gc=False):
-    token: str  # text of the token
-    logprob: float  # log-probability of the token
-    bytes: list[int]  # text of the token as UTF-8, which may be part of a character
+    token: str  # Text of the token.
+    logprob: float  # Log-probability of the token.
+    bytes: list[int]  # Text of the token as UTF-8, which may be part of a character.
 
 
 class ChatLogprob(Struct, frozen=True, gc=False):
-    token: str  # text of the token
-    logprob: float  # log-probability before sampling parameters
-    bytes: list[int]  # text of the token as UTF-8, which may be part of a character
-    top_logprobs: list[TopLogprob]  # the likeliest tokens at this position, as many as requested
+    token: str  # Text of the token.
+    logprob: float  # Log-probability before sampling parameters.
+    bytes: list[int]  # Text of the token as UTF-8, which may be part of a character.
+    top_logprobs: list[TopLogprob]  # The likeliest tokens at this position, as many as requested.
 
 
 class ChatLogprobs(Struct, frozen=True):
-    # one entry per token of the content, which includes reasoning that stays in the content
+    # One entry per token of the content, or of all tokens if reasoning stays in the content.
     content: list[ChatLogprob | msgspec.Raw]
 
 
 class TextLogprobs(Struct, frozen=True):
     """Logprobs of /v1/completions with one entry per token. A prompt's first entry is null."""
 
-    tokens: list[str]  # texts of the tokens
-    token_logprobs: list[float | None]  # log-probabilities of the tokens
-    top_logprobs: list[dict[str, float] | None]  # log-probabilities of the likeliest texts
-    text_offset: list[int]  # characters from the start of the choice's text
+    tokens: list[str]  # Texts of the tokens.
+    token_logprobs: list[float | None]  # Log-probabilities of the tokens.
+    top_logprobs: list[dict[str, float] | None]  # Log-probabilities of the likeliest texts.
+    text_offset: list[int]  # Characters from the start of the choice's text.
 
 
 class PromptLogprob(Struct, frozen=True):
-    logprob: float  # log-probability of the token
-    rank: int | None  # rank of the token; 1 is the likeliest
-    decoded_token: str  # text of the token
+    logprob: float  # Log-probability of the token.
+    rank: int | None  # Rank of the token; 1 is the likeliest.
+    decoded_token: str  # Text of the token.
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # null for the first token, then by token id
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # Null for the first, then by token id.
 
 
 class TransferParams(Struct, frozen=True, kw_only=True):
     """vLLM's `kv_transfer_params`. Routers copy an answer's object into the next request."""
 
-    do_remote_prefill: bool = False  # another server has computed the prompt
-    do_remote_decode: bool = False  # keep the prompt, because another server will decode
-    remote_block_ids: list[Any] | None = None  # positions of the kept blocks in the prompt
-    remote_engine_id: str | None = None  # id of the engine with the blocks; new at each start
-    remote_request_id: str | None = None  # name of the kept prompt in that engine
-    remote_host: str | None = None  # host at which that engine listens
-    remote_port: int | None = None  # port at which that engine listens
-    tp_size: int | None = None  # tensor-parallel ranks of that engine
-    dcp_size: int | None = None  # decode context parallel ranks of that engine, always 1
-    pp_size: int | None = None  # pipeline stages of that engine, always 1
-    remote_num_tokens: int | None = None  # tokens in the kept blocks
+    do_remote_prefill: bool = False  # Another server has computed the prompt.
+    do_remote_decode: bool = False  # Keep the prompt, because another server will decode.
+    remote_block_ids: list[Any] | None = None  # Positions of the kept blocks in the prompt.
+    remote_engine_id: str | None = None  # Id of the engine with the blocks; new at each start.
+    remote_request_id: str | None = None  # Name of the kept prompt in that engine.
+    remote_host: str | None = None  # Host at which that engine listens.
+    remote_port: int | None = None  # Port at which that engine listens.
+    tp_size: int | None = None  # Tensor-parallel ranks of that engine.
+    dcp_size: int | None = None  # Decode context parallel ranks of that engine, always 1.
+    pp_size: int | None = None  # Pipeline stages of that engine, always 1.
+    remote_num_tokens: int | None = None  # Tokens in the kept blocks.
 
 
 class CompletionAnswer(Struct, frozen=True, kw_only=True):
     """The common fields of chat and plain completions."""
 
-    # parameters for the decoding server, if the request has do_remote_decode
+    # Parameters for the decoding server, if the request has do_remote_decode.
     kv_transfer_params: TransferParams | UnsetType = UNSET
 
-    id: str  # a prefix, and the request's own id or a random id
-    object: str  # the kind of answer
-    created: int  # Unix time in seconds
-    model: str  # model name that the request used
-    system_fingerprint: str  # the server's version
+    id: str  # A prefix, and the request's own id or a random id.
+    object: str  # The kind of answer.
+    created: int  # Unix time in seconds.
+    model: str  # Model name that the request used.
+    system_fingerprint: str  # The server's version.
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     """A model for the clients of OpenAI and Anthropic."""
 
-    id: str  # model name to send in requests
-    object: str = "model"  # type of the object for OpenAI's clients
-    type: str = "model"  # type of the object for Anthropic's clients
-    display_name: str  # the same as id
-    created_at: str  # the time `created` in RFC 3339
-    lifecycle: str = "active"  # always `active`
-    created: int  # Unix time of the server's start, in seconds
-    root: str  # folder or hub id of the model
-    max_model_len: int  # context length in tokens, including the answer
-    max_input_tokens: int  # same value for Anthropic's clients
-    owned_by: str = "negamax"  # always `negamax`
-    parent: str | None = None  # always null: there are no adapters
+    id: str  # Model name to send in requests.
+    object: str = "model"  # Type of the object for OpenAI's clients.
+    type: str = "model"  # Type of the object for Anthropic's clients.
+    display_name: str  # The same as id.
+    created_at: str  # The time `created` in RFC 3339.
+    lifecycle: str = "active"  # Always `active`.
+    created: int  # Unix time of the server's start, in seconds.
+    root: str  # Folder or hub id of the model.
+    max_model_len: int  # Context length in tokens, including the answer.
+    max_input_tokens: int  # Same value for Anthropic's clients.
+    owned_by: str = "negamax"  # Always `negamax`.
+    parent: str | None = None  # Always null: there are no adapters.
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
-    object: str = "list"  # type of the object
-    data: list[ModelCard]  # one card per model name of the server
-    first_id: str  # id of the first card
-    last_id: str  # id of the last card
-    has_more: bool = False  # always false: the list is complete
-    models: list[dict[str, Any]] | UnsetType = UNSET  # the list in Codex's format, for Codex
+    object: str = "list"  # Type of the object.
+    data: list[ModelCard]  # One card per model name of the server.
+    first_id: str  # Id of the first card.
+    last_id: str  # Id of the last card.
+    has_more: bool = False  # Always false: the list is complete.
+    models: list[dict[str, Any]] | UnsetType = UNSET  # The list in Codex's format, for Codex.
 
 
 class ReplicaHealth(Struct, frozen=True):
-    replica: int  # number of the replica, from 0
-    status: str  # `ok`, `silent`, `restarting`, or `failed` if it is not restarted
+    replica: int  # Number of the replica, from 0.
+    status: str  # `ok`, `silent`, `restarting`, or `failed` if it is not restarted.
 
 
 class HealthAnswer(Struct, frozen=True):
-    status: str  # `ok`, or `degraded` if some replica does not answer
-    replicas: list[ReplicaHealth] | UnsetType = UNSET  # replicas of a server with several
+    status: str  # `ok`, or `degraded` if some replica does not answer.
+    replicas: list[ReplicaHealth] | UnsetType = UNSET  # Replicas of a server with several.
 
 
 class VersionAnswer(Struct, frozen=True):
-    version: str  # version of this server
+    version: str  # Version of this server.
 
 
 class ServerAnswer(Struct, frozen=True):
-    name: str  # `negamax`
-    version: str  # version of this server
-    models: list[str]  # the names that requests may use
-    max_model_len: int  # context length in tokens, including the answer
-    endpoints: list[str]  # method and path of each route
-    chat_page: str = "/"  # path of the chat page
-    openapi: str = "/openapi.json"  # path of the OpenAPI document
+    name: str  # Always `negamax`.
+    version: str  # Version of this server.
+    models: list[str]  # The names that requests may use.
+    max_model_len: int  # Context length in tokens, including the answer.
+    endpoints: list[str]  # Method and path of each route.
+    chat_page: str = "/"  # Path of the chat page.
+    openapi: str = "/openapi.json"  # Path of the OpenAPI document.
 
 
-encode = msgspec.json.Encoder().encode  # encodes one or several answers as UTF-8 JSON
+encode = msgspec.json.Encoder().encode  # Encodes one or several answers as UTF-8 JSON.
 
 
 def build_error(
@@ -165,20 +165,20 @@ def build_error(
 
 
 class MessageErrorDetails(Struct, frozen=True):
-    error_code: str  # machine-readable code, such as context_length_exceeded
+    error_code: str  # Machine-readable code, such as context_length_exceeded.
 
 
 class MessageErrorBody(Struct, frozen=True):
-    type: str  # the class of the error by Anthropic's names, such as overloaded_error
-    message: str  # the problem, the limit and the remedy
-    details: MessageErrorDetails | UnsetType = UNSET  # for programs
+    type: str  # The class of the error by Anthropic's names, such as overloaded_error.
+    message: str  # The problem, the limit and the remedy.
+    details: MessageErrorDetails | UnsetType = UNSET  # Details for programs.
 
 
 class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
     """Anthropic's error format, which is also used for stream events."""
 
-    error: MessageErrorBody  # details of the error
-    request_id: str  # value of the header x-request-id
+    error: MessageErrorBody  # Details of the error.
+    request_id: str  # Value of the header x-request-id.
 
 
 _ERROR_TYPES = {

@@ -43,12 +43,12 @@ FOREIGN_FIELDS = frozenset(
         "reasoning_format", "return_tokens", "speed",
     }
 )  # fmt: skip
-_MAX_CHECKED_FIELDS = 32  # most unknown fields of an object that are compared with known names
+_MAX_CHECKED_FIELDS = 32  # Most unknown fields of an object that are compared with known names.
 
 _JSON_TYPES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
-_SHOWN_CHARS = 60  # longest quotation of a wrong value in a message
-_SLIP_LIKENESS = 0.85  # similarity to a known name (1.0: equal) that counts as a misspelling
+_SHOWN_CHARS = 60  # Longest quotation of a wrong value in a message.
+_SLIP_LIKENESS = 0.85  # Similarity to a known name (1.0: equal) that counts as a misspelling.
 
 
 def refuse(param: str, message: str) -> NoReturn:
@@ -133,9 +133,9 @@ class RequestModel(BaseModel):
     )
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
-    # values of unsupported fields that ask for nothing, in addition to false, 0, "" and []
+    # Values of unsupported fields that ask for nothing, in addition to false, 0, "" and [].
     neutral_values: ClassVar[Mapping[str, object]] = {}
-    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # other names of a field
+    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # Other names of a field.
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -227,7 +227,7 @@ def _describe_validation_error(error: ValidationError) -> InvalidRequestError:
     path = ""
     for part in first["loc"]:
         if isinstance(part, str) and _UNION_BRANCH.match(part):
-            continue  # a type of a union that pydantic tried
+            continue  # A type of a union that pydantic tried.
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     kind, message = first["type"], first["msg"]
     if kind in ("unknown_parameter", "unsupported_parameter"):

@@ -26,7 +26,7 @@ _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
 
 def _convert_bias(value: object) -> object:
     """Convert JSON keys to token ids, for example `{"123": -5}` to `{123: -5}`."""
-    if value == []:  # PHP encodes an empty object as []
+    if value == []:  # PHP encodes an empty object as [].
         return {}
     if not isinstance(value, dict):
         return value
@@ -95,9 +95,9 @@ TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs
 class StreamOptions(RequestModel):
     """The field `stream_options`: what a stream contains in addition to its deltas."""
 
-    include_usage: bool = False  # send token counts in a last chunk without choices
-    continuous_usage_stats: bool = False  # send the token counts so far in every chunk
-    include_obfuscation: bool = False  # no effect, because streams are never padded
+    include_usage: bool = False  # Send token counts in a last chunk without choices.
+    continuous_usage_stats: bool = False  # Send the token counts so far in every chunk.
+    include_obfuscation: bool = False  # No effect, because streams are never padded.
 
     @property
     def reports_usage(self) -> bool:
@@ -107,17 +107,17 @@ class StreamOptions(RequestModel):
 class SamplingFields(RequestModel):
     """Sampling parameters, by the names that all dialects use."""
 
-    stream_interval: int | None = Field(default=None, ge=1)  # tokens per event of a stream
-    temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None  # sample from the likeliest tokens with this total probability
-    top_k: int | None = None  # sample from this many of the likeliest tokens; 0 and -1: all
-    min_p: float | None = None  # least probability relative to the likeliest token
-    repetition_penalty: float | None = None  # values above 1 make earlier tokens less likely
-    frequency_penalty: float = 0.0  # subtracted from a token's logit per earlier occurrence
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
-    logit_bias: LogitBias | None = None  # values to add to logits, by token id
-    stop_token_ids: StopTokenIds = Field(default_factory=list)  # tokens that end the answer
-    ignore_eos: bool = False  # continue after the end token
+    stream_interval: int | None = Field(default=None, ge=1)  # Tokens per event of a stream.
+    temperature: float | None = None  # Sampling temperature; 0 is greedy.
+    top_p: float | None = None  # Sample from the likeliest tokens with this total probability.
+    top_k: int | None = None  # Sample from this many of the likeliest tokens; 0 and -1: all.
+    min_p: float | None = None  # Least probability relative to the likeliest token.
+    repetition_penalty: float | None = None  # Values above 1 make earlier tokens less likely.
+    frequency_penalty: float = 0.0  # Subtracted from a token's logit per earlier occurrence.
+    presence_penalty: float = 0.0  # Subtracted from the logits of tokens in the answer.
+    logit_bias: LogitBias | None = None  # Values to add to logits, by token id.
+    stop_token_ids: StopTokenIds = Field(default_factory=list)  # Tokens that end the answer.
+    ignore_eos: bool = False  # Continue after the end token.
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
         """Build the engine's parameters from the fields of the same names.
@@ -136,18 +136,18 @@ class SamplingFields(RequestModel):
 class EngineRequest(RequestModel):
     """Fields that control how the engine handles a request."""
 
-    stream: bool = False  # answer with events instead of one body
-    # lower numbers run earlier
+    stream: bool = False  # Answer with events instead of one body.
+    # Lower numbers run earlier.
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
-    timeout: float | None = Field(default=None, gt=0)  # seconds from arrival to the last token
-    cache_salt: str = Field(default="", max_length=256)  # requests share prefixes within a salt
-    # the data-parallel rank that answers; the header X-data-parallel-rank takes precedence
+    timeout: float | None = Field(default=None, gt=0)  # Seconds from arrival to the last token.
+    cache_salt: str = Field(default="", max_length=256)  # Requests share prefixes within a salt.
+    # The data-parallel rank that answers; the header X-data-parallel-rank takes precedence.
     routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank
+    data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank.
 
-    # vLLM's object about a prompt that another server computes or reads from this server
+    # vLLM's object about a prompt that another server computes or reads from this server.
     kv_transfer_params: dict[str, Any] | None = None
-    # SGLang's fields about prompts that another server computes: one value, or one per prompt
+    # SGLang's fields about prompts that another server computes: one value, or one per prompt.
     bootstrap_host: Host | list[Host | None] | None = None
     bootstrap_port: Port | list[Port | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
@@ -156,15 +156,15 @@ class EngineRequest(RequestModel):
 class SampledRequest(EngineRequest, SamplingFields):
     """Fields of every request for generated text, named as in OpenAI, vLLM and SGLang."""
 
-    model: str | None = None  # model name from /v1/models; default: the first name
-    seed: int | None = None  # equal seeds give equal random draws
-    min_tokens: int = 0  # tokens before which neither end tokens nor stops end the answer
+    model: str | None = None  # Model name from /v1/models; default: the first name.
+    seed: int | None = None  # Equal seeds give equal random draws.
+    min_tokens: int = 0  # Tokens before which neither end tokens nor stops end the answer.
 
 
 class TurnRequest(SampledRequest):
     """A request for one answer to a conversation."""
 
-    chat_template_kwargs: TemplateKwargs | None = None  # variables of the chat template
+    chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
 
 
 class GenerationRequest(SampledRequest):
@@ -197,22 +197,22 @@ class GenerationRequest(SampledRequest):
 
     neutral_values: ClassVar[Mapping[str, object]] = {"best_of": 1}
 
-    stream_options: StreamOptions = StreamOptions()  # additions to the deltas of a stream
-    n: int = 1  # number of answers to the prompt
-    # the only tokens to sample; excludes a grammar, forced calls and a thinking budget
+    stream_options: StreamOptions = StreamOptions()  # Additions to the deltas of a stream.
+    n: int = 1  # Number of answers to the prompt.
+    # The only tokens to sample; not with a grammar, forced calls or a thinking budget.
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    stop: StopStrings = Field(default_factory=list)  # texts that end the answer
-    include_stop_str_in_output: bool = False  # keep the stop string or token in the answer
-    no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output
-    skip_special_tokens: bool = True  # omit the text of special tokens
-    prompt_logprobs: int | None = None  # alternatives per prompt token; not in streams
-    thinking_token_budget: int | None = Field(default=None, ge=0)  # reasoning token limit
-    max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's thinking_token_budget
-    return_tokens_as_token_ids: bool = False  # write token 123 as "token_id:123" in logprobs
-    return_token_ids: bool = False  # return the token ids of prompt and answer
-    request_id: RequestId | None = None  # part of the answer's id
-    rid: RequestId | None = None  # SGLang's name for request_id
+    stop: StopStrings = Field(default_factory=list)  # Texts that end the answer.
+    include_stop_str_in_output: bool = False  # Keep the stop string or token in the answer.
+    no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output.
+    skip_special_tokens: bool = True  # Omit the text of special tokens.
+    prompt_logprobs: int | None = None  # Alternatives per prompt token; not in streams.
+    thinking_token_budget: int | None = Field(default=None, ge=0)  # Reasoning token limit.
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's thinking_token_budget.
+    return_tokens_as_token_ids: bool = False  # Write token 123 as "token_id:123" in logprobs.
+    return_token_ids: bool = False  # Return the token ids of prompt and answer.
+    request_id: RequestId | None = None  # Part of the answer's id.
+    rid: RequestId | None = None  # SGLang's name for request_id.
 
     @property
     def reasoning_budget(self) -> int | None:

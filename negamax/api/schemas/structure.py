@@ -19,7 +19,7 @@ from negamax.config.grammar import Grammar, GrammarKind, written
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-# kinds of grammar by field of a request, and below by key of `structured_outputs`
+# Kinds of grammar by field of a request, and below by key of `structured_outputs`.
 _FIELD_KINDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -38,10 +38,10 @@ _STRUCTURED_KINDS: dict[str, GrammarKind] = {
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }
-_MAX_KEY_CHARS = 60  # longest unknown key in a message
-_COMPACT = "disable_any_whitespace"  # option of `structured_outputs`
+_MAX_KEY_CHARS = 60  # Longest unknown key in a message.
+_COMPACT = "disable_any_whitespace"  # Option of `structured_outputs`.
 _UNSUPPORTED_OPTIONS = ("whitespace_pattern", "disable_additional_properties")
-_IGNORED_OPTIONS = ("disable_fallback", "_backend", "_backend_was_auto")  # vLLM's own options
+_IGNORED_OPTIONS = ("disable_fallback", "_backend", "_backend_was_auto")  # vLLM's own options.
 
 
 class StructuredRequest(GenerationRequest):
@@ -50,19 +50,19 @@ class StructuredRequest(GenerationRequest):
     Schemas and structural tags may also be JSON text.
     """
 
-    # OpenAI's object, whose `type` is text, json_object, json_schema or structural_tag
+    # OpenAI's object, whose `type` is text, json_object, json_schema or structural_tag.
     response_format: dict[str, Any] | None = None
     # vLLM's object with one of `json`, `json_object`, `regex`, `choice`, `grammar` or
-    # `structural_tag`, and with `disable_any_whitespace` for JSON without white space
+    # `structural_tag`, and with `disable_any_whitespace` for JSON without white space.
     structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | bool | None = None  # a JSON schema for the content
-    guided_regex: str | None = None  # regular expression for the whole content
-    guided_choice: list[str] | None = None  # the content is one of these texts
-    guided_grammar: str | None = None  # an EBNF grammar with the start rule `root`
-    json_schema: dict[str, Any] | str | bool | None = None  # SGLang's name for guided_json
-    regex: str | None = None  # SGLang's name for guided_regex
-    ebnf: str | None = None  # SGLang's name for guided_grammar
-    structural_tag: dict[str, Any] | str | None = None  # grammars for text between tags
+    guided_json: dict[str, Any] | str | bool | None = None  # A JSON schema for the content.
+    guided_regex: str | None = None  # Regular expression for the whole content.
+    guided_choice: list[str] | None = None  # The content is one of these texts.
+    guided_grammar: str | None = None  # An EBNF grammar with the start rule `root`.
+    json_schema: dict[str, Any] | str | bool | None = None  # SGLang's name for guided_json.
+    regex: str | None = None  # SGLang's name for guided_regex.
+    ebnf: str | None = None  # SGLang's name for guided_grammar.
+    structural_tag: dict[str, Any] | str | None = None  # Grammars for text between tags.
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
@@ -120,7 +120,7 @@ def build_format_grammar(
         case "json_object" if form.get("schema") is None:
             return Grammar(kind="json_object")
         case "json_object":
-            is_nested = False  # llama.cpp's clients put the schema here
+            is_nested = False  # llama.cpp's clients put the schema here.
         case "structural_tag":
             return build_grammar("structural_tag", dict(form), param=param)
     described: Any = form

@@ -15,7 +15,7 @@ from negamax.text.chat_template import ChatTemplate
 MODES = ("enabled", "disabled", "adaptive")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # names in template kwargs
+_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # Names in template kwargs.
 
 
 class ReasoningPlace(enum.Enum):
@@ -29,8 +29,8 @@ class ReasoningPlace(enum.Enum):
 class ThinkingChoice:
     """The thinking settings of a request. None is the model's default. `budget` is in tokens."""
 
-    mode: str | None = None  # of MODES
-    effort: str | None = None  # of EFFORTS
+    mode: str | None = None  # One of MODES.
+    effort: str | None = None  # One of EFFORTS.
     budget: int | None = None
 
     def mode_for(self, template: ChatTemplate) -> str | None:

@@ -28,7 +28,7 @@ class ClientTool:
 _CLIENT_TOOLS = msgspec.json.decode(
     Path(__file__).with_name("client_tools.json").read_bytes(), type=dict[str, list[ClientTool]]
 )
-_NAME_BREAKERS = frozenset('"<>\n\r\t')  # characters that would break <invoke name="...">
+_NAME_BREAKERS = frozenset('"<>\n\r\t')  # Characters that would break <invoke name="...">.
 
 
 def load_client_tools(dialect: str) -> dict[str, ClientTool]:

@@ -119,12 +119,12 @@ class _ChatChoice(Choice):
 
     reader: ChoiceReader
     blocks: BlockWriter
-    found: ContentLogprobs | None  # None without logprobs, or if all tokens have logprobs
-    events: list[ParserEvent] = field(default_factory=list)  # events of a whole answer
+    found: ContentLogprobs | None  # None without logprobs, or if all tokens have logprobs.
+    events: list[ParserEvent] = field(default_factory=list)  # Events of a whole answer.
     role_sent: bool = False
-    entries: list[TokenLogprobs] = field(default_factory=list)  # logprobs not converted yet
-    logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # unsent
-    # unsent token ids, or all of a whole answer; only with return_token_ids
+    entries: list[TokenLogprobs] = field(default_factory=list)  # Logprobs not converted yet.
+    logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # Unsent logprobs.
+    # Unsent token ids, or all of a whole answer; only with return_token_ids.
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -182,7 +182,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
         deltas = self._deltas(choice, events)
         is_last = output.finish_reason is not None
         if not (deltas or is_last) and self._reports_tokens and output.token_ids:
-            deltas = [schema.Delta()]  # the tokens have no text yet
+            deltas = [schema.Delta()]  # The tokens have no text yet.
         chunks = [encode_event(self._chunk(choice, delta)) for delta in deltas]
         if is_last:
             chunks.append(encode_event(self._chunk(choice, schema.Delta(), last=True)))
@@ -282,7 +282,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
             )
             for known, call in zip(reader.calls, parsed.tool_calls, strict=True)
         ]
-        logprobs: list[ChatLogprob | msgspec.Raw] = [  # encoded logprobs take less memory
+        logprobs: list[ChatLogprob | msgspec.Raw] = [  # Encoded logprobs take less memory.
             msgspec.Raw(encode(entry)) for entry in self._convert_logprobs(choice, choice.events)
         ]
         content = self._echo + (parsed.content or "")

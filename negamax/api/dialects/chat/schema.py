@@ -67,9 +67,9 @@ class ThinkingParam(RequestModel):
     """The field `thinking`, as in MiniMax's and Anthropic's APIs."""
 
     type: Annotated[str, validate_one_of("thinking.type", MODES)] = (
-        "enabled"  # adaptive lets the model decide
+        "enabled"  # Adaptive lets the model decide.
     )
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # most reasoning tokens; 0 means none
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Most reasoning tokens; 0 means none.
 
 
 class ChatRequest(StructuredRequest):
@@ -96,31 +96,31 @@ class ChatRequest(StructuredRequest):
 
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
-    messages: Messages  # at most 16,384 messages, the latest one last
-    max_tokens: int | None = Field(default=None, ge=0)  # token limit; 0 only caches the prompt
-    max_completion_tokens: int | None = Field(default=None, ge=0)  # overrides max_tokens
-    logprobs: bool = False  # return the log-probability of each token of the answer
-    top_logprobs: int | None = Field(default=None, ge=0)  # alternatives per token; needs logprobs
-    tools: Tools | None = None  # functions that the model may call; at most 1,024
-    # whether the model may or must call tools, and which tools
+    messages: Messages  # At most 16,384 messages, the latest one last.
+    max_tokens: int | None = Field(default=None, ge=0)  # Token limit; 0 only caches the prompt.
+    max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
+    logprobs: bool = False  # Return the log-probability of each token of the answer.
+    top_logprobs: int | None = Field(default=None, ge=0)  # Alternatives per token; needs logprobs.
+    tools: Tools | None = None  # Functions that the model may call; at most 1,024.
+    # Whether the model may or must call tools, and which tools.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
-    parallel_tool_calls: bool = True  # false allows at most one call
-    # kinds of output, of which only text is supported
+    parallel_tool_calls: bool = True  # False allows at most one call.
+    # Kinds of output, of which only text is supported.
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
-    chat_template_kwargs: TemplateKwargs | None = None  # variables of the chat template
-    add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
-    continue_final_message: bool = False  # needs add_generation_prompt to be false
-    echo: bool = False  # with continue_final_message, repeat the continued text
-    thinking: ThinkingParam | None = None  # whether the model thinks, and how long
-    # whether the model thinks, as in M3's template
+    chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
+    add_generation_prompt: bool = True  # The prompt ends with the beginning of an answer.
+    continue_final_message: bool = False  # Needs add_generation_prompt to be false.
+    echo: bool = False  # With continue_final_message, repeat the continued text.
+    thinking: ThinkingParam | None = None  # Whether the model thinks, and how long.
+    # Whether the model thinks, as in M3's template.
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
-    enable_thinking: bool | None = None  # true and false mean the modes enabled and disabled
-    # how much the model thinks, if the template supports efforts; "none" disables thinking
+    enable_thinking: bool | None = None  # True and false mean the modes enabled and disabled.
+    # How much the model thinks, if the template supports efforts; "none" disables thinking.
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
-    include_reasoning: bool = True  # false omits the reasoning from the answer
-    separate_reasoning: bool | None = None  # SGLang's; false leaves reasoning in the content
-    reasoning_split: bool | None = None  # MiniMax's separate_reasoning; true adds details
-    stream_reasoning: bool = True  # SGLang's; false sends reasoning whole at its end
+    include_reasoning: bool = True  # False omits the reasoning from the answer.
+    separate_reasoning: bool | None = None  # SGLang's; false leaves reasoning in the content.
+    reasoning_split: bool | None = None  # MiniMax's separate_reasoning; true adds details.
+    stream_reasoning: bool = True  # SGLang's; false sends reasoning whole at its end.
 
     @property
     def token_limit(self) -> int | None:
@@ -195,85 +195,85 @@ class ChatRequest(StructuredRequest):
 
 
 class FunctionCall(Struct, frozen=True):
-    name: str | UnsetType = UNSET  # tool name; in a stream only in the first piece
-    arguments: str | UnsetType = UNSET  # JSON text; in a stream the next piece of the text
+    name: str | UnsetType = UNSET  # Tool name; in a stream only in the first piece.
+    arguments: str | UnsetType = UNSET  # JSON text; in a stream the next piece of the text.
 
 
 class ToolCall(Struct, frozen=True):
     """A tool call, or in a stream a piece of a call that always has an `index`."""
 
-    index: int | UnsetType = UNSET  # number of the call in the message; in a stream
-    id: str | UnsetType = UNSET  # id for tool_call_id; in a stream only in the first piece
-    type: str | UnsetType = UNSET  # always `function`; in a stream only in the first piece
-    function: FunctionCall = FunctionCall()  # the called function and its arguments
+    index: int | UnsetType = UNSET  # Number of the call in the message; in a stream.
+    id: str | UnsetType = UNSET  # Id for tool_call_id; in a stream only in the first piece.
+    type: str | UnsetType = UNSET  # Always `function`; in a stream only in the first piece.
+    function: FunctionCall = FunctionCall()  # The called function and its arguments.
 
 
 class ReasoningDetail(Struct, frozen=True):
     """Reasoning in MiniMax's own shape. In a stream `text` is only the new part."""
 
-    text: str  # the reasoning
-    type: str = "reasoning.text"  # kind of detail
-    id: str = "reasoning-text-1"  # id of the reasoning in the message
-    format: str = "MiniMax-response-v1"  # the format of the text
-    index: int = 0  # number of the reasoning in the message
+    text: str  # Text of the reasoning.
+    type: str = "reasoning.text"  # Kind of detail.
+    id: str = "reasoning-text-1"  # Id of the reasoning in the message.
+    format: str = "MiniMax-response-v1"  # The format of the text.
+    index: int = 0  # Number of the reasoning in the message.
 
 
 class Message(Struct, frozen=True):
-    role: str  # `assistant`
-    content: str | None  # text without reasoning and calls; null if there are only calls
-    reasoning_content: str | None  # the reasoning, separate from the content
-    reasoning: str | None  # reasoning_content by vLLM's and OpenRouter's name
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # only with reasoning_split
-    tool_calls: list[ToolCall] | UnsetType = UNSET  # calls in the model's order
+    role: str  # Always `assistant`.
+    content: str | None  # Text without reasoning and calls; null if there are only calls.
+    reasoning_content: str | None  # The reasoning, separate from the content.
+    reasoning: str | None  # The reasoning by vLLM's and OpenRouter's name.
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Only with reasoning_split.
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # Calls in the model's order.
 
 
 class ChatChoice(Struct, frozen=True):
-    index: int  # number of the choice, 0 to n - 1
-    message: Message  # the answer
-    logprobs: ChatLogprobs | None  # with logprobs
-    finish_reason: str | None  # stop, length, tool_calls or abort
-    stop_reason: int | str | None  # stop string or stop token id that ended the answer
-    token_ids: list[int] | UnsetType = UNSET  # generated tokens, with return_token_ids
+    index: int  # Number of the choice, 0 to n - 1.
+    message: Message  # The answer.
+    logprobs: ChatLogprobs | None  # Log-probabilities, if requested.
+    finish_reason: str | None  # One of `stop`, `length`, `tool_calls` and `abort`.
+    stop_reason: int | str | None  # Stop string or stop token id that ended the answer.
+    token_ids: list[int] | UnsetType = UNSET  # Generated tokens, with return_token_ids.
 
 
 class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion"
-    choices: list[ChatChoice]  # the n choices in order
-    usage: Usage  # token counts
-    # with prompt_logprobs: an object by token id per prompt token, null for the first token
+    choices: list[ChatChoice]  # The n choices in order.
+    usage: Usage  # Token counts.
+    # Only with prompt_logprobs. An object by token id per prompt token, null for the first token.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Tokens of the prompt, with return_token_ids.
 
 
 class Delta(Struct, frozen=True):
-    role: str | UnsetType = UNSET  # `assistant`, in the first delta
-    content: str | UnsetType = UNSET  # the next text without reasoning and calls
-    reasoning_content: str | UnsetType = UNSET  # the next reasoning; the delta has no content then
-    reasoning: str | UnsetType = UNSET  # reasoning_content by vLLM's and OpenRouter's name
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # with reasoning_split
-    tool_calls: list[ToolCall] | UnsetType = UNSET  # the next pieces of calls
+    role: str | UnsetType = UNSET  # Always `assistant`, in the first delta.
+    content: str | UnsetType = UNSET  # The next text without reasoning and calls.
+    reasoning_content: str | UnsetType = UNSET  # The next reasoning; the delta has no content then.
+    reasoning: str | UnsetType = UNSET  # The reasoning by vLLM's and OpenRouter's name.
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Only with reasoning_split.
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # The next pieces of calls.
 
 
 class ChatChunkChoice(Struct, frozen=True):
-    index: int  # number of the choice, 0 to n - 1
-    delta: Delta  # new part of the choice
-    logprobs: ChatLogprobs | None = None  # logprobs of the tokens since the last chunk
-    finish_reason: str | None = None  # stop, length, tool_calls or abort; in the last chunk
-    stop_reason: int | str | UnsetType | None = UNSET  # stop string or token, in the last chunk
-    token_ids: list[int] | UnsetType = UNSET  # new token ids, with return_token_ids
+    index: int  # Number of the choice, 0 to n - 1.
+    delta: Delta  # New part of the choice.
+    logprobs: ChatLogprobs | None = None  # Logprobs of the tokens since the last chunk.
+    finish_reason: str | None = None  # `stop`, `length`, `tool_calls` or `abort` in the last chunk.
+    stop_reason: int | str | UnsetType | None = UNSET  # Stop string or token, in the last chunk.
+    token_ids: list[int] | UnsetType = UNSET  # New token ids, with return_token_ids.
 
 
 class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]  # one choice, or none in the chunk with token counts
-    usage: Usage | UnsetType | None = UNSET  # counts, with include_usage; null in other chunks
-    prompt_token_ids: list[int] | UnsetType = UNSET  # prompt tokens, in the first chunk only
+    choices: list[ChatChunkChoice]  # One choice, or none in the chunk with token counts.
+    usage: Usage | UnsetType | None = UNSET  # Counts, with include_usage; null in other chunks.
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt tokens, in the first chunk only.
 
 
 class RenderedPrompt(Struct, frozen=True, kw_only=True):
     """The prompt of a conversation."""
 
-    request_id: str  # the id that an answer would have
-    model: str  # model name that the request used
-    prompt: str  # the text
-    token_ids: list[int]  # its tokens
+    request_id: str  # The id that an answer would have.
+    model: str  # Model name that the request used.
+    prompt: str  # Text of the prompt.
+    token_ids: list[int]  # Tokens of the prompt.

@@ -26,7 +26,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
 
 _CHARS_PER_TOKEN = 4
-_BYTES_PER_PROMPT_TOKEN = 8  # approximate size of a token's text and id
+_BYTES_PER_PROMPT_TOKEN = 8  # Approximate size of a token's text and id.
 
 
 def make_completions_router(context: ApiContext) -> APIRouter:
@@ -125,7 +125,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         super().__init__(context, params, source, choices, answer_id=answer_id, model=model)
         self._params = params
         self._prompts = prompts
-        self._echoes: dict[int, str] = {}  # by prompt
+        self._echoes: dict[int, str] = {}  # Echoed texts by prompt.
 
     def count_bytes(self, choice: _TextChoice, output: RequestOutput) -> int:
         shows_prompt = self._params.echo or self._params.return_token_ids

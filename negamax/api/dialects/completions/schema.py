@@ -57,13 +57,13 @@ class CompletionRequest(StructuredRequest):
         "messages": "this endpoint takes a prompt; use /v1/chat/completions",
     }
 
-    # a text or a list of token ids, or up to 128 of these, which are answered separately
+    # A text or a list of token ids, or up to 128 of these, which are answered separately.
     prompt: Annotated[
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
-    max_tokens: int | None = Field(default=16, ge=0)  # 0 needs echo, and only scores the prompt
-    logprobs: int | None = Field(default=None, ge=0)  # alternatives per token
-    echo: bool = False  # put the prompt before the text and its logprobs
+    max_tokens: int | None = Field(default=16, ge=0)  # Limit; 0 needs echo and scores the prompt.
+    logprobs: int | None = Field(default=None, ge=0)  # Alternatives per token.
+    echo: bool = False  # Put the prompt before the text and its logprobs.
 
     @property
     def scores_only(self) -> bool:
@@ -76,22 +76,22 @@ class CompletionRequest(StructuredRequest):
 
 
 class TextChoice(Struct, frozen=True):
-    index: int  # prompt number times n, plus choice number
-    text: str  # the answer, or in a stream its new part
-    logprobs: TextLogprobs | None  # with logprobs
-    finish_reason: str | None  # stop, length or abort; null before a choice's last chunk
-    stop_reason: int | str | UnsetType | None = UNSET  # stop string or token that ended the text
-    token_ids: list[int] | UnsetType = UNSET  # tokens of the text, with return_token_ids
-    # with prompt_logprobs: an object by token id per prompt token, null for the first token
+    index: int  # Prompt number times n, plus choice number.
+    text: str  # The answer, or in a stream its new part.
+    logprobs: TextLogprobs | None  # Log-probabilities, if requested.
+    finish_reason: str | None  # `stop`, `length` or `abort`; null before the last chunk.
+    stop_reason: int | str | UnsetType | None = UNSET  # Stop string or token that ended the text.
+    token_ids: list[int] | UnsetType = UNSET  # Tokens of the text, with return_token_ids.
+    # Only with prompt_logprobs. An object by token id per prompt token, null for the first token.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # with return_token_ids
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Tokens of the prompt, with return_token_ids.
 
 
 class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
     """Whole answer and stream chunk of /v1/completions."""
 
     object: str = "text_completion"
-    # n choices per prompt, in prompt order; a stream chunk has one, the usage chunk has none
+    # `n` choices per prompt, in prompt order; a stream chunk has one, the usage chunk has none.
     choices: list[TextChoice]
-    # token counts; in a stream only with include_usage, and null in chunks without counts
+    # Token counts; in a stream only with include_usage, and null in chunks without counts.
     usage: Usage | UnsetType | None = UNSET

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-BYTES_PER_SECOND = 2 * 2**20  # limit of one stream
+BYTES_PER_SECOND = 2 * 2**20  # Limit of one stream.
 
 
 class GrowingList:

@@ -35,7 +35,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
 
-_ABORT = "abort"  # name of a question between server processes
+_ABORT = "abort"  # Name of a question between server processes.
 
 
 def make_native_router(context: ApiContext) -> APIRouter:
@@ -188,7 +188,7 @@ def _build_engine_sampling(
 @dataclass(slots=True, eq=False, kw_only=True)
 class _NativeChoice(Choice):
     rid: str
-    pacing: RepeatPacing  # limits the rate of the choice's events
+    pacing: RepeatPacing  # Limits the rate of the choice's events.
     has_begun: bool = False
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
@@ -201,7 +201,7 @@ class _NativeChoice(Choice):
     finish_reason: dict[str, object] | None = None
     num_cached_tokens: int = 0
     drafts: tuple[int, int, int] | None = None
-    seconds: float | None = None  # from arrival to the choice's end
+    seconds: float | None = None  # From arrival to the choice's end.
 
     @property
     def num_bytes(self) -> int:

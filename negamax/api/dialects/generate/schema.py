@@ -32,17 +32,17 @@ class NativeSampling(SamplingFields):
         "stop_regex": "it is not implemented yet; use stop"
     }
 
-    max_new_tokens: int = Field(default=128, ge=0)  # token limit; 0 only reads the prompt
-    min_new_tokens: int = 0  # tokens before which neither end tokens nor stops end the answer
-    n: int = 1  # number of answers to the prompt
-    sampling_seed: int | None = None  # equal seeds give equal random draws
-    stop: StopStrings = Field(default_factory=list)  # texts that end the answer
-    no_stop_trim: bool = False  # keep the stop string or token in the answer
-    skip_special_tokens: bool = True  # omit the text of special tokens
-    json_schema: dict[str, Any] | str | bool | None = None  # a JSON schema for the text
-    regex: str | None = None  # regular expression for the whole text
-    ebnf: str | None = None  # an EBNF grammar with the start rule `root`
-    structural_tag: dict[str, Any] | str | None = None  # grammars for text between tags
+    max_new_tokens: int = Field(default=128, ge=0)  # Token limit; 0 only reads the prompt.
+    min_new_tokens: int = 0  # Tokens before which neither end tokens nor stops end the answer.
+    n: int = 1  # Number of answers to the prompt.
+    sampling_seed: int | None = None  # Equal seeds give equal random draws.
+    stop: StopStrings = Field(default_factory=list)  # Texts that end the answer.
+    no_stop_trim: bool = False  # Keep the stop string or token in the answer.
+    skip_special_tokens: bool = True  # Omit the text of special tokens.
+    json_schema: dict[str, Any] | str | bool | None = None  # A JSON schema for the text.
+    regex: str | None = None  # Regular expression for the whole text.
+    ebnf: str | None = None  # An EBNF grammar with the start rule `root`.
+    structural_tag: dict[str, Any] | str | None = None  # Grammars for text between tags.
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
         return super().sampling_params(
@@ -82,16 +82,16 @@ class NativeRequest(EngineRequest):
         "custom_logit_processor": "the server runs no code of clients",
     }
 
-    text: str | list[str] | None = None  # one prompt or up to 128, instead of input_ids
-    input_ids: list[int] | list[list[int]] | None = None  # token ids, instead of text
-    # parameters for all prompts, or one object per prompt
+    text: str | list[str] | None = None  # One prompt or up to 128, instead of input_ids.
+    input_ids: list[int] | list[list[int]] | None = None  # Token ids, instead of text.
+    # Parameters for all prompts, or one object per prompt.
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
-    rid: RequestId | list[RequestId] | None = None  # id for /abort_request, or one id per prompt
-    return_logprob: bool = False  # return the log-probability of each token in meta_info
-    logprob_start_len: int = Field(default=-1, ge=-1)  # first prompt token with logprobs; -1: none
-    top_logprobs_num: int = Field(default=0, ge=0)  # alternatives per token
-    return_text_in_logprobs: bool = False  # add the texts of tokens to logprobs
-    max_thinking_tokens: int | None = Field(default=None, ge=0)  # reasoning token limit
+    rid: RequestId | list[RequestId] | None = None  # Id for /abort_request, or one id per prompt.
+    return_logprob: bool = False  # Return the log-probability of each token in meta_info.
+    logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt token with logprobs; -1: none.
+    top_logprobs_num: int = Field(default=0, ge=0)  # Alternatives per token.
+    return_text_in_logprobs: bool = False  # Add the texts of tokens to logprobs.
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # Reasoning token limit.
 
     @property
     def is_batch(self) -> bool:
@@ -136,8 +136,8 @@ class NativeRequest(EngineRequest):
 class AbortRequest(RequestModel):
     """Selects the requests to abort."""
 
-    rid: RequestId | None = None  # id from a request or from its answer
-    abort_all: bool = False  # abort the requests of all clients
+    rid: RequestId | None = None  # Id from a request or from its answer.
+    abort_all: bool = False  # Abort the requests of all clients.
 
 
 LogprobEntry = tuple[float | None, int, str | None]
@@ -146,91 +146,91 @@ LogprobEntry = tuple[float | None, int, str | None]
 class MetaInfo(Struct, frozen=True, kw_only=True):
     """Facts about an answer, with logprobs if the client requested logprobs."""
 
-    id: str  # the client's rid, or a random id
-    finish_reason: dict[str, Any] | None  # `type` (stop, length, abort); null before the end
-    prompt_tokens: int  # prompt tokens, including cached tokens
-    completion_tokens: int  # generated tokens
-    cached_tokens: int  # prompt tokens found in the prefix cache
-    weight_version: str = "default"  # always `default`
-    e2e_latency: float | UnsetType = UNSET  # seconds, in a complete answer
-    spec_verify_ct: int | UnsetType = UNSET  # steps with draft tokens, in a complete answer
-    spec_draft_token_num: int | UnsetType = UNSET  # verified draft tokens
-    spec_accept_token_num: int | UnsetType = UNSET  # accepted draft tokens
-    spec_accept_rate: float | UnsetType = UNSET  # share of draft tokens that were accepted
-    spec_accept_length: float | UnsetType = UNSET  # tokens per step with draft tokens
-    # per prompt token from logprob_start_len on: log-probability, token id, text or null
+    id: str  # The client's rid, or a random id.
+    finish_reason: dict[str, Any] | None  # `type` (stop, length, abort); null before the end.
+    prompt_tokens: int  # Prompt tokens, including cached tokens.
+    completion_tokens: int  # Generated tokens.
+    cached_tokens: int  # Prompt tokens found in the prefix cache.
+    weight_version: str = "default"  # Always `default`.
+    e2e_latency: float | UnsetType = UNSET  # Seconds, in a complete answer.
+    spec_verify_ct: int | UnsetType = UNSET  # Steps with draft tokens, in a complete answer.
+    spec_draft_token_num: int | UnsetType = UNSET  # Verified draft tokens.
+    spec_accept_token_num: int | UnsetType = UNSET  # Accepted draft tokens.
+    spec_accept_rate: float | UnsetType = UNSET  # Share of draft tokens that were accepted.
+    spec_accept_length: float | UnsetType = UNSET  # Tokens per step with draft tokens.
+    # Per prompt token from logprob_start_len on: log-probability, token id, text or null.
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
-    output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # entries per token of the answer
-    # the likeliest tokens at each position of the prompt
+    output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # Entries per answer token.
+    # The likeliest tokens at each position of the prompt.
     input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
-    # the likeliest tokens at each position of the answer
+    # The likeliest tokens at each position of the answer.
     output_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
 
 
 class NativeAnswer(Struct, frozen=True, kw_only=True):
-    text: str  # the answer so far
-    output_ids: list[int]  # token ids of the answer so far
-    meta_info: MetaInfo  # token counts, logprobs and finish reason
-    index: int | UnsetType = UNSET  # number of the choice, if there are several
+    text: str  # The answer so far.
+    output_ids: list[int]  # Token ids of the answer so far.
+    meta_info: MetaInfo  # Token counts, logprobs and finish reason.
+    index: int | UnsetType = UNSET  # Number of the choice, if there are several.
 
 
 class NumAborted(Struct, frozen=True):
-    num_aborted: int  # number of aborted sequences
+    num_aborted: int  # Number of aborted sequences.
 
 
 class NativeModelInfo(Struct, frozen=True, kw_only=True):
-    model_path: str  # folder or hub id of the model
-    tokenizer_path: str  # same value as model_path
-    is_generation: bool = True  # the model generates text
-    preferred_sampling_params: None = None  # always null: see /server_info
-    weight_version: str = "default"  # always `default`
-    has_image_understanding: bool = False  # always false in this API
-    has_audio_understanding: bool = False  # the model reads no audio
-    architectures: list[str]  # architectures in config.json
+    model_path: str  # Folder or hub id of the model.
+    tokenizer_path: str  # Same value as model_path.
+    is_generation: bool = True  # The model generates text.
+    preferred_sampling_params: None = None  # Always null: see /server_info.
+    weight_version: str = "default"  # Always `default`.
+    has_image_understanding: bool = False  # Always false in this API.
+    has_audio_understanding: bool = False  # The model reads no audio.
+    architectures: list[str]  # Architectures in config.json.
 
 
 class NativeServerInfo(Struct, frozen=True, kw_only=True):
     """The configuration and the load of the server, by SGLang's names."""
 
-    version: str  # version of this server
-    model_path: str  # folder or hub id of the model
-    served_model_name: str  # first name in /v1/models
-    context_length: int  # context length in tokens, including the answer
-    device: str  # device that runs the model
-    dtype: str  # data type of activations
-    tp_size: int  # number of tensor-parallel ranks
-    ep_size: int  # number of ranks that hold shards of the experts
-    dp_size: int  # number of data-parallel ranks in all replicas
-    page_size: int  # tokens per block of the KV cache
-    max_running_requests: int  # most sequences in one step
-    max_total_num_tokens: int  # tokens that the KV cache holds
-    sampling_defaults: dict[str, Any]  # the checkpoint's values for missing fields
-    num_running_reqs: int  # number of running sequences
-    num_queue_reqs: int  # number of waiting sequences
-    num_used_tokens: int  # tokens of KV cache in use
-    num_generated_tokens: int  # tokens generated since the server started
-    serving_shape: dict[str, Any]  # settings that decide results and speed, with a `hash`
-    speculative_algorithm: str | None = None  # method that proposes draft tokens
-    speculative_draft_model_path: str | None = None  # folder of a draft model
-    speculative_num_steps: int | None = None  # most draft tokens per sequence and step
-    speculative_num_draft_tokens: int | None = None  # speculative_num_steps plus one
-    speculative_adaptive: bool = False  # whether measured times limit the draft length
-    avg_spec_accept_length: float | None = None  # tokens per step with draft tokens, so far
-    # mean accepted draft length that a benchmark prescribes; texts are meaningless with it
+    version: str  # Version of this server.
+    model_path: str  # Folder or hub id of the model.
+    served_model_name: str  # First name in /v1/models.
+    context_length: int  # Context length in tokens, including the answer.
+    device: str  # Device that runs the model.
+    dtype: str  # Data type of activations.
+    tp_size: int  # Number of tensor-parallel ranks.
+    ep_size: int  # Number of ranks that hold shards of the experts.
+    dp_size: int  # Number of data-parallel ranks in all replicas.
+    page_size: int  # Tokens per block of the KV cache.
+    max_running_requests: int  # Most sequences in one step.
+    max_total_num_tokens: int  # Tokens that the KV cache holds.
+    sampling_defaults: dict[str, Any]  # The checkpoint's values for missing fields.
+    num_running_reqs: int  # Number of running sequences.
+    num_queue_reqs: int  # Number of waiting sequences.
+    num_used_tokens: int  # Tokens of KV cache in use.
+    num_generated_tokens: int  # Tokens generated since the server started.
+    serving_shape: dict[str, Any]  # Settings that decide results and speed, with a `hash`.
+    speculative_algorithm: str | None = None  # Method that proposes draft tokens.
+    speculative_draft_model_path: str | None = None  # Folder of a draft model.
+    speculative_num_steps: int | None = None  # Most draft tokens per sequence and step.
+    speculative_num_draft_tokens: int | None = None  # `speculative_num_steps` plus one.
+    speculative_adaptive: bool = False  # Whether measured times limit the draft length.
+    avg_spec_accept_length: float | None = None  # Tokens per step with draft tokens, so far.
+    # Mean accepted draft length that a benchmark prescribes; texts are meaningless with it.
     synthetic_acceptance_length: float | None = None
 
 
 class ExpertPlaces(Struct, frozen=True):
     """The slots of the experts in an engine."""
 
-    # expert number by layer and slot; slots are in the order of the ranks
+    # Expert number by layer and slot; slots are in the order of the ranks.
     physical_to_logical_map: list[list[int]]
-    balancedness: float  # mean load of the ranks divided by the busiest rank's load
+    balancedness: float  # Mean load of the ranks divided by the busiest rank's load.
 
 
 class ExpertDistribution(Struct, frozen=True):
     """How often each expert was selected, and which slots hold the expert."""
 
-    # selections by layer and expert; layers without experts have zeros
+    # Selections by layer and expert; layers without experts have zeros.
     logical_count: list[list[int]]
-    engines: list[ExpertPlaces]  # one entry per engine replica
+    engines: list[ExpertPlaces]  # One entry per engine replica.

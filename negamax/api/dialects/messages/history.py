@@ -21,7 +21,7 @@ _CLEAR_AT = ("never", "next_user_message")
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip
-# Claude Code's first line differs in every request and would prevent prefix caching
+# Claude Code's first line differs in every request and would prevent prefix caching.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
@@ -66,7 +66,7 @@ def build_history(
     return history
 
 
-Blocks = list[tuple[str, Mapping[str, Any]]]  # blocks with their places
+Blocks = list[tuple[str, Mapping[str, Any]]]  # Blocks with their places.
 
 
 def _add_system(history: History, system: str | list[dict[str, Any]] | None) -> None:
@@ -172,7 +172,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                 parts.add_reasoning(
                     thought or HiddenThought(_read_string(block, "signature", place))
                 )
-            case "compaction":  # another server's summary; null if the summary failed
+            case "compaction":  # Another server's summary; null if the summary failed.
                 summary = _read_string(block, "content", place)
                 parts.add_text(summary and f"{summary}\n\n", is_apart=True)
             case str() if kind in _PASSED_OVER:
@@ -180,7 +180,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
             case "tool_use":
                 parts.add_call(block.get("id"), block.get("name"), block.get("input"))
             case str() if kind.endswith("_tool_result"):
-                pass  # result of a tool that ran on another server
+                pass  # Result of a tool that ran on another server.
             case "document" | "search_result" if shown_text := _read_document(block):
                 parts.add_text(shown_text, is_apart=True)
             case _ if (other := find_thought(block)) is not None:

@@ -24,7 +24,7 @@ from negamax.config.grammar import Grammar
 
 _THINKING = {mode: mode for mode in MODES} | {"between_tools": "adaptive"}
 _DISPLAYS = ("summarized", "omitted", "updates")
-THREAD_UNSUPPORTED = "thread_unsupported_request"  # error code of Anthropic's API
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # Error code of Anthropic's API.
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 
 
@@ -44,10 +44,10 @@ def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
 class ThinkingConfig(RequestModel):
     """The field `thinking`: whether and how much the model thinks, and how to show thinking."""
 
-    # the types adaptive and between_tools let the model decide
+    # The types adaptive and between_tools let the model decide.
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # most thinking tokens; 0 means none
-    # omitted hides thinking in the signature; other values show all thinking without a summary
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Most thinking tokens; 0 means none.
+    # The value omitted hides thinking in the signature; other values show all of the thinking.
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
@@ -56,18 +56,18 @@ class OutputConfig(RequestModel):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
-    # how much the model thinks, as reasoning_effort in chat completions
+    # How much the model thinks, as reasoning_effort in chat completions.
     effort: Annotated[str, validate_one_of("output_config.effort", EFFORTS)] | None = None
-    format: dict[str, Any] | None = None  # `type` json_schema and the `schema` of the text
+    format: dict[str, Any] | None = None  # `type` json_schema and the `schema` of the text.
 
 
 class ToolChoice(RequestModel):
     """The field `tool_choice`."""
 
-    # the type any forces some call, and the type tool forces a call of the named tool
+    # The type any forces some call, and the type tool forces a call of the named tool.
     type: Annotated[str, validate_one_of("tool_choice.type", tuple(_CHOICES))]
-    name: str | None = None  # tool to call, for the type tool
-    disable_parallel_tool_use: bool = False  # allow at most one call
+    name: str | None = None  # Tool to call, for the type tool.
+    disable_parallel_tool_use: bool = False  # Allow at most one call.
 
 
 class CountRequest(TurnRequest):
@@ -89,15 +89,15 @@ class CountRequest(TurnRequest):
         ),
     }
 
-    model: str = Field()  # model name from /v1/models
-    messages: Messages  # at most 16,384 messages, the latest one last
-    system: str | list[dict[str, Any]] | None = None  # instructions
-    tools: list[dict[str, Any]] | None = None  # at most 1,024 tools that the model may call
-    tool_choice: ToolChoice | None = None  # whether the model may or must call, and which tool
-    thinking: ThinkingConfig | None = None  # whether the model thinks, and how long
-    output_config: OutputConfig = OutputConfig()  # effort, and format of the text
-    output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
-    # refused with a code that makes clients send the whole conversation
+    model: str = Field()  # Model name from /v1/models.
+    messages: Messages  # At most 16,384 messages, the latest one last.
+    system: str | list[dict[str, Any]] | None = None  # Text or blocks of the system prompt.
+    tools: list[dict[str, Any]] | None = None  # At most 1,024 tools that the model may call.
+    tool_choice: ToolChoice | None = None  # Whether the model may or must call, and which tool.
+    thinking: ThinkingConfig | None = None  # Whether the model thinks, and how long.
+    output_config: OutputConfig = OutputConfig()  # Effort, and format of the text.
+    output_format: dict[str, Any] | None = None  # The earlier name of output_config.format.
+    # Refused with a code that makes clients send the whole conversation.
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @cached_property
@@ -158,83 +158,83 @@ def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
 class MessagesRequest(CountRequest):
     """A conversation to answer."""
 
-    max_tokens: int = Field(ge=0)  # token limit; 0 only caches the prompt
-    stop_sequences: StopStrings = Field(default_factory=list)  # texts that end the answer
+    max_tokens: int = Field(ge=0)  # Token limit; 0 only caches the prompt.
+    stop_sequences: StopStrings = Field(default_factory=list)  # Texts that end the answer.
 
 
 class ThinkingTokens(Struct, frozen=True):
-    thinking_tokens: int  # tokens within thinking blocks
+    thinking_tokens: int  # Tokens within thinking blocks.
 
 
 class MessageUsage(Struct, frozen=True, kw_only=True):
     """Token counts. The prompt is the sum of the three input counts."""
 
-    input_tokens: int  # prompt tokens not found in the prefix cache
-    cache_creation_input_tokens: int = 0  # always 0: cache writes are not counted
-    cache_read_input_tokens: int  # prompt tokens found in the prefix cache
-    output_tokens: int  # generated tokens, including thinking
-    output_tokens_details: ThinkingTokens  # details of the output
-    service_tier: str | UnsetType = UNSET  # `standard`
+    input_tokens: int  # Prompt tokens not found in the prefix cache.
+    cache_creation_input_tokens: int = 0  # Always 0: cache writes are not counted.
+    cache_read_input_tokens: int  # Prompt tokens found in the prefix cache.
+    output_tokens: int  # Generated tokens, including thinking.
+    output_tokens_details: ThinkingTokens  # Details of the output.
+    service_tier: str | UnsetType = UNSET  # Always `standard`.
 
 
 class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
-    text: str  # the text; empty in content_block_start
+    text: str  # The text; empty in content_block_start.
 
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
-    thinking: str  # the reasoning; empty in content_block_start and with display omitted
-    signature: str  # signature of the reasoning; contains it with display omitted
+    thinking: str  # The reasoning; empty in content_block_start and with display omitted.
+    signature: str  # Signature of the reasoning; contains it with display omitted.
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
-    id: str  # id for tool_use_id in the tool_result
-    name: str  # name of the tool
-    input: msgspec.Raw  # the arguments; empty in content_block_start
+    id: str  # Id for tool_use_id in the tool_result.
+    name: str  # Name of the tool.
+    input: msgspec.Raw  # The arguments; empty in content_block_start.
 
 
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageAnswer(Struct, frozen=True, kw_only=True):
-    id: str  # id of the message
-    type: str = "message"  # type of the object
-    role: str = "assistant"  # author of the message
-    model: str  # model name that the request used
-    content: list[ContentBlock]  # blocks in the model's order
-    # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
+    id: str  # Id of the message.
+    type: str = "message"  # Type of the object.
+    role: str = "assistant"  # Author of the message.
+    model: str  # Model name that the request used.
+    content: list[ContentBlock]  # Blocks in the model's order.
+    # `end_turn`, `max_tokens`, `model_context_window_exceeded`, `stop_sequence` or `tool_use`.
     stop_reason: str | None
-    stop_sequence: str | None  # stop string that ended the answer
-    usage: MessageUsage  # token counts
+    stop_sequence: str | None  # Stop string that ended the answer.
+    usage: MessageUsage  # Token counts.
 
 
 class TokenCount(Struct, frozen=True):
-    input_tokens: int  # tokens of the prompt that the model would read
+    input_tokens: int  # Tokens of the prompt that the model would read.
 
 
 class TextDelta(Struct, frozen=True, tag="text_delta", tag_field="type"):
-    text: str  # the next text
+    text: str  # The next text.
 
 
 class ThinkingDelta(Struct, frozen=True, tag="thinking_delta", tag_field="type"):
-    thinking: str  # the next reasoning
+    thinking: str  # The next reasoning.
 
 
 class SignatureDelta(Struct, frozen=True, tag="signature_delta", tag_field="type"):
-    signature: str  # signature of the whole block, at the block's end
+    signature: str  # Signature of the whole block, at the block's end.
 
 
 class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="type"):
-    partial_json: str  # the next piece of the JSON text of the input
+    partial_json: str  # The next piece of the JSON text of the input.
 
 
 class StopDelta(Struct, frozen=True):
-    # end_turn, max_tokens, model_context_window_exceeded, stop_sequence or tool_use
+    # `end_turn`, `max_tokens`, `model_context_window_exceeded`, `stop_sequence` or `tool_use`.
     stop_reason: str | None
-    stop_sequence: str | None  # stop string that ended the answer
+    stop_sequence: str | None  # Stop string that ended the answer.
 
 
 class MessageStart(Struct, frozen=True, tag="message_start", tag_field="type"):
-    message: MessageAnswer  # the message without content, with the prompt's token counts
+    message: MessageAnswer  # The message without content, with the prompt's token counts.
 
 
 class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
@@ -242,26 +242,26 @@ class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
 
 
 class BlockStart(Struct, frozen=True, tag="content_block_start", tag_field="type"):
-    index: int  # number of the block in the content
-    content_block: ContentBlock  # the block without its text
+    index: int  # Number of the block in the content.
+    content_block: ContentBlock  # The block without its text.
 
 
 class BlockDelta(Struct, frozen=True, tag="content_block_delta", tag_field="type"):
-    index: int  # number of the block in the content
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta  # new part of the block
+    index: int  # Number of the block in the content.
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta  # New part of the block.
 
 
 class BlockStop(Struct, frozen=True, tag="content_block_stop", tag_field="type"):
-    index: int  # number of the block in the content
+    index: int  # Number of the block in the content.
 
 
 class MessageDelta(Struct, frozen=True, tag="message_delta", tag_field="type"):
-    delta: StopDelta  # why the answer ended
-    usage: MessageUsage  # all counts
+    delta: StopDelta  # Why the answer ended.
+    usage: MessageUsage  # All token counts.
 
 
 class MessageStop(Struct, frozen=True, tag="message_stop", tag_field="type"):
     pass
 
 
-NO_INPUT = msgspec.Raw(b"{}")  # input of a call that begins
+NO_INPUT = msgspec.Raw(b"{}")  # Input of a call that begins.

@@ -16,7 +16,7 @@ from negamax.api.schemas.tools import (
     show_tools,
 )
 
-TOOL_CHANGES = ("tool_addition", "tool_removal")  # block types in system messages
+TOOL_CHANGES = ("tool_addition", "tool_removal")  # Block types in system messages.
 _CLIENT_TOOLS = load_client_tools("messages")
 _SERVER_SEARCH = "tool_search_tool_"  # type prefix of tool searches that this server does not run
 
@@ -25,9 +25,9 @@ _SERVER_SEARCH = "tool_search_tool_"  # type prefix of tool searches that this s
 class ToolsInEffect:
     """The tools of a conversation as functions. Single writer: `read_tools`."""
 
-    shown: list[dict[str, Any]] = field(default_factory=list)  # shown at the start of the prompt
-    callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # callable tools by name
-    notes: dict[str, str] = field(default_factory=dict)  # texts to show, by the block's place
+    shown: list[dict[str, Any]] = field(default_factory=list)  # Shown at the start of the prompt.
+    callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # Callable tools by name.
+    notes: dict[str, str] = field(default_factory=dict)  # Texts to show, by the block's place.
 
 
 def read_tools(

@@ -20,9 +20,9 @@ from negamax.api.schemas.tools import load_client_tools
 
 _OPERATIONS = ("create_file", "update_file", "delete_file")
 CLIENT_TOOLS = load_client_tools("responses")
-CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # tool name by type of the call item
+CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # Tool name by type of the call item.
 TOOL_SEARCH = "tool_search"
-FOUND_TOOLS = "tool_search_output"  # item type of a tool search's result
+FOUND_TOOLS = "tool_search_output"  # Item type of a tool search's result.
 RESULTS = tuple(
     FOUND_TOOLS if name == TOOL_SEARCH else f"{name}_call_output" for name in CLIENT_TOOLS
 )

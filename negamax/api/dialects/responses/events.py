@@ -63,7 +63,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         self._tools = {tool.shown_name: tool for tool in params.declared_tools}
         self._has_summary = params.wants_summary
         self._has_encrypted = ENCRYPTED_REASONING in params.include
-        self._ids: list[str] = []  # item ids of the blocks
+        self._ids: list[str] = []  # Item ids of the blocks.
         self._sequence_number = -1
 
     def start(self) -> bytes:
@@ -127,7 +127,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _items(self) -> list[items.OutputItem]:
         self._read_logprobs()
         for block in self.blocks:
-            self._of_block(block)  # tokens must be matched in block order
+            self._of_block(block)  # Tokens must be matched in block order.
         return [
             self._item(block, "completed" if block.is_whole else "incomplete")
             for block in self.blocks
@@ -202,7 +202,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
             case BlockClosed():
-                if self._has_own_item(block):  # the type of the item is known only at the end
+                if self._has_own_item(block):  # The type of the item is known only at the end.
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")
@@ -234,7 +234,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 yield self._text(
                     block, "output_text.delta", content_index=0, delta=text, logprobs=logprobs
                 )
-            # the input of custom tools is decoded from JSON, and known only at the end
+            # The input of custom tools is decoded from JSON, and known only at the end.
             case BlockKind.CALL if not (self._is_custom(block) or self._has_own_item(block)):
                 yield self._text(block, "function_call_arguments.delta", delta=text)
 

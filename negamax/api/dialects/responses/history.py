@@ -31,7 +31,7 @@ _PASSED_OVER = (
     "compaction", "context_compaction", *SETTINGS,
 )  # fmt: skip
 _NO_NOTES: Mapping[int, str] = {}
-_END: Mapping[str, Any] = {"type": "end"}  # marks the end of the items
+_END: Mapping[str, Any] = {"type": "end"}  # Marks the end of the items.
 
 
 def build_history(
@@ -56,7 +56,7 @@ def build_history(
         history.add({"role": "system", "content": instructions}, place="instructions")
     parts: AssistantParts | None = None
     parts_place = ""
-    notes: list[tuple[str, str]] = []  # texts of items between calls, to add after the calls
+    notes: list[tuple[str, str]] = []  # Texts of items between calls, to add after the calls.
     local_calls = {
         item["id"]: item.get("call_id")
         for _, item in items
@@ -148,7 +148,7 @@ def _build_message(
             output = found_tools
         elif kind in CLIENT_RESULTS:
             output = render_result(item, place)
-        if isinstance(output, dict):  # some clients send an object instead of a list of parts
+        if isinstance(output, dict):  # Some clients send an object instead of a list of parts.
             output = json.dumps(output, ensure_ascii=False)
         return {"role": "tool", "tool_call_id": _get_call_id(item, local_calls), "content": output}
     role = check_choice(item.get("role"), _ROLES, f"{place}.role")

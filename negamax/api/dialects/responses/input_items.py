@@ -8,10 +8,10 @@ from negamax.api.dialects.responses.items import ItemList
 from negamax.api.dialects.responses.store import Item
 from negamax.api.schemas.request_model import check_choice, describe, refuse
 
-MAX_PAGE = 100  # largest page in items, as at OpenAI
+MAX_PAGE = 100  # Largest page in items, as at OpenAI.
 _DEFAULT_PAGE = 20
 _ORDERS = ("asc", "desc")
-# id prefixes by item type; items of other types get no `status`
+# Id prefixes by item type; items of other types get no `status`.
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -65,7 +65,7 @@ def build_page(
 
 def _build_ids(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
     """Return the ids of items. Missing ids are made of the item's place and the response's id."""
-    ids: dict[str, None] = {}  # in order
+    ids: dict[str, None] = {}  # Ids in order.
     for number, item in enumerate(items):
         item_id = item.get("id")
         if not isinstance(item_id, str) or not item_id or item_id in ids:

@@ -52,8 +52,8 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-_ITEMS = "items"  # question between server processes: get items by their ids
-_FETCH_SECONDS = 5.0  # a stopping server waits for a client to fetch its response
+_ITEMS = "items"  # Question between server processes: get items by their ids.
+_FETCH_SECONDS = 5.0  # A stopping server waits for a client to fetch its response.
 
 
 def make_responses_router(context: ApiContext) -> APIRouter:
@@ -125,10 +125,10 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    request: ApiRequest[ResponsesRequest]  # its size includes the referenced items
-    parent: StoredTurn | None  # the turn that the request continues
-    input_items: bytes  # the request's own items in stored form
-    in_effect: ResponsesRequest  # the request with the changes of its items
+    request: ApiRequest[ResponsesRequest]  # Its size includes the referenced items.
+    parent: StoredTurn | None  # The turn that the request continues.
+    input_items: bytes  # The request's own items in stored form.
+    in_effect: ResponsesRequest  # The request with the changes of its items.
     turn: Turn
 
 
@@ -139,7 +139,7 @@ class _Responses:
         self._context = context
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._awaited: dict[str, asyncio.Event] = {}  # set when a client fetches the response
+        self._awaited: dict[str, asyncio.Event] = {}  # Set when a client fetches the response.
         context.peers.when_asked(
             _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )

@@ -29,16 +29,16 @@ from negamax.api.schemas.tools import (
 )
 from negamax.config.grammar import Grammar
 
-ENCRYPTED_REASONING = "reasoning.encrypted_content"  # value of `include`
-LOGPROBS = "message.output_text.logprobs"  # value of `include`
-CUSTOM_INPUT = "input"  # name of a custom tool's only argument
+ENCRYPTED_REASONING = "reasoning.encrypted_content"  # Value of `include`.
+LOGPROBS = "message.output_text.logprobs"  # Value of `include`.
+CUSTOM_INPUT = "input"  # Name of a custom tool's only argument.
 _CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {CUSTOM_INPUT: {"type": "string"}},
     "required": [CUSTOM_INPUT],
 }
 MAX_ITEMS = 4 * MAX_MESSAGES
-MAX_METADATA = 16  # most entries, as at OpenAI
+MAX_METADATA = 16  # Most entries, as at OpenAI.
 _FORMS = ("text", "json_object", "json_schema")
 _SUMMARIES = ("auto", "concise", "detailed", "none")
 
@@ -54,7 +54,7 @@ class DeclaredTool:
     namespace: str | None
     kind: str
     as_function: dict[str, Any]
-    is_deferred: bool = False  # shown only after a search finds the tool
+    is_deferred: bool = False  # Shown only after a search finds the tool.
 
     @property
     def shown_name(self) -> str:
@@ -84,17 +84,17 @@ class ReasoningConfig(RequestModel):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
 
-    # how much the model thinks, if the template supports efforts; "none" disables thinking
+    # How much the model thinks, if the template supports efforts; "none" disables thinking.
     effort: Annotated[str, validate_one_of("reasoning.effort", EFFORTS)] | None = None
-    # values other than none repeat the whole reasoning as a summary
+    # Values other than none repeat the whole reasoning as a summary.
     summary: Annotated[str, validate_one_of("reasoning.summary", _SUMMARIES)] | None = None
 
 
 class TextConfig(RequestModel):
     """The field `text`: the format of the answer."""
 
-    format: dict[str, Any] | None = None  # `type` text, json_object or json_schema with a `schema`
-    verbosity: str | None = None  # no effect
+    format: dict[str, Any] | None = None  # `type` text, json_object or json_schema with a `schema`.
+    verbosity: str | None = None  # No effect.
 
 
 class ResponsesRequest(TurnRequest):
@@ -117,25 +117,25 @@ class ResponsesRequest(TurnRequest):
         "messages": "this endpoint takes input; use /v1/chat/completions",
         "max_tokens": "it is called max_output_tokens here",
     }
-    # a text, or at most 65,536 items of the conversation
+    # A text, or at most 65,536 items of the conversation.
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
-    instructions: str | None = None  # system message, instead of the previous response's
-    previous_response_id: str | None = None  # a stored response to continue
-    store: bool = True  # store the response on the server
-    background: bool = False  # return at once, so that the client fetches the answer; needs store
-    max_output_tokens: int | None = Field(default=None, ge=1)  # by default the rest of the context
-    stop: StopStrings = Field(default_factory=list)  # an extension
-    # at most 1,024 functions, custom tools, tools in namespaces, and typed tools that clients run
+    instructions: str | None = None  # System message, instead of the previous response's.
+    previous_response_id: str | None = None  # A stored response to continue.
+    store: bool = True  # Store the response on the server.
+    background: bool = False  # Return at once, so that the client fetches the answer; needs store.
+    max_output_tokens: int | None = Field(default=None, ge=1)  # By default the rest of the context.
+    stop: StopStrings = Field(default_factory=list)  # Extension: texts that end the answer.
+    # At most 1,024 functions, custom tools, tools in namespaces, and typed tools that clients run.
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, a tool, or allowed_tools
-    parallel_tool_calls: bool = True  # false: at most one call
-    reasoning: ReasoningConfig = ReasoningConfig()  # effort, and whether there is a summary
-    text: TextConfig = TextConfig()  # format of the answer
-    # only reasoning.encrypted_content and message.output_text.logprobs have an effect
+    tool_choice: str | dict[str, Any] = "auto"  # A mode, a tool, or an allowed_tools object.
+    parallel_tool_calls: bool = True  # False allows at most one call.
+    reasoning: ReasoningConfig = ReasoningConfig()  # Effort, and whether there is a summary.
+    text: TextConfig = TextConfig()  # Format of the answer.
+    # Only reasoning.encrypted_content and message.output_text.logprobs have an effect.
     include: list[str] = Field(default_factory=list)
-    # number of alternatives per token; needs include message.output_text.logprobs
+    # Number of alternatives per token; needs include message.output_text.logprobs.
     top_logprobs: int = Field(default=0, ge=0)
-    # returned in the response; keys have up to 64 characters, values up to 512
+    # Returned in the response; keys have up to 64 characters, values up to 512.
     metadata: Annotated[
         dict[
             Annotated[str, StringConstraints(max_length=64)],
@@ -239,7 +239,7 @@ def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> li
             allowed = "the name of a type, such as 'function'"
             refuse(f"{where}.type", f"{describe(kind)}; allowed: {allowed}")
         return []
-    described = tool.get("function", tool)  # clients may send the shape of chat completions
+    described = tool.get("function", tool)  # Clients may send the shape of chat completions.
     if not isinstance(described, dict):
         refuse(f"{where}.function", "must be an object with a name")
     called = build_shown_name(namespace, described.get("name"))

@@ -13,7 +13,7 @@ from negamax.text.messages import is_unseen
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 256 * 2**20
-_SMALL_BYTES = 1024  # size limit of a field that the model is not shown
+_SMALL_BYTES = 1024  # Size limit of a field that the model is not shown.
 _ITEM_FIELDS = (
     "content", "summary", "encrypted_content", "arguments", "input", "output", "action",
     "operation", "tools", "text", "result", "value",
@@ -41,7 +41,7 @@ class StoredTurn:
         )
         own_openers = count_openers(input_items) + count_openers(output_items)
         self.total_openers: int = own_openers + (0 if parent is None else parent.total_openers)
-        self.num_users = 0  # stored responses and later turns that use this turn
+        self.num_users = 0  # Stored responses and later turns that use this turn.
 
     @property
     def num_bytes(self) -> int:
@@ -60,19 +60,19 @@ class StoredTurn:
 class StoredResponse:
     """A response as clients fetch it, its turn, and the ids of its output items."""
 
-    body: bytes  # JSON
+    body: bytes  # JSON.
     turn: StoredTurn
     item_ids: Sequence[str] = ()
-    tenant: str = ""  # tenant that may see the response
+    tenant: str = ""  # Tenant that may see the response.
 
 
 @dataclass(slots=True)
 class _TenantResponses:
     """The responses of one tenant. Single writer: the store."""
 
-    # the least recently used response first
+    # The least recently used response first.
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    owners: dict[str, str] = field(default_factory=dict)  # response ids by id of an output item
+    owners: dict[str, str] = field(default_factory=dict)  # Response ids by id of an output item.
     num_bytes: int = 0
 
 

@@ -42,13 +42,13 @@ def _convert_ids(value: object) -> list[int] | list[list[int]]:
 class TokenizeRequest(RequestModel):
     """A text, several texts or a conversation to turn into tokens."""
 
-    # MiniMax's tokenizer adds no special tokens by itself
+    # MiniMax's tokenizer adds no special tokens by itself.
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         "chat_template": "the template is chosen when the server starts (--chat-template)"
     }
 
-    model: str | None = None  # model name from /v1/models; default: the first name
+    model: str | None = None  # Model name from /v1/models; default: the first name.
     prompt: (
         Annotated[
             str | list[str],
@@ -58,51 +58,51 @@ class TokenizeRequest(RequestModel):
             ),
         ]
         | None
-    ) = None  # a text or up to 1,024 texts, instead of messages
-    messages: Messages | None = None  # a conversation, instead of prompt
-    tools: Tools | None = None  # tools that the prompt shows with the messages
-    add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
-    continue_final_message: bool = False  # needs add_generation_prompt to be false
-    chat_template_kwargs: TemplateKwargs | None = None  # variables of the chat template
-    return_token_strs: bool = False  # return the texts of the tokens
+    ) = None  # A text or up to 1,024 texts, instead of messages.
+    messages: Messages | None = None  # A conversation, instead of prompt.
+    tools: Tools | None = None  # Tools that the prompt shows with the messages.
+    add_generation_prompt: bool = True  # The prompt ends with the beginning of an answer.
+    continue_final_message: bool = False  # Needs add_generation_prompt to be false.
+    chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
+    return_token_strs: bool = False  # Return the texts of the tokens.
 
 
 class DetokenizeRequest(RequestModel):
     """Tokens to turn into text."""
 
-    model: str | None = None  # model name from /v1/models; default: the first name
+    model: str | None = None  # Model name from /v1/models; default: the first name.
     tokens: Annotated[
         list[int] | list[list[int]],
         PlainValidator(_convert_ids),
         WithJsonSchema({"anyOf": [_LIST_OF_IDS, {"type": "array", "items": _LIST_OF_IDS}]}),
-    ]  # token ids, or up to 1,024 lists of token ids
-    skip_special_tokens: bool = False  # omit the text of special tokens
+    ]  # Token ids, or up to 1,024 lists of token ids.
+    skip_special_tokens: bool = False  # Omit the text of special tokens.
 
 
 class TokenizeAnswer(Struct, frozen=True):
     """For several texts, `tokens`, `count` and `token_strs` are lists of one entry per text."""
 
-    count: int | list[int]  # tokens
-    max_model_len: int  # context length in tokens, including the answer
-    tokens: list[int] | list[list[int]]  # their ids
-    token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET  # with return_token_strs
+    count: int | list[int]  # Number of tokens.
+    max_model_len: int  # Context length in tokens, including the answer.
+    tokens: list[int] | list[list[int]]  # Ids of the tokens.
+    token_strs: list[str] | list[list[str]] | UnsetType | None = UNSET  # Texts of the tokens.
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
     """Facts for clients that build prompts themselves, as in tokenizer_config.json."""
 
-    tokenizer_class: str  # class in the transformers library
-    model_max_length: int  # context length in tokens, including the answer
-    bos_token: str | None  # text of the token that begins a sequence
-    eos_token: str | None  # text of the token that ends an answer
-    unk_token: str | None  # text of the token for unknown text
-    pad_token: str | None  # text of the padding token
-    additional_special_tokens: list[str]  # other special tokens
-    chat_template: str | None  # Jinja source of the template in use
+    tokenizer_class: str  # Class in the transformers library.
+    model_max_length: int  # Context length in tokens, including the answer.
+    bos_token: str | None  # Text of the token that begins a sequence.
+    eos_token: str | None  # Text of the token that ends an answer.
+    unk_token: str | None  # Text of the token for unknown text.
+    pad_token: str | None  # Text of the padding token.
+    additional_special_tokens: list[str]  # Other special tokens.
+    chat_template: str | None  # Jinja source of the template in use.
 
 
 class DetokenizeAnswer(Struct, frozen=True):
     """The text under the names of vLLM and SGLang, or a list of texts for several sequences."""
 
-    prompt: str | list[str]  # vLLM's name
-    text: str | list[str]  # SGLang's name
+    prompt: str | list[str]  # vLLM's name.
+    text: str | list[str]  # SGLang's name.
