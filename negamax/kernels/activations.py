@@ -1,7 +1,7 @@
-"""Activations between kernels: plain values, with an FP8 copy where the next GEMM reads FP8.
+"""Activations between kernels: plain values, and an FP8 copy if the next GEMM reads FP8.
 
-A norm or attention kernel whose consumer multiplies FP8 blocks writes both forms, which saves a
-launch. Layers pass on what a kernel returns.
+A norm or attention kernel writes both forms if its consumer multiplies FP8 blocks, which saves a
+launch. Layers pass the result of a kernel on unchanged.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from negamax.formats.floats import E4M3_GROUP
 if TYPE_CHECKING:
     from negamax.kernels.peers import Collective
 
-GROUP = E4M3_GROUP  # columns that share a scale
+GROUP = E4M3_GROUP  # number of adjacent columns that share a scale
 
 
 @dataclass(frozen=True)
 class SwiGlu:
     """The activation of an MLP: g * sigmoid(alpha * g) * (u + beta); by default silu(g) * u.
 
-    g is the gate, at most `limit`, and u the up projection, between -limit and limit.
+    g is the gate, clamped to at most `limit`. u is the up projection, clamped to -limit .. limit.
     """
 
     alpha: float = 1.0
@@ -38,8 +38,8 @@ class SwiGlu:
     ) -> Tensor:
         """Activate gate_up [T, 2 * width], gate first, to [T, width] in its dtype.
 
-        With the default constants silu(g) and the product are each rounded; with others the result
-        is rounded once. `sigmoid` takes values in fp32.
+        The default constants round silu(g) and the product. Other constants round the result only.
+        `sigmoid` computes in fp32.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         if self == SILU:
@@ -72,7 +72,7 @@ class ShardedActivations(QuantizedActivations):
     """Activations of many tokens, sharded by rows over the ranks of `group`; the next all-reduce
     overwrites them.
 
-    `q` and `scale` have all rows, `hidden` only those of this rank, from row `first` on.
+    `q` and `scale` have all rows. `hidden` has only this rank's rows, from row `first` on.
     """
 
     group: Collective
@@ -96,13 +96,13 @@ def model_dtype(x: Hidden) -> torch.dtype:
 
 
 def concatenate(parts: Sequence[Hidden]) -> Hidden:
-    """Concatenate the rows of `parts`; all of them carry FP8, or none does."""
+    """Concatenate the rows of `parts`. Either all parts or no part must have an FP8 form."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedActivations)]
     if not quantized:
         return torch.cat([unquantized(part) for part in parts])
-    assert len(quantized) == len(parts), "some parts carry FP8 and some do not"
+    assert len(quantized) == len(parts), "either all parts or no part must have an FP8 form"
     return QuantizedActivations(
         hidden=torch.cat([unquantized(part) for part in quantized]),
         q=torch.cat([part.q.view(torch.uint8) for part in quantized]).view(quantized[0].q.dtype),

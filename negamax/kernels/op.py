@@ -1,4 +1,4 @@
-"""The contract of an operation (`Op`) and one implementation of it (`Kernel`, a provider)."""
+"""`Op` is the contract of an operation; `Kernel` is one implementation of an op (a provider)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from negamax.formats.tensor_format import ActivationFormat, TensorFormat
 P = TypeVar("P")
 R = TypeVar("R")
 
-Prepared = Any  # what a provider's `prepare` returns; only its own `run` reads it
+Prepared = Any  # result of a provider's `prepare`; only the provider's `run` reads it
 
 W8A8 = "triton_w8a8"  # the provider that multiplies int8 with int8, and FP8 with FP8
 WEIGHT_ONLY = "triton_weight_only"  # the provider that dequantizes packed weights in registers
@@ -30,9 +30,9 @@ class Tolerance:
 
 
 class Op(str, Generic[P, R]):
-    """The contract of an operation; as a string it is the name. Made by `op`.
+    """The contract of an operation, made by the function `op`. The string is the op's name.
 
-    `P` and `R` are the signatures of the definition's `prepare` and `run`. Every provider has them.
+    `P` and `R` are the signatures of `prepare` and `run` in the reference and in every provider.
     """
 
     summary: str
@@ -46,10 +46,10 @@ class Op(str, Generic[P, R]):
 class Kernel(Generic[P, R]):
     """One implementation of an op.
 
-    `run` is called in the forward pass. `prepare` turns what changes rarely into the form `run`
-    reads: a weight at load, the block tables of a step once per step. A kernel is chosen only on
-    platforms with all features that it `requires`. `reads` says which formats of weights it takes,
-    and `activation` which form of its input it needs beside the plain values.
+    The forward pass calls `run`. `prepare` converts inputs that change rarely to the form that
+    `run` reads: a weight at load, block tables once per step. A kernel is chosen only on platforms
+    with all features in `requires`. `reads` returns whether the kernel supports a weight format.
+    `activation` is the form of the input that the kernel needs in addition to the plain values.
     """
 
     op: Op[P, R]
@@ -61,11 +61,11 @@ class Kernel(Generic[P, R]):
     reads: Callable[[TensorFormat], bool] = is_plain
     activation: ActivationFormat | None = None
     columns: int = 1  # the number of columns of a matrix must be a multiple of this
-    available: Callable[[], bool] = lambda: True  # called once, when the table is resolved
+    available: Callable[[], bool] = lambda: True  # called when the kernel table is resolved
 
     @property
     def multiplies_8_bits(self) -> bool:
-        """Whether it multiplies 8 bits with 8 bits, at twice the rate of 16."""
+        """Whether the kernel multiplies 8 bits with 8 bits, at twice the rate of 16 bits."""
         return self.activation is not None or self.provider == W8A8
 
 
@@ -84,7 +84,7 @@ def op(
     sequence: tuple[str, ...] = (),
     wide_error: float = 1e-2,
 ) -> Op[P, R]:
-    """Return the op that the functions `run` and `prepare` (None: has none) define."""
+    """Return the op that the functions `run` and `prepare` (None: no preparation) define."""
     made: Op[P, R] = Op(name)
     made.summary, made.tolerance = summary, tolerance
     made.sequence, made.wide_error = sequence, wide_error

@@ -1,6 +1,6 @@
-"""Other ranks as kernels see them: a group of collectives, and memory that all its ranks can write.
+"""Interfaces of kernels to other ranks: a group's collectives, and memory that all ranks can write.
 
-`negamax.parallel` implements `Collective`; kernels get one as an argument.
+`negamax.parallel` implements `Collective`; kernels get a `Collective` as an argument.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,16 @@ class PeerRegion:
 
         every rank's copy   [2 buffers, rows, senders, words] int64: flag << 32 | data
 
-    The flag in a word tells the reader that it has arrived (`collectives/triton_ll.py`). It is the
-    row's epoch, its number of uses. The program of row r takes epoch flags[r] + 1, uses its parity
-    as the buffer, and stores it in flags[r] at the end. Two buffers suffice and nothing is cleared:
-    a rank writes epoch e + 2 only after every peer has pushed e + 1, and a peer does so after it
-    has read e.
+    The flag in a word tells the reader that the word has arrived (`collectives/triton_ll.py`). A
+    flag is the row's epoch, which counts the uses of the row. The program of row r takes epoch
+    flags[r] + 1, selects the buffer by the parity of the epoch, and stores the epoch in flags[r] at
+    the end. Two buffers suffice and are never cleared: a rank writes epoch e + 2 only after every
+    peer has pushed epoch e + 1, and a peer pushes e + 1 after it has read epoch e.
     """
 
-    # [world + 1] int64: each rank's copy, in the address space of this one; `PollControl.words`
+    # [world + 1] int64, addresses for this rank: each rank's copy, then `PollControl.words`
     addresses: Tensor
-    flags: Tensor  # [rows] int32, the last of each row, local to this rank
+    flags: Tensor  # [rows] int32, last epoch of each row, local to this rank
     rows: int
     words: int  # per row and sender
 
@@ -38,7 +38,7 @@ class ShardRegion:
     Rank r owns rows r * shard .. (r + 1) * shard - 1, with shard = ceil(T / world). Every rank's
     copy has two parts:
 
-        partials   [world senders, shard, words] int32   what each rank adds to the rows of this one
+        partials   [world senders, shard, words] int32   all ranks' sums for this rank's rows
         gathered   [T, words] int32                      all rows of the norm, or with FP8
                    [T, 2 * words] e4m3, [T, 2 * words / 128] fp32 scales and, from the next multiple
                    of 16 bytes on, the outputs of `moe.route` for the rows
@@ -46,15 +46,15 @@ class ShardRegion:
     There are no flags: a `barrier` after each of the two writing kernels suffices. A writer of
     `partials` has passed the second barrier of the previous call, which the readers of `partials`
     reach after reading. A writer of `gathered` has passed the first barrier of this call, which
-    every rank reaches after its reads of the previous one.
+    every rank reaches after it has read the previous call's `gathered`.
     """
 
     partials: Tensor  # [world] int64, addresses of the ranks' copies in this rank's address space
-    gathered: Tensor  # [world] int64, the same
-    own_gathered: Tensor  # uint8, this rank's copy
-    rows: int  # at most
-    words: int  # of a row, two values each: exactly
-    # on the stream: afterwards all earlier writes of all ranks are visible
+    gathered: Tensor  # [world] int64, addresses like those of `partials`
+    own_gathered: Tensor  # uint8, this rank's copy of `gathered`
+    rows: int  # limit of the rows of a call
+    words: int  # words of a row; a word has two values
+    # barrier on the stream, after which all earlier writes of all ranks are visible
     barrier: Callable[[], None]
 
     def own(self, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -65,15 +65,15 @@ class ShardRegion:
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """The regions of one group on GPUs that reach each other. `world` is a power of two."""
+    """The regions of a group whose GPUs access each other's memory. `world` is a power of two."""
 
     rank: int
     world: int
     reduce: PeerRegion  # rows of hidden states, two bf16 a word
-    stats: PeerRegion  # two fp32 per token
-    pick: PeerRegion  # values and tokens of a sampled row: one each, or the leading ones
-    shards: ShardRegion | None = None  # None: large sums go through the group
-    tokens: PeerRegion | None = None  # rows dispatched to experts; None: they go through the group
+    stats: PeerRegion  # two fp32 sums per token
+    pick: PeerRegion  # best value and token of a sampled row, or the leading values and tokens
+    shards: ShardRegion | None = None  # None: large sums use the group's collectives
+    tokens: PeerRegion | None = None  # rows dispatched to experts; None: use the collectives
     owner: object = None  # keeps the memory behind the addresses alive
 
 
@@ -85,7 +85,7 @@ class Collective(Protocol):
     peers: PeerMemory | None  # None: the ranks share no memory
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks, maybe in memory that the next call overwrites."""
+        """Return the sum over ranks, in memory that the next call may overwrite."""
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Sum tensor [T, ...] over ranks, T % size == 0, and return this rank's [T / size, ...]."""
@@ -105,7 +105,7 @@ def find_region(
     rows: int,
     words: int,
 ) -> PeerRegion | None:
-    """Return the region of the group's peer memory if it has room for `rows` rows, else None."""
+    """Return the region `name` of the group if it has room for `rows` rows of `words`, or None."""
     peers = None if group is None else group.peers
     region: PeerRegion | None = None if peers is None else getattr(peers, name)
     fits = region is not None and rows <= region.rows and words <= region.words

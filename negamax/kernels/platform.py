@@ -11,7 +11,7 @@ from negamax.formats.platform import CPU, Platform, amd, nvidia
 
 @cache
 def platform_of(device: torch.device) -> Platform:
-    """Return the platform of `device`; it is asked once."""
+    """Return the platform of `device`."""
     if device.type != "cuda":
         return CPU
     found = torch.cuda.get_device_properties(device)
@@ -28,7 +28,7 @@ def platform_of(device: torch.device) -> Platform:
 def cpu_computes_bf16() -> bool:
     """Return whether this CPU has bf16 instructions.
 
-    oneDNN also multiplies bf16 on AVX-512 without them, slower than fp32 (docs/performance.md).
+    With plain AVX-512 oneDNN multiplies bf16 too, but slower than fp32 (docs/performance.md).
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False

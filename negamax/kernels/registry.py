@@ -1,7 +1,8 @@
-"""The table of kernels: which implementation runs each op.
+"""Select the implementation that runs each op.
 
-It is resolved once at start into a frozen `KernelTable` and logged; the forward pass calls plain
-functions. To add a kernel, write it in kernels/<family>/ and list it in the `KERNELS` of its file.
+The selection is resolved once at start into a frozen `KernelTable` and logged. The forward pass
+calls plain functions. To add a kernel, write a function in kernels/<family>/ and list the kernel in
+the `KERNELS` of its file.
 """
 
 import difflib
@@ -49,13 +50,13 @@ OPS: dict[str, AnyOp] = {
     op: op for family in _FAMILIES for op in vars(family).values() if isinstance(op, Op)
 }
 
-# `--kernels plain-norm`: every norm by its definition, apart from what it is fused with
+# `--kernels plain-norm` runs every norm by its reference and fuses no norm with another op
 PLAIN_NORM = "plain-norm"
 _NORMS = (
     norm.ADD_RMS, collectives.ALL_REDUCE_ADD_RMS, attention.QK_NORM_ROPE_WRITE,
     attention.HEAD_NORM_ROPE_WRITE, block_sparse.BLOCK_SPARSE_NORM_ROPE_WRITE,
 )  # fmt: skip
-# ops that pass each other what only their provider reads
+# ops that must have the same provider, because one reads data that the other wrote
 _PAIRS = (
     (collectives.ALL_REDUCE_ADD_RMS, collectives.COMPLETE_RESIDUAL),
     (dispatch.DISPATCH, dispatch.COMBINE),
@@ -63,7 +64,7 @@ _PAIRS = (
     (block_sparse.BLOCK_SPARSE_DECODE, block_sparse.BLOCK_SPARSE_PREFILL),
 )
 
-# for the CPU, preferred first; the reference of every op is the fallback
+# kernels for the CPU, preferred first; the reference of every op is the fallback
 KERNELS: tuple[AnyKernel, ...] = (
     *gemm_cpu.KERNELS,
     *(kernel for linear in gemm_cpu.ONEDNN for kernel in native_rows.kernels(linear)),
@@ -89,7 +90,7 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The kernels of one platform and dtype, by op, preferred first."""
+    """The kernels of one platform and dtype by op; the preferred kernel is first."""
 
     platform: Platform
     dtype: torch.dtype
@@ -99,7 +100,7 @@ class KernelTable:
     def of(
         cls, kernels: Iterable[AnyKernel], *, platform: Platform, dtype: torch.dtype
     ) -> "KernelTable":
-        """Build the table of those `kernels` that compute in `dtype`."""
+        """Build the table of the `kernels` that compute in `dtype`."""
         found: dict[AnyOp, tuple[AnyKernel, ...]] = {}
         for kernel in kernels:
             if dtype in kernel.dtypes:
@@ -107,7 +108,7 @@ class KernelTable:
         return cls(platform, dtype, found)
 
     def __getitem__(self, op: Op[P, R]) -> Kernel[P, R]:
-        """Return the kernel of `op` for plain weights, or of an op without weights."""
+        """Return the preferred kernel of `op`, for plain weights if the op has weights."""
         kernel = self.choose(op, PLAIN)
         assert kernel is not None, f"no kernel of {op}"
         return kernel
@@ -115,28 +116,28 @@ class KernelTable:
     def choose(
         self, op: Op[P, R], stored: TensorFormat, *, columns: int = 0
     ) -> Kernel[P, R] | None:
-        """Return the kernel of `op` for weights in `stored`, `columns` wide (0: any), or None."""
+        """Return the first kernel of `op` that reads `stored` with `columns` columns (0: any)."""
         for kernel in self.candidates[op]:
             if kernel.reads(stored) and columns % kernel.columns == 0:
                 return kernel
         return None
 
     def reads_stored(self, stored: TensorFormat) -> bool:
-        """Return whether linear layers and experts take weights in the format `stored`."""
+        """Return whether linear layers and experts support weights in the format `stored`."""
         return None not in (self.choose(LINEAR, stored), self.choose(EXPERTS, stored))
 
     def fusion(self, *sequence: str) -> AnyKernel | None:
-        """Return the kernel that fuses the ops of `sequence`; None if only its definition does."""
+        """Return the kernel that fuses the ops of `sequence`; None if there is only a reference."""
         for op in OPS.values():
             if op.sequence == sequence and self[op].provider != "reference":
                 return self[op]
         return None
 
     def select(self, choices: Sequence[str]) -> "KernelTable":
-        """Choose providers by `choices`, each OP=PROVIDER or `PLAIN_NORM`; later ones prevail.
+        """Choose providers by `choices`, each OP=PROVIDER or `PLAIN_NORM`, in this order.
 
-        A fused op whose parts are chosen runs as its parts. Errors: `ConfigError` for names that
-        this platform does not have.
+        A fused op is split if the provider of one of its ops is chosen. Raises `ConfigError` for
+        names that this platform does not have.
         """
         chosen: dict[AnyOp, tuple[AnyKernel, ...]] = {}
         for choice in (part.strip() for given in choices for part in given.split(",")):
@@ -152,7 +153,7 @@ class KernelTable:
         return replace(self, candidates={**self.candidates, **chosen})
 
     def _choose_provider(self, op: AnyOp, provider: str) -> dict[AnyOp, tuple[AnyKernel, ...]]:
-        """Return the candidates of `op`, and of those that depend on them, by `provider`."""
+        """Return the candidates of `op` by `provider`, and those of fused and paired ops."""
         providers = dict.fromkeys(kernel.provider for kernel in self.candidates[op])
         if provider not in providers:
             raise _unknown(f"the provider of {op}", provider, providers, choice=f"{op}={provider}")
@@ -160,16 +161,16 @@ class KernelTable:
             fused: (fused.reference,) for fused in OPS.values() if op in fused.sequence
         }
         for one in next((pair for pair in _PAIRS if op in pair), (op,)):
-            # the definition handles arguments that the provider does not support
+            # the reference handles weight formats that the provider does not support
             own = [kernel for kernel in self.candidates[one] if kernel.provider == provider]
             found[one] = (*own, one.reference)
         return found
 
     def describe(self, formats: Iterable[TensorFormat] = ()) -> str:
-        """Describe the table, one line per op: name, provider and summary.
+        """Describe the table in one line per op: name, provider and summary.
 
-        One more line follows for each of a checkpoint's `formats` that is read as it is stored. The
-        last line names formats that stay packed without tensor cores for them.
+        Below an op there is a line for each of `formats` that a kernel reads as stored. The last
+        line names formats that stay packed because no tensor core multiplies them.
         """
         lines = [f"kernels for {self.platform.label}, {str(self.dtype).removeprefix('torch.')}:"]
         for op in sorted(self.candidates):
@@ -194,25 +195,17 @@ class KernelTable:
 def _unknown(what: str, name: str, known: Collection[str], *, choice: str) -> ConfigError:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return ConfigError(
-        f"--kernels {choice!r:.80} names {what} {name[:60]!r}; here are: {', '.join(known)}",
+        f"--kernels {choice!r:.80} names {what} {name[:60]!r}; available: {', '.join(known)}",
         hint=f"did you mean {near[0]}?" if near else "choose one of these",
     )
 
 
 def resolve(*, platform: Platform, dtype: torch.dtype) -> KernelTable:
-    """Return the table for `platform` and `dtype`. References run everywhere."""
-    kernels = gpu_kernels() if Feature.TRITON in platform.features else KERNELS
-    return KernelTable.of(
-        (
-            kernel
-            for kernel in kernels
-            if kernel.provider == "reference"
-            or (
-                dtype in kernel.dtypes
-                and not platform.missing(kernel.requires)
-                and kernel.available()
-            )
-        ),
-        platform=platform,
-        dtype=dtype,
-    )
+    """Return the table for `platform` and `dtype`; references are the fallback of every op."""
+    usable = [
+        kernel
+        for kernel in (gpu_kernels() if Feature.TRITON in platform.features else KERNELS)
+        if kernel.provider == "reference"
+        or (dtype in kernel.dtypes and not platform.missing(kernel.requires) and kernel.available())
+    ]
+    return KernelTable.of(usable, platform=platform, dtype=dtype)

@@ -1,6 +1,6 @@
-"""exp, sin and cos of rows, independent of the number of rows.
+"""Compute exp, sin and cos of rows; the bits of a row do not depend on the number of rows.
 
-PyTorch's CPU loops take 32 floats at a time and finish the rest of a thread's share with scalar
+PyTorch's CPU loops process 32 floats at a time and finish the rest of a thread's share with scalar
 code, whose last bits may differ. Rows are therefore padded to whole steps, and a call stays below
 the size at which PyTorch uses several threads.
 """
@@ -11,7 +11,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-SAFE_ROWS_MULTIPLE = 4  # rows of an fp32 product: `gemm/cpu.py`
+SAFE_ROWS_MULTIPLE = 4  # fp32 GEMMs pad rows to a multiple of this number, see `gemm/cpu.py`
 _STEP = 32  # floats per step of a vector loop
 _SERIAL_LIMIT = 32_768  # elements from which PyTorch uses several threads
 
@@ -23,7 +23,7 @@ def padded_rows(num_rows: int, *, width: int, multiple: int = 1) -> int:
 
 
 def apply(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply `function` to contiguous values [rows, ..., width]; rows as of `padded_rows`."""
+    """Apply `function` to contiguous values [rows, ..., width]; `padded_rows` gives the rows."""
     if values.numel() < _SERIAL_LIMIT:
         return function(values)
     rows_per_block = max(1, (_SERIAL_LIMIT - 1) // (values.shape[-1] * _STEP)) * _STEP

@@ -1,14 +1,14 @@
-"""Attention on the CPU: gathered keys and PyTorch's fused attention, batch-invariant.
+"""Batch-invariant attention on the CPU with gathered keys and PyTorch's fused attention.
 
-A query at position p is computed over `padded_keys(p + 1)` keys, with later keys masked. Sequences
-of one padded length run as one batch, and a prefill in tiles of queries that share a padded length.
-The query heads of a KV head share its keys. A query's result therefore does not depend on the batch
-or on chunk borders, and is the same in prefill and decode. PyTorch's loop treats query rows alike,
-to the bit, from 4 rows on (tests/cpu/test_batch_invariance.py), so fewer are padded.
+A query at position p is computed over `padded_keys(p + 1)` keys, with later keys masked. Decodes
+with the same padded length run as one batch. A prefill runs in tiles of queries with the same
+padded length. A query's result therefore does not depend on the batch or on chunk borders, and is
+the same in prefill and decode. PyTorch computes each query row with the same bits if there are at
+least 4 rows (tests/cpu/test_batch_invariance.py), so smaller groups of rows are padded.
 
-Measured on two Zen 4 cores with cold caches (16 sequences, 384 keys, 2 KV heads of 128, bf16): 0.82
-ms, of which the gathers take 0.36 ms; batched GEMMs with an fp32 softmax took 1.44 ms. Scores and
-sums are fp32.
+A step of 16 sequences (384 keys, 2 KV heads of 128, bf16) takes 0.82 ms on two Zen 4 cores with
+cold caches; the gathers take 0.36 ms of it. Batched GEMMs with an fp32 softmax took 1.44 ms. Scores
+and sums are fp32.
 """
 
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ from negamax.kernels.kvcache.op import KvCache, TokenPlaces, write
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.peers import Collective
 
-QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of it
-_ROW_MULTIPLE = 4  # query rows per product
+QUERY_TILE = 64  # positions of a prefill tile; padded lengths are multiples of this number
+_ROW_MULTIPLE = 4  # query rows are padded to a multiple of this number
 _GATHER_ROWS = 64  # sequences whose keys are gathered at a time; bounds the memory of the copies
 
 
 def padded_keys(length: int, block_size: int) -> int:
-    """Return the padded keys of a query that sees `length`: by 64 or an eighth of a power of 2."""
+    """Round `length` keys up: to a multiple of 64, or of an eighth of the next power of two."""
     step = QUERY_TILE
     while length > 8 * step:
         step *= 2
@@ -52,8 +52,8 @@ def gather_index(
     """Return the blocks to gather for sequences padded to `num_keys` keys.
 
     tables [S, max_blocks], lengths [S, 1] -> [S * kv_heads * num_keys / block_size] int64, indices
-    into a cache viewed as [-1, block_size, head_dim]. Padding repeats a sequence's last block,
-    which is masked.
+    into a cache viewed as [-1, block_size, head_dim]. Padding repeats the last block of a sequence;
+    the repeated keys are masked.
     """
     last_block = (lengths - 1) // shape.block_size
     columns = np.minimum(np.arange(num_keys // shape.block_size), last_block)  # [S, blocks]
@@ -62,7 +62,7 @@ def gather_index(
 
 
 def gather(cache: Tensor, index: Tensor, *, matrices: int) -> Tensor:
-    """Gather cache [num_blocks, kv_heads, block_size, head_dim]: [matrices, 1, keys, head_dim]."""
+    """Gather [num_blocks, kv_heads, block_size, head_dim] -> [matrices, 1, keys, head_dim]."""
     _, _, block_size, head_dim = cache.shape
     return (
         cache.view(-1, block_size, head_dim).index_select(0, index).view(matrices, 1, -1, head_dim)
@@ -76,18 +76,18 @@ def gather(cache: Tensor, index: Tensor, *, matrices: int) -> Tensor:
 class DecodeBucket:
     """S sequences with one padded length N."""
 
-    rows: Tensor | None  # [S] int64 which queries; None: all of them
-    blocks: Tensor  # from gather_index
+    rows: Tensor | None  # [S] int64, indices of the queries; None: all queries of the step
+    blocks: Tensor  # result of `gather_index`
     mask: Tensor  # [S * kv_heads, 1, 1, N] of the cache's dtype, 0 or -inf
 
 
 def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[DecodeBucket, ...]:
-    """One query per sequence, at position seq_len - 1."""
+    """Plan one query per sequence, at position seq_len - 1."""
     assert not shape.quantize, "FP8 output is made on the GPU only"
     tables, seq_lens = queries.used_tables(shape.block_size).numpy(), queries.host_seq_lens
     members: dict[int, list[int]] = {}
     for row, length in enumerate(seq_lens):
-        if length > 0:  # padding has no keys
+        if length > 0:  # rows of padding have no keys
             members.setdefault(padded_keys(length, shape.block_size), []).append(row)
     buckets = []
     slices = [
@@ -126,7 +126,7 @@ def decode(q: Tensor, cache: KvCache, plan: tuple[DecodeBucket, ...]) -> Tensor:
 
 def _decode_bucket(q: Tensor, cache: KvCache, bucket: DecodeBucket) -> Tensor:
     num_seqs, heads, head_dim = q.shape
-    # one GEMM per sequence and KV head; its query heads are the rows
+    # one GEMM per sequence and KV head; the rows are the query heads of the KV head
     matrices = num_seqs * cache.k.shape[1]
     group = heads // cache.k.shape[1]
     queries = q.reshape(matrices, 1, group, head_dim)
@@ -152,7 +152,7 @@ class PrefillTile:
     """Some queries of a run, and the mask of their keys."""
 
     queries: slice
-    mask: Tensor  # [queries padded to whole rows, keys] of the cache's dtype, 0 or -inf
+    mask: Tensor  # [queries padded to _ROW_MULTIPLE, keys] of the cache's dtype, 0 or -inf
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,12 @@ class PrefillRun:
     """One sequence's run among the T queries."""
 
     queries: slice
-    blocks: Tensor  # from gather_index
+    blocks: Tensor  # result of `gather_index`
     tiles: tuple[PrefillTile, ...]
 
 
 def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> tuple[PrefillRun, ...]:
-    """A run of queries per sequence, each at the last positions of its sequence."""
+    """Plan a run of queries per sequence, at the last positions of the sequence."""
     assert not shape.quantize, "FP8 output is made on the GPU only"
     tables, runs, first = queries.used_tables(shape.block_size).numpy(), [], 0
     for table, end, count in zip(
@@ -182,7 +182,7 @@ def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> tuple[Prefill
 def _plan_tiles(
     start: int, end: int, *, block_size: int, dtype: torch.dtype
 ) -> tuple[PrefillTile, ...]:
-    """Split queries at positions start to end - 1 where the padded length may change."""
+    """Split queries at positions start to end - 1 at the multiples of QUERY_TILE."""
     tiles = []
     first = start
     while first < end:
@@ -207,7 +207,7 @@ def prefill(q: Tensor, cache: KvCache, plan: tuple[PrefillRun, ...]) -> Tensor:
 
 
 def _prefill_run(q: Tensor, cache: KvCache, run: PrefillRun, out: Tensor) -> None:
-    """Attend with q [T, heads, head_dim] of one sequence; fills out [T, heads * head_dim]."""
+    """Attend with q [T, heads, head_dim] of one sequence; write out [T, heads * head_dim]."""
     num_tokens, heads, head_dim = q.shape
     kv_heads = cache.k.shape[1]
     group = heads // kv_heads
@@ -233,7 +233,7 @@ def _prefill_run(q: Tensor, cache: KvCache, run: PrefillRun, out: Tensor) -> Non
 def qk_norm_rope_write(
     qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Compute the op as defined; q and k are rotated in place."""
+    """Compute `qk_norm_rope_write`; q and k are rotated in place."""
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)
     rotary_dim = at.cos.shape[-1]

@@ -17,18 +17,18 @@ from negamax.kernels.peers import Collective
 class DecodeRuns:
     """Decodes with draft tokens, grouped by sequence.
 
-    Sequence s has query_starts[s + 1] - query_starts[s] tokens in the step, its last ones, at most
+    The step has the last query_starts[s + 1] - query_starts[s] tokens of sequence s, at most
     `AttentionMetadata.max_decode_run`. Tokens from query_starts[S] on are padding.
     """
 
     block_table_indices: Tensor  # [S] int64
-    seq_lens: Tensor  # [S] int32, tokens including this step; 0: padding
+    seq_lens: Tensor  # [S] int32, lengths including this step; 0 for padding
     query_starts: Tensor  # [S + 1] int64
 
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """Tokens of a step, N per rank of `group` in rank order; padding is in the padding sequence."""
+    """Tokens of a step, N per rank of `group` in rank order; padding has the padding slot."""
 
     group: Collective
     positions: Tensor  # [ranks * N] int64
@@ -37,10 +37,10 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The T tokens of a step, for a mixture of experts; by default all are real."""
+    """The T tokens of a step, as input of a mixture of experts; by default there is no padding."""
 
-    num_actual_tokens: Tensor | None = None  # as in `AttentionMetadata`, like the next fields
-    # they name the copy of an expert that a token uses; None: all 0
+    num_actual_tokens: Tensor | None = None  # all fields are those of `AttentionMetadata`
+    # positions select the copy of an expert that a token uses; None: all positions are 0
     positions: Tensor | None = None
     most_tokens: int | None = None
     is_share: bool = False
@@ -50,43 +50,43 @@ class StepTokens:
 class AttentionMetadata:
     """T query tokens of S sequences with keys in paged caches.
 
-    A sequence's queries are its last tokens. First come `num_decodes` sequences of one query each,
-    then runs of several. Sequence s has the queries query_starts[s] to query_starts[s + 1] - 1, and
-    its blocks are block_tables[block_table_indices[s]]. Tensors are on the device of the caches.
-    The host's copies serve preparation on the host. They are () during graph capture, and upper
-    bounds while draft tokens of an earlier step are being verified, which does not happen on a CPU.
+    A sequence's queries are its last tokens. The first `num_decodes` sequences have one query each,
+    the other sequences have several. Sequence s has queries query_starts[s] to query_starts[s + 1]
+    - 1, and its blocks are block_tables[block_table_indices[s]]. Tensors are on the device of the
+    caches. The host plans with the `host_` copies, which are () during graph capture. On GPUs they
+    are upper bounds while draft tokens of an earlier step are being verified.
     """
 
     positions: Tensor  # [T] int64
     token_slots: Tensor  # [T] int64, row of block_tables of each token's sequence
     block_tables: Tensor  # [slots, max_blocks] int32 or int64
     block_table_indices: Tensor  # [S] int64
-    # [S] int32, tokens including this step; 0: a row of padding, with output 0
+    # [S] int32, lengths including this step; a length of 0 is padding, whose output is 0
     seq_lens: Tensor
     query_starts: Tensor  # [S + 1] int32
     num_decodes: int
-    host_seq_lens: tuple[int, ...]  # [S] lengths; upper bounds unless `is_exact`
-    host_query_lens: tuple[int, ...]  # [S] queries of each sequence
-    # [1] int32, the number of real tokens, before the padding; None: all
+    host_seq_lens: tuple[int, ...]  # [S] sequence lengths; upper bounds unless `is_exact`
+    host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence
+    # [1] int32, number of tokens before the padding; None: there is no padding
     num_actual_tokens: Tensor | None = None
-    # tokens of the rank that has the most in this step, or more; None: all ranks have T
+    # upper bound of the tokens that a rank has in this step; None: all ranks have T tokens
     most_tokens: int | None = None
     is_share: bool = False  # context-parallel ranks have different tokens of this step
-    # the split over context-parallel ranks; None: every rank has all tokens, or none
+    # the tokens of all context-parallel ranks; None: the step's tokens are not split over ranks
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
-    # Adjacent decodes that may belong to one sequence, at most; each is one token longer than the
-    # previous. Set for steps with draft tokens whose lengths only the device holds.
+    # Limit of the adjacent decodes that may belong to one sequence; a decode is one token longer
+    # than the previous one. It is set if only the device holds the lengths after draft tokens.
     max_decode_run: int = 1
-    # The same decodes by sequence, for kernels that read the keys of adjacent decodes once. None:
-    # they are not known, or each sequence has one.
+    # The decodes grouped by sequence, for kernels that read the keys of a sequence once. None: the
+    # groups are unknown, or each sequence has one decode.
     decode_runs: DecodeRuns | None = None
-    # by kind of attention, the plan that its layers share in this step
+    # by kind of attention, the plan that all layers of this kind share in this step
     prepared: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_captured(self) -> bool:
-        """Whether only the device knows the lengths."""
+        """Whether only the device holds the lengths."""
         return len(self.host_seq_lens) < self.block_table_indices.shape[0]
 
     @property
@@ -95,19 +95,18 @@ class AttentionMetadata:
 
     @cached_property
     def step_tokens(self) -> StepTokens:
-        """Return the step's tokens for a mixture of experts."""
         return StepTokens(
             self.num_actual_tokens, self.positions, self.most_tokens, is_share=self.is_share
         )
 
     @property
     def decodes(self) -> "AttentionMetadata | None":
-        """Return the sequences with one query each; None if there are none."""
+        """Return the sequences with one query each; None if there is no such sequence."""
         return self._part(0, self.num_decodes)
 
     @property
     def prefills(self) -> "AttentionMetadata | None":
-        """Return the sequences with runs of queries; None if there are none."""
+        """Return the sequences with runs of queries; None if there is no such sequence."""
         return self._part(self.num_decodes, self.block_table_indices.shape[0])
 
     def used_tables(self, block_size: int) -> Tensor:
@@ -139,12 +138,13 @@ class AttentionMetadata:
 class CacheShard:
     """The blocks of keys and values that a rank holds.
 
-    Of several ranks with copies of a KV head, each has every `ranks`-th block of the pool. Block b
-    is block b // ranks + 1 of rank b % ranks. Block 0 of each rank is the padding block.
+    If several ranks have copies of a KV head, each rank holds every `ranks`-th block of the pool.
+    Block b of the pool is block b // ranks + 1 of rank b % ranks. Block 0 of each rank is the
+    padding block.
     """
 
     rank: int = 0
-    ranks: int = 1  # 1: all blocks, with their indices in the pool
+    ranks: int = 1  # 1: the rank holds all blocks, under their indices in the pool
 
 
 WHOLE_CACHE = CacheShard()
@@ -158,8 +158,8 @@ class PagedShape:
     group: int  # query heads per KV head
     block_size: int
     cache: CacheShard = field(default=WHOLE_CACHE, kw_only=True)
-    dtype: torch.dtype = field(default=torch.bfloat16, kw_only=True)  # of queries
-    quantize: bool = field(default=False, kw_only=True)  # the result is in FP8, too; on GPUs only
+    dtype: torch.dtype = field(default=torch.bfloat16, kw_only=True)  # dtype of queries
+    quantize: bool = field(default=False, kw_only=True)  # also return FP8; on GPUs only
 
 
 def attention_metadata(

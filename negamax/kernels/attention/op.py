@@ -1,10 +1,10 @@
-"""Attention over a paged KV cache, and the norm, rope and cache write before it.
+"""Define attention over a paged KV cache, and the norm, rope and cache write before it.
 
     out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],
     over the keys j <= position of t
 
-Scores, softmax and sums are in fp32. The cache layout is that of `kernels/kvcache/op.py`. Position
-p of a sequence is in block table[p // block_size] at offset p % block_size.
+Scores, softmax and sums are in fp32. `kernels/kvcache/op.py` defines the cache layout. Position p
+of a sequence is in block table[p // block_size] at offset p % block_size.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class QkNorm:
     weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, q part first
     heads: int
     kv_heads: int
-    # elements in the sum of squares over all ranks; each copy of a replicated KV head counts
+    # number of elements in the sums of squares of all ranks, with all copies of replicated KV heads
     q_count: float
     k_count: float
     eps: float
@@ -39,7 +39,7 @@ class QkNorm:
 def prepare_qk_norm(
     weight: Tensor, /, *, heads: int, kv_heads: int, eps: float, ranks: int
 ) -> Prepared:
-    """Wrap weight [(heads + kv_heads) * head_dim] fp32 of one of `ranks` ranks."""
+    """Wrap weight [(heads + kv_heads) * head_dim] fp32 of one rank among `ranks` ranks."""
     per_head = float(weight.shape[0] // (heads + kv_heads) * ranks)
     return QkNorm(weight, heads, kv_heads, heads * per_head, kv_heads * per_head, eps)
 
@@ -47,8 +47,8 @@ def prepare_qk_norm(
 def split_heads(qkv: Tensor, *, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split qkv [T, (heads + 2 kv_heads) * head_dim] into q, k, v [T, heads, head_dim] fp32.
 
-    NaN and infinity become finite: a later owner of the block multiplies masked values by a
-    probability of 0, and 0 * NaN is NaN.
+    NaN and infinity become finite. If the block is reused, attention multiplies its masked values
+    by a probability of 0, and 0 * NaN would be NaN.
     """
     finite = qkv.nan_to_num().float().unflatten(1, (heads + 2 * kv_heads, -1))
     q, k, v = torch.split(finite, [heads, kv_heads, kv_heads], dim=1)
@@ -60,7 +60,7 @@ def qk_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return full-width RMS norms of q and k [T, heads, head_dim] fp32.
 
-    The mean of squares runs over all heads of all ranks of the attention `group`; None: one rank.
+    The mean of squares includes all heads of all ranks of the attention `group` (None: one rank).
     """
     q, k = q.flatten(1), k.flatten(1)
     sums = torch.stack((q.square().sum(-1), k.square().sum(-1)), dim=-1)  # [T, 2]
@@ -82,7 +82,7 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class HeadNorm:
     """Weights of per-head norms, and this rank's numbers of heads."""
 
-    weight: Tensor  # [2, head_dim] fp32, of queries and of keys
+    weight: Tensor  # [2, head_dim] fp32, norm weights of queries and of keys
     heads: int
     kv_heads: int
     eps: float
@@ -99,7 +99,7 @@ def head_norm_rope_write(
 ) -> Tensor:
     """Do `qk_norm_rope_write` with `head_norm` of q and k; `group` is not used.
 
-    Rows of qkv may be apart, as columns of a larger tensor.
+    qkv may be a slice of columns of a larger tensor.
     """
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = (
@@ -132,7 +132,7 @@ def qk_norm_rope_write(
     """Norm and rotate q and k, write k and v to the cache, return q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection; a kernel may overwrite it.
-    Arithmetic is in fp32 and rounded once, at the end.
+    Arithmetic is fp32 and rounds once, at the end.
     """
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)
@@ -145,8 +145,8 @@ def qk_norm_rope_write(
 
 
 def plan(queries: AttentionMetadata, shape: PagedShape, /) -> Prepared:
-    """Return `queries` unchanged; FP8 output is for GPU kernels only."""
-    assert not shape.quantize, "the definition has no FP8 output"
+    """Return `queries` unchanged; only GPU kernels have FP8 output."""
+    assert not shape.quantize, "the reference has no FP8 output; set quantize=False"
     return queries
 
 
@@ -171,13 +171,13 @@ def attend(q: Tensor, cache: KvCache, queries: Prepared, /) -> Hidden:
 
 
 def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """Gather the first `length` tokens of `table`: [length, kv_heads, head_dim] fp32."""
+    """Gather the first `length` tokens of `table` -> [length, kv_heads, head_dim] fp32."""
     return gather_rows(cache, table[: -(-length // cache.shape[2])])[:length]
 
 
 def gather_rows(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Gather the tokens of `blocks`: [tokens, kv_heads, head_dim] fp32."""
-    found = cache.view(torch.uint8)[blocks].view(cache.dtype)  # indexing does not take FP8
+    """Gather the tokens of `blocks` -> [tokens, kv_heads, head_dim] fp32."""
+    found = cache.view(torch.uint8)[blocks].view(cache.dtype)  # indexing does not support FP8
     return found.transpose(1, 2).flatten(0, 1).float()
 
 

@@ -9,45 +9,37 @@ from negamax.kernels.launch.tile import Launch, has_h200_tiles
 
 @dataclass(frozen=True)
 class DecodeSplit:
-    """How the keys of a decode step are split, before the dtype of the cache is known."""
+    """Rules for splitting the keys of a decode step, for caches of any dtype."""
 
-    block_n: int  # keys of a tile
-    min_tiles: int  # of a split
-    programs: float  # per multiprocessor
-    split_programs: float  # per multiprocessor, if each program has one split of one sequence
-    # of a sequence, if each program has one split: with fewer, some splits are twice as long as
-    # others; for tiles of up to 16 rows
-    min_splits: int
-    wide_programs: float  # per multiprocessor, if each program has a run of tiles of 32 rows
-    min_runs: int  # sequences from which a program attends with several queries
+    block_n: int = 64  # keys of a tile
+    min_tiles: int = 1  # tiles of a split
+    programs: float = 3  # programs per multiprocessor
+    split_programs: float = 1.5  # programs per multiprocessor if each has one split of a sequence
+    # least splits of a sequence if each program has one split of up to 16 rows; with fewer splits,
+    # some splits would be twice as long as others
+    min_splits: int = 3
+    wide_programs: float = 2  # programs per multiprocessor if each has a run of tiles of 32 rows
+    min_runs: int = 4  # with this number of sequences a program attends with several queries
 
 
-DECODE = DecodeSplit(
-    block_n=64,
-    min_tiles=1,
-    programs=3,
-    split_programs=1.5,
-    min_splits=3,
-    wide_programs=2,
-    min_runs=4,
-)
-_SHORT = 4096  # tokens; with longer sequences large tiles read keys less often
-_FEW = 64  # queries, too few to fill large tiles
+DECODE = DecodeSplit()
+_SHORT = 4096  # tokens of a sequence; for longer sequences large tiles read the keys less often
+_FEW = 64  # queries of a step; so few queries do not fill large tiles
 
 
 class AttentionTiles:
-    """Unmeasured sizes: two stages that need at most 64 KB of shared memory."""
+    """Unmeasured sizes with two stages, which need at most 64 KB of shared memory."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
         """Return the launch for caches of `cache_bytes` per element, tiles of `block_m` rows."""
         return Launch(num_warps=4, num_stages=2)
 
     def prefill_block_m(self, longest: int, num_tokens: int) -> int:
-        """Return the queries per program; small tiles waste less at the diagonal."""
+        """Return the queries per program; small tiles compute fewer masked scores."""
         return 64
 
     def prefill_programs(self, block_m: int) -> int:
-        """Return the programs with tiles of `block_m` queries that a multiprocessor holds."""
+        """Return how many programs with tiles of `block_m` queries fit on a multiprocessor."""
         return 128 // block_m
 
     def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
@@ -56,7 +48,7 @@ class AttentionTiles:
 
 
 class H200AttentionTiles(AttentionTiles):
-    """Measured with head_dim 128."""
+    """Sizes measured on an H200 with head_dim 128."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
         if split_kv or block_m > 16:
@@ -79,8 +71,8 @@ def tiles_for(device: torch.device) -> AttentionTiles:
 def choose_decode_programs(
     num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1, min_splits: int = 1
 ) -> tuple[int, bool]:
-    """Return the programs per KV head, and SPLIT_KV: whether each has one split of one sequence,
-    which needs `min_splits` programs per sequence. `num_rows`: rows of a tile.
+    """Return the programs per KV head, and SPLIT_KV: whether each program has one split of one
+    sequence, which needs `min_splits` programs per sequence. A tile has `num_rows` rows.
     """
     runs = DECODE.programs if num_rows <= 16 else DECODE.wide_programs
     split, many = (

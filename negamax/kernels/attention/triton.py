@@ -1,8 +1,7 @@
-"""Attention on the GPU: one launch for norm, rope and cache write, one for the decodes of a step,
-one for its prefills.
+"""Attention on the GPU in three launches: norm, rope and cache write; decodes; prefills.
 
-Scores, softmax and sums are in fp32. FP8 keys and values are multiplied as fp16, which holds them
-exactly.
+Scores, softmax and sums are fp32. FP8 keys and values are multiplied as fp16, which represents FP8
+values exactly.
 """
 
 from functools import partial

@@ -1,21 +1,21 @@
-"""Attention of decodes over the paged cache with split KV: one query per sequence, or several if a
-step verifies draft tokens.
+"""Attention of decodes over the paged cache with split KV. A sequence has one query, or several if
+the step verifies draft tokens.
 
-Grid (kv_heads, programs). A program attends with the GROUP query heads of one KV head, for one
-query or several (`triton_decode_runs`), to its run of tiles (`triton_decode_plan`). The partial
-results of a sequence are then reduced (`triton_decode_reduce`).
+Grid (kv_heads, programs). A program attends with the GROUP query heads of one KV head to its run of
+tiles (`triton_decode_plan`), for one or several queries (`triton_decode_runs`). The partial results
+of a sequence are then reduced (`triton_decode_reduce`).
 
     q, out   [T, kv_heads * GROUP, DIM]            the GROUP heads of a KV head: rows of a tile
     k, v     [blocks, kv_heads, BLOCK_SIZE, DIM]   blocks of a sequence by its block table
 
                         BLOCK_N keys of a tile
                    | warp 0 | warp 1 | ...        each warp has its own slice of every tile, and its
-        BLOCK_M    |        |        |            own m_i, l_i [BLOCK_M] and acc [BLOCK_M, BLOCK_D]:
-        rows       |        |        |            none waits for another before the end of the split
+        BLOCK_M    |        |        |            own m_i, l_i [BLOCK_M] and acc [BLOCK_M, BLOCK_D];
+        rows       |        |        |            warps do not wait for each other within a split
 
-At these sizes the latency of a program counts as much as its bytes, so instructions are kept few: a
-cache holds finite values everywhere and is read without masks. With PREFETCH_KV the first tile,
-which earlier steps wrote, is read before the predecessor has ended.
+The latency of a program matters as much as its bytes, so the kernel has few instructions. For
+example, all values of a cache are finite, so it is read without masks. With PREFETCH_KV the first
+tile, which earlier steps wrote, is read before the predecessor kernel has ended.
 """
 
 import torch
@@ -77,7 +77,9 @@ def _tile_step(q, k, v, visible, scale, m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def _first_rows(x, ROWS: tl.constexpr):
-    """Return the first ROWS, all or half, of x [WARPS, BLOCK_M, columns]; no value moves."""
+    """Return the first ROWS rows (all or half) of x [WARPS, BLOCK_M, columns]; registers keep their
+    values.
+    """
     if x.shape[1] > ROWS:
         halves = tl.reshape(x, [x.shape[0], 2, ROWS, x.shape[2]])
         x, _ = tl.split(tl.permute(halves, (0, 2, 3, 1)))
@@ -86,7 +88,7 @@ def _first_rows(x, ROWS: tl.constexpr):
 
 @triton.jit
 def _sum_over_warps(x, WARPS: tl.constexpr):
-    """Sum x [WARPS, rows, columns] over its first dimension; each exchange halves it."""
+    """Sum x [WARPS, rows, columns] over its first dimension, which each step halves."""
     for _ in tl.static_range(WARPS):
         if x.shape[0] > 1:
             halves = tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]])
@@ -112,7 +114,7 @@ def _reduce_warps(m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def _key_step(q, k, v, visible, scale, m_i, l_i, acc):
-    """Attend to one more key k and value v [BLOCK_D], if `visible`; q [PARTIAL_ROWS, BLOCK_D]."""
+    """Attend with q [PARTIAL_ROWS, BLOCK_D] to one key k and value v [BLOCK_D] if `visible`."""
     score = tl.where(visible, tl.sum(q * k[None, :], axis=1) * scale, float("-inf"))
     new = tl.maximum(m_i, score)
     safe = clamp_empty_max(new)
@@ -125,12 +127,12 @@ def _attend_split(
     q, k_cache, v_cache, tables, table_stride, partials, output, lse, qk_scale, v_scale,
     head, program, programs, tile, until, run, sequence, prefetched, C: tl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles `tile` to `until` of one sequence; write the output or `partials`.
+    """Attend to tiles `tile` to `until` - 1 of one sequence; write the output or `partials`.
 
-    `prefetched` (PREFETCH_KV): k and v of the first tile, and the offset of the newest key, which
-    the predecessor wrote; the newest key comes last.
+    With PREFETCH_KV `prefetched` is k and v of the first tile, and the offset of the newest key.
+    The predecessor kernel wrote the newest key, so it is processed last.
     """
-    WARPS: tl.constexpr = C.WARPS  # Triton 3.6 takes no field of a struct in a shape
+    WARPS: tl.constexpr = C.WARPS  # Triton 3.6 does not accept a field of a struct in a shape
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
     SLICE: tl.constexpr = C.BLOCK_N // WARPS
@@ -179,8 +181,8 @@ def _attend_split(
         for t in range(first, after):
             k = load_tile(k_cache, offset, lane, column3, C)
             v = load_tile(v_cache, offset, lane, column3, C)
-            # Load the blocks of the next tile a tile ahead: a load that waits for another one would
-            # halve the pipeline.
+            # Load the block numbers of the next tile one tile ahead. A load that waits for another
+            # load would halve the pipeline.
             offset = locate_key_tile(table, t + 1, lane, num_keys, head, C)
             visible = key < keys_seen - t * C.BLOCK_N
             m_i, l_i, acc = _tile_step(q_tile, k, v, visible, qk_scale, m_i, l_i, acc, C)
@@ -195,7 +197,9 @@ def _attend_split(
 
 @triton.jit
 def _prefetch(k_cache, v_cache, tables, table_stride, head, tile, sequence, C: tl.constexpr):
-    """Load k and v [WARPS, BLOCK_N / WARPS, BLOCK_D] of the first tile; newest key's offset."""
+    """Load k and v [WARPS, BLOCK_N / WARPS, BLOCK_D] of the first tile; return them and the offset
+    of the newest key.
+    """
     SLICE: tl.constexpr = C.BLOCK_N // C.WARPS
     lane = (tl.arange(0, C.WARPS) * SLICE)[:, None, None] + tl.arange(0, SLICE)[None, :, None]
     column = tl.arange(0, C.BLOCK_D)[None, None, :]
@@ -213,27 +217,27 @@ def _decode_kernel(
     k_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, DIM]
     v_cache,
     tables,  # [slots, table_stride] int32, blocks
-    sequences,  # see triton_decode_plan
-    work,
-    partials,  # see triton_decode_reduce
-    out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
-    values,  # e4m3 and
-    scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
-    lse,  # likewise, written: `write_lse`
-    lengths,  # [S] int32, in place of those of the plan; None unless FEWER_KEYS
-    query_starts,  # see `DecodeRuns`, and
-    num_tokens,  # T; None both where QUERIES is 1
+    sequences,  # [S, SEQUENCE_WORDS] int32, see triton_decode_plan
+    work,  # [programs, WORK_WORDS] int32, see triton_decode_plan
+    partials,  # partial results, see triton_decode_reduce
+    out,  # [T, KV_HEADS * GROUP * DIM], written
+    values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None
+    scales,  # [T, KV_HEADS * GROUP] fp32, written if QUANTIZE, else None
+    lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
+    lengths,  # [S] int32, replace the lengths of the plan if FEWER_KEYS, else None
+    query_starts,  # tensor of `DecodeRuns`; None if QUERIES is 1
+    num_tokens,  # T; None if QUERIES is 1
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,
     table_stride,
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run one program: with SPLIT_KV one split of a sequence, else a run of tiles of any sequences.
+    """Attend to one split of a sequence (SPLIT_KV) or to a run of tiles of several sequences.
 
     A program waits only for programs that come later in the plan. These have smaller program ids,
-    so they are running or have ended. PREFETCH_KV: every sequence has one new key in this step, and
-    all others are read before the predecessor has ended.
+    so they are running or have ended. PREFETCH_KV requires that every sequence has one new key in
+    this step; older keys are read before the predecessor kernel has ended.
     """
     head, programs = tl.program_id(0), tl.num_programs(1)
     program = programs - 1 - tl.program_id(1)
@@ -249,7 +253,8 @@ def _decode_kernel(
             return
         if C.PREFETCH_KV:
             prefetched = _prefetch(k_cache, v_cache, tables, table_stride, head, tile, sequence, C)
-    wait_for_predecessor(PDL)  # the plan and the tables are older than the first layer of this step
+    # The loads above need no wait: the plan and the tables were written before the first layer.
+    wait_for_predecessor(PDL)
     output = (out, values, scales)
     if C.SPLIT_KV:
         _attend_split(
@@ -273,14 +278,14 @@ def _decode_kernel(
 
 
 def _all_programs_run(device: torch.device, block_m: int) -> bool:
-    """Return whether all programs with SPLIT_KV run at once, two of 98 KB a multiprocessor."""
+    """Return whether all SPLIT_KV programs run at once: two fit into a multiprocessor's memory."""
     assert DECODE.split_programs <= 2
     needed = 84 if block_m == 16 else 100
     return platform.platform_of(device).shared_memory >= 2 * needed * 1024
 
 
 def has_one_new_key(plan: DecodePlan) -> bool:
-    """Return whether each split certainly sees at most one key of this step, as if captured."""
+    """Return whether the plan guarantees that a split has at most one key of this step."""
     queries = plan.queries
     return plan.split_kv and queries.is_captured and queries.max_decode_run == 1
 
@@ -301,7 +306,7 @@ def launch_decode(
     lse: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> None:
-    """Run `decode` into `output` and lse [T, heads]; `lengths` [S] int32 replaces planned ones."""
+    """Run `decode` into `output` and lse [T, heads]; `lengths` [S] int32 replace planned ones."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return
@@ -312,7 +317,7 @@ def launch_decode(
     block_d = triton.next_power_of_2(max(16, head_dim))
     partial_rows = 8 if num_rows <= 8 else block_m
     assert block_m <= MAX_ROWS, (
-        f"{shape.group} query heads per KV head; the decode kernel handles at most {MAX_ROWS}"
+        f"{num_rows} query rows per KV head; the decode kernel supports at most {MAX_ROWS}"
     )
     partials = workspace(shape.kv_heads * plan.programs * partial_rows * (block_d + 4), q.device)
     launch = tiles_for(q.device).decode_launch(

@@ -1,18 +1,19 @@
-"""Plan which program of a decode step attends to which keys, once per step, on the device.
+"""Assign the keys of a decode step to programs, once per step, on the device.
 
-The keys of every sequence are tiles of BLOCK_N, numbered through all sequences. Each KV head has
-the same number of programs, and each program a run of tiles:
+The keys of every sequence are divided into tiles of BLOCK_N. Tiles are numbered through all
+sequences. Each KV head has the same number of programs, and each program has a run of tiles:
 
     sequences    |----- A -----|-- B --|---------- C ----------|    num_splits: A 3, B 1, C 4
     SPLIT_KV     |  0 |  1 | 2 |   3   |  4  |  5  |  6  |  7  |    one split of one sequence each
     else         |     0     |     1     |     2     |    3    |    equal runs of all tiles
 
-SPLIT_KV is used if there are enough programs for several splits of each sequence; the splits are
-then as short as the programs allow. One sequence of 100,000 tokens keeps all multiprocessors busy,
-and so do a hundred short ones. The lengths stay on the device.
+SPLIT_KV is used if there are enough programs for several splits of each sequence. The splits are
+then as short as the number of programs allows. One sequence of 100,000 tokens keeps all
+multiprocessors busy, and so do a hundred short sequences. The lengths stay on the device.
 
     sequences [S, SEQUENCE_WORDS] int32    the fields of `PlannedSequence`
-    work [programs, WORK_WORDS] int32      first tile, end (0: none), its number, -, its fields
+    work [programs, WORK_WORDS] int32      first tile, end tile (0: no work), number of the first
+                                           sequence, unused, fields of the first sequence
 """
 
 import threading
@@ -34,31 +35,31 @@ from negamax.kernels.launch.triton import launch_options
 SEQUENCE_WORDS = tl.constexpr(8)
 WORK_WORDS = tl.constexpr(16)
 _BLOCK_S = tl.constexpr(128)  # sequences that the planning program loads together
-EMPTY = tl.constexpr(-1)  # marks a word of the workspace that no partial result has filled
+EMPTY = tl.constexpr(-1)  # value of a workspace word that holds no partial result
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The work of each program, which all layers of a step share."""
+    """The work of each program. All layers of a step share the plan."""
 
     queries: AttentionMetadata
     shape: PagedShape
     sequences: Tensor  # [S, SEQUENCE_WORDS] int32
     work: Tensor  # [programs, WORK_WORDS] int32
-    programs: int  # per KV head
+    programs: int  # programs per KV head
     split_kv: bool
-    reduce_later: bool  # by a second launch
+    reduce_later: bool  # whether a second launch reduces the partial results
     runs: DecodeRuns | None  # None: each sequence of the plan has one query
-    num_queries: int  # of a sequence that one program attends with
+    num_queries: int  # limit of the queries of a sequence that a program attends with
     dependent: bool = True  # see `launch_options`
 
 
-# by thread, device and words; never released, because captured graphs write them
+# workspaces by thread, device and words; never released, because captured graphs write to them
 WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def workspace(words: int, device: torch.device) -> Tensor:
-    """Return [words] int32 for partial results, EMPTY between launches; each thread has its own."""
+    """Return this thread's memory for partial results: int32 [words], EMPTY between launches."""
     key = threading.get_ident(), device, triton.next_power_of_2(words)
     if key not in WORKSPACES:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -72,7 +73,7 @@ class PlannedSequence(NamedTuple):
 
     first_tile: tl.tensor
     end_tile: tl.tensor
-    length: tl.tensor  # tokens
+    length: tl.tensor  # length in tokens
     table_index: tl.tensor  # row of the block tables
     first_program: tl.tensor
     num_splits: tl.tensor
@@ -95,7 +96,7 @@ def load_sequence(at):
 
 @triton.jit
 def replace_length(sequence, lengths, seq, C: tl.constexpr):
-    """Return `sequence`; with FEWER_KEYS its length is that of `lengths`."""
+    """Return `sequence`; with FEWER_KEYS its length is lengths[seq]."""
     if C.FEWER_KEYS:
         sequence = PlannedSequence(
             sequence.first_tile, sequence.end_tile, tl.load(lengths + seq), sequence.table_index,
@@ -106,8 +107,8 @@ def replace_length(sequence, lengths, seq, C: tl.constexpr):
 
 @triton.jit
 def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
-    """Load the _BLOCK_S sequences from `start` on: their numbers, whether they exist, lengths and
-    tiles. A sequence without keys has one tile, whose program writes zeros.
+    """Return the numbers of _BLOCK_S sequences from `start` on, whether they exist, their lengths,
+    and their tiles. A sequence without keys has one tile, whose program writes zeros.
     """
     seq = start + tl.arange(0, _BLOCK_S)
     live = seq < num_seqs
@@ -119,8 +120,8 @@ def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
 def _find_program_tiles(
     seq_lens, num_seqs, programs, split_kv, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the most tiles of a program, and the tiles of all sequences. With `split_kv` bisection
-    finds the smallest number with which the splits fit the programs.
+    """Return the limit of tiles of a program, and the number of tiles of all sequences. With
+    `split_kv` bisection finds the smallest limit for which there are enough programs.
     """
     _, _, _, tiles = _load_tiles(seq_lens, 0, num_seqs, BLOCK_N)
     total, most = tl.sum(tiles, axis=0), tl.max(tiles, axis=0)
@@ -142,7 +143,7 @@ def _find_program_tiles(
     return low, total
 
 
-# columns of a part of a step have any alignment
+# slices of a step's tensors may have any alignment
 @triton.jit(
     do_not_specialize=["num_seqs", "programs", "split_kv"],
     do_not_specialize_on_alignment=["seq_lens", "block_table_indices"],
@@ -150,15 +151,15 @@ def _find_program_tiles(
 def _plan_decode_kernel(
     seq_lens,  # [S] int32
     block_table_indices,  # [S] int64
-    sequences,  # written, and
-    work,  # written
+    sequences,  # [S, SEQUENCE_WORDS] int32, written
+    work,  # [programs, WORK_WORDS] int32, written
     num_seqs,
     programs,
     split_kv,  # 0 or 1
     BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS_POW2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write `sequences` and `work` in one program, _BLOCK_S sequences at a time. Grid (1,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read this before they wait
+    wait_for_predecessor(PDL)  # no `launch_dependents`, because layers read the plan before a wait
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
         # no work
@@ -181,8 +182,8 @@ def _plan_decode_kernel(
         num_splits = tl.where(split_kv != 0, splits, (end - 1) // most - first_program + 1)
         sequence = PlannedSequence(first, end, length, table_index, first_program, num_splits)
         _store_sequence(sequences + seq * SEQUENCE_WORDS, sequence, live)
-        # The programs whose work begins in a sequence. Without SPLIT_KV its first tiles may belong
-        # to a program that began in an earlier sequence.
+        # Write `work` of the programs whose work begins in a sequence. Without SPLIT_KV the first
+        # tiles of a sequence may belong to a program that began in an earlier sequence.
         begins = tl.where(split_kv != 0, first_program, tl.cdiv(first, most))
         number = tl.where(live, first_program + num_splits - begins, 0)
         size = tl.where(split_kv != 0, tl.cdiv(tiles, tl.maximum(splits, 1)), most)
@@ -202,7 +203,7 @@ class Splits(NamedTuple):
 
     sequences: Tensor  # [S, SEQUENCE_WORDS] int32
     work: Tensor  # [programs, WORK_WORDS] int32
-    programs: int  # per KV head
+    programs: int  # programs per KV head
     split_kv: bool
 
 
@@ -218,8 +219,8 @@ def plan_splits(
 ) -> Splits:
     """Plan tiles of `block_n` keys for sequences of seq_lens [S] int32 tokens.
 
-    block_table_indices [S] int64 are their rows of the block tables. A tile has `num_rows` query
-    rows. `min_splits`: see `choose_decode_programs`.
+    block_table_indices [S] int64 are the sequences' rows of the block tables. A tile has `num_rows`
+    query rows. `choose_decode_programs` defines `min_splits`.
     """
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     multiprocessors = platform.platform_of(device).multiprocessors
@@ -244,9 +245,10 @@ def plan_splits(
 def plan_decode(
     queries: AttentionMetadata, shape: PagedShape, *, reduce_later: bool = False
 ) -> DecodePlan:
-    """Plan one query per sequence, or runs of queries. Reads the lengths on the device only.
+    """Plan one query per sequence, or runs of queries. Only the device reads the lengths.
 
-    `reduce_later`: no program waits for another one; a second launch reduces the partial results.
+    With `reduce_later` programs do not wait for each other; a second launch reduces the partial
+    results.
     """
     num_queries, runs = 1, queries.decode_runs
     if runs is not None and len(runs.seq_lens) >= DECODE.min_runs:

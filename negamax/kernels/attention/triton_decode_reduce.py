@@ -1,18 +1,17 @@
-"""Partial results of the splits of a sequence, and their reduction.
+"""Store and reduce the partial results of the splits of a sequence.
 
-A split writes its partial result, normalized, and the log2-sum-exp2 of its scores to the workspace:
+A split writes its normalized partial result and the log2-sum-exp2 of its scores to a workspace:
 
     partials [kv_heads, programs, PARTIAL_ROWS * (BLOCK_D + 4)] int32, of which a program writes
         acc / l_i         [PARTIAL_ROWS, BLOCK_D]   bits of fp32
-        m_i + log2(l_i)   [PARTIAL_ROWS]            likewise; the rest of its 4 columns is not used
+        m_i + log2(l_i)   [PARTIAL_ROWS]            bits of fp32; 3 of the 4 columns are not used
 
-As in the LL protocol, a word shows by its value that it has arrived: it differs from EMPTY, which
-no result has. No counter and no fence are needed. The reader sets words to EMPTY for the next
-layer.
+As in the LL protocol, a reader recognizes that a word has arrived by its value, which is never
+EMPTY. Counters and fences are not needed. The reader sets the words to EMPTY for the next layer.
 
-The program of a sequence's first tile reduces its splits and waits for the others. With
-PARALLEL_REDUCE all programs of the sequence reduce some rows each, so that each reads less. With
-REDUCE_LATER `reduce_kernel` does it, and no program waits.
+The program of a sequence's first tile waits for the other splits and reduces all splits. With
+PARALLEL_REDUCE each program of the sequence reduces some of the rows, so each program reads less.
+With REDUCE_LATER `reduce_kernel` reduces the splits, and no program waits.
 """
 
 import triton
@@ -45,11 +44,11 @@ def _is_incomplete(words):
 
 @triton.jit
 def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
-    """Add rows `row` [rows] of partial results slot + start to slot + count to the caller's own
+    """Add rows `row` [rows] of partial results slot + start to slot + count - 1 to the caller's own
     m_i, l_i [rows] and acc [rows, BLOCK_D]. The caller divides acc by l_i.
 
     Reads are bound by latency, so 32 rows of partial results are read at a time. Every warp reads
-    all of their lse, one per lane, and waits for them itself; so the results are read first.
+    the lse of all 32 rows, one per lane, and waits for them, so the results are read first.
     """
     PARTIALS: tl.constexpr = 32 // row.shape[0]
     column = tl.arange(0, C.BLOCK_D)
@@ -57,7 +56,7 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
         index = first + tl.arange(0, PARTIALS)
         partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
         result_at = row[None, :, None] * C.BLOCK_D + column[None, None, :]
-        # warps along rows, and each warp holds all the rest
+        # warps are laid along rows; a warp holds all partial results and columns of its rows
         result_at = add_last_first(partial[:, None, None], result_at, C.BLOCK_D)
         lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
         live = (index < count)[None, :] & (row < C.QUERIES * C.GROUP)[:, None]
@@ -87,8 +86,9 @@ def finish_split(
     m_i, l_i, acc, row, column, partials, output, lse, v_scale, head, program, programs, is_first,
     run, first_row, sequence, C: tl.constexpr,
 ):  # fmt: skip
-    """Write m_i and l_i [PARTIAL_ROWS], acc [PARTIAL_ROWS, BLOCK_D] of a split to the output if it
-    is the only one of its sequence, else to `partials`; then reduce this program's part of them.
+    """Write the output from m_i, l_i [PARTIAL_ROWS] and acc [PARTIAL_ROWS, BLOCK_D] if this program
+    completes its sequence. Otherwise store these to `partials`, and with PARALLEL_REDUCE then
+    reduce this program's rows.
     """
     BLOCK_D: tl.constexpr = C.BLOCK_D
     slot = head * programs + sequence.first_program
@@ -125,12 +125,12 @@ def finish_split(
 def reduce_kernel(
     sequences,  # [S, SEQUENCE_WORDS]
     partials,
-    out,  # [T, kv_heads * GROUP * DIM], written; likewise
-    values,  # e4m3 and
-    scales,  # [T, kv_heads * GROUP] fp32, None unless QUANTIZE
-    lse,  # likewise, written unless None
-    query_starts,  # see `DecodeRuns`, and
-    num_tokens,  # T; None both where QUERIES is 1
+    out,  # [T, kv_heads * GROUP * DIM], written
+    values,  # [T, kv_heads * GROUP * DIM] e4m3, written if QUANTIZE, else None
+    scales,  # [T, kv_heads * GROUP] fp32, written if QUANTIZE, else None
+    lse,  # [T, kv_heads * GROUP] fp32, written by `write_lse`, or None
+    query_starts,  # tensor of `DecodeRuns`; None if QUERIES is 1
+    num_tokens,  # T; None if QUERIES is 1
     v_scale,
     programs,
     C: tl.constexpr,

@@ -1,11 +1,11 @@
-"""The rows of a tile of decodes: the query heads of one KV head, of one token or, if a step
-verifies draft tokens, of QUERIES neighbors of one sequence, which read its keys once.
+"""Locate the rows of a tile of decodes. A tile has the query heads of one KV head for one token. If
+a step verifies draft tokens, a tile has QUERIES adjacent tokens, which read their keys once.
 
     row = query * GROUP + head of the KV head
 
 A sequence of up to MAX_RUN queries has ceil(MAX_RUN / QUERIES) programs, which the plan treats as
-sequences. Padding tokens fill a sequence up to MAX_RUN queries. They come after the tokens of all
-sequences, see no key, and their results are 0.
+sequences. Padding tokens fill a sequence up to MAX_RUN queries. Padding tokens come after the
+tokens of all sequences and see no keys, so their results are 0.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ MAX_ROWS = 32
 
 
 def choose_queries_per_program(group: int, max_run: int) -> int:
-    """Return the queries of a program: at most MAX_ROWS rows, spread evenly over programs."""
+    """Split `max_run` queries evenly over programs of at most MAX_ROWS rows; return their size."""
     most = max(1, MAX_ROWS // group)
     return triton.cdiv(max_run, triton.cdiv(max_run, most))
 
@@ -25,10 +25,10 @@ def choose_queries_per_program(group: int, max_run: int) -> int:
 class Run(NamedTuple):
     """The queries of a program. If QUERIES is 1, only `token` is used."""
 
-    token: tl.tensor  # of the first query
+    token: tl.tensor  # token of the first query
     num_queries: tl.tensor
     num_real: tl.tensor  # queries from this number on are padding
-    shift: tl.tensor  # distance of padding from the tokens of the sequence
+    shift: tl.tensor  # distance from a sequence's tokens to its padding tokens
 
 
 @triton.jit
@@ -52,13 +52,12 @@ def load_run(query_starts, num_tokens, seq, C: tl.constexpr):
 
 @triton.jit
 def is_row(run, row, C: tl.constexpr):
-    """Return which rows exist."""
     return row < C.GROUP if C.QUERIES == 1 else row < run.num_queries * C.GROUP
 
 
 @triton.jit
 def locate_row(run, first_row, row, C: tl.constexpr):
-    """Return token * heads + head of each row; `first_row` is that of row 0."""
+    """Return token * heads + head of each row; `first_row` is the value of row 0."""
     if C.QUERIES == 1:
         at = first_row + row
     else:
@@ -70,6 +69,6 @@ def locate_row(run, first_row, row, C: tl.constexpr):
 
 @triton.jit
 def count_row_keys(run, row, length, C: tl.constexpr):
-    """Return how many keys of a sequence of `length` tokens each row sees, including its own."""
+    """Return the number of keys that each row sees in a sequence of `length` tokens."""
     query = row // C.GROUP
     return tl.where(query < run.num_real, length - run.num_real + query + 1, 0)

@@ -1,12 +1,12 @@
-"""RMS norm of each head (if any), rope and the write to the paged caches in one launch, including
-the index heads of block-sparse attention.
+"""RMS norm of each head (optional), rope and the write to the paged caches in one launch. The
+launch includes the index heads of block-sparse attention.
 
     projected    |   q heads   | k heads | v heads | index q heads | index k |    a token's row
-                  norm and rope            as it is  norm and rope
-    goes to       q              k_cache   v_cache   index_q         index_cache
+                  norm and rope            copy      norm and rope
+    written to    q              k_cache   v_cache   index_q         index_cache
 
-Grid (T, tiles of BLOCK_H heads): no head waits for another one. The tiles of the index heads, whose
-width may differ, come last. Tokens with negative slots are not written to the caches.
+Grid (T, tiles of BLOCK_H heads). Heads do not wait for each other. The tiles of the index heads,
+whose width may differ, come last. Tokens with negative slots are not written to the caches.
 """
 
 from typing import NamedTuple
@@ -29,35 +29,35 @@ from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
 
-_BLOCK_H = 8  # heads of a program: not measured
+_BLOCK_H = 8  # heads of a program; other values were not measured
 
 
 class IndexHeads(NamedTuple):
     """The index heads of block-sparse attention, in the columns after q, k and v."""
 
-    weight: Tensor  # [2, INDEX_DIM] fp32, of queries and of keys
+    weight: Tensor  # [2, INDEX_DIM] fp32, norm weights of queries and of keys
     q: Tensor  # [T, index heads, INDEX_DIM], written
     cache: Tensor  # [blocks * block size, INDEX_DIM], written
     rank: int
-    ranks: int  # ranks that hold a shard of the index keys each
+    ranks: int  # number of shards of the index keys; each rank holds one
     rows: Tensor | None  # [T] int64, rows of `cache`; None: derived from the slot mapping
 
 
 class HeadNormConstants(NamedTuple):
-    """Constants of `_head_norm_rope_write_kernel`, one argument `C: tl.constexpr`."""
+    """Constants of `_head_norm_rope_write_kernel`, passed as one argument `C: tl.constexpr`."""
 
     HEADS: int
     KV_HEADS: int
     DIM: int
-    INDEX_DIM: int  # 0: no index heads
+    INDEX_DIM: int  # 0: there are no index heads
     INDEX_HEADS: int
-    INDEX_RANKS: int  # ranks that hold a shard of the index keys each
+    INDEX_RANKS: int  # number of shards of the index keys; each rank holds one
     BLOCK_SIZE: int  # tokens of a block of the caches
-    HALF: int  # of the rotated dimensions
+    HALF: int  # half of the number of rotated dimensions
     BLOCK_H: int
     BLOCK_HALF: int
-    BLOCK_REST: int  # of the dimensions that are not rotated; 0: none; the next line likewise
-    BLOCK_INDEX_REST: int
+    BLOCK_REST: int  # padded number of dimensions that are not rotated; 0: all are rotated
+    BLOCK_INDEX_REST: int  # BLOCK_REST of index heads
 
 
 @triton.jit
@@ -65,15 +65,15 @@ def _load_rotated(
     x, weight, angles, head, is_there, is_key, is_plain, eps,
     DIM: tl.constexpr, BLOCK_REST: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Load the heads `head` [BLOCK_H] at x, rotate them and return them, their columns and masks.
+    """Load the heads `head` [BLOCK_H] at x and rotate them; return their parts, columns and masks.
 
-    Row `is_key` of weight [2, DIM], if there is one, normalizes them. `is_plain` heads stay as they
-    are.
+    If `weight` [2, DIM] is given, row `is_key` is the norm weight of a head. Heads with `is_plain`
+    are not changed.
     """
-    BLOCK_H: tl.constexpr = C.BLOCK_H  # Triton 3.6 takes no field of a struct in a shape
+    BLOCK_H: tl.constexpr = C.BLOCK_H  # Triton 3.6 does not accept a field of a struct in a shape
     cos, sin = angles
     columns, masks = split_columns(is_there, DIM, C.HALF, C.BLOCK_HALF, BLOCK_REST)
-    # loaded before the wait: the predecessor did not write it
+    # loaded before the wait, because the predecessor kernel does not write the angles
     angles = load_angles(cos, sin, C.HALF, C.BLOCK_HALF)
     if weight is not None:
         weights = load_heads(weight + is_key.to(tl.int32)[:, None] * DIM, columns, masks, C.HALF)
@@ -101,7 +101,7 @@ def _write_qkv(
     x, weight, angles, slots, token, tile, q_out, k_cache, v_cache, eps, scales,
     C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the heads of q, k and v at x."""
+    """Process and write a tile of the q, k and v heads at x."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_there = head < C.HEADS + 2 * C.KV_HEADS
     is_q, is_v = head < C.HEADS, head >= C.HEADS + C.KV_HEADS
@@ -124,10 +124,10 @@ def _write_index(
     x, weight, angles, slots, rows, token, tile, q_out, cache, eps, rank, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the index heads at x."""
+    """Process and write a tile of the index heads at x."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_q, is_k = head < C.INDEX_HEADS, head == C.INDEX_HEADS
-    if rows is None:  # the same block and place as those of the first KV head
+    if rows is None:  # the index key has the block and place of the first KV head's key
         slot = tl.load(slots)
         block = slot // (C.KV_HEADS * C.BLOCK_SIZE)
         row = block // C.INDEX_RANKS * C.BLOCK_SIZE + slot % C.BLOCK_SIZE
@@ -148,8 +148,8 @@ def _write_index(
 @triton.jit(do_not_specialize=["rank"])
 def _head_norm_rope_write_kernel(
     projected,  # [T, (HEADS + 2 * KV_HEADS) * DIM + (INDEX_HEADS + 1) * INDEX_DIM]
-    weight,  # [2, DIM] fp32, of queries and of keys; None: no norm
-    index_weight,  # [2, INDEX_DIM] fp32, None without index heads; likewise the two below
+    weight,  # [2, DIM] fp32, norm weights of queries and keys; None: no norm
+    index_weight,  # [2, INDEX_DIM] fp32; None, like all index arguments, without index heads
     cos,  # [T, 2 * HALF] fp32
     sin,
     q_out,  # [T, HEADS * DIM], written
@@ -162,12 +162,12 @@ def _head_norm_rope_write_kernel(
     eps,
     inverse_k_scale,
     inverse_v_scale,
-    stride,  # of the rows of projected
-    rank,  # of this rank among INDEX_RANKS
+    stride,  # row stride of `projected`
+    rank,  # number of this rank among INDEX_RANKS
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write some heads of one token."""
+    """Process and write BLOCK_H heads of one token."""
     TILES: tl.constexpr = triton.cdiv(C.HEADS + 2 * C.KV_HEADS, C.BLOCK_H)
     QKV: tl.constexpr = (C.HEADS + 2 * C.KV_HEADS) * C.DIM
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -194,7 +194,9 @@ def launch_norm_rope_write(
     cache: KvCache,
     index: IndexHeads | None = None,
 ) -> Tensor:
-    """Launch the kernel -> q [T, heads, head_dim]; `norm`: weight, eps; negative rows: skipped."""
+    """Launch the kernel and return q [T, heads, head_dim]. `norm` is (weight, eps). The kernel does
+    not write tokens with negative rows.
+    """
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, cache.k.shape
     assert projected.stride(1) == 1 and cache.k.is_contiguous() and cache.v.is_contiguous()
     index_heads, index_dim = (0, 0) if index is None else index.q.shape[1:]
@@ -226,12 +228,12 @@ def launch_norm_rope_write(
 def head_norm_rope_write(
     qkv: Tensor, norm: HeadNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Run `attention.head_norm_rope_write`, with the exceptions of `launch_norm_rope_write`."""
+    """Run `attention.head_norm_rope_write`; negative rows are not written."""
     own = (norm.weight, norm.eps)
     return launch_norm_rope_write(qkv, norm.heads, own, at, cache)
 
 
 def rope_write(qkv: Tensor, at: TokenPlaces, cache: KvCache) -> Tensor:
-    """Run `attention.rope_write`, with the exceptions of `launch_norm_rope_write`."""
+    """Run `attention.rope_write`; negative rows are not written."""
     heads = qkv.shape[1] // cache.k.shape[3] - 2 * cache.k.shape[1]
     return launch_norm_rope_write(qkv, heads, None, at, cache)

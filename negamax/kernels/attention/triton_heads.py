@@ -1,8 +1,8 @@
-"""Functions of kernels that normalize and rotate heads and write them to caches.
+"""Load, rotate and store heads, for kernels that normalize heads and write caches.
 
     a head    | HALF | HALF | rest |    rope pairs the two halves; `rest` is not rotated
 
-Heads are a tuple of tiles [heads, columns] fp32, one for each half and one for the rest, if any.
+`heads` is a tuple of tiles [heads, columns] fp32: two halves, and the rest if there is one.
 """
 
 import triton
@@ -12,7 +12,7 @@ from negamax.kernels.launch.triton import e4m3_max
 
 
 def block_of_rest(dim: int, half: int) -> int:
-    """Return the padded number of columns of the rest of a head; 0: no rest."""
+    """Return the padded number of columns of the rest of a head; 0 if there is no rest."""
     return int(triton.next_power_of_2(dim - 2 * half)) if dim > 2 * half else 0
 
 
@@ -38,7 +38,7 @@ def split_columns(
     is_head, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Return columns [1, columns] of each tile from part * HALF on, masks [heads, columns]."""
+    """Return columns [1, columns] of each tile, from part * HALF, and masks [heads, columns]."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = is_head[:, None] & (i < HALF)
     columns, masks = (i, i), (mask, mask)
@@ -51,7 +51,7 @@ def split_columns(
 
 @triton.jit
 def load_heads(x, offsets, masks, HALF: tl.constexpr):
-    """Load the tiles at x + offsets + part * HALF, as they are stored."""
+    """Load the tiles at x + offsets + part * HALF in their stored dtype."""
     heads = ()
     for part in tl.static_range(len(offsets)):
         heads += (tl.load(x + offsets[part] + part * HALF, mask=masks[part], other=0.0),)
@@ -68,7 +68,6 @@ def load_angles(cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
 
 @triton.jit
 def rotate(heads, angles):
-    """Apply rope to `heads`."""
     low, high = heads[0], heads[1]
     c, s = angles
     rotated = (low * c - high * s, high * c + low * s)
@@ -79,7 +78,7 @@ def rotate(heads, angles):
 
 @triton.jit
 def store_heads(heads, columns, masks, rows, mine, scale, HALF: tl.constexpr):
-    """Store `heads` times `scale` to the rows at the pointers `rows` [heads], where `mine`."""
+    """Store `heads` times `scale` at the pointers `rows` [heads], only where `mine` is true."""
     dtype: tl.constexpr = rows.dtype.element_ty
     for part in tl.static_range(len(heads)):
         x = to_cache_dtype(heads[part] * scale, dtype)

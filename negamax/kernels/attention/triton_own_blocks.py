@@ -1,9 +1,9 @@
-"""The blocks that a rank holds of each sequence, if ranks shard the blocks of a cache:
+"""List the blocks of each sequence that a rank holds, if ranks shard the blocks of a cache:
 
     blocks of a sequence    | 0 | 1 | 2 | 3 | 4 | 5 | ...     7  2  9  4  1  6   in the pool
     of rank 1 of 2          | 0 |   | 2 |   | 4 |   |         3     4     0      of this rank
 
-They are listed once a step, on the device.
+The device makes the lists once per step.
 """
 
 from dataclasses import dataclass
@@ -22,22 +22,21 @@ _CHUNK = 1024  # blocks that the planning program loads together
 class OwnBlocks:
     """The blocks of S sequences that a rank holds, ascending."""
 
-    blocks: Tensor  # [S, 2, most blocks] int32, their numbers in the sequence and on the rank
-    # [S, most blocks] int32, how many blocks of the sequence up to each one are held
-    held: Tensor
-    tokens: Tensor  # [S] int32, in all held blocks, counted as full
-    keys: Tensor  # [S] int32, of the sequence in held blocks
+    blocks: Tensor  # [S, 2, max_blocks] int32, block numbers in the sequence, then on the rank
+    held: Tensor  # [S, max_blocks] int32, number of held blocks up to each block of the sequence
+    tokens: Tensor  # [S] int32, tokens of all held blocks if the last block is counted as full
+    keys: Tensor  # [S] int32, keys of the sequence in held blocks
 
 
-# columns of a part of a step have any alignment
+# slices of a step's tensors may have any alignment
 @triton.jit(
     do_not_specialize=["rank"], do_not_specialize_on_alignment=["block_table_indices", "lengths"]
 )
 def _own_blocks_kernel(
     tables,  # [slots, table_stride] int32
     block_table_indices,  # [S] int64
-    lengths,  # [S] int32, tokens
-    blocks,  # as `OwnBlocks`, written; likewise the three below
+    lengths,  # [S] int32, in tokens
+    blocks,  # this tensor and the next three are fields of `OwnBlocks`, written
     held,
     tokens,
     keys,
@@ -45,7 +44,7 @@ def _own_blocks_kernel(
     width,
     rank,
     RANKS: tl.constexpr,
-    FIRST: tl.constexpr,  # blocks of the rank before those that are sharded
+    FIRST: tl.constexpr,  # number of blocks of the rank before the sharded blocks
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -81,7 +80,7 @@ def plan_own_blocks(
     block_size: int,
     first: int = 0,
 ) -> OwnBlocks:
-    """List the rank's blocks (b is b // ranks + first there) of sequences of `lengths` [S]."""
+    """List the rank's blocks of sequences of `lengths` [S]; b has number b // ranks + first."""
     num_seqs, tables = lengths.shape[0], metadata.block_tables
     width = tables.shape[1]
     blocks = torch.empty(num_seqs, 2, width, dtype=torch.int32, device=tables.device)

@@ -1,19 +1,21 @@
-"""Attention of prefills over the paged cache: runs of queries, each on top of its cached prefix.
+"""Attention of prefills over the paged cache. Each sequence has a run of queries after its cached
+prefix.
 
-Grid (heads, tiles): a program attends with BLOCK_M queries of one head to all keys that they see,
-BLOCK_N at a time.
+Grid (heads, tiles). A program attends with BLOCK_M queries of one head to all keys up to their
+positions, BLOCK_N keys at a time.
 
     q, out   [T, heads, DIM]                       keys 0 ... start ........ end
     k, v     [blocks, kv_heads, BLOCK_SIZE, DIM]   |  no mask   |  causal  |    BLOCK_M queries at
              by the sequence's block table         |            |          |    start .. end - 1
 
-The host lists the tiles, those with the most keys first; the device does if only it holds the
-lengths. If the queries of all heads of a KV head fit into one tile, as for a generated token in a
-captured step, the program of the first head attends for all of them.
+The host lists the tiles in descending order of their keys. If only the device holds the lengths, a
+device operation lists the tiles. If one tile has room for the queries of all heads of a KV head, as
+for a generated token in a captured step, the program of the first head attends for all these heads.
 
-A few queries after a long prefix fill too few programs. Then several attend to splits of the keys
-of a tile, in proportion to its share of the step's keys, and a second launch merges their results.
-The device counts the splits, so a captured step takes prefixes of any length.
+A few queries after a long prefix make too few tiles to fill the GPU. The keys of a tile are then
+split between several programs, in proportion to the tile's share of the step's keys, and a second
+launch merges the results. The device computes the splits, so a captured step handles prefixes of
+any length.
 """
 
 from dataclasses import dataclass
@@ -44,19 +46,19 @@ from negamax.kernels.attention.triton_shared import (
 )
 from negamax.kernels.kvcache.op import KvCache
 
-_LEAST_KEYS = tl.constexpr(512)  # of a split
-_WORDS = tl.constexpr(7)  # of a record of `SplitTiles`
+_LEAST_KEYS = tl.constexpr(512)  # a split has at least this number of keys
+_WORDS = tl.constexpr(7)  # words of a record of `SplitTiles`
 
 
 @dataclass(frozen=True)
 class SplitTiles:
-    """The splits of the keys of tiles, and where their results are kept."""
+    """The splits of the tiles' keys, and the places of their partial results."""
 
-    # [programs, 7] int32: number of the split, its tile, the splits of the tile, and the place of
-    # the first; without queries where there is none
+    # [programs, 7] int32: split number, the tile (4 words), number of splits of the tile, place of
+    # its first split; a record with 0 queries is unused
     work: Tensor
-    merged: Tensor  # likewise, the first split of each tile that has several
-    places: int  # splits of these tiles, at most
+    merged: Tensor  # [tiles, 7] int32: the first split of each tile with several splits
+    places: int  # limit of the splits of tiles with several splits
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,12 @@ class PrefillPlan:
 
     queries: AttentionMetadata
     shape: PagedShape
-    block_m: int  # queries of a tile at most
-    # [tiles, 4] int32: first query among the T, queries, position of the first, sequence
+    block_m: int  # limit of the queries of a tile
+    # [tiles, 4] int32: first query among the T, number of queries, position of the first, sequence
     tiles: Tensor
     split: SplitTiles | None = None  # None: each tile has one program
+    # `OwnBlocks.held` if the block tables list only the blocks of this rank; None: all blocks
+    held: Tensor | None = None
 
 
 def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
@@ -86,11 +90,11 @@ def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
 
 
 def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) -> SplitTiles:
-    """Share `programs` among tiles of at most `size` queries, in proportion to their keys."""
+    """Assign `programs` to tiles of at most `size` queries, in proportion to their keys."""
     places = programs // shape.kv_heads
     rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
     work, merged = rows.split([len(tiles) + places, places // 2])
-    most = max(512, triton.next_power_of_2(len(tiles)))  # few sizes, for few compilations
+    most = max(512, triton.next_power_of_2(len(tiles)))  # few compilations
     _split_tiles_kernel[(1,)](
         tiles, work, merged, len(tiles), programs, shape.group, shape.kv_heads, size, most
     )
@@ -110,12 +114,12 @@ def _load_tile(record, mask=None):
 
 @triton.jit(
     do_not_specialize=["num_tiles", "programs", "group", "kv_heads", "size"],
-    do_not_specialize_on_alignment=["merged"],  # a part of a tensor
+    do_not_specialize_on_alignment=["merged"],  # `merged` is a slice of a tensor
 )
 def _split_tiles_kernel(
     tiles, work, merged, num_tiles, programs, group, kv_heads, size, MOST: tl.constexpr
 ):
-    """Write `SplitTiles`, which is zero before, for tiles [num_tiles, 4]."""
+    """Write the records of `SplitTiles` for tiles [num_tiles, 4] into zeroed tensors."""
     tile = tl.arange(0, MOST)
     first, count, start, seq = _load_tile(tiles + tile * 4, tile < num_tiles)
     count = tl.where(tile < num_tiles, count, 0)
@@ -141,7 +145,7 @@ def _store_record(to, split, record, mask):
 
 
 def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
-    """List the tiles of at most `size` queries, as `PrefillPlan.tiles`."""
+    """List the tiles of at most `size` queries -> `PrefillPlan.tiles`."""
     if queries.is_captured or not queries.is_exact:
         return _list_tiles_on_device(queries, size)
     rows, first = [np.empty((0, 4), dtype=np.int32)], 0
@@ -166,7 +170,7 @@ def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
 def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
     """List the tiles [T / size + S, 4] of sequences whose counts only the device holds.
 
-    The last ones may be empty. In a sequence those with the most keys come first.
+    The last tiles may be empty. The tiles of a sequence are in descending order of their keys.
     """
     starts, num_seqs = queries.query_starts, queries.block_table_indices.shape[0]
     counts = starts.diff()
@@ -186,7 +190,9 @@ def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 @triton.jit
 def _find_last_own_key(held, position, is_row, C: tl.constexpr):
-    """Return the number of the last key up to `position` in a rank's blocks; -1: none."""
+    """Return the index, among the keys of a rank's blocks, of the last key up to `position`; -1 if
+    the rank has no such key.
+    """
     block = position // C.BLOCK_SIZE
     until = tl.load(held + block, mask=is_row, other=0)
     before = tl.load(held + block - 1, mask=is_row & (block > 0), other=0)
@@ -196,8 +202,8 @@ def _find_last_own_key(held, position, is_row, C: tl.constexpr):
 
 @triton.jit
 def _place_rows(row, first, count, query_head, C: tl.constexpr):
-    """Return the queries of rows of a tile, and their heads (token * heads + head): of one head, or
-    of all heads of a KV head if these fit into the tile.
+    """Return the query of each row of a tile, and its output row (token * heads + head). The rows
+    belong to one head, or to all heads of a KV head if the tile has room for them.
     """
     is_folded = count * C.GROUP <= C.BLOCK_M
     query = tl.where(is_folded, row // C.GROUP, row)
@@ -205,7 +211,7 @@ def _place_rows(row, first, count, query_head, C: tl.constexpr):
     return query, head + tl.where(is_folded, row % C.GROUP, 0)
 
 
-# columns of a part of a step have any alignment
+# slices of a step's tensors may have any alignment
 @triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["block_table_indices"])
 def _prefill_kernel(
     q,  # [T, KV_HEADS * GROUP, DIM]
@@ -214,11 +220,11 @@ def _prefill_kernel(
     tables,  # [slots, table_stride] int32, blocks
     block_table_indices,  # [S] int64
     tiles,  # [tiles, 4] int32: `PrefillPlan.tiles`; with SPLIT_KV `SplitTiles.work`
-    out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
-    values,  # e4m3 and
-    scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
-    lse,  # likewise, written: `write_lse`
-    held,  # [S, held_stride] int32, as `OwnBlocks` of the blocks in `tables`; None: all blocks
+    out,  # [T, KV_HEADS * GROUP * DIM], written
+    values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None
+    scales,  # [T, KV_HEADS * GROUP] fp32, written if QUANTIZE, else None
+    lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
+    held,  # [S, held_stride] int32, `OwnBlocks` of the blocks in `tables`; None: all blocks
     held_stride,
     partials,  # [heads, places, BLOCK_M, BLOCK_D + 2] fp32: `store_split`; None without SPLIT_KV
     places,
@@ -227,8 +233,8 @@ def _prefill_kernel(
     table_stride,
     C: tl.constexpr,
 ):
-    """Attend with one tile of queries of one head, or with few of all heads of a KV head, to one
-    split of the keys.
+    """Attend with one tile of queries to one split of the keys. The tile has queries of one head,
+    or few queries of all heads of a KV head.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -294,7 +300,7 @@ def _prefill_kernel(
 
 @triton.jit
 def _locate_partials(partials, place, places, C: tl.constexpr):
-    """Return the results of the splits from `place` on, for the head of this program."""
+    """Return a pointer to the partial results from `place` on for the head of this program."""
     at = tl.program_id(0).to(tl.int64) * places + place
     return partials + at * (C.BLOCK_M * (C.BLOCK_D + 2))
 
@@ -327,20 +333,14 @@ def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedA
 
 
 def launch_prefill(
-    q: Tensor,
-    cache: KvCache,
-    plan: PrefillPlan,
-    output: Outputs,
-    *,
-    lse: Tensor | None = None,
-    held: Tensor | None = None,
+    q: Tensor, cache: KvCache, plan: PrefillPlan, output: Outputs, *, lse: Tensor | None = None
 ) -> None:
-    """Run `prefill` into `output` and lse [T, heads]; `held`: tables list a rank's blocks."""
+    """Run `prefill` into `output` and lse [T, heads]."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return
     _, heads, head_dim = q.shape
-    tables = plan.queries.block_tables
+    tables, held = plan.queries.block_tables, plan.held
     launch = tiles_for(q.device).prefill_launch(plan.block_m, cache.k.element_size())
     constants = attention_constants(
         q, cache.k, plan.shape, block_m=plan.block_m, block_n=launch.block_n,

@@ -1,13 +1,14 @@
-"""QK norm over all heads, rope and the write to the paged cache in one launch, one program per
-token.
+"""Run QK norm over all heads, rope and the write to the paged cache in one launch. Each token has
+one program.
 
     qkv [T, (HEADS + 2 * KV_HEADS) * DIM]    |   q heads   | k heads | v heads |
-                                              norm and rope            as it is
+                                              norm and rope            copy
     q_out [T, HEADS * DIM]                   |   q heads   |
     caches [blocks * KV_HEADS * BLOCK_SIZE, DIM], rows by slot_mapping [T * KV_HEADS], -1: none
 
-The norm is over all heads of all ranks. Their sums of squares cross the ranks inside the kernel by
-the LL protocol, or by the group between two launches. `triton_heads.py` has the tiles of a head.
+The norm is over all heads of all ranks. The ranks sum the squares inside the kernel by the LL
+protocol, or by an all-reduce of the group between two launches. `triton_heads.py` loads and stores
+the tiles of a head.
 """
 
 from typing import NamedTuple
@@ -35,19 +36,19 @@ from negamax.kernels.peers import Collective
 
 
 class QkNormConstants(NamedTuple):
-    """Constants of `_qk_norm_rope_write_kernel`, one argument `C: tl.constexpr`."""
+    """Constants of `_qk_norm_rope_write_kernel`, passed as one argument `C: tl.constexpr`."""
 
     HEADS: int
     KV_HEADS: int
     DIM: int
-    HALF: int  # of the rotated dimensions
-    BLOCK_H: int  # HEADS + KV_HEADS, padded to a power of two; likewise the five below
+    HALF: int  # half of the number of rotated dimensions
+    BLOCK_H: int  # HEADS + KV_HEADS, padded to a power of two like all BLOCK sizes
     BLOCK_KV: int
     BLOCK_HALF: int
-    BLOCK_REST: int  # of the dimensions that are not rotated; 0: none
+    BLOCK_REST: int  # padded number of dimensions that are not rotated; 0: all are rotated
     BLOCK_D: int
     HAS_SUMS: bool  # `sums` holds the sums of squares of all ranks
-    WORLD: int  # ranks that exchange them in the kernel
+    WORLD: int  # number of ranks that exchange sums in the kernel
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _sum_q_and_k(squares, head, HEADS: tl.constexpr):
 
 @triton.jit
 def _sum_over_ranks(q_sum, k_sum, addresses, flags, token, region_rows, rank, WORLD: tl.constexpr):
-    """Sum both values over all ranks, in the same order on every rank."""
+    """Sum q_sum and k_sum over all ranks, in the same order on every rank."""
     flag = tl.load(flags + token) + 1
     row = ((flag & 1) * region_rows + token).to(tl.int64) * (WORLD * 2)
     word = tl.arange(0, 2)
@@ -81,7 +82,7 @@ def _sum_over_ranks(q_sum, k_sum, addresses, flags, token, region_rows, rank, WO
 @triton.jit
 def _sums_kernel(
     qkv,
-    sums,  # [T, 2] fp32, written: squares of a token's q and of its k
+    sums,  # [T, 2] fp32, written: sums of squares of a token's q and k
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -122,8 +123,8 @@ def _qk_norm_rope_write_kernel(
     k_cache,  # [blocks * KV_HEADS * BLOCK_SIZE, DIM], written
     v_cache,
     slot_mapping,  # [T * KV_HEADS] int64, rows of the caches
-    sums,  # [T, 2] fp32 if HAS_SUMS
-    addresses,  # of the peers' regions, as `PeerRegion` has them, where WORLD > 1
+    sums,  # [T, 2] fp32, read if HAS_SUMS
+    addresses,  # addresses of a `PeerRegion`, read if WORLD > 1
     flags,
     region_rows,
     rank,
@@ -144,7 +145,7 @@ def _qk_norm_rope_write_kernel(
     head = tl.arange(0, C.BLOCK_H)
     valid = head < C.HEADS + C.KV_HEADS
     columns, masks = split_columns(valid, C.DIM, C.HALF, C.BLOCK_HALF, C.BLOCK_REST)
-    # loaded before the wait: the predecessor did not write it
+    # loaded before the wait, because the predecessor kernel does not write the slots
     slot = tl.load(slot_mapping + head - C.HEADS, mask=(head >= C.HEADS) & valid, other=-1)
     offsets = ()
     for part in tl.static_range(len(columns)):
@@ -184,10 +185,10 @@ def _qk_norm_rope_write_kernel(
 def qk_norm_rope_write(
     qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Run `attention.qk_norm_rope_write`; `qkv` is kept, and negative slots are not written.
+    """Run `attention.qk_norm_rope_write`; `qkv` is not changed, and negative slots are not written.
 
-    With several ranks: one launch if their memory has a row for every token, else two, with a sum
-    over the group in between.
+    Several ranks need one launch if their symmetric memory has a row for every token. Otherwise
+    they need two launches with an all-reduce of the group in between.
     """
     assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
     num_tokens, head_dim, half = qkv.shape[0], cache.k.shape[-1], at.cos.shape[-1] // 2

@@ -1,4 +1,4 @@
-"""Parts of decode and prefill kernels: constants, outputs, tiles of the paged cache, softmax."""
+"""Shared parts of decode and prefill kernels: constants, outputs, cache tiles, softmax."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,23 +18,23 @@ _LOG2_E = math.log2(math.e)
 
 
 class AttentionConstants(NamedTuple):
-    """Constants of a decode or prefill kernel, one argument `C: tl.constexpr`."""
+    """Constants of a decode or prefill kernel, passed as one argument `C: tl.constexpr`."""
 
     KV_HEADS: int
     GROUP: int  # query heads per KV head
-    DIM: int  # of a head
+    DIM: int  # dimension of a head
     BLOCK_SIZE: int  # tokens of a block of the cache
-    BLOCK_M: int  # rows of a tile; of decodes QUERIES * GROUP, padded for tl.dot
+    BLOCK_M: int  # rows of a tile; for decodes QUERIES * GROUP, padded for tl.dot
     BLOCK_N: int  # keys of a tile
     BLOCK_D: int  # DIM, padded to a power of two
-    QUANTIZE: bool  # write the output in FP8 too
+    QUANTIZE: bool  # also write the output in FP8
     DOT: tl.dtype  # dtype of products
     SPLIT_KV: bool = False  # programs attend to splits of the keys, whose results are merged
-    # decodes only: see triton_decode
+    # only decodes use the fields below, see triton_decode
     WARPS: int = 0
     PARTIAL_ROWS: int = 0  # QUERIES * GROUP, padded to the rows of a partial result
-    QUERIES: int = 1  # of a sequence that one program attends with
-    MAX_RUN: int = 1  # of a sequence in the step
+    QUERIES: int = 1  # queries of a sequence that one program attends with
+    MAX_RUN: int = 1  # limit of the queries of a sequence in the step
     PREFETCH_KV: bool = False
     PARALLEL_REDUCE: bool = False
     REDUCE_LATER: bool = False
@@ -67,7 +67,7 @@ def attention_constants(
 
 
 def score_scale(head_dim: int, scale: float) -> float:
-    """Return the factor of scores in kernels: softmax scale, `scale` of the keys, and base 2."""
+    """Return softmax scale * `scale` of the keys * log2(e), the factor of scores in kernels."""
     return head_dim**-0.5 * scale * _LOG2_E
 
 
@@ -93,7 +93,6 @@ def outputs(q: Tensor, *, quantize: bool) -> Outputs:
 def result(
     out: Tensor, values: Tensor | None, scales: Tensor | None
 ) -> Tensor | QuantizedActivations:
-    """Return the result of a kernel from its outputs."""
     if values is None or scales is None:
         return out
     return QuantizedActivations(out, values, scales)
@@ -119,7 +118,7 @@ def write_heads(x, row, column, mask, output, C: tl.constexpr):
 
 @triton.jit
 def write_lse(m_i, l_i, row, mask, lse):
-    """Write m_i + log2(l_i), -inf for rows without keys, to the heads `row` of lse, unless None."""
+    """Write m_i + log2(l_i), or -inf for rows without keys, to heads `row` of lse if not None."""
     if lse is not None:
         tl.store(lse + row, m_i + tl.log2(l_i), mask=mask)
 
@@ -135,15 +134,15 @@ def locate_keys(table, key, length, head, C: tl.constexpr):
 
 @triton.jit
 def locate_key_tile(table, tile, lane, length, head, C: tl.constexpr):
-    """Return the offset of a tile of BLOCK_N keys: one if a block holds it, else one per key."""
+    """Return one offset for a tile of BLOCK_N keys if a block holds the tile, else one per key."""
     key = tile * C.BLOCK_N if C.BLOCK_SIZE % C.BLOCK_N == 0 else tile * C.BLOCK_N + lane
     return locate_keys(table, key, length, head, C)
 
 
 @triton.jit
 def load_tile(cache, offset, lane, column, C: tl.constexpr):
-    """Load the tile at `offset`: rows `lane`, 0 to BLOCK_N - 1 in any shape, of columns `column`.
-    No key is masked: a cache holds finite values everywhere, and the scores are masked.
+    """Load rows `lane` (0 to BLOCK_N - 1 in any shape) and columns `column` of the tile at
+    `offset`. Keys are not masked, because caches hold only finite values and scores are masked.
     """
     at = cache + offset + (lane * C.DIM + column if C.BLOCK_SIZE % C.BLOCK_N == 0 else column)
     if column.shape[len(column.shape) - 1] == C.DIM:
@@ -153,7 +152,7 @@ def load_tile(cache, offset, lane, column, C: tl.constexpr):
 
 @triton.jit
 def clamp_empty_max(m_i):
-    """Return m_i, and 0 for rows that have seen no key, where exp2(-inf - m_i) would be NaN."""
+    """Return m_i, or 0 for rows without keys, for which exp2(-inf - m_i) would be NaN."""
     return tl.where(m_i == float("-inf"), 0.0, m_i)
 
 
@@ -172,7 +171,7 @@ def softmax_step(scores, scale, m_i):
 
 @triton.jit
 def store_split(partials, split, m_i, l_i, acc, C: tl.constexpr):
-    """Keep the softmax of a split's keys: partials [splits, BLOCK_M, BLOCK_D + 2] fp32."""
+    """Store acc, m_i and l_i of a split to partials [splits, BLOCK_M, BLOCK_D + 2] fp32."""
     row = partials + (split * C.BLOCK_M + tl.arange(0, C.BLOCK_M)) * (C.BLOCK_D + 2)
     tl.store(row[:, None] + tl.arange(0, C.BLOCK_D)[None, :], acc)
     tl.store(row + C.BLOCK_D, m_i)
@@ -181,7 +180,7 @@ def store_split(partials, split, m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def merge_splits(partials, m, splits, C: tl.constexpr):
-    """Merge what `store_split` kept of the 16 rows m -> m_i, l_i [16] and acc [16, BLOCK_D]."""
+    """Merge all results of `store_split` for the 16 rows m -> m_i, l_i [16], acc [16, BLOCK_D]."""
     m_i = tl.full([16], float("-inf"), tl.float32)
     l_i = tl.full([16], 0.0, tl.float32)
     acc = tl.full([16, C.BLOCK_D], 0.0, tl.float32)

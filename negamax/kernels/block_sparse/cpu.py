@@ -1,13 +1,13 @@
 """Block-sparse attention on the CPU, batch-invariant.
 
-Tokens that see no more blocks than they may attend to are computed as in dense attention, prefills
-in the tiles of `attention/cpu.py`. In decode and for later tokens, each token and KV head is a
-sequence in dense decode attention. Its block table is the pages of the selected blocks, and its
-length follows from the position alone. A query's result therefore does not depend on the batch or
-on chunk borders.
+Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
+tiles of `attention/cpu.py`. For all other tokens, each pair of a token and a KV head is a sequence
+of dense decode attention. The block table of this sequence is the pages of the selected blocks, and
+its length depends only on the token's position. A query's result therefore does not depend on the
+batch or on chunk borders.
 
-Scores need no masks: a token sees all of each block before its local one, and the local block is
-always selected.
+Scores need no masks, because a token attends to whole blocks before its local block, and the local
+block is always selected.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,16 +40,18 @@ from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
-_SCORES = 2**21  # tokens computed at a time; bounds their memory
+_SCORES = 2**21  # limit of the scores of tokens that are computed at a time; bounds memory
 
-# --- choice --------------------------------------------------------------------------------------
+# --- selection -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Tokens that see more blocks than they attend to, of sequences with equally many blocks."""
+    """Tokens that need scores, because they have more than `topk_blocks` blocks up to their
+    position. Their sequences are padded to the same number of blocks.
+    """
 
-    rows: Tensor  # [S, n] int64, which of the step's tokens, n of each sequence
+    rows: Tensor  # [S, n] int64, indices among the step's tokens, n tokens of each sequence
     tables: Tensor  # [S, blocks of the cache] int64
     positions: Tensor  # [S * n] int64
     before: Tensor  # [S * n] int64, sparse blocks of the tables before the token's own
@@ -57,15 +59,16 @@ class ScoredTokens:
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """The same tokens, with only the blocks whose index keys this rank holds."""
+    """Scored tokens with only the blocks whose index keys this rank holds."""
 
-    tokens: ScoredTokens  # `tables`: of the rank's own cache
-    numbers: Tensor  # [S, sparse blocks] int64, in the sequence, ascending, then NO_BLOCK
+    tokens: ScoredTokens  # its `tables` refer to the rank's own cache
+    # [S, sparse blocks] int64, ascending block numbers in the sequence, then NO_BLOCK
+    numbers: Tensor
 
 
 @dataclass(frozen=True)
 class PartialSelection:
-    """A selection that lacks the blocks of the scored tokens."""
+    """A selection in which the blocks of the scored tokens are not yet selected."""
 
     choice: BlockSelection
     scored: tuple[ScoredTokens, ...]
@@ -81,7 +84,7 @@ class SelectShardPlan:
 
 
 def plan_select(queries: AttentionMetadata, shape: SparseShape) -> PartialSelection:
-    """Select blocks for all tokens that attend to all blocks they see."""
+    """Select all blocks for the tokens that need no scores; plan the scores of other tokens."""
     positions = queries.positions.view(-1, 1, 1)
     blocks = torch.arange(shape.topk_blocks)
     ids = blocks.where(blocks <= positions // shape.sparse_block_size, -1).int()
@@ -99,7 +102,9 @@ def plan_select_shard(queries: AttentionMetadata, shape: SparseShape) -> SelectS
 
 
 def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> ScoredShard:
-    """Find the shard's blocks of each sequence; shorter rows are padded with other blocks."""
+    """Find the shard's blocks of each sequence. Shorter rows are padded with other blocks, whose
+    number is NO_BLOCK.
+    """
     shard, per_block = shape.shard, shape.block_size // shape.sparse_block_size
     is_mine = tokens.tables % shard.ranks == shard.rank
     counts = is_mine.sum(1, keepdim=True)
@@ -115,7 +120,7 @@ def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> ScoredShard:
 def _scored(
     queries: AttentionMetadata, tables: Tensor, shape: SparseShape
 ) -> Iterator[ScoredTokens]:
-    """Group the scored tokens: decodes by the number of blocks to score, and tiles of each run."""
+    """Group the scored tokens: decodes by their padded number of blocks, prefills by sequence."""
     lengths, counts = queries.host_seq_lens, queries.host_query_lens
     decodes: dict[int, list[tuple[int, int]]] = {}
     ends = list(accumulate(counts))
@@ -153,13 +158,13 @@ def _padded_blocks(length: int, block_size: int) -> int:
     return -(-blocks // step) * step
 
 
-# index_q [S, n, heads, dim], an index cache, the tokens and the size of a sparse block -> scores
-# [S, n, heads, sparse blocks] fp32 of the blocks before a token's own; others are undefined
+# Arguments: index_q [S, n, heads, dim], the index cache, the tokens, the size of a sparse block.
+# Result: scores [S, n, heads, sparse blocks] fp32, defined for the blocks before a token's own.
 Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 
 def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyKernel, AnyKernel]:
-    """Block selection with the scores of `score`, over all index keys or a shard of them."""
+    """Make the kernels that select blocks by `score`, from all index keys and from a shard."""
 
     def scores_of(
         index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, shape: SparseShape
@@ -198,7 +203,7 @@ def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyK
 def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
     """Score blocks by a GEMM per sequence."""
     (sequences, count, heads, dim), tables = index_q.shape, tokens.tables
-    stored = index_cache.view(torch.uint8)  # indexing does not take FP8
+    stored = index_cache.view(torch.uint8)  # index_select does not support FP8
     keys = stored.index_select(0, tables.flatten()).view(index_cache.dtype).float()
     queries = index_q.float().view(sequences, count * heads, dim)
     queries = F.pad(queries, (0, 0, 0, -queries.shape[1] % SAFE_ROWS_MULTIPLE))
@@ -214,8 +219,8 @@ def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: i
 class PagedDecode:
     """Dense decode attention for sequences whose block tables change in each layer."""
 
-    plan: Callable[[Tensor, SparseShape], Any]  # of lengths [rows] int64
-    # q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, the plan
+    plan: Callable[[Tensor, SparseShape], Any]  # plans sequences of lengths [rows] int64
+    # q [rows, group, head_dim], cache pages, block tables [rows, topk_blocks] int64, plan
     # -> [rows, group * head_dim]
     run: Callable[[Tensor, KvCache, Tensor, Any], Tensor]
 
@@ -223,7 +228,7 @@ class PagedDecode:
 def _attend_to_pages(
     decode: PagedDecode, q: Tensor, cache: KvCache, pages: Tensor, plan: Any, *, shape: SparseShape
 ) -> Tensor:
-    """q [T, heads, head_dim], pages [T, kv_heads, topk_blocks] -> [T, heads * head_dim]."""
+    """Attend with q [T, heads, head_dim] to pages [T, kv_heads, topk_blocks]."""
     num_tokens, _, head_dim = q.shape
     rows, paged = q.reshape(-1, shape.group, head_dim), cache.as_pages(shape.sparse_block_size)
     return decode.run(rows, paged, pages.flatten(0, 1).long(), plan).reshape(num_tokens, -1)
@@ -239,12 +244,12 @@ class BlockSparseDecodePlan:
 
 @dataclass(frozen=True)
 class BlockSparsePrefillPlan:
-    """The step's tokens in two parts; an empty part is None."""
+    """The step's tokens in a dense and a paged part; the plan of an empty part is None."""
 
     dense: tuple[dense.PrefillRun, ...] | None
-    dense_rows: Tensor  # [n] int64, which of the T tokens
+    dense_rows: Tensor  # [n] int64, the dense part's indices among the T tokens
     paged: Any
-    paged_rows: Tensor  # [T - n] int64
+    paged_rows: Tensor  # [T - n] int64, the paged part's indices among the T tokens
     shape: SparseShape
 
 
@@ -304,7 +309,7 @@ def attention_kernels(
 
 
 def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.PrefillRun, ...]:
-    """Plan the tokens of each run that attend to all blocks they see."""
+    """Plan the tokens of each run that attend to all blocks up to their position."""
     runs = [
         (sequence, min(length, shape.dense_tokens), length - count)
         for sequence, (length, count) in enumerate(
@@ -327,7 +332,7 @@ def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.P
 
 
 def _plan_buckets(lengths: Tensor, shape: SparseShape) -> tuple[dense.DecodeBucket, ...]:
-    """Buckets whose blocks are indices into block tables [rows, topk_blocks]."""
+    """Plan buckets whose blocks are indices into block tables [rows, topk_blocks]."""
     rows = len(lengths)
     pages = PagedShape(1, shape.group, shape.sparse_block_size, dtype=shape.dtype)
     places = torch.arange(rows * shape.topk_blocks).view(rows, -1)

@@ -1,12 +1,13 @@
-"""Block-sparse attention: every query attends to selected blocks of keys.
+"""Define block-sparse attention: every query attends to selected blocks of keys.
 
     score[t, h, b] = max_j index_q[t, h] . index_k[j],   j in block b, j <= position of t
     out[t, h] = sum_j softmax_j(q[t, h] . k[j, h // group] * head_dim ** -0.5) v[j, h // group],
     over the keys j <= position of t in the blocks selected for KV head h // group
 
-Each KV head has one index head, which selects its blocks. All index heads share one index key per
-token, kept in a cache of one head. Scores are in fp32 and have no scale, since a scale changes no
-selection. `selection.py` defines the selection, `kernels/kvcache/op.py` the paged cache.
+Each KV head has one index head, which selects the blocks of the KV head. All index heads share one
+index key per token, which is in a cache with one head. Scores are fp32 without a scale, because a
+scale does not change the selection. `selection.py` defines the selection. `kernels/kvcache/op.py`
+defines the paged cache.
 """
 
 from collections.abc import Iterator
@@ -39,10 +40,10 @@ from negamax.kernels.rotary import half_split
 
 @dataclass(frozen=True)
 class SparseHeadNorm:
-    """Norm weights, one per kind of head, and this rank's numbers of heads."""
+    """Norm weights by kind of head, and this rank's numbers of heads."""
 
-    weight: Tensor  # [2, head_dim] fp32, of queries and of keys
-    index_weight: Tensor  # [2, index_dim] fp32, of index queries and of the index key
+    weight: Tensor  # [2, head_dim] fp32, norm weights of queries and of keys
+    index_weight: Tensor  # [2, index_dim] fp32, norm weights of index queries and of the index key
     heads: int
     kv_heads: int
     eps: float
@@ -50,13 +51,13 @@ class SparseHeadNorm:
 
     @property
     def index_heads(self) -> int:
-        """This rank's number of KV heads, or that of all ranks."""
+        """Number of index heads: with an index shard those of all ranks, else this rank's."""
         return self.shard.heads or self.kv_heads
 
 
 @dataclass(frozen=True)
 class SparseHeads:
-    """The parts, in order, of a projection [T, sum of heads times their width], in fp32."""
+    """The parts, in order, of a projection [T, sum of (heads * width) of the parts], in fp32."""
 
     q: Tensor  # [T, heads, head_dim]
     k: Tensor  # [T, kv_heads, head_dim]
@@ -76,7 +77,7 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
 
 
 def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
-    """Return a rank's index-cache rows [T] for key rows [T * kv_heads]; -1 in others' blocks."""
+    """Return a rank's index-cache rows [T] for key rows [T * kv_heads]; -1 for blocks of others."""
     first = rows[::kv_heads]
     block = first // (kv_heads * block_size)
     own = block // shard.ranks * block_size + first % block_size
@@ -95,10 +96,11 @@ def norm_rope_write(
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate q, k, index_q and index_k, and write k, v and index_k to the caches.
 
-    Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` is as in
-    `SparseHeads`; a kernel may overwrite it. The rows of index_cache [num_blocks, 1, block_size,
-    index_dim] follow from them unless index_rows [T] are given (-1: not written). Arithmetic is in
-    fp32 and rounded once, at the end. The index key is not scaled.
+    Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` has the
+    parts of `SparseHeads`; a kernel may overwrite it. index_cache is [num_blocks, 1, block_size,
+    index_dim]. `index_rows` [T] are the rows of the index keys in this cache (-1: not written); by
+    default they follow from the rows of k. Arithmetic is fp32 and rounds once, at the end. The
+    index key is not scaled.
     """
     own = split_sparse_heads(projected, norm)
     q, k, index_q, index_k = (
@@ -117,18 +119,18 @@ def norm_rope_write(
     return q.to(projected.dtype), index_q.to(projected.dtype)
 
 
-# --- choice and attention ------------------------------------------------------------------------
+# --- selection and attention ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BlockSparsePlan:
-    """The plan of the definition: queries and sizes, unchanged."""
+    """The plan of the reference: queries and sizes, unchanged."""
 
     queries: AttentionMetadata
     shape: SparseShape
 
     def runs(self) -> Iterator[tuple[slice, Tensor, int, Tensor]]:
-        """Yield queries, block table, length and query positions of each sequence."""
+        """Yield the slice of queries, block table, length and query positions of each sequence."""
         tables, counts = (
             self.queries.used_tables(self.shape.block_size), self.queries.host_query_lens
         )  # fmt: skip
@@ -140,13 +142,15 @@ class BlockSparsePlan:
 
 
 def plan(queries: AttentionMetadata, shape: SparseShape, /) -> Prepared:
-    """Wrap queries and sizes; FP8 output is for GPU kernels only."""
-    assert not shape.quantize, "the definition has no FP8 output"
+    """Wrap queries and sizes; only GPU kernels have FP8 output."""
+    assert not shape.quantize, "the reference has no FP8 output; set quantize=False"
     return BlockSparsePlan(queries, shape)
 
 
 def select(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> BlockSelection:
-    """Select blocks for index_q [T, kv_heads, dim]; index_cache [blocks, 1, block_size, dim]."""
+    """Select blocks for index_q [T, kv_heads, dim] by the keys of index_cache [blocks, 1,
+    block_size, dim].
+    """
     ids = index_q.new_empty(*index_q.shape[:2], plan.shape.topk_blocks, dtype=torch.int32)
     pages = torch.empty_like(ids)
     for own, table, length, positions in plan.runs():
@@ -164,7 +168,7 @@ def _block_scores(
     positions: Tensor,
     shape: SparseShape,
 ) -> Tensor:
-    """Scores [queries, heads, sparse blocks] of one sequence."""
+    """Compute the scores [queries, heads, sparse blocks] of one sequence."""
     size = shape.sparse_block_size
     keys = rows_of(index_cache, table, length).squeeze(1)
     scores = torch.einsum("thd,jd->thj", index_q.float(), keys)
@@ -179,8 +183,8 @@ def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Ten
     """Find the best blocks of this rank's shard of the index keys, for all index heads.
 
     index_q [T, index_heads, index_dim], index_cache [blocks of the shard, 1, block_size, index_dim]
-    -> keys [1, T, index_heads, topk_blocks] int64 (`best_keys`), undefined for tokens that attend
-    to all blocks.
+    -> keys [1, T, index_heads, topk_blocks] int64 (`best_keys`). The keys of tokens that attend to
+    all blocks are undefined.
     """
     shape, shard = plan.shape, plan.shape.shard
     keys = index_q.new_zeros(1, *index_q.shape[:2], shape.topk_blocks, dtype=torch.int64)
@@ -198,8 +202,8 @@ def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Ten
 def merge_shards(keys: Tensor, plan: Prepared, group: Collective | None, /) -> BlockSelection:
     """Select blocks for this rank's heads among the best blocks of all shards.
 
-    keys [shards, T, index_heads, topk_blocks] come from `select_shard`: of this rank, or without
-    `group` of all ranks.
+    keys [shards, T, index_heads, topk_blocks] are results of `select_shard`: the result of this
+    rank if `group` is given, else the results of all ranks.
     """
     shape, queries = plan.shape, plan.queries
     if group is not None:

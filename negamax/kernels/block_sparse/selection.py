@@ -1,14 +1,14 @@
-"""Top-k block selection: which blocks of a sequence a token attends to.
+"""Top-k block selection: select the blocks of a sequence that a token attends to.
 
 A sequence is divided into sparse blocks of `sparse_block_size` tokens. A token sees the blocks up
-to its own, the local block. It attends to `topk_blocks` of them: the first `init_blocks`, the last
-`local_blocks`, and of the others those with the highest scores. Ties go to the lower block. Each KV
-head has its own selection.
+to the local block, which holds the token. The token attends to `topk_blocks` of these blocks: the
+first `init_blocks`, the last `local_blocks`, and the other blocks with the highest scores. Of
+blocks with equal scores the lower block is selected. Each KV head has its own selection.
 
 A cache block holds one or more sparse blocks. A cache [num_blocks, kv_heads, block_size, width]
-viewed as [num_pages, 1, sparse_block_size, width] has one page per sparse block and head. Attention
-of one token and KV head is that of a sequence whose block table is the pages of its selected blocks
-in ascending order; only the last is partly filled.
+viewed as [num_pages, 1, sparse_block_size, width] has one page per sparse block and head. A token
+and KV head attend like a sequence whose block table lists the pages of the selected blocks in
+ascending order. Only the last page is partly filled.
 """
 
 from dataclasses import dataclass, field
@@ -25,13 +25,12 @@ NO_KEY = -(2**63)  # below the key of any block
 
 @dataclass(frozen=True)
 class IndexShard:
-    """The index keys that a rank holds: block b is block b // ranks of rank b % ranks."""
+    """The index keys that a rank holds: block b of the pool is block b // ranks of b % ranks."""
 
     rank: int = 0
-    ranks: int = 1  # 1: all keys
-    # with several ranks each has the queries of all ranks' index heads; some of them are its own
-    heads: int = 0
-    first_head: int = 0
+    ranks: int = 1  # 1: the rank holds all keys
+    heads: int = 0  # with several ranks: index heads of all ranks, whose queries each rank has
+    first_head: int = 0  # first index head of this rank
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,13 @@ class SparseShape(PagedShape):
 class BlockSelection:
     """The selected blocks of T tokens."""
 
-    # [T, kv_heads, topk_blocks] int32, indices of sparse blocks in the token's sequence, ascending
-    # (the local block is last), then -1; -1 in rows of padding
+    # [T, kv_heads, topk_blocks] int32, block numbers in the token's sequence in ascending order
+    # (the local block is last); unused entries and rows of padding are -1
     ids: Tensor
-    pages: Tensor  # [T, kv_heads, topk_blocks] int32, the pages of `ids`; 0 where these are -1
+    pages: Tensor  # [T, kv_heads, topk_blocks] int32, pages of `ids`; 0 where `ids` is -1
 
     @classmethod
     def empty(cls, num_tokens: int, shape: SparseShape, device: torch.device) -> "BlockSelection":
-        """Allocate the selected blocks of this rank's heads."""
         size = (2, num_tokens, shape.kv_heads, shape.topk_blocks)
         return cls(*torch.empty(size, dtype=torch.int32, device=device).unbind())
 
@@ -94,11 +92,11 @@ def choose(scores: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
 
 
 def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """Return the keys [T, heads, topk_blocks] int64 of the best blocks among those a rank holds.
+    """Return the keys [T, heads, topk_blocks] int64 of the best blocks that a rank holds.
 
     scores [T, heads, blocks] fp32 belong to the blocks `numbers` [T, blocks]; blocks after a
-    token's local block are ignored. A key is the score as an order-preserving integer, above the
-    negated block index, so ties go to the lower block. NO_KEY fills up missing blocks.
+    token's local block are ignored. The upper half of a key is the score as an integer that sorts
+    in the same order; the lower half is the negated block number. Missing keys are NO_KEY.
     """
     numbers, local = numbers.unsqueeze(1), (positions // shape.sparse_block_size).view(-1, 1, 1)
     is_forced = (numbers < shape.init_blocks) | (numbers > local - shape.local_blocks)
@@ -112,7 +110,7 @@ def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseS
 def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
     """Select the `ids` of a `BlockSelection` from the best keys [T, kv_heads, n] of all blocks.
 
-    The keys of tokens at `positions` [T] that attend to all blocks they see are ignored.
+    Keys are ignored for tokens at `positions` [T] that attend to all blocks up to their own.
     """
     best = keys.topk(shape.topk_blocks, dim=-1).values
     blocks = (NO_BLOCK - (best & NO_BLOCK)).sort(dim=-1).values
@@ -122,7 +120,7 @@ def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tenso
 
 
 def pages_of(ids: Tensor, tables: Tensor, shape: SparseShape) -> Tensor:
-    """Return the pages of `ids` [T, kv_heads, topk_blocks]; tables [T, blocks] of the tokens."""
+    """Return the pages of `ids` [T, kv_heads, topk_blocks] by block tables [T, blocks]."""
     per_block = shape.block_size // shape.sparse_block_size
     known = ids.clamp_min(0).long()
     blocks = tables.long().gather(1, (known // per_block).flatten(1)).view_as(known)
@@ -132,6 +130,6 @@ def pages_of(ids: Tensor, tables: Tensor, shape: SparseShape) -> Tensor:
 
 
 def attended_tokens(positions: Tensor, shape: SparseShape) -> Tensor:
-    """Return the number of tokens that those at `positions` [T] attend to; 0 at position -1."""
+    """Return the number of keys that tokens at `positions` [T] attend to; 0 for position -1."""
     in_blocks = (positions // shape.sparse_block_size).clamp_max(shape.topk_blocks - 1)
     return in_blocks * shape.sparse_block_size + positions % shape.sparse_block_size + 1

@@ -1,5 +1,5 @@
-"""Sizes of the Triton kernels of block-sparse attention by architecture. Estimates, except those of
-`H200SelectionTiles` for decodes. Nothing is tuned at run time.
+"""Sizes of the block-sparse attention kernels by architecture. Only the sizes for decodes in
+`H200SelectionTiles` were measured; all other sizes are estimates. Nothing is tuned at run time.
 """
 
 import torch
@@ -21,7 +21,7 @@ class SelectionTiles:
         return True
 
     def select_block_m(self, rows: int) -> int:
-        """Return the index queries per program of a prefill that has `rows` of them."""
+        """Return the index queries per program of a prefill with `rows` index queries."""
         return 64
 
     def select_prefill(self, block_m: int, cache_bytes: int) -> Launch:
@@ -30,7 +30,7 @@ class SelectionTiles:
 
 
 class H200SelectionTiles(SelectionTiles):
-    """For decodes two programs per multiprocessor, each with several blocks in flight."""
+    """Decodes run two programs per multiprocessor, each with loads of several blocks in flight."""
 
     prefill_rows = 128
 
@@ -38,9 +38,9 @@ class H200SelectionTiles(SelectionTiles):
         return Launch(num_warps=4, num_stages=3 if cache_bytes > 1 else 4)
 
     def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:
-        """An ordinary launch is faster after a selection for few tokens, most likely because no
-        waiting programs occupy multiprocessors that score blocks. With two KV heads it costs more
-        than it gains.
+        """Return whether a dependent launch is faster. After a selection for few tokens an ordinary
+        launch is faster, most likely because waiting programs would occupy multiprocessors that
+        score blocks. With two KV heads a dependent launch is always faster.
         """
         return kv_heads > 1 or num_tokens > 4
 

@@ -46,7 +46,7 @@ def sparse_norm_rope_write(
     *,
     index_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run `block_sparse.norm_rope_write`, with the exceptions of `launch_norm_rope_write`."""
+    """Run `block_sparse.norm_rope_write`; tokens with negative rows are not written."""
     index_q = projected.new_empty(len(projected), norm.index_heads, norm.index_weight.shape[1])
     index = IndexHeads(
         norm.index_weight, index_q, index_cache, norm.shard.rank, norm.shard.ranks, index_rows
@@ -67,7 +67,7 @@ class SelectPlan:
 
 
 def plan_select(queries: AttentionMetadata, shape: SparseShape) -> SelectPlan:
-    """Plan the selection; sequences with few queries, which verify drafts, are like decodes."""
+    """Plan the selection. Sequences with few queries (draft tokens) are planned like decodes."""
     decodes, prefills, rest = queries.decodes, queries.prefills, None
     if prefills:
         few = not prefills.is_captured and max(prefills.host_query_lens) <= MOST_QUERIES

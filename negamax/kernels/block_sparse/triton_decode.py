@@ -1,9 +1,8 @@
-"""Block-sparse attention of decodes by the paged decode attention (`attention/triton_decode`): each
-token and KV head is a sequence of its own, whose block table lists the pages of the selected
-blocks.
+"""Block-sparse attention of decodes by the paged decode attention (`attention/triton_decode`). Each
+token and KV head is a separate sequence, whose block table lists the pages of the selected blocks.
 
-The lengths of these sequences depend on the tokens' positions only, so the work of the programs is
-planned once for all layers of a step.
+The lengths of these sequences depend only on the tokens' positions, so one plan serves all layers
+of a step.
 """
 
 from dataclasses import dataclass, replace
@@ -21,18 +20,18 @@ from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.kvcache.op import KvCache
 
-_TOKENS = 128  # of a program that counts keys
+_TOKENS = 128  # tokens of a program that counts keys
 
 
 @dataclass(frozen=True)
 class SparseDecodePlan:
-    """The plan of the paged decode attention; its block tables are those of a selection."""
+    """The plan of the paged decode attention; each layer adds the block tables of a selection."""
 
     shape: SparseShape
     paged: DecodePlan
 
 
-# columns of a part of a step have any alignment
+# slices of a step's tensors may have any alignment
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs"],
     do_not_specialize_on_alignment=["positions", "seq_lens", "query_starts"],
@@ -48,7 +47,7 @@ def _count_keys_kernel(
     IS_SINGLE: tl.constexpr,  # every sequence has one query
     HEADS: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Count the keys that each token attends to; padding attends to none. Grid (T / TOKENS,)."""
+    """Count the keys that each token attends to; 0 for padding. Grid (T / TOKENS,)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if IS_SINGLE:
         seen = tl.load(seq_lens + token, mask=token < num_tokens, other=0)
@@ -67,7 +66,7 @@ def _count_keys_kernel(
 def plan_sparse_decode(
     queries: AttentionMetadata, shape: SparseShape, *, reduce_later: bool = False
 ) -> SparseDecodePlan:
-    """Plan one query per sequence, or several. Reads the lengths on the device only."""
+    """Plan one or several queries per sequence. Only the device reads the lengths."""
     num_tokens, device = queries.positions.shape[0], queries.positions.device
     num_seqs, num_rows = queries.seq_lens.shape[0], num_tokens * shape.kv_heads
     lengths = torch.empty(num_rows, dtype=torch.int32, device=device)
@@ -102,7 +101,7 @@ def plan_sparse_decode(
 def sparse_decode(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparseDecodePlan
 ) -> Hidden:
-    """Run `block_sparse.decode` by the pages of the selection."""
+    """Run `block_sparse.decode` on the pages of the selected blocks."""
     num_tokens, heads, head_dim = q.shape
     size, tables = plan.shape.sparse_block_size, choice.pages.flatten(0, 1)
     out = decode(

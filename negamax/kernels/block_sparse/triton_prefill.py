@@ -1,13 +1,13 @@
-"""Block-sparse attention of prefills. A program attends with the GROUP query heads of one KV head
-of some neighboring queries to the union of their selected blocks. A bit mask per block states
-which queries selected it.
+"""Block-sparse attention of prefills. A program attends with several neighboring queries and the
+GROUP query heads of one KV head to the union of the queries' selected blocks. A bit mask per block
+states which queries selected the block.
 
     q, out   [T, KV_HEADS * GROUP, DIM]     rows of a tile: (query, head of the group)
     unions   per tile and KV head           | block 0, 00001111 | block 4, 11111111 | ...
 
-Neighboring queries select nearly the same blocks, so a key is read once for most of them, and 8
-queries of 16 heads fill a product on the tensor cores. If every query attends to all tokens of its
-sequence, the dense prefill computes the same.
+Neighboring queries select nearly the same blocks, so a key is read once for most queries of a tile.
+Eight queries of 16 heads fill a product on the tensor cores. If every query attends to all tokens
+of its sequence, the dense prefill runs instead.
 """
 
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ from negamax.kernels.kvcache.op import KvCache
 
 _UNION = 128  # limit of the blocks that the queries of a tile select
 _MOST_QUERIES = 16  # limit of the queries of a tile
-# of a block in a union: its number, the mask of its queries, its page; one is for `_unite_kernel`
+# words of a block in a union: number, mask of its queries, page, and one word for `_unite_kernel`
 _WORDS = tl.constexpr(4)
 
 
@@ -56,20 +56,20 @@ class SparsePrefillPlan:
     shape: SparseShape
     size: int  # limit of the queries of a tile
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
-    workspaces: dict[str, Tensor] = field(default_factory=dict)  # allocated for the first layer
+    workspaces: dict[str, Tensor] = field(default_factory=dict)  # the first layer allocates them
 
 
 def plan_sparse_prefill(
     queries: AttentionMetadata, shape: SparseShape
 ) -> SparsePrefillPlan | PrefillPlan:
-    """Plan a run of queries per sequence, each at the last positions of its sequence."""
+    """Plan a run of queries per sequence, at the last positions of the sequence."""
     if not queries.is_captured and max(queries.host_seq_lens) <= shape.dense_tokens:
         return plan_prefill(queries, shape)
     return plan_chosen_prefill(queries, shape)
 
 
 def plan_chosen_prefill(queries: AttentionMetadata, shape: SparseShape) -> SparsePrefillPlan:
-    """Plan attention by the selection of each query, even if it selects all blocks that it sees."""
+    """Plan attention by selections, even if each query selects all blocks up to its position."""
     rows = tiles_for(queries.seq_lens.device).prefill_rows
     topk = triton.next_power_of_2(shape.topk_blocks)
     size = max(1, min(rows // shape.group, _UNION // topk, _MOST_QUERIES))
@@ -78,7 +78,7 @@ def plan_chosen_prefill(queries: AttentionMetadata, shape: SparseShape) -> Spars
 
 @triton.jit
 def _load_blocks(ids, query, place, count, TOPK: tl.constexpr):
-    """Load the block in `place` of the selection of `query`; NO_BLOCK: none."""
+    """Load block number `place` of the selection of `query`; NO_BLOCK if there is no block."""
     block = tl.load(ids, mask=(query < count) & (place < TOPK), other=-1)
     return tl.where(block < 0, NO_BLOCK, block)
 
@@ -86,20 +86,20 @@ def _load_blocks(ids, query, place, count, TOPK: tl.constexpr):
 @triton.jit
 def _unite_kernel(
     ids,  # [T, HEADS, TOPK] int32
-    pages,  # likewise
+    pages,  # [T, HEADS, TOPK] int32
     tiles,  # [tiles, 4] int32
     unions,  # [tiles * HEADS, QUERIES * TOPK_POW2, _WORDS] int32, written
     sizes,  # [tiles * HEADS] int32, written: blocks of each union
     HEADS: tl.constexpr,
     TOPK: tl.constexpr,
-    QUERIES: tl.constexpr,  # of a tile, padded to a power of two
+    QUERIES: tl.constexpr,  # queries of a tile, padded to a power of two
     TOPK_POW2: tl.constexpr,
 ):
-    """List the blocks that the queries of a tile have selected, in order. Grid (HEADS, tiles).
+    """List the blocks that the queries of a tile selected, in ascending order. Grid (HEADS, tiles).
 
-    Each block is compared with those of one query after the other. The first pass finds which
-    queries selected it. The second counts the smaller blocks, each for the first query that
-    selected it.
+    Each block is compared with the blocks of one query after the other. The first pass finds the
+    queries that selected the block. The second pass counts the smaller blocks of the union; a block
+    that several queries selected is counted once.
     """
     head, tile = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
@@ -137,21 +137,21 @@ def _sparse_prefill_kernel(
     k_cache,  # [pages, BLOCK_SIZE, DIM]
     v_cache,
     tiles,  # [tiles, 4] int32
-    unions,  # see `_unite_kernel`
+    unions,  # blocks of the tiles, written by `_unite_kernel`
     sizes,
-    out,  # [T, KV_HEADS * GROUP * DIM], written; likewise
-    values,  # e4m3 and
-    scales,  # [T, KV_HEADS * GROUP] fp32, None unless QUANTIZE
-    lse,  # likewise, written: `write_lse`
+    out,  # [T, KV_HEADS * GROUP * DIM], written
+    values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None
+    scales,  # [T, KV_HEADS * GROUP] fp32, written if QUANTIZE, else None
+    lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,
     UNION: tl.constexpr,
     C: tl.constexpr,  # BLOCK_SIZE: tokens of a sparse block
 ):
     """Attend with one tile of queries of one KV head. Grid (KV_HEADS, tiles)."""
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 does not accept a field of a struct in a shape
     BLOCK_D: tl.constexpr = C.BLOCK_D
-    TILES: tl.constexpr = C.BLOCK_SIZE // C.BLOCK_N  # of a block
+    TILES: tl.constexpr = C.BLOCK_SIZE // C.BLOCK_N  # tiles of a block
     head, tile = tl.program_id(0), tl.program_id(1)
     record = tiles + tile * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -177,7 +177,7 @@ def _sparse_prefill_kernel(
         k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         first_key, by = block * C.BLOCK_SIZE + part * C.BLOCK_N, chosen_by
-        # loaded a tile ahead: a load that waits for another one would halve the pipeline
+        # loaded one tile ahead, because a load that waits for another load halves the pipeline
         following = union + tl.minimum((t + 1) // TILES, size - 1) * _WORDS
         block, chosen_by, page = tl.load(following), tl.load(following + 1), tl.load(following + 2)
         scores = tl.dot(q_tile, tl.trans(k))
@@ -195,7 +195,7 @@ def _sparse_prefill_kernel(
 def sparse_prefill(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparsePrefillPlan | PrefillPlan
 ) -> Hidden:
-    """Run `block_sparse.prefill` by the pages of the selection."""
+    """Run `block_sparse.prefill` on the pages of the selected blocks."""
     if isinstance(plan, PrefillPlan):
         return prefill(q, cache, plan)
     output = outputs(q, quantize=plan.shape.quantize)
@@ -212,7 +212,7 @@ def launch_sparse_prefill(
     *,
     lse: Tensor | None = None,
 ) -> None:
-    """Run `sparse_prefill` into `output`, and `write_lse` into lse [T, heads] fp32."""
+    """Write the result of `sparse_prefill` to `output`, and of `write_lse` to lse [T, heads]."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

@@ -1,17 +1,17 @@
 """Top-k block selection for decodes, in one launch.
 
-The queries of a sequence, one or some with draft tokens, are scored together, so an index key is
-read once for all of them and all index heads. Each program has a run of blocks
-(`attention/triton_decode_plan`): some blocks of many sequences, or part of one long sequence. It
-writes the scores of its blocks, and the last program of a sequence to arrive selects.
+The queries of a sequence (several if the step verifies draft tokens) are scored together, so each
+index key is read once for all queries and index heads. Each program has a run of blocks
+(`attention/triton_decode_plan`): blocks of several sequences, or part of one long sequence. The
+program writes the scores of its blocks. The last program of a sequence to finish selects blocks.
 
     blocks of a sequence     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | ... |
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
-    the last one to arrive                                           -> ids, pages
+    the last program                                                 -> ids, pages
 
-Scores of few blocks are sorted; those of more are compared with bounds. Among many blocks the
-kernel first finds the groups of blocks with the highest scores. Sequences of at most TOPK blocks
-are not scored.
+If a sequence has few blocks, their scores are sorted. With more blocks the kernel searches for the
+score of rank TOPK by bisection. With many blocks it first finds the groups of blocks with the
+highest scores. Sequences of at most TOPK blocks are not scored.
 """
 
 from dataclasses import dataclass, field
@@ -51,34 +51,35 @@ from negamax.kernels.block_sparse.triton_selection import (
 )
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
-MOST_QUERIES = 8  # of a sequence that are scored together
-MOST_COMPARED, MOST_SCORES = 2048, 4096  # blocks that are compared at once, and scores of all rows
+MOST_QUERIES = 8  # limit of the queries of a sequence that are scored together
+# limits of what is compared at once: blocks of a row, scores of all rows
+MOST_COMPARED, MOST_SCORES = 2048, 4096
 _FEW = tl.constexpr(256)  # up to this number of blocks scores are sorted
-_NUM_GROUPS = tl.constexpr(512)  # of blocks, if there are more than are compared at once
-_MOST_ROWS = tl.constexpr(4)  # index queries that are processed at a time
-_MOST_MEMBERS = tl.constexpr(16)  # of each group that are read at a time, for all rows
+_NUM_GROUPS = tl.constexpr(512)  # groups of blocks if not all blocks are compared at once
+_MOST_ROWS = tl.constexpr(4)  # limit of the index queries that are processed at a time
+_MOST_MEMBERS = tl.constexpr(16)  # limit of a group's blocks read at a time, over all rows
 
 
 class Queries(NamedTuple):
-    """The data of the queries of a sequence that a program reads."""
+    """The queries of a sequence, as a program reads them."""
 
-    first: tl.tensor  # of the T
-    count: tl.tensor  # 0: they belong to another record
+    first: tl.tensor  # index of the first query among the T tokens
+    count: tl.tensor  # number of queries; 0: another record includes these queries
     length: tl.tensor  # tokens of the sequence up to the last query
 
 
 @dataclass(frozen=True)
 class SelectDecodePlan:
-    """The work of each program and its outputs, which all layers of a step share."""
+    """The work of each program and its buffers. All layers of a step share the plan."""
 
     metadata: AttentionMetadata
     shape: SparseShape
-    most_queries: int  # of a sequence
+    most_queries: int  # limit of the queries of a sequence
     queries: Tensor  # [S, 4] int32: `Queries`
     arrivals: Tensor  # [S] int32, 0 between launches
     splits: Splits
-    own: OwnBlocks | None  # the scored blocks; None: all
-    # by size; allocated for the first layer
+    own: OwnBlocks | None  # the scored blocks of a shard; None: all blocks are scored
+    # buffers of scores by their number of elements; the first layer allocates them
     scores: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -100,7 +101,7 @@ def _follows(seq_lens, block_table_indices, seq, num_seqs):
     )
 
 
-# columns of a part of a step have any alignment
+# slices of a step's tensors may have any alignment
 @triton.jit(
     do_not_specialize=["num_seqs"],
     do_not_specialize_on_alignment=[
@@ -117,10 +118,10 @@ def _plan_queries_kernel(
     query_starts,  # [S + 1] int32
     queries,  # [S, 4] int32, written
     scored,  # [S] int32, written: tokens whose blocks are scored
-    arrivals,  # [S] int32, written: 0
+    arrivals,  # [S] int32, set to 0
     num_seqs,
     DENSE_TOKENS: tl.constexpr,
-    MERGE: tl.constexpr,  # limit of "sequences" of one query each that are scored together; 1: none
+    MERGE: tl.constexpr,  # limit of single-query "sequences" that are merged; 1: none is merged
     SEQS_POW2: tl.constexpr,
 ):
     """Write the queries of each sequence and how many of its tokens are scored. Grid (1,)."""
@@ -146,10 +147,10 @@ def _plan_queries_kernel(
 
 
 def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> SelectDecodePlan:
-    """Plan one query per sequence, or up to MOST_QUERIES. Reads the lengths on the device only."""
+    """Plan 1 to MOST_QUERIES queries per sequence. Only the device reads the lengths."""
     num_seqs, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
-    # The queries of one sequence may be several "sequences" of one query each. How many is known
-    # while a graph is captured.
+    # The queries of one sequence may be several "sequences" of one query each. Their number is
+    # known only while a graph is captured.
     is_single = metadata.positions.shape[0] == num_seqs
     unknown = MOST_QUERIES if num_seqs > 1 else 1
     longest = metadata.max_decode_run if metadata.is_captured else unknown
@@ -206,9 +207,9 @@ def _score_blocks(
 def _load_order(
     scores, row, i, numbers, num_scored, last, width, C: tl.constexpr, IN_RUNS: tl.constexpr = False
 ):
-    """Return `order_scores` of the `num_scored` scored blocks at `i` for the index queries `row`,
-    of one shape, and the numbers of the blocks, NO_BLOCK after the last. IN_RUNS: `i` has runs of
-    neighbors, which are read together, also after the last block.
+    """Return `order_scores` of the scored blocks at the indices `i` for the index queries `row`,
+    and the block numbers; indices from `num_scored` on give NO_BLOCK. `row` and `i` are broadcast.
+    With IN_RUNS `i` has runs of neighbors; masks do not split a run, so a run is read in one load.
     """
     block = i
     if C.RANKS > 1:
@@ -216,7 +217,7 @@ def _load_order(
         block = tl.load(numbers + i // C.PER_BLOCK, mask=is_block, other=0)
         block = tl.where(is_block, block * C.PER_BLOCK + i % C.PER_BLOCK, NO_BLOCK)
     mask = (i < width) & (last >= 0) if IN_RUNS else block <= last
-    # past the first-level cache, because other programs wrote them
+    # The load bypasses L1, because other programs wrote the scores.
     score_at = scores + row.to(tl.int64) * width + i
     score = tl.load(score_at, mask=mask, other=0.0, cache_modifier=".cg")
     return order_scores(score, block, last, C), block
@@ -224,7 +225,7 @@ def _load_order(
 
 @triton.jit
 def _locate_rows(queries, start, ROWS: tl.constexpr, C: tl.constexpr):
-    """Return ROWS index queries from `start` on, whether they exist, and their last block."""
+    """Return ROWS index queries from number `start` on, their validity, and their last block."""
     row = start + tl.arange(0, ROWS)
     is_there = row < queries.count * C.HEADS
     position = queries.length - queries.count + row // C.HEADS
@@ -237,7 +238,7 @@ def _choose_of_few(
     scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Select for ROWS index queries among up to _FEW blocks."""
+    """Select blocks for ROWS index queries among up to _FEW blocks."""
     row, is_there, last = _locate_rows(queries, start, ROWS, C)
     i = tl.arange(0, _FEW)[None, :] + row[:, None] * 0
     order, block = _load_order(
@@ -252,7 +253,9 @@ def _choose_of_some(
     scores, table, numbers, num_scored, width, queries, ids, pages, num_rows, ROWS: tl.constexpr,
     BLOCKS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select ROWS index queries at a time, if BLOCKS is the next power of two to the blocks."""
+    """Select blocks, ROWS index queries at a time, if BLOCKS is `num_scored` rounded up to a power
+    of two; else do nothing.
+    """
     if (num_scored > BLOCKS // 2) & (num_scored <= BLOCKS):
         for start in range(0, num_rows, ROWS):
             row, is_there, last = _locate_rows(queries, start, ROWS, C)
@@ -268,8 +271,8 @@ def _choose_of_many(
     scores, table, numbers, num_scored, width, queries, ids, pages, start, ROWS: tl.constexpr,
     GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select for ROWS index queries among any number of blocks. GROUP neighbors are a group, and
-    the TOPK best blocks are in the TOPK groups with the highest scores.
+    """Select blocks for ROWS index queries among any number of blocks. GROUP adjacent blocks form a
+    group. The TOPK best blocks are in the TOPK groups with the highest maximum scores.
     """
     row, is_there, last = _locate_rows(queries, start, ROWS, C)
     group, member = tl.arange(0, _NUM_GROUPS)[None, :], tl.arange(0, GROUP)[None, None, :]
@@ -291,7 +294,7 @@ def _choose_of_many(
             best = tl.maximum(best, tl.max(order, axis=2))
     chosen = find_highest(best, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
-    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # holds the groups temporarily
+    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # `ids` holds the groups temporarily
     tl.store(first + place, group.to(ids.dtype.element_ty), mask=chosen)
     tl.debug_barrier()
     column = tl.arange(0, C.TOPK_POW2)[None, :]
@@ -311,7 +314,7 @@ def _choose(
     scores, table, numbers, num_scored, width, queries, ids, pages, ROWS: tl.constexpr,
     COMPARED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select for all index queries of `queries`; there is code for each number of blocks."""
+    """Select blocks for all index queries of `queries`; the number of blocks selects the method."""
     num_rows = queries.count * C.HEADS
     if num_scored <= _FEW:
         for start in range(0, num_rows, ROWS):
@@ -326,7 +329,7 @@ def _choose(
                     _FEW << level, C,
                 )  # fmt: skip
     elif GROUP > 0:
-        # one at a time unless there are four: only four together were measured to be faster
+        # one row at a time unless ROWS is four: only four rows together were measured to be faster
         MANY: tl.constexpr = ROWS if ROWS == _MOST_ROWS else 1
         for start in range(0, num_rows, MANY):
             _choose_of_many(
@@ -335,7 +338,7 @@ def _choose(
             )  # fmt: skip
 
 
-# columns of a part of a step have any alignment
+# slices of a step's tensors may have any alignment
 @triton.jit(do_not_specialize_on_alignment=["arrivals"])
 def _select_decode_kernel(
     index_q,  # [T, HEADS, DIM]
@@ -347,18 +350,20 @@ def _select_decode_kernel(
     scores,  # [T * HEADS, width] fp32, written
     arrivals,  # [S] int32, 0 between launches
     ids,  # [T, HEADS, TOPK] int32, written
-    pages,  # likewise
-    own_blocks,  # [S, 2, own_width] as `OwnBlocks`, not read unless RANKS > 1
+    pages,  # [T, HEADS, TOPK] int32, written
+    own_blocks,  # [S, 2, own_width] as `OwnBlocks`, read only if RANKS > 1
     own_width,
     table_stride,
     width,
     ROWS: tl.constexpr,  # index queries that are processed at a time
     COMPARED: tl.constexpr,  # limit of the blocks that are compared at once
-    GROUP: tl.constexpr,  # neighbors in a group, if there may be more blocks; else 0
+    GROUP: tl.constexpr,  # adjacent blocks of a group; 0 if at most COMPARED blocks are possible
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run one program: a run of blocks of one sequence or of several."""
+    """Score one program's run of blocks, which may belong to several sequences; select blocks for
+    each sequence whose last scores this program wrote.
+    """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     work += tl.program_id(0) * WORK_WORDS
     tile, end, seq = tl.load(work), tl.load(work + 1), tl.load(work + 2)
@@ -378,7 +383,7 @@ def _select_decode_kernel(
                 store_all_blocks(
                     position, first_row + row, row % C.HEADS, table, is_there, ids, pages, C
                 )
-            else:  # or this rank holds none of the blocks
+            else:  # the sequence has few blocks, or this rank holds none of its blocks
                 none = tl.full([BLOCK_M, C.TOPK_POW2], NO_KEY, tl.int64)
                 store_best(none, first_row + row, row, table, is_there, ids, pages, C)
         else:
@@ -411,7 +416,7 @@ def select_decode(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select into `ids` and `pages`; for a shard store the keys to `ids`."""
+    """Select blocks and store them to `ids` and `pages`; for a shard store keys to `ids`."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

@@ -1,15 +1,16 @@
 """Top-k block selection for prefills: scores on the tensor cores, the best blocks in registers.
 
-A program has a tile of neighboring queries of a sequence, with all their index heads, and
-processes the blocks that they see. With few tiles several programs share the blocks of one. Scores
-are never written: after every TOPK_POW2 blocks the best keys of each row are merged with the new
-ones.
+A program has a tile of neighboring queries of a sequence with all their index heads, and scores the
+blocks up to the queries' positions. If there are few tiles, several programs split the blocks of a
+tile. Scores are not written to memory. After every TOPK_POW2 blocks the program merges the keys of
+these blocks with the best keys of each row.
 
     index keys    | block 0 | block 1 | ...            -> products [BLOCK_M, BLOCK], their maximum
     TOPK_POW2 blocks                                    -> keys [BLOCK_M, TOPK_POW2]
     so far                                              -> best [BLOCK_M, TOPK_POW2]
 
-So the memory does not grow with the context. Queries that see at most TOPK blocks are not scored.
+The memory therefore does not grow with the context. Queries with at most TOPK blocks up to their
+position are not scored.
 """
 
 from dataclasses import dataclass
@@ -51,12 +52,12 @@ class SelectPrefillPlan:
     shape: SparseShape
     block_m: int  # limit of the index queries of a tile
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
-    splits: int  # programs that share the blocks of a tile
-    own: OwnBlocks | None  # the scored blocks; None: all
+    splits: int  # programs that split the blocks of a tile
+    own: OwnBlocks | None  # the scored blocks of a shard; None: all blocks are scored
 
 
 def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> SelectPrefillPlan:
-    """Plan a run of queries per sequence, each at the last positions of its sequence."""
+    """Plan a run of queries per sequence, at the last positions of the sequence."""
     num_tokens, device = metadata.positions.shape[0], metadata.positions.device
     heads = shape.index_heads
     block_m = max(tiles_for(device).select_block_m(num_tokens * heads), heads)
@@ -65,7 +66,7 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
     splits = multiprocessors // triton.cdiv(max(1, num_tokens), size)
     splits = 2 ** max(0, min(splits, _MOST_SPLITS).bit_length() - 1)
     if not metadata.is_captured and max(metadata.host_seq_lens) <= shape.dense_tokens:
-        splits = 1  # nothing is scored
+        splits = 1  # no query has more than TOPK blocks, so nothing is scored
     own = None
     if shape.shard.ranks > 1:
         own = plan_own_blocks(
@@ -82,8 +83,8 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
 
 @triton.jit
 def _merge(best, order, numbers, C: tl.constexpr):
-    """Merge the keys `best` with those of the blocks `numbers` [1, TOPK_POW2]; keep the highest."""
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 takes no field of a struct in a shape
+    """Merge the keys of blocks `numbers` [1, TOPK_POW2] into `best`, which keeps the highest."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 does not accept a field of a struct in a shape
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     key = make_key(order, numbers)
     both = tl.reshape(tl.join(best, key), [BLOCK_M, 2 * TOPK_POW2])
@@ -92,7 +93,7 @@ def _merge(best, order, numbers, C: tl.constexpr):
 
 @triton.jit
 def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constexpr):
-    """Return a tile's best keys [BLOCK_M, TOPK_POW2] of the scored blocks begin to end - 1."""
+    """Return the best keys [BLOCK_M, TOPK_POW2] of a tile among scored blocks begin to end - 1."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     first, count, start = tile
@@ -125,7 +126,7 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
     return _merge(best, order, slot_block, C)
 
 
-# columns of a part of a step have any alignment
+# slices of a step's tensors may have any alignment
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _select_prefill_kernel(
     index_q,  # [T, HEADS, DIM]
@@ -135,8 +136,8 @@ def _select_prefill_kernel(
     tiles,  # [tiles, 4] int32
     keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64, written if SPLITS > 1
     ids,  # [T, HEADS, TOPK] int32, written unless splits are merged
-    pages,  # likewise
-    own_blocks,  # as `OwnBlocks`, and the two below; not read unless RANKS > 1
+    pages,  # [T, HEADS, TOPK] int32, written unless splits are merged
+    own_blocks,  # this tensor and the next two are parts of `OwnBlocks`, read only if RANKS > 1
     held,
     width,
     table_stride,
@@ -153,7 +154,7 @@ def _select_prefill_kernel(
     is_there = row < count * C.HEADS
     num_blocks = find_last_block(start + count - 1, C.BLOCK) + 1
     if num_blocks <= C.TOPK:
-        if C.RANKS == 1:  # noqa: SIM102  known when it is compiled
+        if C.RANKS == 1:  # noqa: SIM102  Triton evaluates this condition at compile time
             if split == 0:
                 store_all_blocks(
                     start + row // C.HEADS, first * C.HEADS + row, row % C.HEADS, table, is_there,
@@ -180,7 +181,7 @@ def _select_prefill_kernel(
             tl.store(keys + at * C.TOPK_POW2 + column, best, mask=is_there[:, None])
 
 
-# columns of a part of a step have any alignment
+# slices of a step's tensors may have any alignment
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _merge_splits_kernel(
     tables,
@@ -188,11 +189,13 @@ def _merge_splits_kernel(
     tiles,
     keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64
     ids,  # [T, HEADS, TOPK] int32, written
-    pages,  # likewise
+    pages,  # [T, HEADS, TOPK] int32, written
     table_stride,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select for ROWS index queries from all splits' best blocks. Grid (BLOCK_M / ROWS, tiles)."""
+    """Select blocks for ROWS index queries from the best blocks of all splits. Grid (BLOCK_M /
+    ROWS, tiles).
+    """
     record = tiles + tl.program_id(1) * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -215,7 +218,7 @@ def select_prefill(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select into `ids` and `pages`; for a shard store the keys to `ids`."""
+    """Select blocks and store them to `ids` and `pages`; for a shard store keys to `ids`."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

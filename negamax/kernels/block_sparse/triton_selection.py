@@ -1,8 +1,9 @@
-"""Top-k block selection from scores: the functions that decode and prefill share.
+"""Top-k block selection from scores: functions that decode and prefill share.
 
-The key of a block is its score, as an integer of the same order, above its negated number. So of
-equal scores the lower block has the larger key, and no two keys are equal. A bitonic sort
-(`tl.topk`) finds the largest keys, another one puts their blocks in order.
+The upper half of a block's key is the score as an integer that sorts in the same order. The lower
+half is the negated block number. Of equal scores the lower block therefore has the larger key, and
+no two keys are equal. A bitonic sort (`tl.topk`) finds the largest keys, and a second sort orders
+their blocks.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import triton.language as tl
 from negamax.kernels.attention.triton_shared import dot_dtype
 from negamax.kernels.block_sparse.selection import SparseShape
 
-NO_SCORE = tl.constexpr(-0x80000000)  # no number has these bits
+NO_SCORE = tl.constexpr(-0x80000000)  # no score has these bits
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 NO_KEY = tl.constexpr(-0x80000000 << 32)
 
@@ -22,24 +23,24 @@ NO_KEY = tl.constexpr(-0x80000000 << 32)
 class SelectionConstants(NamedTuple):
     """Constants of the selection kernels, passed as one argument `C: tl.constexpr`."""
 
-    HEADS: int  # index heads; also KV heads, unless this rank has the index heads of others too
-    DIM: int  # of an index head
+    HEADS: int  # index heads: those of this rank's KV heads, or with shards those of all ranks
+    DIM: int  # dimension of an index head
     BLOCK: int  # tokens of a sparse block
     PER_BLOCK: int  # sparse blocks of a block of the cache
     TOPK: int
     TOPK_POW2: int
-    INIT: int  # blocks that are always selected: the first,
-    LOCAL: int  # and the last
+    INIT: int  # number of first blocks that are always selected
+    LOCAL: int  # number of last blocks that are always selected
     BLOCK_M: int  # index queries (token, head) of a tile
     BLOCK_D: int  # DIM, padded to a power of two
     DOT: tl.dtype  # dtype of products
-    RANKS: int  # ranks that hold a shard of the index keys each
+    RANKS: int  # number of shards of the index keys; each rank holds one
 
 
 def selection_constants(
     shape: SparseShape, dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, rows: int
 ) -> SelectionConstants:
-    """Return the constants; `dim`: of an index head; `rows`: index queries of a tile."""
+    """Return the constants for index heads of dimension `dim` and tiles of `rows` index queries."""
     return SelectionConstants(
         HEADS=shape.index_heads,
         DIM=dim,
@@ -64,8 +65,9 @@ def find_last_block(position, BLOCK: tl.constexpr):
 
 @triton.jit
 def order_scores(score, block, last, C: tl.constexpr):
-    """Convert scores of the blocks `block` to int32 of the same order: NaN below likely scores,
-    blocks that are always selected above all, NO_SCORE for blocks after `last`.
+    """Convert scores of the blocks `block` to int32 that sort in the same order. NaN sorts below
+    realistic scores. Blocks that are always selected sort above all others. Blocks after `last` get
+    NO_SCORE.
     """
     score = tl.where(score == score, score, -1e30)
     is_forced = (block < C.INIT) | (block > last - C.LOCAL)
@@ -76,24 +78,24 @@ def order_scores(score, block, last, C: tl.constexpr):
 
 @triton.jit
 def make_key(order, number):
-    """Make int64 keys from results of `order_scores` and numbers of blocks."""
+    """Make int64 keys from results of `order_scores` and block numbers."""
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
 
 
 @triton.jit
 def read_number(key):
-    """Return the number in a key, as int64; NO_BLOCK if there was no score."""
+    """Return the block number of a key as int64; NO_BLOCK if the key has no score."""
     number = 0x7FFFFFFF - (key & 0x7FFFFFFF)
     return tl.where((key >> 32).to(tl.int32) == NO_SCORE, NO_BLOCK, number)
 
 
 @triton.jit
 def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the selected blocks [rows, TOPK_POW2], in any order and with NO_BLOCK among them, of
-    the index queries `row` (token * HEADS + head) [rows] to ids and pages [T, HEADS, TOPK].
-    `table`: the sequence's blocks.
+    """Store the selected blocks [rows, TOPK_POW2] of the index queries `row` (token * HEADS + head)
+    [rows] to ids and pages [T, HEADS, TOPK]. The blocks may be in any order and include NO_BLOCK.
+    `table` is the sequence's block table.
     """
-    # sorted as int64: LLVM fails for AMD on sorting halves of values that were sorted before
+    # int64, because LLVM for AMD cannot sort 32-bit halves of values that were sorted before
     block = tl.sort(block.to(tl.int64)).to(tl.int32)
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     mask = is_there[:, None] & (column < C.TOPK)
@@ -102,7 +104,7 @@ def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constex
 
 @triton.jit
 def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constexpr):
-    """Store blocks [rows, any] to the places `place` of the selection of `row`, where `mask`."""
+    """Store blocks [rows, n] where `mask` to the places `place` of the selections of `row`."""
     at = row.to(tl.int64)[:, None] * C.TOPK + place
     is_block = block != NO_BLOCK
     cache_block = tl.load(table + block // C.PER_BLOCK, mask=mask & is_block, other=0).to(tl.int32)
@@ -113,7 +115,7 @@ def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.conste
 
 @triton.jit
 def find_scored_block(numbers, i, C: tl.constexpr):
-    """Return the number of the i-th scored block: i, or with shards of the blocks in `numbers`."""
+    """Return the number of the i-th scored block: i, or for a shard a block listed in `numbers`."""
     if C.RANKS == 1:
         return i
     else:
@@ -122,7 +124,7 @@ def find_scored_block(numbers, i, C: tl.constexpr):
 
 @triton.jit
 def load_index_queries(index_q, first_row, is_row, C: tl.constexpr):
-    """Load the index queries from `first_row` (int64) on, where `is_row` -> [BLOCK_M, BLOCK_D]."""
+    """Load index queries [BLOCK_M, BLOCK_D] from `first_row` (int64) on; 0 where not `is_row`."""
     row, column = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK_D)
     at = index_q + (first_row + row)[:, None] * C.DIM + column[None, :]
     mask = is_row[:, None] & (column < C.DIM)[None, :]
@@ -131,9 +133,10 @@ def load_index_queries(index_q, first_row, is_row, C: tl.constexpr):
 
 @triton.jit
 def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.constexpr):
-    """Multiply q with the keys of the i-th scored block, in block `cache_block` of the cache ->
-    [BLOCK_M, BLOCK]; and load the block of the cache and the number of the next scored block, of
-    which end - 1 is the last.
+    """Multiply q with the keys of scored block i, which is in block `cache_block` of the cache.
+
+    Return the products [BLOCK_M, BLOCK], and the cache block and number of scored block i + 1 (at
+    most end - 1).
     """
     column, key = tl.arange(0, C.BLOCK_D), tl.arange(0, C.BLOCK)
     page = cache_block.to(tl.int64) * C.PER_BLOCK + i % C.PER_BLOCK
@@ -142,7 +145,7 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
         k = tl.load(k_at)
     else:
         k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-    # loaded a tile ahead: a load that waits for another one would halve the pipeline
+    # loaded one tile ahead, because a load that waits for another load halves the pipeline
     next_i = tl.minimum(i + 1, end - 1)
     cache_block = tl.load(blocks + next_i // C.PER_BLOCK)
     next_number = find_scored_block(numbers, next_i, C)
@@ -151,8 +154,8 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
 
 @triton.jit
 def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the selection of index queries whose best keys are `best` [rows, TOPK_POW2]
-    (`store_selection`). For a shard store the keys themselves to `ids` [T, HEADS, TOPK] int64.
+    """Store the blocks of the best keys `best` [rows, TOPK_POW2] by `store_selection`. For a shard
+    store the keys themselves to `ids` [T, HEADS, TOPK] int64.
     """
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     if C.RANKS == 1:
@@ -165,10 +168,11 @@ def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
 
 @triton.jit
 def find_highest(order, TOPK: tl.constexpr):
-    """Return whether each of order [rows, N] int32 is among the TOPK highest of its row. NO_SCORE
-    is never selected; ties select the first. The search finds the TOPK-th value two bits at a time.
+    """Return whether each entry of `order` [rows, N] int32 is among the TOPK highest of its row.
+    NO_SCORE is never selected. Of equal entries the first are selected.
 
-    A sort would do the same in thousands of instructions, which are executed once each.
+    The search finds the TOPK-th value two bits at a time. A sort would need thousands of
+    instructions, and each of these would run only once.
     """
     least = tl.full([order.shape[0]], NO_SCORE, tl.int32)
     for i in range(16):
@@ -190,9 +194,9 @@ def find_highest(order, TOPK: tl.constexpr):
 
 @triton.jit
 def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the selection of the index queries `row` [rows] from `order_scores` and the numbers of
-    their blocks [rows, N], which ascend; other arguments as in `store_selection`. For a shard store
-    the selected keys to `ids` [T, HEADS, TOPK] int64.
+    """Select and store blocks for the index queries `row` [rows]. `order` is a result of
+    `order_scores`; `block` [rows, N] are ascending block numbers; other arguments are those of
+    `store_selection`. For a shard store the selected keys to `ids` [T, HEADS, TOPK] int64.
     """
     chosen = find_highest(order, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
@@ -212,7 +216,7 @@ def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.co
 
 @triton.jit
 def store_all_blocks(position, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the selection of index queries that see at most TOPK blocks: all of them."""
+    """Select all blocks for index queries with at most TOPK blocks up to their position."""
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     is_seen = column <= find_last_block(position, C.BLOCK)[:, None]
     mask = is_there[:, None] & (column < C.TOPK)

@@ -1,9 +1,10 @@
-"""Top-k block selection by ranks that hold a shard of the index keys each.
+"""Top-k block selection if each rank holds a shard of the index keys.
 
-A rank scores the blocks that it holds (`attention/triton_own_blocks`). It sends its best keys of
-each index head to the ranks that have the head, and these select. That is one launch by the LL
-protocol, a program per token, for as many tokens as the region of peer memory has rows, else a
-launch after an all-gather. Tokens that attend to all that they see are not exchanged.
+A rank scores the blocks that it holds (`attention/triton_own_blocks`). The rank sends its best keys
+of each index head to the ranks that have the head, which select blocks. If the region of peer
+memory has a row for each token, one launch with a program per token exchanges the keys by the LL
+protocol. Otherwise an all-gather precedes the launch. Keys of tokens that attend to all blocks up
+to their own are not exchanged.
 """
 
 from dataclasses import dataclass
@@ -45,28 +46,30 @@ def plan_merge_shards(metadata: AttentionMetadata, shape: SparseShape) -> MergeP
 
 @triton.jit(do_not_specialize=["rank", "first_head", "num_tokens"])
 def _merge_shards_kernel(
-    keys,  # [SHARDS, T, INDEX_HEADS, TOPK] int64; with WORLD > 1 this rank's only
+    keys,  # [SHARDS, T, INDEX_HEADS, TOPK] int64; with WORLD > 1 the keys of this rank only
     positions,  # [T] int64
     token_slots,  # [T] int64
     tables,  # [slots, table_stride] int32
-    active,  # [1] int32, tokens that are not padding; None: all
+    active,  # [1] int32, number of tokens before the padding; None: there is no padding
     ids,  # [T, HEADS, TOPK] int32, written
-    pages,  # likewise
-    addresses,  # of the region, as in `PeerRegion`
-    flags,
+    pages,  # [T, HEADS, TOPK] int32, written
+    addresses,  # field of the `PeerRegion`
+    flags,  # field of the `PeerRegion`
     table_stride,
     num_tokens,
     rank,
-    first_head,  # of this rank
+    first_head,  # first index head of this rank
     INDEX_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, SHARDS: tl.constexpr,
     SHARDS_POW2: tl.constexpr,
     WORLD: tl.constexpr,  # ranks that send keys; 1: all keys are local
-    ROWS: tl.constexpr,  # of the region
+    ROWS: tl.constexpr,  # rows of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Select for one token's own heads. Words of a region: keys of the reader. Grid (T,)."""
+    """Select blocks for this rank's heads of one token. Grid (T,). A row of the region has the keys
+    of the reader's heads.
+    """
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     HEADS: tl.constexpr = C.HEADS
     TOPK: tl.constexpr = C.TOPK
@@ -92,7 +95,7 @@ def _merge_shards_kernel(
             word = tl.arange(0, 2 * HEADS_POW2 * TOPK_POW2)
             bases = load_peer_bases(addresses, WORLD)
             sent = ()
-            for peer in tl.static_range(WORLD):  # all loads before the first store
+            for peer in tl.static_range(WORLD):  # all loads precede the first store
                 its = own_words + (peer * INDEX_HEADS // WORLD) * (TOPK * 2) + word
                 sent = sent + (add_flag(tl.load(its, mask=word < words, other=0), flag),)  # noqa: RUF005
             for peer in tl.static_range(WORLD):

@@ -1,13 +1,13 @@
-"""Attention where ranks hold copies of a KV head and each rank holds some blocks of its cache.
+"""Define attention for ranks that share a KV head and hold different blocks of its cache.
 
 A rank attends with the query heads of all ranks to the keys in its own blocks
-(`attention.metadata.CacheShard`). It then merges the results of all ranks for its own heads:
+(`attention.metadata.CacheShard`). The rank then merges the results of all ranks for its own heads:
 
     lse[r, t, h] = log2 sum_j 2^s[t, h, j],   s = q[t, h] . k[j] * head_dim ** -0.5 * log2(e)
     out[r, t, h] = sum_j 2^(s[t, h, j] - lse[r, t, h]) v[j],   j of rank r
     out[t, h] = sum_r 2^lse[r, t, h] out[r, t, h] / sum_r 2^lse[r, t, h],   in the order of ranks
 
-A rank without a key of a token contributes lse -inf and out 0, which change nothing.
+If a rank holds no key for a token, its lse is -inf and its out is 0, so it does not change the sum.
 """
 
 from collections.abc import Callable
@@ -29,19 +29,20 @@ from negamax.kernels.peers import Collective
 
 @dataclass(frozen=True)
 class PartialResults:
-    """Attention of T tokens to some of their keys, and the log2 of the softmax sums.
+    """Attention of T tokens to some of their keys (`out`), and log2 of the softmax sums (`lse`).
 
-    Both are views of `message`. Messages of several ranks add a leading dimension to both.
+    `out` and `lse` are views of `message`. If `message` has several ranks, `out` and `lse` have a
+    leading dimension [ranks].
     """
 
     message: Tensor  # [bytes] uint8, or [ranks, bytes]
-    out: Tensor  # [T, heads * head_dim] in the model's dtype; 0 where there is no key
-    lse: Tensor  # [T, heads] fp32, of scores in units of log2(e); -inf where there is no key
+    out: Tensor  # [T, heads * head_dim] in the model's dtype; 0 for tokens without a key
+    lse: Tensor  # [T, heads] fp32, scores in units of log2(e); -inf for tokens without a key
 
     @classmethod
     def empty(cls, q: Tensor) -> "PartialResults":
         """Allocate results for queries q [T, heads, head_dim]."""
-        assert q.itemsize > 1, "queries are not in FP8"
+        assert q.itemsize > 1, f"queries must have 16 or 32 bits; they are {q.dtype}"
         num_bytes = q.numel() * q.element_size() + 4 * q.shape[0] * q.shape[1]
         return cls.of(torch.empty(num_bytes, dtype=torch.uint8, device=q.device), q)
 
@@ -56,7 +57,7 @@ class PartialResults:
 
     @classmethod
     def of(cls, message: Tensor, q: Tensor) -> "PartialResults":
-        """View results of one rank or of several in `message`; shape and dtype are those of `q`."""
+        """View `message` as results of one or several ranks for queries like q [T, heads, dim]."""
         num_tokens, heads, head_dim = q.shape
         out, lse = message.split(
             [q.numel() * q.element_size(), 4 * num_tokens * heads], dim=message.dim() - 1
@@ -73,7 +74,8 @@ def own_rows(
 ) -> Tensor:
     """Return the cache rows [T * heads] int64 of a step's tokens on this rank.
 
-    Block b is block b // ranks + first of rank b % ranks; -1 where another rank holds the block.
+    Block b of the pool is block b // ranks + first of rank b % ranks. The rows of tokens in blocks
+    of other ranks are -1.
     """
     slots = slots_of(tokens, block_size=block_size)
     block, offset = slots // block_size, slots % block_size
@@ -90,7 +92,7 @@ def attend(q: Tensor, cache: KvCache, plan: Prepared, /) -> PartialResults:
 def attend_to_blocks(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: Prepared, /
 ) -> PartialResults:
-    """Do `attend`, restricted to the blocks selected for the T tokens."""
+    """Attend like `attend`, but only to the blocks selected for each of the T tokens."""
     shape = plan.shape
     assert isinstance(shape, SparseShape)
     size = shape.sparse_block_size
@@ -105,7 +107,7 @@ def _attend(
     q: Tensor,
     cache: KvCache,
     plan: BlockSparsePlan,
-    is_chosen: Callable[[slice, Tensor], Tensor],  # of tokens and positions of keys
+    is_chosen: Callable[[slice, Tensor], Tensor],  # arguments: tokens, positions of keys
 ) -> PartialResults:
     shape = plan.shape
     out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
@@ -134,7 +136,7 @@ def _attend(
 
 
 def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Tensor]:
-    """Positions of a sequence's keys in blocks of this rank, and the blocks."""
+    """Return the positions of a sequence's keys in blocks of this rank, and the blocks."""
     shard, size = shape.cache, shape.block_size
     used = table[: -(-length // size)]
     numbers = (used % shard.ranks == shard.rank).nonzero()
@@ -151,12 +153,12 @@ def merge(
     count: int,
     quantize: bool = False,
 ) -> Hidden:
-    """Merge partial results of all ranks for this rank's heads, [T, count * head_dim].
+    """Merge partial results of all ranks for this rank's heads -> [T, count * head_dim].
 
-    The heads are `first` to first + count - 1. `parts` holds the results of this rank, or without
-    `group` of all ranks. `quantize` (FP8 output) is for GPU kernels only.
+    The heads are `first` to first + count - 1. `parts` holds the results of this rank if `group` is
+    given, else the results of all ranks. Only GPU kernels support `quantize` (FP8 output).
     """
-    assert not quantize, "the definition has no FP8 output"
+    assert not quantize, "the reference has no FP8 output; set quantize=False"
     of_all = parts if group is None else parts.gathered(group)
     heads, dtype = slice(first, first + count), parts.out.dtype
     out = of_all.out.unflatten(-1, (parts.lse.shape[-1], -1))[..., heads, :]

@@ -1,14 +1,13 @@
-"""Attention to a rank's own blocks on the GPU. The kernels of attention to all blocks read the
-caches through a list of the blocks that the rank holds.
+"""Attention to a rank's own blocks on the GPU. The kernels of ordinary attention read the caches
+through a list of the blocks that the rank holds.
 
-The number of these blocks determines what a query sees. All keys of earlier blocks are before the
-token, so it sees all of the rank's earlier blocks and, if the rank holds the token's block, that
-block up to the token. So a decode is one of a shorter sequence. In a run of queries each query has
-its last visible key, the same as the query before it or a later one. A block selection keeps the
-blocks of the rank.
+A query sees all earlier blocks of the rank in full. If the rank holds the query's own block, the
+query sees this block up to its position. A decode therefore runs like a decode of a shorter
+sequence. In a run of queries, each query has its own last visible key. A block selection is
+filtered to the blocks of the rank.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -64,7 +63,7 @@ def _replace_tables(queries: AttentionMetadata, own: OwnBlocks) -> AttentionMeta
 def plan_partial_decode(
     queries: AttentionMetadata, shape: PagedShape, *, reduce_later: bool = False
 ) -> DecodePlan:
-    """Plan each query as a sequence of its own. Reads the lengths on the device only."""
+    """Plan each query as a separate sequence. Only the device reads the lengths."""
     own = _list_own_blocks(queries, shape)
     local = replace(_replace_tables(queries, own), seq_lens=own.keys, decode_runs=None)
     return plan_decode(local, shape, reduce_later=reduce_later)
@@ -76,32 +75,23 @@ def partial_decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> PartialResult
     return found
 
 
-@dataclass(frozen=True)
-class PartialPrefillPlan:
-    """The plan of the paged prefill, with the rank's blocks as block tables."""
-
-    paged: PrefillPlan
-    held: Tensor  # of `OwnBlocks`
-
-
-def plan_partial_prefill(queries: AttentionMetadata, shape: PagedShape) -> PartialPrefillPlan:
-    """Plan a run of queries per sequence, each at the last positions of its sequence."""
+def plan_partial_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
+    """Plan a run of queries per sequence, at the last positions of the sequence."""
     own = _list_own_blocks(queries, shape)
-    paged = plan_prefill(queries, shape)
-    return PartialPrefillPlan(replace(paged, queries=_replace_tables(queries, own)), own.held)
+    plan = plan_prefill(queries, shape)
+    return replace(plan, queries=_replace_tables(queries, own), held=own.held)
 
 
-def partial_prefill(q: Tensor, cache: KvCache, plan: PartialPrefillPlan) -> PartialResults:
+def partial_prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> PartialResults:
     found = PartialResults.empty(q)
-    output = (found.out, None, None)
-    launch_prefill(q, cache, plan.paged, output, lse=found.lse, held=plan.held)
+    launch_prefill(q, cache, plan, (found.out, None, None), lse=found.lse)
     return found
 
 
 def partial_sparse_decode(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparseDecodePlan
 ) -> PartialResults:
-    """Run `cache_shards.sparse_decode`, planned for all selected blocks, some on other ranks."""
+    """Run `cache_shards.sparse_decode`. The plan includes selected blocks of other ranks."""
     found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
     own, lengths = filter_selection(choice, shape, bounds=plan.paged.queries.seq_lens)
     queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))

@@ -1,9 +1,8 @@
-"""Merge the results of all ranks that hold keys of a head. Grid (T,): a program merges all of a
-rank's own heads for one token. Ranks are added in their order, so a result does not depend on the
-order of arrival.
+"""Merge the results of all ranks that hold keys of a head. A program merges all heads of this rank
+for one token. Results are added in the order of the ranks, not in the order of arrival.
 
-For as many tokens as the region of peer memory has rows, the results travel by the LL protocol in
-the same launch. Each rank receives those of its own heads only:
+If the region of peer memory has a row for each token, the same launch exchanges the results by the
+LL protocol. Each rank receives only the results of its own heads:
 
     words of a row and sender    | out [COUNT, DIM / 2], two values each | lse [COUNT] |
 
@@ -25,16 +24,16 @@ from negamax.kernels.peers import Collective, find_region
 
 
 class MergeConstants(NamedTuple):
-    """Constants of `_merge_partials_kernel`, one argument `C: tl.constexpr`."""
+    """Constants of `_merge_partials_kernel`, passed as one argument `C: tl.constexpr`."""
 
     RANKS: int
-    IS_LL: bool  # results of other ranks come through peer memory; else they are local
-    ROWS: int  # of the region
+    IS_LL: bool  # whether results of other ranks come through peer memory
+    ROWS: int  # rows of the region
     SLOT: int  # words per row and sender in the region
-    HEADS: int  # of all ranks together
-    COUNT: int  # of this rank
+    HEADS: int  # heads of all ranks together
+    COUNT: int  # heads of this rank
     COUNT_POW2: int
-    DIM: int  # of a head
+    DIM: int  # dimension of a head
     WORDS_POW2: int  # DIM / 2, padded to a power of two
     QUANTIZE: bool
 
@@ -49,12 +48,12 @@ def _load_own(parts, lse, head, word, C: tl.constexpr):
 
 @triton.jit
 def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr):
-    """Store to each rank the words of its heads, including this rank's own."""
+    """Store the words of each rank's heads to the copy of that rank, also to this rank's copy."""
     RANKS: tl.constexpr = C.RANKS
     mask = (head < C.COUNT)[:, None] & (word < C.DIM // 2)[None, :]
     at = head[:, None] * (C.DIM // 2) + word[None, :]
     sent = ()
-    for peer in tl.static_range(RANKS):  # all loads before the first store
+    for peer in tl.static_range(RANKS):  # all loads precede the first store
         words, weights = _load_own(parts, lse, peer * C.COUNT + head, word, C)
         weights = weights.to(tl.int32, bitcast=True)
         sent = sent + (add_flag(words, flag), add_flag(weights, flag))  # noqa: RUF005
@@ -67,21 +66,21 @@ def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr
 
 @triton.jit(do_not_specialize=["first", "rank"])
 def _merge_partials_kernel(
-    parts,  # [RANKS, T, HEADS * DIM], ranks `part_stride` apart; with IS_LL
-    lse,  # [RANKS, T, HEADS] fp32, ranks `lse_stride` apart; this rank's only
-    out,  # [T, COUNT * DIM], written; likewise
-    values,  # e4m3 and
-    scales,  # [T, COUNT] fp32, None unless QUANTIZE
-    addresses,  # of the region, as in `PeerRegion`; None without IS_LL
-    flags,  # likewise
+    parts,  # [RANKS, T, HEADS * DIM], ranks `part_stride` apart; with IS_LL only this rank's
+    lse,  # [RANKS, T, HEADS] fp32, ranks `lse_stride` apart; with IS_LL only this rank's
+    out,  # [T, COUNT * DIM], written
+    values,  # [T, COUNT * DIM] e4m3, written if QUANTIZE, else None
+    scales,  # [T, COUNT] fp32, written if QUANTIZE, else None
+    addresses,  # field of the `PeerRegion`; None without IS_LL
+    flags,  # field of the `PeerRegion`; None without IS_LL
     part_stride,
     lse_stride,
-    first,  # of the heads of this rank
+    first,  # first head of this rank
     rank,
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    RANKS: tl.constexpr = C.RANKS  # Triton 3.6 takes no field of a struct in a shape
+    RANKS: tl.constexpr = C.RANKS  # Triton 3.6 does not accept a field of a struct in a shape
     HEADS_POW2: tl.constexpr = C.COUNT_POW2
     WORDS_POW2: tl.constexpr = C.WORDS_POW2
     dtype: tl.constexpr = out.dtype.element_ty
@@ -139,7 +138,7 @@ def merge_partials(
     count: int,
     quantize: bool = False,
 ) -> Hidden:
-    """Run `cache_shards.merge`; with `quantize` the result is in FP8 too."""
+    """Run `cache_shards.merge`; with `quantize` also return the result in FP8."""
     num_tokens, heads = parts.lse.shape[-2:]
     head_dim = parts.out.shape[-1] // heads
     assert head_dim % 2 == 0 and parts.out.itemsize == 2

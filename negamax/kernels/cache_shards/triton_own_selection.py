@@ -1,5 +1,5 @@
-"""Filter the selected blocks: keep those that a rank holds, as pages of its caches. A program
-filters several rows (token, KV head).
+"""Filter selected blocks: keep the blocks that a rank holds, as pages of the rank's caches. A
+program filters several rows (token, KV head).
 
     ids      | 0 | 3 | 7 | 9 |    of the sequence      | 3 | 9 | -1 | -1 |    of rank 1 of 2
     pages    | 7 | 2 | 4 | 1 |    of the pool          ...
@@ -12,21 +12,21 @@ from torch import Tensor
 
 from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 
-_ROWS = 8  # of a program: not measured
+_ROWS = 8  # rows of a program; other values were not measured
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
 def _own_selection_kernel(
     ids,  # [rows, TOPK] int32
-    pages,  # likewise
+    pages,  # [rows, TOPK] int32
     bounds,  # [rows] int32, tokens in all selected blocks; None: no lengths are written
     own_ids,  # [rows, TOPK] int32, written
-    own_pages,  # likewise
+    own_pages,  # [rows, TOPK] int32, written
     lengths,  # [rows] int32, written: tokens in the rank's blocks; None without `bounds`
     num_rows,
     rank,
     RANKS: tl.constexpr,
-    PAGES: tl.constexpr,  # of a block
+    PAGES: tl.constexpr,  # pages of a block
     BLOCK: tl.constexpr,  # tokens of a sparse block
     TOPK: tl.constexpr, TOPK_POW2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def _own_selection_kernel(
     number = tl.load(ids + at + column, mask=mask, other=-1)
     page = tl.load(pages + at + column, mask=mask, other=0)
     is_mine = (number >= 0) & (page // PAGES % RANKS == rank)
-    if bounds is not None:  # rows of padding hold any values
+    if bounds is not None:  # rows of padding have undefined values
         bound = tl.load(bounds + row, mask=is_row, other=0)
         num_chosen = tl.cdiv(bound, BLOCK)[:, None]
         is_mine = is_mine & (column < num_chosen)
@@ -59,8 +59,8 @@ def _own_selection_kernel(
 def filter_selection(
     choice: BlockSelection, shape: SparseShape, *, bounds: Tensor | None = None
 ) -> tuple[BlockSelection, Tensor | None]:
-    """Return the blocks of `choice` that the rank holds, followed by -1. With bounds [T * kv_heads]
-    int32, the tokens in all blocks of each selection, also return the tokens in the rank's blocks.
+    """Return the blocks of `choice` that the rank holds, followed by -1. If bounds [T * kv_heads]
+    int32 give the tokens in all selected blocks, also return the tokens in the rank's blocks.
     """
     ids = choice.ids
     own = BlockSelection(torch.empty_like(ids), torch.empty_like(choice.pages))

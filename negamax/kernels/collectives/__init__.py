@@ -1,1 +1,1 @@
-"""Sums over ranks, fused with what follows them."""
+"""Sums over ranks, fused with the residual add and the norm after them."""

@@ -13,10 +13,10 @@ def all_reduce_add_rms(
     x: Tensor,
     residual: Tensor,  # [T, width], changed in place
     norm: Prepared,
-    group: Collective | None,
-    /,  # None: one rank
+    group: Collective | None,  # None: one rank
+    /,
 ) -> Hidden:  # [T, width]
-    """Add the sum of x over parts, then ranks to the residual, each rounded; return its norm."""
+    """Sum x over parts, then over ranks; add it to the residual; return the residual's norm."""
     total = sum_parts(x)
     if group is not None and group.size > 1:
         total = group.all_reduce(total)
@@ -26,10 +26,9 @@ def all_reduce_add_rms(
 def complete_residual(
     residual: Tensor, group: Collective | None, /, *, copy: bool = True, out: Tensor | None = None
 ) -> Tensor:
-    """Copy the residual [T, width] of `all_reduce_add_rms`, with all rows on every rank.
+    """Return a copy of the residual [T, width] with all rows on every rank, in `out` if given.
 
-    The copy is written to `out` if given. Without `copy`, a residual that has all rows is returned
-    itself.
+    Without `copy`, a residual that has all rows is returned itself.
     """
     if out is not None:
         return out.copy_(residual)

@@ -1,4 +1,4 @@
-"""Launch sizes of the kernels that exchange rows between ranks, and rules that select them."""
+"""Launch sizes of the kernels that exchange rows between ranks, and rules for their use."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,9 @@ import torch
 
 from negamax.kernels import platform
 
-# From this number of rows the links' bandwidth outweighs the second exchange (4 H200, 6 KB rows).
+# From this number of rows on, two-shot is faster: it sends fewer bytes (4 H200, 6 KB rows).
 TWO_SHOT_ROWS = 16
-# From this number of rows every rank normalizes its shard of the rows only. Estimated (4 H200, 6 KB
+# From this number of rows on, a rank normalizes only its shard of the rows. Estimate (4 H200, 6 KB
 # rows, links at 380 GB/s): 512 rows take 6 us to scatter, 5 to normalize and gather, 6 for two
 # barriers; a sum on all ranks takes 23 us, and each rank normalizes all rows.
 SHARD_ROWS = 512
@@ -18,10 +18,10 @@ SHARD_ROWS = 512
 class ExchangeTiles:
     """Unmeasured sizes."""
 
-    row_warps: int = 4  # all-reduce: of the program of a row
-    push_warps: int = 4  # of the program that sends a row of partial sums to its owner
-    shard_warps: int = 4  # of the program of a row of the own shard
-    gather_block: int = 1024  # 4-byte words that a program gathers unchanged
+    row_warps: int = 4  # warps of an all-reduce program, which has one row
+    push_warps: int = 4  # warps of a program that sends a row of partial sums to the row's owner
+    shard_warps: int = 4  # warps of a program that normalizes a row of the own shard
+    gather_block: int = 1024  # 4-byte words that a program of an all-gather copies
 
 
 _H200 = ExchangeTiles(row_warps=8, shard_warps=8)  # measured
@@ -38,5 +38,5 @@ def two_shot(num_rows: int, *, world: int, words: int) -> bool:
 
 
 def shards(num_rows: int) -> bool:
-    """Return whether the ranks shard the rows; all norms of a step have the same rows."""
+    """Return whether the ranks shard `num_rows` rows, in all norms of a step."""
     return num_rows >= SHARD_ROWS

@@ -1,27 +1,27 @@
-"""Sums over ranks followed by the residual add and the norm, on GPUs. The way depends on the number
-of rows and on symmetric memory of the ranks:
+"""Sum over ranks, residual add and norm on GPUs. The number of rows and the symmetric memory of the
+ranks select the function:
 
     rows                      with symmetric memory                  without
     as many as its region     `_in_one_launch`, by the LL protocol   all-reduce by NCCL, then a norm
-    more                      all-reduce by NCCL, then a norm        likewise
+    more                      all-reduce by NCCL, then a norm        all-reduce by NCCL, then a norm
     from SHARD_ROWS on        `_sharded`                             `_sharded_by_group`, by NCCL
 
-In one launch there is a program per row and no barrier. No program waits for another one of its own
-rank, so any number of rows may run. Loads that do not depend on the sum precede the poll.
+`_in_one_launch` has a program per row and no barrier. No program waits for another program of its
+own rank, so any number of rows may run. Loads that do not depend on the sum precede the poll.
 
     one-shot    push the row to all ranks; sum WORLD rows
     two-shot    push slice r of the row to rank r; sum a slice; push the sum to all ranks
 
-Sharded: a reduce-scatter, the norm of the own rows, an all-gather.
+`_sharded` is a reduce-scatter, the norm of the own rows, and an all-gather:
 
-    rank r      rows r * shard .. (r + 1) * shard - 1, shard = ceil(T / WORLD)
-    launch 1    each row of x, summed over its parts, to the rank that owns it; barrier
-    launch 2    own rows: sum over ranks, residual, norm; the norm to all ranks; barrier
+    rank r      owns rows r * shard .. (r + 1) * shard - 1, shard = ceil(T / WORLD)
+    launch 1    sum each row of x over its parts and write it to the rank that owns it; barrier
+    launch 2    own rows: sum over ranks, add the residual, write the norm to all ranks; barrier
 
-The links carry 2 + 1 bytes a value instead of 2 + 2, because the norm is sent in FP8 if possible.
-The norm, and results of the unquantized rows, are computed once and not on every rank. Bits do not
-depend on the number of rows. A rank's residual then holds its own rows only, in all calls of a
-step: whether rows are sharded depends on their number and the group alone.
+The norm is sent in FP8 if possible, so the links carry 2 + 1 bytes a value instead of 2 + 2. Each
+norm, and each result of unquantized rows, is computed on one rank only. The number of rows does not
+change the bits of a row. Only the number of rows and the group decide whether rows are sharded, so
+a rank's residual holds only its own rows in all calls of a step.
 """
 
 import torch
@@ -63,7 +63,7 @@ from negamax.kernels.peers import Collective, PeerMemory, ShardRegion
 
 @triton.jit
 def sum_over_ranks(words, DTYPE: tl.constexpr):
-    """Sum [WORLD, N] words over ranks in fp32, rounded once -> fp32 [N], even and odd columns."""
+    """Sum words [WORLD, N] over ranks in fp32, round once -> even and odd columns, fp32 [N]."""
     even, odd = unpack(words, DTYPE)
     return unpack(pack_pair(tl.sum(even, axis=0), tl.sum(odd, axis=0), DTYPE), DTYPE)
 
@@ -73,22 +73,22 @@ def _all_reduce_add_rms_kernel(
     x,  # [T, PARTS, 2 * WORDS]
     residual,  # [T, 2 * WORDS], changed in place
     weight,  # [2 * WORDS]
-    out,  # [T, 2 * WORDS], written; likewise
-    values,  # [T, 2 * WORDS] e4m3 and
-    scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE only
+    out,  # [T, 2 * WORDS], written
+    values,  # [T, 2 * WORDS] e4m3, written if QUANTIZE
+    scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE
     eps,
-    addresses,  # of the region, as in `PeerRegion`
+    addresses,  # field of the `PeerRegion`
     flags,
     rank,  # not a constant, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,  # of the region
+    ROWS: tl.constexpr,  # rows of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
     TWO_SHOT: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum and normalize one row. Its words in every rank's copy of the region are [2 buffers, ROWS,
-    WORLD senders, SLOT]; in two shots the slice (WORDS / WORLD) followed by the sum of the sender's
-    slice. Grid (T,).
+    """Sum and normalize one row. Grid (T,). The region of every rank is [2 buffers, ROWS, WORLD
+    senders, SLOT] words. With TWO_SHOT a sender's slot has its slice of the row (WORDS / WORLD
+    words), then the sum of the slice that the sender owns.
     """
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
@@ -107,7 +107,7 @@ def _all_reduce_add_rms_kernel(
         slice_mask = slice_index < slice_words
         bases = load_peer_bases(addresses, WORLD)
         slices = ()
-        for peer in tl.static_range(WORLD):  # all loads before the first store
+        for peer in tl.static_range(WORLD):  # all loads precede the first store
             words = sum_parts(
                 x, row, peer * slice_words + slice_index, slice_mask, PARTS, WORDS, dtype
             )
@@ -190,7 +190,7 @@ def _push_partials_kernel(
     WORLD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Send one row to its owner; all links are busy at all times. Grid (shard * WORLD,)."""
+    """Send one row to its owner; adjacent programs use different links. Grid (shard * WORLD,)."""
     launch_dependents_then_wait(PDL)
     owner = (tl.program_id(0) + rank) % WORLD
     place = tl.program_id(0) // WORLD
@@ -206,12 +206,12 @@ def _push_partials_kernel(
 @triton.jit(do_not_specialize=["num_rows", "shard", "rank"])
 def _add_rms_all_gather_kernel(
     partials,  # addresses of `ShardRegion.partials`
-    gathered,  # and of `ShardRegion.gathered`, written
+    gathered,  # addresses of `ShardRegion.gathered`, written
     residual,  # [rows of this rank, 2 * WORDS], changed in place
     weight,  # [2 * WORDS]
     out,  # [rows of this rank, 2 * WORDS], written if QUANTIZE
     eps,
-    num_rows,  # of all ranks
+    num_rows,  # number of rows of all ranks
     shard,
     rank,
     WORLD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
@@ -255,8 +255,8 @@ def _add_rms_all_gather_kernel(
 
 @triton.jit(do_not_specialize=["first_at", "second_at", "num_words"])
 def _all_gather_kernel(
-    first,  # [num_words] of 4 bytes, to words `first_at` .. of every rank's copy
-    second,  # [num_words] likewise, to words `second_at` ..
+    first,  # [num_words] of 4 bytes, copied to `first_at` in every rank's copy
+    second,  # [num_words] of 4 bytes, copied to `second_at` in every rank's copy
     gathered,  # addresses of `ShardRegion.gathered`, written
     first_at,
     second_at,
@@ -278,15 +278,15 @@ def _all_gather_kernel(
 def all_reduce_add_rms(
     # [T, width] or [T, P, width], this rank's partial result; undefined afterwards
     x: Tensor,
-    # [T, width], changed in place; from tiles.SHARD_ROWS rows on only the rows of this rank
+    # [T, width], changed in place; if rows are sharded, only the rows of this rank change
     residual: Tensor,
     norm: NormWeight,
     group: Collective | None,
 ) -> Tensor | QuantizedActivations:  # [T, width]
     """Add the sum of x over parts and ranks to the residual in place; return the norm.
 
-    With many rows and `norm.quantize` the result is `ShardedActivations`. It may then be in memory
-    that the next call overwrites.
+    With sharded rows and `norm.quantize` the result is `ShardedActivations`. With sharded rows the
+    next call may overwrite the memory of the result.
     """
     if group is None or group.size == 1:
         return norm_kernels.add_rms(x, residual, norm)
@@ -326,7 +326,7 @@ def _is_sharded(residual: Tensor, group: Collective) -> bool:
 
 
 def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
-    """Return the memory through which the ranks shard the residual's rows, or None."""
+    """Return the symmetric memory for sharded rows of `residual`; None if it is not used."""
     num_tokens, width = residual.shape
     region = None if group.peers is None else group.peers.shards
     if region is None or not tiles.shards(num_tokens):
@@ -370,12 +370,11 @@ def _in_one_launch(
 def _sharded(
     x: Tensor, residual: Tensor, norm: NormWeight, group: Collective, region: ShardRegion
 ) -> Tensor | QuantizedActivations:
-    """Launch `_push_partials_kernel` and `_add_rms_all_gather_kernel`."""
     assert x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous"
     (num_tokens, width), world = residual.shape, group.size
     shard = triton.cdiv(num_tokens, world)
     first = group.rank * shard
-    # fewer on the last rank if T is not a multiple of the ranks
+    # the last rank has fewer rows if T is not a multiple of the ranks
     rows = residual[first : first + shard]
     sizes = tiles.tiles_for(residual.device)
     shared = {
@@ -412,7 +411,7 @@ def _sharded(
 def _sharded_by_group(
     x: Tensor, residual: Tensor, norm: NormWeight, group: Collective
 ) -> Tensor | QuantizedActivations:
-    """Run `_sharded` by collectives of the group, if symmetric memory is missing or too small."""
+    """Compute the result of `_sharded` by collectives of the group, without symmetric memory."""
     shard = len(residual) // group.size
     first = group.rank * shard
     out = norm_kernels.add_rms(
@@ -440,10 +439,11 @@ def _summed(x: Tensor) -> Tensor:
 
 
 def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[Tensor, Tensor]:
-    """Gather two results of each rank's rows of x, [rows of the rank, width] of 4-byte values each
-    -> those of all rows, [T, width].
+    """Gather two tensors [rows of this rank, width] of 4-byte values -> [T, width], in the rows of
+    x.
 
-    They are valid until the group's next sum over ranks. Call this at most once between two sums.
+    The results are valid until the group's next sum over ranks. Call this at most once between two
+    sums.
     """
     assert first.shape == second.shape and first.is_contiguous() and second.is_contiguous()
     num_tokens, width, peers = x.q.shape[0], first.shape[1], x.group.peers
@@ -455,11 +455,11 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
         packed = torch.cat((first.view(torch.int32), second.view(torch.int32)), dim=1)
         one, other = x.group.all_gather(packed, dim=0).split(width, dim=1)
         return one.contiguous().view(first.dtype), other.contiguous().view(second.dtype)
-    # in bytes, after values and scales; kernels are compiled for tensors aligned to 16
+    # byte offset after values and scales; kernels are compiled for tensors aligned to 16 bytes
     begin = -(-(x.q.numel() + 4 * x.scale.numel()) // 16) * 16
     size = -(-4 * num_tokens * width // 16) * 16
     assert begin + 2 * size <= 2 * x.q.numel(), (
-        f"{width} values a row do not fit after {x.q.shape[1]} columns in the region"
+        f"{width} values a row do not fit into the region after rows of {x.q.shape[1]} columns"
     )
     at = begin // 4 + x.first * width
     if first.numel():

@@ -1,8 +1,8 @@
 """Exchange of rows of 4-byte words between ranks through symmetric memory: NCCL's LL protocol.
 
 A rank pushes its words into the memory of every peer, 8 bytes each: the data and a flag. The reader
-polls the words in its own memory until all of them carry the expected flag. There is no barrier, no
-fence and no second kernel. `PeerRegion` has the layout.
+polls the words in its own memory until all words have the expected flag. Barriers, fences and a
+second kernel are not needed. `PeerRegion` documents the layout.
 
     rank 0   push --->  [data | flag] in the memory of rank 0, 1, ...      int64: flag << 32 | data
     rank 1   poll       until flag == the row's last flag + 1
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from negamax.kernels.launch.ptx import agree
 
-# between two reads of the abort flag, which is in host memory: about a millisecond
+# polls between two reads of the abort flag in host memory, about a millisecond
 _SPINS = tl.constexpr(1024)
 
 
@@ -25,7 +25,7 @@ def load_peer_base(addresses, rank):
 
 @triton.jit
 def load_peer_bases(addresses, WORLD: tl.constexpr):
-    """Return `load_peer_base` of every rank. (Triton adds tuples; it cannot unpack them.)"""
+    """Return `load_peer_base` of every rank as a tuple."""
     bases = ()
     for peer in tl.static_range(WORLD):
         bases = bases + (load_peer_base(addresses, peer),)  # noqa: RUF005
@@ -49,14 +49,14 @@ def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
 
 @triton.jit
 def _any_missing(word, flag, mask):
-    """Return whether some words do not carry `flag`, by two instructions a word."""
+    """Return whether any word does not have `flag`, with two instructions per word."""
     differs = tl.where(mask, (word >> 32).to(tl.int32) ^ flag.to(tl.int32), 0)
     return tl.max(agree(differs).to(tl.uint32, bitcast=True)) != 0
 
 
 @triton.jit
 def _timed_out(control, since, is_first):
-    """Return whether to stop polling, and since when; sets the abort flag after the time-out."""
+    """Return whether to stop polling, and the start of the wait; a time-out sets the abort flag."""
     clock = tl.load(control, volatile=True)
     since = tl.where(is_first, clock, since)
     if clock - since > tl.load(control + 1):
@@ -67,11 +67,11 @@ def _timed_out(control, since, is_first):
 
 @triton.jit
 def poll(base, index, flag, mask, control):
-    """Return the data (int32) at `base + index` of this rank's copy once all of it carries `flag`,
-    or the current data after a time-out.
+    """Return the data (int32) at `base + index` of this rank's copy when all words have `flag`, or
+    the current data after a time-out.
 
-    `control`: where the address of `PollControl.words` is stored. None: the words come from this
-    rank's own launch, whose programs all run, so that they always arrive.
+    `control` points to the address of `PollControl.words`. It is None if programs of this launch
+    write the words; all programs run at once, so these words always arrive.
     """
     word = tl.load(base + index, mask=mask, other=0, volatile=True)
     is_missing = _any_missing(word, flag, mask)

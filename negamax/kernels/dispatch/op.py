@@ -3,7 +3,7 @@
 Each rank of a group has its own tokens, padded to the same number of rows on all ranks.
 
     dispatch    row t of rank r becomes row r * num_rows + t on the ranks whose experts it selected
-    combine     the experts' outputs for it are summed and return to rank r as row t
+    combine     the experts' outputs for this row are summed and return to rank r as row t
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from negamax.kernels.activations import GROUP
 from negamax.kernels.op import op, rounding_tolerance
 from negamax.kernels.peers import Collective
 
-MOST_CHOICES = 16  # experts per token, at most
+MOST_CHOICES = 16  # limit of the experts per token
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ExpertRanges:
 
 
 def most_words(hidden_size: int) -> int:
-    """Return the 4-byte words of a dispatched row, at most.
+    """Return an upper bound of the 4-byte words of a dispatched row.
 
     A row holds the hidden state in 16 bits and in FP8 with its scales, and ids and weights of
     MOST_CHOICES experts.
@@ -39,16 +39,17 @@ def most_words(hidden_size: int) -> int:
 
 def dispatch(
     ids: Tensor,  # [T, top_k] int32, the experts that each token selected; -1: none
-    columns: Sequence[Tensor],
-    /,  # [T, ...], columns sent with the tokens
+    columns: Sequence[Tensor],  # [T, ...], columns that are sent with the tokens
+    /,
     *,
     experts: ExpertRanges,
     group: Collective,
     num_rows: int,  # at least T, the same on all ranks
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the ids of all ranks [ranks * num_rows, top_k], -1 in padding, and their columns.
+    """Return the ids [ranks * num_rows, top_k] of all ranks (padding: -1), and all columns.
 
-    Columns of rows that selected no expert of this rank are undefined; here they are what was sent.
+    Columns of rows that selected no expert of this rank are undefined. The reference returns the
+    sent columns.
     """
     sent, parts = (ids, *columns), []
     for column in sent:
@@ -65,15 +66,15 @@ def dispatch(
 
 def combine(
     # [ranks * num_rows, width] or [ranks * num_rows, P, width], outputs of this rank's experts; 0
-    # in rows that selected none of them
+    # in rows that selected no expert of this rank
     out: Tensor,
-    ids: Tensor,
-    /,  # [ranks * num_rows, top_k] int32, as `dispatch` gave them
+    ids: Tensor,  # [ranks * num_rows, top_k] int32, result of `dispatch`
+    /,
     *,
     experts: ExpertRanges,
     group: Collective,
 ) -> Tensor:  # [num_rows, width]
-    """Return the rows of this rank, summed over parts and ranks; rounded after either sum."""
+    """Return this rank's rows, summed over parts, then over ranks; each sum is rounded."""
     return group.reduce_scatter(out if out.dim() == 2 else out.sum(1))
 
 

@@ -1,21 +1,21 @@
 """Dispatch and combine in one launch each, through symmetric memory by the LL protocol
-(`collectives/triton_ll.py`): no barrier, no counting, no work on the host.
+(`collectives/triton_ll.py`), without barriers, counters and work on the host.
 
-    dispatch, program t   push    the ids of row t to all ranks, its columns to those it chose
-                          poll    the ids of row t of every rank, and the columns of those that
-                                  chose this one
-    combine, program t    push    this rank's sum for row t of each rank that chose it
-                          poll    the sums of the ranks that the own row t chose; add them in rank
-                                  order
+    dispatch, program t   push    the ids of row t to all ranks, its columns to the ranks that have
+                                  one of its experts
+                          poll    the ids of row t of every rank, and the columns of rows that
+                                  selected experts of this rank
+    combine, program t    push    this rank's sum to each rank whose row t selected its experts
+                          poll    the sums for the own row t; add them in rank order
 
-A row travels once to a rank, for any number of that rank's experts. Only 4 of 8 bytes of a word are
-data, which pays as long as latency dominates. With `PeerRegion.rows` rows or more, NCCL gathers and
-sums instead.
+A row is sent to a rank once, even if it selected several experts of the rank. Only 4 of the 8 bytes
+of a word are data, so the kernels are faster than NCCL only while latency dominates. With more than
+`PeerRegion.rows` rows NCCL gathers and sums instead.
 
 Two buffers are enough for `dispatch`, as for any `PeerRegion`, because every rank pushes the ids of
-each row. In `combine` a rank may receive nothing from another one. But it writes words of epoch e +
-2 only after the dispatch before it, and the other rank reaches that dispatch after it has read the
-words of epoch e.
+each row. In `combine` a rank may receive no words from another rank. A rank writes words of epoch
+e + 2 only after the dispatch before that combine, and every other rank reaches this dispatch only
+after it has read the words of epoch e.
 """
 
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ from negamax.kernels.peers import Collective, PeerRegion, find_region
 
 
 class ExchangeConstants(NamedTuple):
-    """Constants of both kernels."""
+    """Constants of both kernels, passed as one argument `C: tl.constexpr`."""
 
     WORLD: int
-    ROWS: int  # of the region
+    ROWS: int  # rows of the region
     SLOT: int  # words per row and sender in the region
     COUNT: int  # experts of a rank
     TOP_K: int
@@ -61,12 +61,12 @@ def _dispatch_kernel(
     firsts,  # [WORLD], as in `ExpertRanges`
     num_tokens,
     num_rows,
-    addresses,  # of the region, as in `PeerRegion`
-    flags,
+    addresses,  # field of the `PeerRegion`
+    flags,  # field of the `PeerRegion`
     rank,
     WIDTHS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Exchange one row of every rank; its words are the ids, then the columns. Grid (num_rows,)."""
+    """Exchange one row of every rank, as words of ids, then of columns. Grid (num_rows,)."""
     WORLD: tl.constexpr = C.WORLD
     row = tl.program_id(0)
     choice = tl.arange(0, C.BLOCK_K)
@@ -119,8 +119,8 @@ def _combine_kernel(
     sums,  # [num_rows, 2 * WORDS], written
     firsts,  # [WORLD], as in `ExpertRanges`
     num_rows,
-    addresses,  # of the region, as in `PeerRegion`
-    flags,
+    addresses,  # field of the `PeerRegion`
+    flags,  # field of the `PeerRegion`
     rank,
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr,
@@ -186,7 +186,7 @@ def dispatch(
 
 
 def combine(out: Tensor, ids: Tensor, *, experts: ExpertRanges, group: Collective) -> Tensor:
-    """Run `dispatch.combine`; the sum over ranks is of fp32 values in rank order."""
+    """Run `dispatch.combine`; the sum over ranks is fp32, in the order of ranks."""
     num_rows, width = len(out) // group.size, out.shape[-1]
     region = find_region(group, "reduce", num_rows, width // 2)
     if region is None or width % 2:  # rows are not whole words

@@ -1,1 +1,1 @@
-"""How many draft tokens of a step are accepted, and what a draft model's pass reads."""
+"""Count accepted draft tokens, and prepare the inputs of a draft model's passes."""

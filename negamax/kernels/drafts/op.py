@@ -1,4 +1,4 @@
-"""Verification of draft tokens, ends of a draft model's pass, attention of block drafts."""
+"""Verify draft tokens, prepare and record a draft model's passes, attend with block drafts."""
 
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ def count_accepted(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Count the accepted draft tokens of each row: those before the first mismatch.
+    """Count the draft tokens of each row before the first mismatch, which are accepted.
 
-    Row i has the 1 + num_drafts[i] entries of `sampled` [R] from firsts[i] on, and the first
-    num_drafts[i] of drafts[i] (-1: none). drafts [rows, K], firsts, num_drafts [rows] -> [rows],
-    all int64, in `out` if given.
+    Row i has 1 + num_drafts[i] entries of `sampled` [R] from firsts[i] on, and the first
+    num_drafts[i] tokens of drafts[i] (-1: no token). drafts [rows, K], firsts, num_drafts [rows] ->
+    [rows], all int64. The result is written to `out` if given.
     """
     places = torch.arange(drafts.shape[1], device=sampled.device)
     is_draft = (places < num_drafts.unsqueeze(1)) & (drafts >= 0)
@@ -36,13 +36,13 @@ def count_accepted(
 def advance_rows(
     accepted: Tensor,  # [rows] int64, accepted draft tokens
     counts: Tensor,  # [rows] int64, tokens of each row in the step, drafts included; 0: padding
-    seq_lens: Tensor,  # [rows] int64, sequence lengths after all of these
+    seq_lens: Tensor,  # [rows] int64, sequence lengths with all tokens of the step
     firsts: Tensor,  # [rows] int64, index of a row's first token in the step
-    slots: Tensor,
-    /,  # [rows] int64
+    slots: Tensor,  # [rows] int64
+    /,
     *,
     num_computed: Tensor,  # [slots] int64, written
-    lengths: Tensor,  # [rows] int64, written: known tokens
+    lengths: Tensor,  # [rows] int64, written: number of known tokens
     ends: Tensor,  # [rows] int64, written: index of the last accepted token in the step
 ) -> None:
     """Compute the lengths of rows after a step with draft tokens."""
@@ -53,11 +53,11 @@ def advance_rows(
 
 
 def record_drafts(
-    picked: Tensor,  # [R] int64, -1: none
-    ids: Tensor,  # [n + 1] int64, the target's ids of the draft model's n tokens, and -1
+    picked: Tensor,  # [R] int64, -1: no token
+    ids: Tensor,  # [n + 1] int64, the target's ids of the draft model's n tokens, then -1
     slots: Tensor,  # [R] int64
-    lengths: Tensor,
-    /,  # [R] int64, known tokens of the slots, all of them computed
+    lengths: Tensor,  # [R] int64, number of known tokens of each slot, all of them computed
+    /,
     *,
     place: int,
     padding_slot: int,
@@ -66,10 +66,10 @@ def record_drafts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keep the draft tokens of a pass, and return the inputs of the next one.
 
-    Those are tokens (0 where there is none) and positions (`last` at most), [R] int64, and sequence
-    lengths, 0 in the padding slot, [R] int32.
+    The inputs are token ids (0 for no token) and positions (at most `last`), both [R] int64, and
+    sequence lengths (0 for the padding slot), [R] int32.
     """
-    proposed = ids[picked.clamp(-1, len(ids) - 2)]  # (-1 finds the last one)
+    proposed = ids[picked.clamp(-1, len(ids) - 2)]  # index -1 gives id -1
     drafts[:, place] = proposed
     positions = (lengths - 1 + place).clamp(0, last)
     seq_lens = (positions + 1).masked_fill(slots == padding_slot, 0)
@@ -77,12 +77,12 @@ def record_drafts(
 
 
 def embed_norms(
-    token_ids: Tensor,  # [T], -1: none
+    token_ids: Tensor,  # [T], -1: no token
     table: Tensor,  # [vocab + 2, width]: a row of zeros, the embeddings, a row of zeros
     hidden: Tensor,  # [T, width]
     embedding_weight: Tensor,  # [width]
-    hidden_weight: Tensor | None,
-    /,  # [width], None: no norm
+    hidden_weight: Tensor | None,  # [width], None: no norm of the hidden states
+    /,
     *,
     eps: float,
 ) -> Tensor:
@@ -97,9 +97,9 @@ def embed_norms(
 class BlockContext(NamedTuple):
     """The cached tokens before R blocks."""
 
-    tables: Tensor  # [slots, most blocks], of the paged caches
-    slots: Tensor  # [R] int64, the row of each in `tables`
-    lengths: Tensor  # [R] int32, tokens; 0 for padding
+    tables: Tensor  # [slots, max_blocks], block tables of the paged caches
+    slots: Tensor  # [R] int64, row of each block in `tables`
+    lengths: Tensor  # [R] int32, number of cached tokens before each block; 0 for padding
 
 
 def attend_block(
@@ -109,13 +109,13 @@ def attend_block(
     context: BlockContext,
     /,
     *,
-    sliding_window: int,  # tokens, the row's own included; 0: all
+    sliding_window: int,  # in tokens, including the row's own token; 0: no window
     is_causal: bool,
 ) -> Tensor:
     """Attend with R blocks of N rows -> [R * N, heads * head_dim].
 
-    A row attends to the context within its window, and to all rows of its block; with `is_causal`
-    to itself and those before it.
+    A row attends to the context within its window and to all rows of its block. With `is_causal` it
+    attends to no later rows of its block.
     """
     (num_blocks, kv_heads, rows, head_dim), device = own.k.shape, q.device
     queries = q.view(num_blocks, rows, kv_heads, -1, head_dim).float()

@@ -1,5 +1,5 @@
-"""The end of a step with draft tokens and both ends of a draft model's pass, one launch each;
-PyTorch takes a dozen. A program per token or per row.
+"""Count accepted draft tokens, advance rows, and prepare and record a draft model's pass. Each op
+is one launch with a program per token or row; PyTorch ops would need about twelve launches.
 """
 
 import torch
@@ -58,7 +58,7 @@ def count_accepted(
     assert drafts.stride(1) == 1
     columns = (sampled, firsts, num_drafts)
     assert all(column.is_contiguous() for column in columns)
-    # zeros, because later ops index by them even where kernels are only compiled
+    # zeros are valid indices for later ops if this kernel is compiled but not run
     accepted = torch.zeros_like(firsts) if out is None else out
     if len(firsts):
         _count_accepted_kernel[(len(firsts),)](
@@ -69,7 +69,7 @@ def count_accepted(
             accepted,
             len(sampled),
             drafts.stride(0),
-            # room for one place after the last draft token
+            # the block has one place after the last draft token
             ROOM_POW2=triton.next_power_of_2(drafts.shape[1] + 1),
             num_warps=1,
         )
@@ -78,17 +78,17 @@ def count_accepted(
 
 @triton.jit
 def _advance_rows_kernel(
-    accepted,  # [rows] int64, as are counts, seq_lens, firsts and slots
+    accepted,  # [rows] int64; counts, seq_lens, firsts and slots have the same shape and dtype
     counts,
     seq_lens,
     firsts,
     slots,
-    num_computed,  # [slots] int64, written, as are
-    lengths,  # [rows] int64 and
-    ends,  # [rows] int64
+    num_computed,  # [slots] int64, written
+    lengths,  # [rows] int64, written
+    ends,  # [rows] int64, written
     PDL: tl.constexpr,
 ):
-    """Advance one row. Rows of padding write equal values. Grid (rows,)."""
+    """Advance one row. All rows of padding write the same values. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     launch_dependents_then_wait(PDL)
     num_accepted = tl.load(accepted + row)
@@ -118,14 +118,14 @@ def advance_rows(
 
 @triton.jit(do_not_specialize=["place", "padding_slot", "last", "stride", "num_ids"])
 def _record_drafts_kernel(
-    picked,  # [R] int64, as are slots and lengths
+    picked,  # [R] int64; slots and lengths have the same shape and dtype
     ids,  # [num_ids + 1] int64
     slots,
     lengths,
     drafts,  # [R, stride] int64, one column is written
-    token_ids,  # [R] int64, written, as are
-    positions,  # [R] int64 and
-    seq_lens,  # [R] int32
+    token_ids,  # [R] int64, written
+    positions,  # [R] int64, written
+    seq_lens,  # [R] int32, written
     place,
     padding_slot,
     last,
@@ -176,13 +176,13 @@ def _embed_norms_kernel(
     table,  # [num_rows, 2 * WORDS]
     hidden,  # [T, 2 * WORDS]
     embedding_weight,  # [2 * WORDS]
-    hidden_weight,  # likewise, None: no norm
+    hidden_weight,  # [2 * WORDS]; None: the hidden state has no norm
     out,  # [T, 4 * WORDS], written
     num_rows,
     eps,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the embedding of a token (program 0) or its hidden state (program 1). Grid (T, 2)."""
+    """Norm and write a token's embedding (program 0) or hidden state (program 1). Grid (T, 2)."""
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     index = make_word_indices(BLOCK)

@@ -1,9 +1,10 @@
-"""Attention of block drafts: the rows of a block see the paged context and one another.
+"""Attention of block drafts. The rows of a block attend to the paged context and to each other.
 
 Grid (blocks * tiles of rows, kv_heads, splits). A program attends with BLOCK_M rows of one block
-and one KV head (row = place * GROUP + query head of the group) to a split of the context's tiles;
-the last split also attends to the block's own keys. Several splits write partial results, which a
-second launch merges. The number of splits depends on shapes alone, so a graph may capture it.
+and one KV head (row = place * GROUP + query head of the group) to a split of the context's tiles.
+The last split also attends to the block's own keys. If there are several splits, they write partial
+results, and a second launch merges these. The number of splits depends only on shapes, so a graph
+may capture the launches.
 
     context tiles of BLOCK_N, from the window's start   | split 0 | split 1 | ... | last | own keys
 """
@@ -29,24 +30,24 @@ from negamax.kernels.drafts.op import BlockContext
 from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
-_BLOCK_N, _MOST_SPLITS = 64, 32  # not measured; likewise the launch
+_BLOCK_N, _MOST_SPLITS = 64, 32  # no other sizes and launch options were measured
 
 
 class BlockConstants(NamedTuple):
-    """Constants of both kernels, one argument `C: tl.constexpr`."""
+    """Constants of both block kernels, passed as one argument `C: tl.constexpr`."""
 
-    ROWS: int  # of a block
+    ROWS: int  # rows of a block
     KV_HEADS: int
     GROUP: int  # query heads per KV head
-    DIM: int  # of a head
+    DIM: int  # dimension of a head
     BLOCK_SIZE: int  # tokens of a block of the cache
-    WINDOW: int  # tokens; 0: all
+    WINDOW: int  # tokens of the sliding window; 0: the whole context
     CAUSAL: bool
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_D: int
     BLOCK_OWN: int  # ROWS, padded for tl.dot
-    TILES: int  # of the rows of a block
+    TILES: int  # tiles of the rows of a block
     SPLIT_KV: bool
     DOT: tl.dtype
 
@@ -83,14 +84,15 @@ def _attend_block_kernel(
     tables,  # [slots, table_stride]
     slots,  # [R] int64
     lengths,  # [R] int32
-    out,  # [R * ROWS, KV_HEADS * GROUP * DIM], written without SPLIT_KV, else
-    partials,  # [R * TILES, KV_HEADS, splits, BLOCK_M, BLOCK_D + 2] fp32: acc, maximum, sum
+    out,  # [R * ROWS, KV_HEADS * GROUP * DIM], written without SPLIT_KV
+    # [R * TILES, KV_HEADS, splits, BLOCK_M, BLOCK_D + 2] fp32, written with SPLIT_KV: acc, m_i, l_i
+    partials,
     scale,  # softmax scale * log2(e)
     table_stride,
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend with one tile of rows to one split."""
+    """Attend with one tile of rows to one split of the keys."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     block = (tile // C.TILES).to(tl.int64)
@@ -164,7 +166,7 @@ def attend_block(
     is_causal: bool,
 ) -> Tensor:
     num_blocks, kv_heads, rows, head_dim = own.k.shape
-    assert cache.scales == (1.0, 1.0), "the caches of drafts have no scales"
+    assert cache.scales == (1.0, 1.0), f"the scales of a draft's cache are 1, not {cache.scales}"
     assert all(each.is_contiguous() for each in (q, *own[:2], *cache[:2], *context[1:]))
     out = q.new_empty(q.shape[0], q.shape[1] * head_dim)
     if not num_blocks:

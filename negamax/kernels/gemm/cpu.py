@@ -1,21 +1,21 @@
-"""Linear layers on the CPU whose rows do not depend on the number of rows, to the bit.
+"""Linear layers on the CPU. The bits of a row do not depend on the number of rows.
 
-oneDNN multiplies with a weight that is put into its blocked layout at load. Measured on two Zen 4
-cores, one row, [256 -> 1536], weights not in cache: bf16 25 us (F.linear 46 us), fp32 90 us
-(F.linear 184 us). For fp32 the layout must not be the one chosen for a single row. With AMX, rows
-are alike only after `env.set_batch_invariant_gemms`. The two PyTorch ops are those that its
-compiler emits for CPU linears.
+oneDNN multiplies with a weight in its own blocked layout, which is made at load. One row of [256 ->
+1536] with weights not in cache takes, on two Zen 4 cores, 25 us in bf16 (F.linear 46 us) and 90 us
+in fp32 (F.linear 184 us). For fp32 the layout for a single row must not be used. With AMX the bits
+agree only after `env.set_batch_invariant_gemms`. PyTorch's compiler emits the same two oneDNN ops
+for linear layers on CPUs.
 
-oneDNN compiles a kernel for every row count and weight shape: 0.6 ms and 0.56 MiB of heap each. It
-keeps the last 1024, and heap fragmentation prevents the release of older ones: a small model's
-process took 1.5 GiB after a minute of mixed requests, and kept growing. Rows are therefore split
-into tiles of at most 256, padded to one of 80 sizes; the same minute ends at 0.7 GiB and 1.015
-times the speed.
+oneDNN compiles a kernel for every row count and weight shape, which takes 0.6 ms and 0.56 MiB of
+heap. oneDNN keeps the last 1024 kernels, and heap fragmentation prevents the release of older ones.
+The process of a small model took 1.5 GiB after a minute of mixed requests, and kept growing. Rows
+are therefore split into tiles of at most 256 rows, padded to one of 80 sizes. The same minute then
+ends at 0.7 GiB and 1.015 times the speed.
 
-Without oneDNN, F.linear multiplies fp32. A BLAS takes other paths for few rows: with MKL on Zen 4,
-1 to 3, 5 to 7 and 9 to 11 rows gave last bits that no other count up to 300 gave. Such batches are
-padded to a multiple of 4 (1.35 times the time at one row). F.linear in 16 bits was alike for all
-counts.
+Without oneDNN, F.linear multiplies fp32. A BLAS uses other code for few rows: with MKL on Zen 4, 1
+to 3, 5 to 7 and 9 to 11 rows have other last bits than all other counts up to 300. Such batches are
+padded to a multiple of 4 rows (1.35 times the time for one row). F.linear in 16 bits has the same
+bits for all counts.
 """
 
 from contextlib import suppress
@@ -32,12 +32,12 @@ from negamax.kernels.gemm.op import LIKE_INPUT, LINEAR, LinearOutput, copy_into,
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
-_ROWS_HINT = 4  # the layout is chosen for so many rows, and works for any number
+_ROWS_HINT = 4  # the layout is chosen for this number of rows and works for any number
 _NO_SCALARS: list[float] = []
 TILE_ROWS = 256
 _STEPS = 16  # sizes per power of two: padding is less than a sixteenth of the rows
 _UNPADDED_ROWS = 2 * _STEPS
-_SAFE_ROWS = 12  # for F.linear in fp32; all larger counts were alike
+_SAFE_ROWS = 12  # from this number of rows on, F.linear in fp32 had the same bits
 
 
 def pack(weight: StoredWeight) -> Tensor:
@@ -58,7 +58,7 @@ def linear(x: Hidden, weight: Tensor, output: LinearOutput = LIKE_INPUT) -> Tens
 
 
 def padded_rows(num_rows: int) -> int:
-    """Return the rows computed for a tile of `num_rows`."""
+    """Return the number of rows, with padding, that are computed for a tile of `num_rows`."""
     step = 1
     while num_rows > _UNPADDED_ROWS * step:
         step *= 2
@@ -102,5 +102,5 @@ ONEDNN: tuple[AnyKernel, ...] = tuple(
 )
 KERNELS = (*ONEDNN, Kernel(LINEAR, "padded", blas_linear, keep, dtypes=(torch.float32,)))
 
-with suppress(AttributeError):  # a PyTorch without oneDNN: _runs says so
+with suppress(AttributeError):  # without oneDNN in PyTorch `_runs` returns False
     _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default

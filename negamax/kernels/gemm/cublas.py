@@ -1,6 +1,6 @@
 """GEMMs of many tokens through cuBLAS, by PyTorch's public functions.
 
-Measured on an H200 at [8192, 3072] x [2048, 3072]: FP8 blocks 1155 TFLOP/s (Triton 917).
+FP8 blocks reach 1155 TFLOP/s on an H200 at [8192, 3072] x [2048, 3072] (Triton: 917 TFLOP/s).
 """
 
 import torch

@@ -14,18 +14,18 @@ from negamax.kernels.quantize.stored import dequantize
 
 
 class LinearOutput(NamedTuple):
-    """How a kernel returns a product."""
+    """Options for the result of a linear layer."""
 
-    dtype: torch.dtype | None = None  # None: that of x
-    out: Tensor | None = None  # where it is written, if given
-    in_parts: bool = False  # it may be partial sums [T, P, out], each rounded
+    dtype: torch.dtype | None = None  # None: dtype of x
+    out: Tensor | None = None  # tensor to which the result is written
+    in_parts: bool = False  # the result may be partial sums [T, P, out], each rounded
 
 
 LIKE_INPUT, IN_PARTS = LinearOutput(), LinearOutput(in_parts=True)
 
 
 def linear(x: Hidden, weight: Prepared, output: LinearOutput = LIKE_INPUT, /) -> Tensor:
-    """Multiply x [T, in] with weight [out, in] to [T, out]. FP8 is read in its plain form."""
+    """Multiply x [T, in] with weight [out, in] to [T, out]. Values of x in FP8 are not used."""
     values = unquantized(x)
     dtype = output.dtype or values.dtype
     if weight.dtype != values.dtype:
@@ -39,7 +39,7 @@ def copy_into(out: Tensor | None, result: Tensor) -> Tensor:
 
 
 def keep(weight: StoredWeight, /) -> Prepared:
-    """Return a plain weight [out, in] as it is, and any other dequantized to fp32."""
+    """Return a plain weight [out, in] unchanged; dequantize other weights to fp32."""
     if weight.format is PLAIN:
         return weight.values
     return dequantize(weight.format, weight.tensors)

@@ -1,10 +1,10 @@
 """Tile sizes of the GEMMs, measured on an H200 with the shards of MiniMax-M2 on 1, 2 and 4 ranks
 (hidden 3072).
 
-The tiles are chosen by the time of a layer's kernels from norm to o_proj: norm, qkv, QK norm,
-attention, o_proj, with dependent launches and weights that are not in cache. The table gives this
-time in microseconds at 1,064 tokens of context, and in brackets without the two GEMMs. Reading the
-weights takes 10.4 on one rank and 2.6 on each of four:
+The tiles minimize the time of a layer's kernels from norm to o_proj (norm, qkv, QK norm, attention,
+o_proj), with dependent launches and weights that are not in cache. The table lists this time in
+microseconds at a context of 1,064 tokens; the time without the two GEMMs is in brackets. Reading
+the weights takes 10.4 us on one rank, and 2.6 us on each of four ranks:
 
 tokens    one rank      four
 1         28.8 (13.1)   16.6 (10.7)
@@ -16,9 +16,10 @@ tokens    one rank      four
 63        84.9 (58.2)   52.5 (36.7)
 100       106 (79.7)    51.7 (37.5)
 
-Back to back, with no other kernel between them, qkv and o_proj of one rank take 14.3 at one token
-and 17.2 at 4. That order of kernels does not occur, and it prefers other tiles: programs that leave
-room for those of the next kernel are 2 us faster there and 4 to 7 us slower in a layer.
+Without other kernels between them, qkv and o_proj of one rank take 14.3 us at 1 token and 17.2 us
+at 4 tokens. A layer does not run kernels in this order, so the tiles are not tuned for it. Tiles
+that leave room for programs of the next kernel are 2 us faster in this order, but 4 to 7 us slower
+in a layer.
 """
 
 from dataclasses import dataclass
@@ -29,36 +30,35 @@ from negamax.kernels import platform
 from negamax.kernels.launch.tile import Tile, has_h200_tiles, round_to_power_of_two
 from negamax.kernels.weight_only.layout import Packing
 
-GEMV_MAX_M = 1  # FP8: up to here on the CUDA cores
-SPLIT_K_MAX_M = 64  # up to here the weight is the tall operand; above, 16-bit weights use cuBLAS
-# FP8: above this many multiplications cuBLAS, whose scales need an M that is a multiple of
-CUBLAS_PRODUCTS = 1024 * 2048 * 3072
-CUBLAS_MULTIPLE = 4
-# large_m: up to this many weights a dependent launch gains 0.9 us at 100 tokens; above, it loses
-# 0.5
+GEMV_MAX_M = 1  # limit of M for FP8 products on the CUDA cores
+SPLIT_K_MAX_M = 64  # limit of M for split_k; above, 16-bit weights use cuBLAS
+CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8 products with more multiplications use cuBLAS
+CUBLAS_MULTIPLE = 4  # cuBLAS needs scales of M tokens where M is a multiple of this number
+# large_m: with at most this many weights a dependent launch gains 0.9 us at 100 tokens; with more
+# weights it loses 0.5 us
 PDL_MAX_WEIGHTS = 4096 * 3072
-GROUP_M = 8  # large_m: tiles of tokens that read the weight together
+GROUP_M = 8  # large_m: adjacent programs share the weight for this many tiles of tokens
 
 
 def gemv(K: int) -> tuple[int, int]:
-    """Return BLOCK_N and warps for rows of K FP8 weights. At the widths of MiniMax-M2 a thread
-    holds 3 x 16 columns per row.
+    """Return BLOCK_N and the number of warps for rows of K FP8 weights. At the widths of MiniMax-M2
+    a thread holds 3 x 16 columns per row.
     """
     return 4, 4 if K >= 6144 else 2 if K >= 3072 else 1
 
 
 @dataclass(frozen=True)
 class GemmTiles:
-    """Unmeasured sizes: short pipelines that need at most 64 KB of shared memory."""
+    """Unmeasured sizes with short pipelines, which need at most 64 KB of shared memory."""
 
     multiprocessors: int
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
-        """Return a tile for FP8 weights if all programs run at once in registers, else None."""
+        """Return a tile for FP8 weights if the registers of all programs hold them, else None."""
         return None
 
     def split_k(self, *, M: int, N: int, K: int) -> Tile:
-        """Return a tile for FP8 weights, at any M that has no other tile."""
+        """Return a tile for FP8 weights, at any M for which no other kernel has a tile."""
         block_m = max(16, min(64, round_to_power_of_two(M)))
         return Tile(
             block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
@@ -69,11 +69,11 @@ class GemmTiles:
         return Tile(max(16, min(64, round_to_power_of_two(M))), 64, 64, num_warps=4, num_stages=2)
 
     def large_m(self, *, M: int, N: int) -> Tile | None:
-        """Return a tile for FP8 weights with tokens as the tall operand, by TMA; None: no TMA."""
+        """Return a tile for FP8 weights loaded by TMA; None if the GPU has no TMA."""
         return None
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
-        """Return a tile for weights of 4 and 8 bits, at any M. Not measured."""
+        """Return an unmeasured tile for weights of 4 and 8 bits, at any M."""
         block_m = max(16, min(64, round_to_power_of_two(M)))
         return Tile(
             block_m, 64, 128, num_warps=4, num_stages=2, split_k=self._splits(M, N, K, block_m)
@@ -88,13 +88,12 @@ class GemmTiles:
         return 256 if packing.CODES == 1 else 300
 
     def w8a8(self, *, M: int, N: int) -> Tile:
-        """Return a tile for products of 8 bits, a scale per row and token. Not measured."""
+        """Return an unmeasured tile for 8-bit products with a scale per row and token."""
         return Tile(64, 128, 128, num_warps=4, num_stages=2)
 
     def _splits(self, M: int, N: int, K: int, block_m: int) -> int:
-        """Return how often K is split so that no multiprocessor idles. With many tokens each split
-        keeps at least 12 blocks of 128, because the programs of a tile exchange more with more
-        tokens.
+        """Return the number of splits of K that keeps all multiprocessors busy. With more than 32
+        tokens a split has at least 12 blocks of 128 columns, because partial results are large.
         """
         most = 200 * self.multiprocessors // 132 // (-(-N // 64) * -(-M // block_m))
         if block_m > 32:
@@ -104,13 +103,13 @@ class GemmTiles:
 
 @dataclass(frozen=True)
 class H200GemmTiles(GemmTiles):
-    """Measured at the slices of MiniMax-M2 (see above)."""
+    """Sizes measured with the shards of MiniMax-M2 (see the table above)."""
 
     multiprocessors: int = 132
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
-        """Return a tile in which a warp has up to six blocks of 128 columns: 96 registers of a
-        thread. With 128 registers in all, 25 MB are in flight together.
+        """Return a tile in which a warp has up to six blocks of 128 columns, which take 96 of a
+        thread's 128 registers. The loads of all programs together are up to 25 MB.
         """
         warps = round_to_power_of_two(-(-K // 768))
         if warps > 16:
@@ -136,8 +135,8 @@ class H200GemmTiles(GemmTiles):
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
         """Return a tile for packed weights. Up to 128 tokens K is split into runs of at least 1,536
-        columns if the tiles leave a quarter of the multiprocessors idle. A split in two that fills
-        the multiprocessors comes before a split of the tokens (beyond 32).
+        columns if the tiles leave a quarter of the multiprocessors idle. With more than 32 tokens K
+        is split in two, and tokens are not, if two splits of K fill the multiprocessors.
         """
         tiles_n = -(-N // 64)
         if M > 128:
@@ -169,9 +168,9 @@ class H200GemmTiles(GemmTiles):
         return 4 * programs > 3 * self.multiprocessors
 
     def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
-        """Return a tile for up to 4 tokens, or for one with weights of 8 bits that do not fit into
-        the registers of all multiprocessors at once. A thread holds up to 384 bytes of 4-bit codes:
-        96 registers.
+        """Return a tile for up to 4 tokens. 8-bit weights that do not fit into the registers of all
+        multiprocessors have a tile for one token only. A thread holds up to 384 bytes of 4-bit
+        codes in 96 registers.
         """
         row_bytes = packing.K_PACKED // packing.CODES
         if M > 4:
@@ -193,11 +192,11 @@ class H200GemmTiles(GemmTiles):
         return Tile(8, 16, 1, num_warps=max(4, warps), maxnreg=maxnreg)
 
     def w8a8(self, *, M: int, N: int) -> Tile:
-        """Return the `large_m` tile for FP8 blocks; no other tile was measured."""
+        """Return the tile of `large_m`; no other tile was measured."""
         return self.large_m(M=M, N=N)
 
     def large_m(self, *, M: int, N: int) -> Tile:
-        """Return the small tile as long as all programs fit two to a multiprocessor."""
+        """Return the small tile if at most two programs per multiprocessor are needed."""
         programs = -(-N // 64) * -(-M // 64)
         if programs <= 2 * self.multiprocessors:
             return Tile(64, 64, 128, num_warps=4, num_stages=5)
@@ -212,10 +211,12 @@ def tiles_for(device: torch.device) -> GemmTiles:
 
 
 def cublas_is_faster(M: int, num_weights: int) -> bool:
-    """Return whether cuBLAS multiplies FP8 faster: 8192 tokens 89 us (112), 512 16 us (11)."""
+    """Return whether cuBLAS is faster for FP8. cuBLAS takes 89 us instead of 112 us for 8192
+    tokens, but 16 us instead of 11 us for 512 tokens.
+    """
     return M % CUBLAS_MULTIPLE == 0 and M * num_weights > CUBLAS_PRODUCTS
 
 
 def _at_most_four(splits: int) -> int:
-    """Return the power of two up to `splits`, at most 4."""
+    """Round `splits` down to 1, 2 or 4."""
     return 4 if splits >= 4 else 2 if splits >= 2 else 1

@@ -1,7 +1,7 @@
-"""Products with FP8-block and 16-bit weights in Triton: out[M, N] = x[M, K] w[N, K]^T.
+"""GEMMs with FP8-block and 16-bit weights in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
 M is the number of tokens. All matrices are row-major and contiguous. FP8 weights have a scale per
-128 x 128 block, FP8 activations one per token and 128 columns:
+128 x 128 block. FP8 activations have a scale per token and 128 columns:
 
     x [M, K] e4m3    x_scale [M, K / 128] fp32
     w [N, K] e4m3    w_scale [ceil(N / 128), K / 128] fp32
@@ -13,11 +13,12 @@ M is the number of tokens. All matrices are row-major and contiguous. FP8 weight
     large_m  from 65 on       M / BLOCK_M * N / BLOCK_N                all of K, through TMA
     cuBLAS   M N K over 1024 * 2048 * 3072
 
-16-bit weights take split_k with SPLIT_K = 1 up to M = 64, then cuBLAS. Tile sizes: `tiles.py`.
+16-bit weights use split_k with SPLIT_K = 1 up to M = 64, and cuBLAS above. `tiles.py` has the sizes
+of the tiles.
 
-FP8 weights meet FP8 activations in all kernels but gemv: the tensor cores add up 128 columns, then
-the sum is multiplied by both scales and added in fp32. Measured: ||error|| / ||y|| 1.7e-3 with bf16
-results, which is their rounding, and 2.6e-4 with fp16 ones.
+All kernels except gemv multiply FP8 weights with FP8 activations: the tensor cores add up 128
+columns, then the sum is multiplied by both scales and added in fp32. The measured ||error|| / ||y||
+is 1.7e-3 with bf16 results, which is the error of rounding to bf16, and 2.6e-4 with fp16 results.
 """
 
 from dataclasses import dataclass
@@ -58,11 +59,11 @@ _VECTOR: tl.constexpr = tl.constexpr(16)  # FP8 weights of one load of a thread
 
 @dataclass(frozen=True)
 class PreparedLinear:
-    """A weight [N, K] as stored, contiguous; with FP8 also its scales."""
+    """A weight [N, K] as stored, contiguous, and its scales if it is FP8."""
 
     weight: Tensor  # e4m3, bf16 or fp16
-    scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None: 16-bit weights
-    # [multiprocessors] int32, finished splits of each tile of split_k; zero between calls
+    scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None for 16-bit weights
+    # [multiprocessors] int32, number of finished splits of each split_k tile; zero between calls
     arrivals: Tensor
 
 
@@ -78,8 +79,8 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,  # threads of a program * 16
     PDL: tl.constexpr,
 ):
-    """One token, unquantized, in fp32 on the CUDA cores. A program loads BLOCK_N rows of w in full
-    before it uses the first value, and before the kernel that computes x has ended.
+    """Multiply w with one unquantized token, in fp32 on the CUDA cores. A program loads BLOCK_N
+    full rows of w before it uses the first value, and before the kernel that computes x has ended.
 
                 step 0    step 1   ..            x  [K]             read after the wait
         w   +---------+---------+-----+
@@ -87,7 +88,7 @@ def _gemv_kernel(
             +---------+---------+-----+
               a thread has 16 neighboring columns of each step and row
     """
-    launch_dependents(PDL)  # this early: the next kernel loads a weight first, too
+    launch_dependents(PDL)  # launch early, because the next kernel also loads a weight first
     THREADS: tl.constexpr = BLOCK_K // _VECTOR
     STEPS: tl.constexpr = triton.cdiv(K, BLOCK_K)
     first_n = tl.program_id(0) * BLOCK_N
@@ -121,11 +122,11 @@ def _gemv_kernel(
     tl.store(out_ptr + offs_n, out.to(out_ptr.dtype.element_ty), mask=offs_n < N)
 
 
-# `_small_m_kernel` loads a fragment, ROWS rows and NUM_WARPS * 128 columns of x or w, as [ROWS / 8,
-# 2, NUM_WARPS, 8, 64]: a thread has 16 neighboring columns, four threads 64, and eight times four
-# threads 8 rows. The tensor cores expect the same row but other columns in a thread. The order of
-# the columns does not matter if x and w share it, so they are renumbered: every thread multiplies
-# its own loads, and nothing passes through shared memory.
+# `_small_m_kernel` loads a fragment (ROWS rows and NUM_WARPS * 128 columns of x or w) as [ROWS / 8,
+# 2, NUM_WARPS, 8, 64]. A thread has 16 neighboring columns, four threads have 64 columns of a row,
+# and a warp has 8 rows. The tensor cores expect other columns of the row in a thread. The order of
+# the columns does not matter if x and w share it. The kernel therefore renumbers the columns, so
+# that each thread multiplies the values that it loaded, without a pass through shared memory.
 
 
 @triton.jit
@@ -143,16 +144,16 @@ def _number_columns(NUM_WARPS: tl.constexpr):
 
 @triton.jit
 def _point_to_rows(rows, NUM_WARPS: tl.constexpr):
-    """Return the pointers of the first step of the rows at `rows`."""
+    """Return pointers to the columns of step 0 in the rows that begin at `rows`."""
     return add_last_first(rows, _number_columns(NUM_WARPS), _BLOCK // 2)
 
 
 @triton.jit
 def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Load step i of K columns of the rows at `ptrs`; some warps may have none in the last step."""
+    """Load step i of the rows at `ptrs`; in the last step some warps may have no columns."""
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
     inside = (_number_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
-    # stated again, because Triton drops it with the sum for i = 0
+    # the contiguity is stated again, because Triton drops it when it folds the sum for i = 0
     ptrs = add_last_first(ptrs, i * BLOCK_K, _BLOCK // 2)
     return tl.load(ptrs, mask=inside, other=0.0)
 
@@ -176,18 +177,18 @@ def _small_m_kernel(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Few tokens against BLOCK_N = 16 rows of w, which is the tall operand of the tensor cores. The
-    warps share K (a batched product whose batch is the warps); a program has its part of w in
-    registers before the kernel that computes x has ended. All programs run at once, so a weight of
-    up to 25 MB arrives while the GPU computes a norm or attention.
+    """Multiply BLOCK_N = 16 rows of w, the tall operand of the tensor cores, with few tokens. The
+    warps split K: the product is batched, one batch entry per warp. A program loads its part of w
+    into registers before the kernel that computes x has ended. All programs run at once, so a
+    weight of up to 25 MB arrives while the GPU computes a norm or attention.
 
                   step 0                step 1
-        w   +------+------+- -+------+------+- -         out[M, BLOCK_N]: acc of all warps added up
+        w   +------+------+- -+------+------+- -         out[M, BLOCK_N]: sum of acc over the warps
     BLOCK_N |warp 0|warp 1|   |warp 0|warp 1|
             +------+------+- -+------+------+- -
               128    128
     """
-    launch_dependents(PDL)  # this early: the next kernel loads a weight first, too
+    launch_dependents(PDL)  # launch early, because the next kernel also loads a weight first
     K_BLOCKS: tl.constexpr = K // _BLOCK
     STEPS: tl.constexpr = triton.cdiv(K_BLOCKS, NUM_WARPS)
     first_n = tl.program_id(0) * BLOCK_N
@@ -203,8 +204,8 @@ def _small_m_kernel(
         has_block = warp < K_BLOCKS - i * NUM_WARPS
         w_scale += (tl.load(w_scale_ptrs + i * NUM_WARPS, mask=has_block, other=0.0),)
     wait_for_predecessor(PDL)
-    # Rows past M wrap around: many reads of one row would wait for each other, and masks take
-    # registers.
+    # Rows past M wrap around to valid rows. Clamped rows would all read row M - 1, and such reads
+    # wait for each other; masks take registers.
     x_ptrs = _point_to_rows(x_ptr + _number_rows(BLOCK_M) % M * K, NUM_WARPS)
     x_scale_ptrs = x_scale_ptr + (offs_m % M)[None, :] * K_BLOCKS + warp[:, None]
     acc = tl.zeros((NUM_WARPS, BLOCK_N, BLOCK_M), tl.float32)
@@ -224,7 +225,7 @@ def _small_m_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _split_k_kernel(
     x_ptr,  # [M, K], e4m3 if FP8, else the dtype of w
-    x_scale_ptr,  # [M, K / 128] fp32; neither scale is read unless FP8
+    x_scale_ptr,  # [M, K / 128] fp32; both scales are read only if FP8
     w_ptr,  # [N, K]
     w_scale_ptr,  # [ceil(N / 128), K / 128] fp32
     out_ptr,  # [M, N]
@@ -241,9 +242,10 @@ def _split_k_kernel(
     EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
     PDL: tl.constexpr,
 ):
-    """A tile of w is the tall operand of the tensor cores and the tokens the short one, so that few
-    tokens waste no rows of them. Where the tiles leave multiprocessors idle, SPLIT_K programs share
-    the columns of one; the last to arrive adds up all partial sums, in a fixed order.
+    """Multiply one split of a tile of w with BLOCK_M tokens. The tile is the tall operand of the
+    tensor cores and the tokens are the short one, so few tokens waste no rows. If the tiles would
+    leave multiprocessors idle, SPLIT_K programs split the columns of a tile, and the last program
+    to arrive adds up all partial sums in a fixed order.
 
                 split 0          split 1    ..
         w   +--------------+--------------+----       x [M, K] in tiles of BLOCK_M tokens
@@ -253,7 +255,7 @@ def _split_k_kernel(
     first_n = tl.program_id(0) * BLOCK_N
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    x_rows = offs_m % M  # wrap around: many reads of one row would wait for each other
+    x_rows = offs_m % M  # rows wrap around, because many reads of one row wait for each other
     offs_k = tl.arange(0, BLOCK_K)
     steps = tl.cdiv(K, BLOCK_K)
     split_steps = tl.cdiv(steps, SPLIT_K)
@@ -263,7 +265,7 @@ def _split_k_kernel(
     x_ptrs = x_ptr + x_rows[None, :] * K + offs_k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if FP8:
-        # This order gains up to 1.3 us for qkv and o_proj. It was not measured for the head.
+        # Launching dependents before the wait gains up to 1.3 us for qkv and o_proj.
         launch_dependents_then_wait(PDL)
         w_scale_ptr += (first_n // _BLOCK) * steps
         x_scale_ptrs = x_scale_ptr + x_rows * steps
@@ -277,7 +279,7 @@ def _split_k_kernel(
         w = tl.load(w_ptrs + step * BLOCK_K, mask=inside[None, :], other=0.0)
         x = tl.load(x_ptrs + step * BLOCK_K, mask=inside[:, None], other=0.0)
         if FP8:
-            # the next step's scales arrive while this one computes
+            # the scales of the next step arrive while this step computes
             following = tl.minimum(step + 1, steps - 1)
             next_scale = tl.load(w_scale_ptr + following) * tl.load(x_scale_ptrs + following)
             acc += tl.dot(w, x) * scale[None, :]
@@ -302,7 +304,7 @@ def _large_m_kernel(
     K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[BLOCK_M, BLOCK_N] over all of K, tokens as the tall operand, loaded by TMA."""
+    """Compute out[BLOCK_M, BLOCK_N] over all of K by TMA loads; tokens are the tall operand."""
     first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m = first_m + tl.arange(0, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -322,11 +324,11 @@ def _large_m_kernel(
 
 
 def prepare(weight: StoredWeight) -> PreparedLinear:
-    """Prepare a weight [N, K], plain in the activations' dtype, or E4M3 blocks, K % 128 == 0."""
+    """Prepare a weight [N, K]: 16-bit in the activations' dtype, or E4M3 blocks, K % 128 == 0."""
     values, scale = weight.values, None
     if weight.format is not PLAIN:
         K = values.shape[1]
-        assert K % GROUP == 0, f"FP8 weights need a multiple of {GROUP} columns, not {K}"
+        assert K % GROUP == 0, f"FP8 weights need a multiple of {GROUP} columns; they have {K}"
         values, scale = to_native(values, weight.scale.contiguous())
     multiprocessors = tiles.tiles_for(values.device).multiprocessors
     arrivals = torch.zeros(multiprocessors, dtype=torch.int32, device=values.device)
@@ -336,14 +338,14 @@ def prepare(weight: StoredWeight) -> PreparedLinear:
 def linear(
     x: Tensor | QuantizedActivations, prepared: PreparedLinear, output: LinearOutput = LIKE_INPUT
 ) -> Tensor:
-    """Multiply x [M, K] -> x W^T [M, N], rounded once; `out` is contiguous, for 16-bit weights."""
+    """Return x W^T [M, N] of x [M, K], rounded once. Only 16-bit weights take `output.out`."""
     dtype, out = output.dtype or model_dtype(x), output.out
     M = (x.q if isinstance(x, QuantizedActivations) else x).shape[0]
     if M == 0:
         return prepared.weight.new_empty((0, prepared.weight.shape[0]), dtype=dtype)
     if prepared.scale is None:
         return _linear_16bit(unquantized(x).contiguous(), prepared, dtype, out)
-    assert out is None, "`out` needs 16-bit weights, not FP8"
+    assert out is None, "FP8 weights do not support `out`; pass `out` with 16-bit weights only"
     if M <= tiles.GEMV_MAX_M:
         return _gemv(unquantized(x).contiguous(), prepared.weight, prepared.scale, dtype)
     if not isinstance(x, QuantizedActivations):

@@ -1,9 +1,9 @@
 """GEMMs with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
-One kernel, except for a few tokens (`triton_packed_gemv.py`) and for many, where the weight is
-dequantized for cuBLAS. A tile of w, dequantized in registers, is the tall operand of the tensor
-cores and the tokens are the short one, so each weight is unpacked once for up to 128 tokens.
-`kernels/weight_only/triton.py` describes unpacking and its cost. Tile sizes: `tiles.py`.
+`triton_packed_gemv.py` is for a few tokens. With many tokens the weight is dequantized for cuBLAS.
+For other numbers of tokens this kernel dequantizes tiles of w in registers. A tile of w is the tall
+operand of the tensor cores, so each weight is unpacked once for up to 128 tokens.
+`kernels/weight_only/triton.py` describes unpacking and its cost. `tiles.py` has the tile sizes.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class PreparedPackedLinear:
     """A weight [N, K] in the layout of `pack`."""
 
     weight: PackedWeight
-    # [multiprocessors] int32, finished splits of each tile; zero between calls
+    # [multiprocessors] int32, number of finished splits of each tile; zero between calls
     arrivals: Tensor
 
 
@@ -41,8 +41,8 @@ def _packed_linear_kernel(
     x_ptr,  # [M, K]
     w,  # tensors of a `PackedWeight`
     out_ptr,  # [M, N]
-    partials_ptr,  # [tiles, SPLIT_K, BLOCK_N, BLOCK_M] fp32, unless SPLIT_K == 1
-    arrivals_ptr,  # [tiles] int32, zero
+    partials_ptr,  # [tiles, SPLIT_K, BLOCK_N, BLOCK_M] fp32, used if SPLIT_K > 1
+    arrivals_ptr,  # [tiles] int32, zero between calls
     M,
     N,
     P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -51,7 +51,7 @@ def _packed_linear_kernel(
 ):  # fmt: skip
     """Compute out[BLOCK_M, BLOCK_N]. Grid (tiles, SPLIT_K).
 
-    SPLIT_K programs share the columns of a tile if the tiles alone would leave multiprocessors
+    SPLIT_K programs split the columns of a tile if the tiles alone would leave multiprocessors
     idle.
     """
     STEPS: tl.constexpr = triton.cdiv(P.K, BLOCK_K)
@@ -78,7 +78,7 @@ def prepare(weight: StoredWeight) -> PreparedPackedLinear:
 
 
 def linear(x: Hidden, prepared: PreparedPackedLinear, output: LinearOutput = LIKE_INPUT) -> Tensor:
-    """Multiply x [M, K] -> [M, N], rounded once; `in_parts`, few tokens: parts [M, P, N]."""
+    """Multiply x [M, K] -> [M, N], rounded once. `in_parts` allows parts [M, P, N]."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     packing: Packing = weight.packing
     (dtype, out, in_parts), M, N = output, x.shape[0], weight.num_rows

@@ -1,5 +1,5 @@
-"""GEMMs of up to 8 tokens with packed weights: all rows of a program are in flight before the
-kernel that computes the activations has ended. `weight_only/triton_gemv.py` has the product.
+"""GEMMs of up to 8 tokens with packed weights. A program loads all its rows of w before the kernel
+that computes the activations has ended. `weight_only/triton_gemv.py` computes the product.
 """
 
 import triton
@@ -29,8 +29,8 @@ def _packed_gemv_kernel(
     P: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr, SPLIT_K: tl.constexpr,
     ONE_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[:, split, BLOCK_N] of one of SPLIT_K programs. Grid (N / BLOCK_N, SPLIT_K)."""
-    launch_dependents(PDL)  # this early: the next kernel loads a weight first, too
+    """Compute BLOCK_N columns of out[:, split]. Grid (N / BLOCK_N, SPLIT_K)."""
+    launch_dependents(PDL)  # launch early, because the next kernel also loads a weight first
     first_n, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) if SPLIT_K > 1 else 0
     rows = tl.minimum(first_n + number_fragment_rows(BLOCK_N), N - 1)
     loaded = load_weight(w, rows, N, P, NUM_WARPS, split, SPLIT_K)

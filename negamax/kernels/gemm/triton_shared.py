@@ -6,9 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def locate_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """The first row and column of a program's tile of the output. Programs take the tiles of
-    GROUP_M rows of tiles column by column, so that these read w together and find it in the L2
-    cache:
+    """Return the first row and column of a program's tile of the output. Programs take GROUP_M rows
+    of tiles column by column, so programs that run together read the same w from the L2 cache:
 
             N                       with GROUP_M = 2
         +----+----+----+
@@ -32,8 +31,7 @@ def store_split(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """Store acc [BLOCK_N, BLOCK_M] of one split of tile number `tile`, transposed, to out_ptrs
-    where `inside`. The last of SPLIT_K programs to arrive adds up all partial sums, in a fixed
-    order.
+    where `inside`. The last of SPLIT_K programs to arrive adds all partial sums in a fixed order.
     """
     if SPLIT_K == 1:
         tl.store(out_ptrs, tl.trans(acc).to(out_ptrs.dtype.element_ty), mask=inside)

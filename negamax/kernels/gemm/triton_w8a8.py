@@ -1,9 +1,9 @@
 """GEMMs of int8 with int8 and of E4M3 with E4M3 in Triton: out[M, N] = x[M, K] w[N, K]^T, with a
-scale per row of w. Activations are rounded here, with a scale per token.
+scale per row of w. These kernels round activations, with a scale per token.
 
-For an M at which reading the weights is not the bottleneck: tensor cores multiply 8 bits at twice
-the rate of 16. With fewer tokens the weights are used weight-only (`triton_packed.py`), in the same
-layout. Tile sizes: `tiles.py`; those of FP8 blocks, others were not tried.
+They are used if M is so large that reading the weights is not the bottleneck, because tensor cores
+multiply 8 bits at twice the rate of 16. With fewer tokens `triton_packed.py` dequantizes the same
+layout. `tiles.py` has the tile sizes, which are those of FP8 blocks and were not tuned further.
 """
 
 from functools import partial
@@ -40,7 +40,7 @@ def _w8a8_linear_kernel(
     out_ptr,  # [M, N]
     M,
     N,
-    K: tl.constexpr,  # padded
+    K: tl.constexpr,  # padded number of columns
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _w8a8_linear_kernel(
 
 
 def linear(x: Hidden, prepared: PreparedPackedLinear, output: LinearOutput = LIKE_INPUT) -> Tensor:
-    """Multiply x [M, K] -> [M, N]; x is rounded first with more than tiles.SPLIT_K_MAX_M tokens."""
+    """Multiply x [M, K] -> [M, N]; round x first if M is above tiles.SPLIT_K_MAX_M."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     M, N = x.shape[0], weight.num_rows
     if M <= tiles.SPLIT_K_MAX_M:

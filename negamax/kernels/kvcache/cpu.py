@@ -1,5 +1,5 @@
-"""Cache rows and rope angles on the CPU. NumPy computes the rows, since its calls cost less than
-PyTorch's; the angles are batch-invariant (`rowwise`).
+"""Cache rows and rope angles on the CPU. NumPy computes the rows, because its calls take less time
+than PyTorch's calls. The angles are batch-invariant (`rowwise`).
 """
 
 import numpy as np
@@ -15,7 +15,6 @@ from negamax.kernels.rowwise import apply, padded_rows
 def locate(
     tokens: TokenTables, frequencies: Tensor, *, kv_heads: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the op as defined."""
     num_tokens = tokens.positions.shape[0]
     slots = slots_of(tokens, block_size=block_size).numpy()
     within = slots % block_size

@@ -1,10 +1,10 @@
 """The layout of the paged KV cache, and writing keys and values to it.
 
 A layer's cache is two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s is in
-block s // block_size at offset s % block_size. The tokens of one head are adjacent within a block:
-gathered blocks of a sequence are a contiguous [tokens, head_dim] matrix per head. A cache starts as
-zeros and holds only finite values, because kernels read past the end of a sequence and give what
-they find there a probability of 0.
+block s // block_size at offset s % block_size. The tokens of one head are adjacent within a block,
+so gathered blocks of a sequence are a contiguous [tokens, head_dim] matrix per head. A cache starts
+as zeros and holds only finite values, because kernels read past the end of a sequence and multiply
+these values by a probability of 0.
 """
 
 from typing import NamedTuple
@@ -20,14 +20,14 @@ FP8 = torch.float8_e4m3fn
 
 
 class KvCache(NamedTuple):
-    """A layer's keys / scales[0], values / scales[1]: [blocks, kv_heads, block_size, head_dim]."""
+    """A layer's keys, divided by scales[0], and values, divided by scales[1]."""
 
-    k: Tensor
-    v: Tensor
+    k: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
+    v: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
     scales: tuple[float, float] = (1.0, 1.0)
 
     def is_unscaled(self, dtype: torch.dtype) -> bool:
-        """Return whether the caches hold keys and values as they are, in `dtype`."""
+        """Return whether the caches hold keys and values in `dtype` without scales."""
         return self.scales == (1.0, 1.0) and self.k.dtype == self.v.dtype == dtype
 
     def as_pages(self, size: int) -> "KvCache":
@@ -41,7 +41,7 @@ class TokenPlaces(NamedTuple):
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor
-    rows: Tensor  # [T * kv_heads] int64 of the caches viewed as [-1, head_dim]; negative: none
+    rows: Tensor  # [T * kv_heads] int64, rows of caches viewed as [-1, head_dim]; negative: none
 
 
 class TokenTables(NamedTuple):
@@ -89,7 +89,7 @@ def store(x: Tensor, cache: Tensor, rows: Tensor, *, scale: float = 1.0) -> None
     """Write x [T, heads, width] to one cache at `rows` [T * heads]."""
     x = x.reshape(-1, x.shape[-1]).float() / scale
     cache = cache.view(-1, x.shape[-1])
-    if cache.dtype == FP8:  # copied as bytes: index_copy_ does not take FP8
+    if cache.dtype == FP8:  # copied as bytes, because index_copy_ does not support FP8
         x = x.clamp(-E4M3_MAX, E4M3_MAX).to(FP8).view(torch.uint8)
         cache = cache.view(torch.uint8)
     cache.index_copy_(0, rows, x.to(cache.dtype))

@@ -1,4 +1,4 @@
-"""Slot mapping and rotations of a step's tokens in one launch; PyTorch takes a dozen. Grid (T,)."""
+"""Slot mapping and rotations of a step's tokens in one launch (PyTorch ops: about twelve)."""
 
 import torch
 import triton
@@ -17,19 +17,19 @@ def _locate_kernel(
     tables,  # [slots, table_stride] int32, blocks
     frequencies,  # [ROTARY] fp32
     cos,  # [T, ROTARY] fp32, written
-    sin,  # likewise
+    sin,  # [T, ROTARY] fp32, written
     slot_mapping,  # [T * KV_HEADS] int64, written: rows of a cache [blocks * KV_HEADS * BLOCK_SIZE]
     table_stride,
     rank,
     KV_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROTARY: tl.constexpr,  # 0: no rotations, and the three tensors are None
     ROTARY_POW2: tl.constexpr,
-    RANKS: tl.constexpr,  # that hold every RANKS-th block each, in the cache after FIRST others
-    FIRST: tl.constexpr,
+    RANKS: tl.constexpr,  # number of ranks that shard the blocks; each holds every RANKS-th block
+    FIRST: tl.constexpr,  # number of blocks of the rank before the sharded blocks
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Locate one token; -1 for tokens whose block another rank holds. Grid (T,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read this before they wait
+    """Locate one token; its rows are -1 if another rank holds its block. Grid (T,)."""
+    wait_for_predecessor(PDL)  # no `launch_dependents`, because layers read the result early
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride

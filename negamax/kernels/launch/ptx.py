@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """Let the next kernel of the stream start once every program of this one has called this."""
+    """Let the next kernel of the stream start when all programs of this kernel have called this."""
     if PDL:
         gdc_launch_dependents()
 
@@ -31,10 +31,10 @@ def agree(x):
     """Make all threads that hold an element of `x` (int32) agree. If there are fewer elements than
     threads, return 1 everywhere if any thread holds a value other than 0, else 0.
 
-    Triton lets several threads hold the same element. Each thread loads it by itself, and Triton
-    assumes that all loads returned the same value. That fails for memory that others write at the
-    same time: a reduction then uses the value of one thread, and another thread continues with its
-    own.
+    Triton lets several threads hold the same element. Each thread loads the element itself, and
+    Triton assumes that all loads return the same value. This is wrong for memory that other
+    programs write at the same time: a reduction uses one thread's value, but another thread
+    continues with its own value.
     """
     if not INTERPRETED and is_cuda():  # noqa: SIM102  (ROCm has no `num_threads`)
         if x.numel < num_threads():
@@ -50,8 +50,8 @@ def agree(x):
 def pack_pair(even, odd, DTYPE: tl.constexpr):
     """Round fp32 values to DTYPE (bf16, fp16) and pack them, `even` in the lower half of an int32.
 
-    One instruction converts both. Two single conversions run on the slowest unit: 36 conversions of
-    8 cycles a warp in the program that normalizes a row.
+    One instruction converts both values. Single conversions run on the slowest unit and take 8
+    cycles per warp; a program that normalizes a row would have 36 of them.
     """
     if not INTERPRETED and is_cuda():
         convert: tl.constexpr = (
@@ -83,7 +83,7 @@ def keep_in_registers(x):
 
 @triton.jit
 def take_bytes(words, selector):
-    """Select four bytes of each word by its selector's hex digits, lowest first; digit 4: a 0."""
+    """Select four bytes of each word by the hex digits of `selector`, lowest first; 4 gives 0."""
     if not INTERPRETED and is_cuda():
         taken = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.int32, is_pure=True,
@@ -99,9 +99,9 @@ def take_bytes(words, selector):
 
 @triton.jit
 def e4m3_to_fp16(x):
-    """Convert e4m3fn to fp16 before the tile goes to shared memory (side effects pin the conversion
-    there). The tensor cores take values of adjacent keys together, which would otherwise be
-    gathered byte by byte.
+    """Convert e4m3fn to fp16 before the tile goes to shared memory; `is_pure=False` fixes this
+    order. The tensor cores read values of adjacent keys together, and would gather FP8 values byte
+    by byte.
     """
     if not INTERPRETED and cuda_capability_geq(8, 9):
         x = tl.inline_asm_elementwise(
@@ -128,9 +128,9 @@ def unpack_words(
     """Unpack the codes of packed words q to bf16 on NVIDIA GPUs: 8 codes a word of "uint4" and
     "e2m1", else 4.
 
-    Each code is increased by `added` (uint4: and by 128, with IS_RAW by 128 alone; uint8: less 128;
-    other elements: by nothing), then multiplied by `factor` if SCALED. Both hold two bf16 numbers,
-    for the first and the second half of the codes. `weight_only/triton.py` has the portable form.
+    Codes of uint4 are increased by 128, codes of uint8 are reduced by 128. For uint4 and ZEROS
+    `added` is added, except with IS_RAW. SCALED then multiplies by `factor`. `added` and `factor`
+    hold a bf16 number for each half of the codes. `weight_only/triton.py` has the portable form.
     """
     if ELEMENT == "uint4" or ELEMENT == "e2m1":
         return tl.inline_asm_elementwise(
@@ -145,7 +145,7 @@ def unpack_words(
 
 
 # For each pair of e2m1 codes: shift of `a`, and the mask that keeps its bits where bf16 has them.
-# `weight_only.layout.BITS` states their places in a word.
+# `weight_only.layout.BITS` states the places of these bits in a word.
 _E2M1 = (
     (("mov.b32 a, q;", 0x81808180), ("shr.u32 a, q, 8;", 0x00400040)),
     (("shl.b32 a, q, 2;", 0x81C081C0),),
@@ -159,7 +159,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
     """Return PTX that unpacks a word to bf16, with the operands out (8 or 4), q, factor, added.
 
     The bits of e2m1 and e4m3 are moved to their places in bf16, which scales values by 2^-126 and
-    2^-120. The halves of factor and added take no instruction of their own.
+    2^-120. Reading one half of `factor` or `added` takes no extra instruction.
     """
     pairs = 4 if ELEMENT in ("uint4", "e2m1") else 2
     word, factor = f"${2 * pairs}", 2 * pairs + 1

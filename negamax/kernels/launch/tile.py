@@ -1,4 +1,4 @@
-"""Sizes of one program of a matrix product."""
+"""Sizes of one program of a kernel."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +10,8 @@ from negamax.kernels import platform
 
 @dataclass(frozen=True)
 class Tile:
-    """`block_m` tokens times `block_n` rows of the weight, `block_k` columns per step. The names
-    are those of the kernels' constants and of Triton's launch options.
+    """Sizes of a GEMM: `block_m` tokens, `block_n` rows of the weight, `block_k` columns per step.
+    The names are those of the kernels' constants and of Triton's launch options.
     """
 
     block_m: int
@@ -19,12 +19,12 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int = 1  # steps along K whose loads are in flight
-    split_k: int = 1  # programs that share the columns
+    split_k: int = 1  # programs that split the columns of a tile
     maxnreg: int | None = None  # limit of registers per thread; None: the compiler decides
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """Arguments of a kernel that pipelines its own loop along K."""
+        """Arguments of a kernel that pipelines its loop along K itself."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -41,7 +41,7 @@ class Launch:
 
     num_warps: int
     num_stages: int
-    block_n: int = 0  # keys of a tile, if the kernel takes them
+    block_n: int = 0  # keys of a tile; 0 if the kernel has no such size
     maxnreg: int | None = None  # limit of registers per thread; None: the compiler decides
 
     @cached_property
@@ -51,14 +51,14 @@ class Launch:
 
 
 def round_to_power_of_two(count: int) -> int:
-    """Return the least power of two from `count` (1 or more) on."""
+    """Round `count` (at least 1) up to a power of two."""
     return 1 << (count - 1).bit_length()
 
 
 def warps_of_row(width: int, *, measured: int) -> int:
     """Return the warps of a program for one row: `measured` for up to 4096 values.
 
-    Wider rows were not measured; they keep the number of values per thread.
+    Wider rows were not measured; their threads have the same number of values.
     """
     return min(32, measured << max(0, (width - 1).bit_length() - 12))
 
@@ -66,7 +66,7 @@ def warps_of_row(width: int, *, measured: int) -> int:
 def has_h200_tiles(device: torch.device) -> bool:
     """Return whether `device` uses the sizes measured on an H200.
 
-    These are the H200; sm_100 and sm_103, which have as much shared memory and were not measured;
-    the interpreter.
+    These devices are the H200, the interpreter, and sm_100 and sm_103, which were not measured but
+    have as much shared memory.
     """
     return platform.platform_of(device).arch in ("sm_90", "sm_100", "sm_103", "cpu")

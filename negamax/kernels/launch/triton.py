@@ -9,22 +9,22 @@ blocks until the predecessor has ended and its results are visible. CUDA graphs 
     kernel A  ---- launch_dependents ------------------ end
     kernel B            starts, loads weights ... wait_for_predecessor | reads what A wrote
 
-A kernel that is launched with `launch_options`
+Rules for a kernel that is launched with `launch_options`:
 
-- waits in every program, even in programs without work. The wait covers the direct predecessor
-  only; earlier kernels have ended because each kernel waited in turn;
-- waits before it reads the result of a kernel, and before it writes anything: several predecessors
-  may still read the memory that it writes;
-- may read before the wait what no kernel since the last ordinary launch has written, such as
-  weights (PyTorch makes ordinary launches). In a layer it may also read what the step prepared
-  before the first layer: the last kernels that prepare it call no `launch_dependents`.
+- Every program waits, even a program without work. The wait covers only the direct predecessor;
+  earlier kernels have ended, because each kernel waited in turn.
+- A program waits before it reads the result of another kernel, and before it writes, because
+  predecessors may still read the memory that it writes.
+- Before the wait a program may read data that no kernel has written since the last ordinary launch,
+  such as weights (PyTorch makes ordinary launches). In a layer a program may also read data that
+  the step prepared before the first layer: the last kernels there call no `launch_dependents`.
 
-A kernel that loads nothing before the wait gains a microsecond by an early start. It may lose more,
-most likely because its programs are distributed unevenly over multiprocessors that are still busy.
-With `starts_early=False` such a kernel starts after its predecessor, and its successor may still
-start early. With `dependent=False` the successor may not either: these are ordinary launches.
+A kernel that loads nothing before the wait gains a microsecond by an early start. The kernel may
+lose more, most likely because its programs are distributed unevenly over multiprocessors that are
+still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and its
+successor may start early. With `dependent=False` a launch is ordinary.
 
-On other GPUs and in Triton's interpreter PDL is False, and none of this is compiled.
+On other GPUs and in Triton's interpreter PDL is False, and Triton does not compile these calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -78,9 +78,9 @@ def launch_options(
     starts_early: bool = True,
     dependent: bool = True,
 ) -> dict[str, Any]:
-    """Return the launch options of a kernel with a parameter `PDL: tl.constexpr` (see above).
+    """Return the launch options of a kernel with a parameter `PDL: tl.constexpr`.
 
-    `maxnreg`: limit of registers per thread, on NVIDIA GPUs.
+    `maxnreg` limits the registers per thread on NVIDIA GPUs.
     """
     here = platform.platform_of(device)
     options: dict[str, Any] = {"PDL": False}
@@ -102,9 +102,9 @@ def launch_dependents_then_wait(PDL: tl.constexpr):
 def wait_then_launch_dependents(PDL: tl.constexpr):
     """Wait for the predecessor, then let the next kernel start.
 
-    For kernels that keep the whole GPU busy: early loads of the next kernel would compete with the
-    predecessor for bandwidth, and its programs would hold registers longer. The tiles of the
-    experts and of GEMMs with 16-bit weights were chosen with this order.
+    Kernels that keep the whole GPU busy use this order. Early loads of the next kernel would
+    compete for bandwidth with the predecessor, and its programs would hold registers longer. The
+    tiles of the experts and of GEMMs with 16-bit weights were chosen with this order.
     """
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
@@ -118,7 +118,7 @@ def e4m3_max(DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """Return acc + a b; in fp32 in the interpreter, whose 16-bit products are wrong."""
+    """Return acc + a b. The interpreter multiplies fp32, because its 16-bit products are wrong."""
     if INTERPRETED:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -128,13 +128,13 @@ def dot(a, b, acc):
 
 @triton.jit
 def add_last_first(ptrs, offsets, CONTIGUOUS: tl.constexpr, MULTIPLE: tl.constexpr = 0):
-    """Return ptrs + offsets. A load from there lays threads, then warps, along the last dimensions
-    first.
+    """Return ptrs + offsets. A load from these pointers assigns threads, then warps, to the last
+    dimensions first.
 
-    In the last dimension CONTIGUOUS neighbors are adjacent in memory, in the others none; its
-    addresses are multiples of MULTIPLE bytes if that is not 0. Triton sorts dimensions by the
-    length of such runs; of equal ones the last is first. Before 3.8 the first is first, so longer
-    runs are claimed, which those versions use for nothing else.
+    In the last dimension CONTIGUOUS neighbors are adjacent in memory, at multiples of MULTIPLE
+    bytes (0: unknown). Triton sorts dimensions by the length of contiguous runs. Of dimensions with
+    equal runs Triton 3.8 takes the last one first, and older versions take the first one. For older
+    versions this function states longer runs, which affect only this order.
     """
     ptrs = ptrs + offsets
     LONGEST: tl.constexpr = CONTIGUOUS if _IS_LAST_FIRST else 64
@@ -170,16 +170,16 @@ def compiling(
 ) -> Iterator[None]:
     """Compile kernels instead of launching them, until the context ends.
 
-    Of `shares` processes this one compiles its share, `threads` kernels at a time. Compilation at
-    the first launches, one by one, takes several times as long. `progress` is called with the
-    compiled kernels and those found so far, which are all when the context ends.
+    Each of `shares` processes compiles its share of the kernels, `threads` kernels at a time.
+    Compiling each kernel at its first launch takes several times as long. `progress` gets the
+    numbers of kernels compiled and found so far, which are equal when the context ends.
     """
     done, found = count(1), set[str]()  # `next` of a count is atomic
 
     class RankCompilation(triton.AsyncCompileMode):
         def submit(self, key: str, *functions: Callable[..., Any]) -> Any:
             if crc32(key.encode()) % shares != share:
-                return None  # another rank compiles it into Triton's cache
+                return None  # another rank compiles this kernel into Triton's cache
             compile_kernel, *rest = functions
 
             def compile_and_count() -> Any:
@@ -198,4 +198,4 @@ def compiling(
         try:
             yield
         finally:
-            del triton.JITFunction.__getitem__  # the inherited method launches
+            del triton.JITFunction.__getitem__  # the inherited method launches kernels

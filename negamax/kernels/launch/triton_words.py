@@ -1,5 +1,5 @@
-"""Rows of 16-bit values as int32 words of two, the form in which kernels also exchange rows between
-ranks.
+"""Rows of 16-bit values as int32 words of two values. Kernels also exchange rows between ranks as
+words.
 
     a row in memory         | even odd | even odd | ...
     in registers            even [BLOCK] and odd [BLOCK], fp32
@@ -19,16 +19,16 @@ def num_parts(x: Tensor) -> int:
 
 @triton.jit
 def make_word_indices(BLOCK: tl.constexpr):
-    """Return 0 .. BLOCK - 1, laid out so that a thread holds two neighbors and a warp the 64 words
-    that share a scale. All loads and stores of a program then have one layout, and none needs
-    shared memory.
+    """Return 0 .. BLOCK - 1, laid out so that a thread holds two neighbors, and a warp holds the 64
+    words that share a scale. All loads and stores of a program then have the same layout and need
+    no shared memory.
     """
     return tl.max_contiguous(tl.arange(0, BLOCK), 2)
 
 
 @triton.jit
 def as_words(pointer):
-    """Cast a pointer to 2-byte values to one to words of two values."""
+    """Cast a pointer to 2-byte values to a pointer to words of two values."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
@@ -64,8 +64,8 @@ def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
     """Load the parts of row `row` of x [T, PARTS, 2 * WORDS] as a tuple of words, for `add_parts`.
 
     The loads are volatile: ptxas otherwise moves most of them after the first sums and waits for
-    memory three times instead of once. They stay together only if their uses are also in a branch
-    whose condition ptxas does not know.
+    memory three times instead of once. The loads stay together only if their uses are also in a
+    branch whose condition ptxas does not know.
     """
     parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     fetched = ()

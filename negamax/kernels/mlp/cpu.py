@@ -1,4 +1,4 @@
-"""The activation of an MLP on CPUs without native kernels; batch-invariant (`rowwise`)."""
+"""Batch-invariant activation (`rowwise`) of an MLP on CPUs without native kernels."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,6 @@ from negamax.kernels.rowwise import apply, padded_rows
 
 
 def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Tensor:
-    """Compute the op as defined."""
     assert not quantize, "FP8 output is made on the GPU only"
     return activation(gate_up, sigmoid=_sigmoid)
 

@@ -1,9 +1,9 @@
 """`SwiGlu` between the GEMMs of an MLP, in Triton: grid (T * ceil(width / BLOCK),).
 
     gate_up [T, 2 * WIDTH]  gate | up
-    out [T, WIDTH]          with `quantize` in FP8 too, with a scale per 128 columns
+    out [T, WIDTH]          with `quantize` also in FP8 with a scale per 128 columns
 
-Bytes moved per value: 4 in and 2 out; 1 more and a scale with FP8.
+The kernel reads 4 bytes and writes 2 bytes per value; FP8 adds 1 byte and the scales.
 """
 
 import torch
@@ -23,7 +23,7 @@ from negamax.kernels.quantize.native import empty_e4m3
 
 _GROUP = tl.constexpr(GROUP)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_BLOCK = 1024  # columns of a program; not measured
+_BLOCK = 1024  # columns of a program; other values were not measured
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def swiglu(gate, up, A: tl.constexpr):
 def _swiglu_kernel(
     gate_up_ptr,  # [T, 2 * WIDTH]
     out_ptr,  # [T, WIDTH]
-    q_ptr,  # [T, WIDTH] e4m3 and
-    scale_ptr,  # [T, WIDTH / 128] fp32, read and written if QUANTIZE only
+    q_ptr,  # [T, WIDTH] e4m3, written if QUANTIZE
+    scale_ptr,  # [T, WIDTH / 128] fp32, written if QUANTIZE
     A: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _swiglu_kernel(
 def run(
     gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False
 ) -> Tensor | QuantizedActivations:
-    """Activate [T, 2 * width] -> [T, width]; with `quantize` also in FP8, width % 128 == 0."""
+    """Activate [T, 2 * width] -> [T, width]; `quantize` (also FP8) needs width % 128 == 0."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     assert not quantize or width % GROUP == 0, (

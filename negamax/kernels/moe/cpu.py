@@ -2,8 +2,8 @@
 
 The router's rows are padded (`rowwise`, `gemm/cpu.py`). Experts run on tokens sorted by expert:
 each selected expert runs once, on one slice. A token's outputs are summed in the order of its
-selections. The GEMMs are those of the table's `gemm.linear`, with one prepared weight per expert
-and projection.
+selections. A `gemm.linear` kernel runs the GEMMs, with one prepared weight per expert and
+projection.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,18 +27,17 @@ from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
 class SeparateExperts:
     """One weight per expert and projection, as `prepare` makes it."""
 
-    gate_up: list[Tensor]  # of [2 * width, hidden]
-    down: list[Tensor]  # of [hidden, width]
+    gate_up: list[Tensor]  # [2 * width, hidden] per expert
+    down: list[Tensor]  # [hidden, width] per expert
     activation: SwiGlu
     prepare: Callable[[StoredWeight], Prepared]
 
     def tensors(self, expert: int) -> list[Tensor]:
-        """Return both weights of an expert."""
         weights = (self.gate_up[expert], self.down[expert])
         return [weight.to_dense() if weight.is_mkldnn else weight for weight in weights]
 
     def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
-        """Copy another expert's weights into the place of this one."""
+        """Replace the weights of `expert` by `tensors` of another expert."""
         for weights, tensor in zip((self.gate_up, self.down), tensors, strict=True):
             if weights[expert].is_mkldnn:
                 weights[expert] = self.prepare(plain(tensor))
@@ -49,7 +48,6 @@ class SeparateExperts:
 def route(
     x: Hidden, router: Router, *, top_k: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the op as defined."""
     gate, bias = router.gate, router.bias
     wide = unquantized(x).float()
     num_tokens = wide.shape[0]
@@ -143,16 +141,12 @@ def _run_many_tokens(
     )
     mixed = swiglu(hidden, activation=activation)
     y = torch.cat([product(mixed[start:stop], down[expert]) for expert, start, stop in slices])
-    local = high - low == num_tokens * top_k
-    placed = (
-        y.new_empty(num_tokens * top_k, x.shape[1])
-        if local
-        else y.new_zeros(num_tokens * top_k, x.shape[1])
-    )
+    is_local = high - low == num_tokens * top_k  # no pair has an expert of another rank
+    placed = (y.new_empty if is_local else y.new_zeros)(num_tokens * top_k, x.shape[1])
     return _combine(placed.index_copy_(0, pairs, y), weights)
 
 
 def _combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """Sum outputs [T * top_k, hidden], in the order of selections, weighted, to [T, hidden]."""
+    """Sum weighted outputs [T * top_k, hidden] to [T, hidden], in the order of selections."""
     num_tokens, top_k = weights.shape
     return (outputs.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1).to(outputs.dtype)

@@ -47,7 +47,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Select experts for x [T, hidden]: ids [T, C] int32 and weights [T, C] fp32.
 
-    C is top_k, or top_k + 1 with a shared expert. `active` [1] int32: rows from there on are
+    C is top_k, or top_k + 1 with a shared expert. Rows from number `active` ([1] int32) on are
     padding and get ids -1 and weights 0.
     """
     scores = torch.sigmoid(F.linear(unquantized(x).float(), router.gate))  # [T, experts]
@@ -81,7 +81,7 @@ def norm_route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Hidden, Tensor, Tensor]:
-    """Run `add_rms`, then `route`, each as prepared; return the normed states, ids and weights."""
+    """Run `add_rms`, then `route`; return the normed states, ids and weights."""
     normed = add_rms(x, residual, norm)
     return normed, *route(normed, router, top_k=top_k, active=active)
 
@@ -91,8 +91,8 @@ def place(
 ) -> Tensor:
     """Map selected experts ids [T, C] int32 (-1: none) to expert slots [T, C] int32.
 
-    positions [T] int64 are those of the tokens. Expert e has copies in slots[e, : copies[e]] (slots
-    [E, most copies], copies [E], int32). A token's position and its own ids name the copy,
+    positions [T] int64 are the tokens' positions. Expert e has copies in slots[e, : copies[e]]
+    (slots [E, max_copies], copies [E], int32). A token's position and ids select the copy,
     independent of the batch composition. Each selection adds 1 to counts[e] ([E] int64).
     """
     is_chosen = ids >= 0
@@ -103,22 +103,22 @@ def place(
 
 
 class SelectedExperts(NamedTuple):
-    """The experts of T tokens, and those that a rank has: number `first` and the next ones."""
+    """The selected experts of T tokens, and the range of experts that a rank has."""
 
-    ids: Tensor  # [T, C] int32; -1, and the experts of other ranks, add nothing
+    ids: Tensor  # [T, C] int32; -1 and experts of other ranks add nothing to the output
     weights: Tensor  # [T, C] fp32
-    first: int
-    num_local: int
+    first: int  # number of the rank's first expert
+    num_local: int  # number of experts that the rank has
 
 
 class ExpertWeights(Protocol):
-    """What the `prepare` of `EXPERTS` returns: the weights of an expert can be copied."""
+    """Result of the `prepare` of `EXPERTS`, in which the weights of an expert can be replaced."""
 
     def tensors(self, expert: int) -> list[Tensor]:
-        """Return all tensors of an expert, by its index in this object: copies or views."""
+        """Return all tensors of the expert with this index, as copies or views."""
 
     def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
-        """Copy `tensors` of another expert of the same sizes into the place of this one."""
+        """Overwrite the tensors of `expert` by `tensors` of an expert of the same sizes."""
         for own, tensor in zip(self.tensors(expert), tensors, strict=True):
             own.copy_(tensor)
 
@@ -141,8 +141,8 @@ def stack(
     """Stack gate_up [experts, 2 * width, hidden], gate rows first, and down [experts, hidden,
     width].
 
-    Plain weights stay as they are, others are dequantized to fp32. `shared`: the last expert is the
-    last selection of every token but padding, so a kernel need not search for its tokens.
+    Plain weights are kept; other weights are dequantized to fp32. With `shared` the last expert is
+    the last selection of every token except padding, so a kernel does not search for its tokens.
     """
     return StackedExperts(_values(gate_up), _values(down), activation)
 
@@ -156,7 +156,7 @@ def _values(weight: StoredWeight) -> Tensor:
 
 
 def experts(x: Hidden, selected: SelectedExperts, stacked: Prepared, /) -> Tensor:
-    """Compute this rank's experts `stacked` for x [T, hidden] -> [T, hidden], or [T, P, hidden]."""
+    """Run this rank's experts `stacked` on x [T, hidden] -> [T, hidden], or [T, P, hidden]."""
     gate_up, down, activation = stacked.gate_up, stacked.down, stacked.activation
     x = unquantized(x)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -199,6 +199,6 @@ EXPERTS = op(
     tolerance=rounding_tolerance(
         reason="three products and the activation are rounded to the dtype; |out| about 0.5"
     ),
-    # both factors of both products in FP8: 4.3e-2 measured; FP8 weights alone: 0.3e-2
+    # measured: 4.3e-2 with FP8 weights and activations, 0.3e-2 with FP8 weights only
     wide_error=6e-2,
 )

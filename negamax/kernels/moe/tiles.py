@@ -8,55 +8,54 @@ import torch
 from negamax.kernels.launch.tile import Tile, has_h200_tiles, round_to_power_of_two
 from negamax.kernels.weight_only.layout import Packing
 
-SMALL_M_MAX_M = 256  # up to here each program searches topk_ids for its expert's tokens
-# Sorting the pairs: programs (about one per multiprocessor), and
-SORT_PROGRAMS = 128
-SORT_CHUNK = 128  # pairs that a program places at a time,
-COUNT_CHUNK = 512  # pairs that it counts at a time,
-SORT_BLOCK = 32  # programs whose counts it adds up at a time
+SMALL_M_MAX_M = 256  # limit of M for small_m, whose programs search topk_ids for their tokens
+SORT_PROGRAMS = 128  # programs that sort pairs, about one per multiprocessor
+SORT_CHUNK = 128  # pairs that a sorting program places at a time
+COUNT_CHUNK = 512  # pairs that a sorting program counts at a time
+SORT_BLOCK = 32  # programs whose counts a sorting program adds up at a time
 ROUTE_MAX_TILES = 4096
-ROUTE_SMALL_M_MAX_M = 4  # up to here the router multiplies on the CUDA cores
+ROUTE_SMALL_M_MAX_M = 4  # limit of M for a router on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2
-ROUTE_SMALL_M_WARPS = 4  # for rows of up to 4096 values
-NORM_ROUTE_MAX_M = 2  # up to here one launch computes the norm and the router, with
-NORM_ROUTE_MAX_PARTS = 4  # at most this many parts of its input,
-NORM_ROUTE_WARPS = 4  # warps for rows of up to 4096 values, and
+ROUTE_SMALL_M_WARPS = 4  # warps of route_small_m for rows of up to 4096 values
+NORM_ROUTE_MAX_M = 2  # limit of M for one launch of norm and router
+NORM_ROUTE_MAX_PARTS = 4  # limit of the input's parts for one launch of norm and router
+NORM_ROUTE_WARPS = 4  # warps of norm_route for rows of up to 4096 values
 NORM_ROUTE_THREAD_WORDS = 4  # 4-byte words of one load of a thread
 
 
 @dataclass(frozen=True)
 class RouteTile(Tile):
-    """One program of `_route_large_m_kernel`, whose weight is the gate. With num_stages = 0 it
-    loads its part of the gate at once, before the activations exist.
+    """Tile of a program of `_route_large_m_kernel`, whose weight is the gate. With num_stages = 0
+    the program loads its whole part of the gate before the activations exist.
     """
 
-    topk_m: int = 1  # tokens whose experts are chosen at a time
+    topk_m: int = 1  # tokens whose experts are selected at a time
 
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """The two GEMMs of one way through the experts. With FP8, gate_up.block_n (large_m, small_m)
-    and down.block_k are the 128 columns of h that share a scale.
+    """Tiles of the two GEMMs of the experts. With FP8, gate_up.block_n (large_m, small_m) and
+    down.block_k are the 128 columns of h that share a scale.
     """
 
     gate_up: Tile  # block_n gate rows and as many up rows
     down: Tile
-    # gemv: choices of a token that one program of down sums; the next norm sums the rest
+    # gemv: number of a token's choices that one program of down sums; the next norm sums the parts
     choices: int = 1
     repeat_n: int = 1  # large_m: tiles that a program of down computes one after another
     resident: bool = False  # large_m: h stays in shared memory (FP8, narrow experts)
-    starts_early: bool = True  # packed gemv: gate and up, see `launch_options`
+    starts_early: bool = True  # packed gemv: `dependent` of gate and up in `launch_options`
 
 
 class MoeTiles:
-    """Unmeasured sizes: short pipelines that need at most 64 KB of shared memory."""
+    """Unmeasured sizes with short pipelines, which need at most 64 KB of shared memory."""
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
         block_m = 16 if M <= 16 else 64
         return RouteTile(block_m, 32, 64, num_warps=4, num_stages=2, split_k=8, topk_m=8)
 
     def gemv_max_m(self, width: int) -> int:
-        """Return up to how many tokens each pair runs on its own; beyond, experts share reads."""
+        """Return the limit of M for gemv, in which no pairs share the reads of an expert."""
         return 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
@@ -68,7 +67,7 @@ class MoeTiles:
         return ExpertTiles(tile, tile)
 
     def large_m(self, *, width: int, fp8: bool) -> ExpertTiles:
-        """Return tiles for prefills. Of 8,192 tokens an expert gets 256: small tiles waste less."""
+        """Return small tiles for prefills, because an expert has about 256 of 8,192 tokens."""
         side = 128 if fp8 else 64
         tile = Tile(64, side, side, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile, repeat_n=8 if fp8 else 1)
@@ -78,7 +77,7 @@ class MoeTiles:
         return None
 
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
-        """Return tiles for weights of 4 and 8 bits, at any M. Not measured."""
+        """Return unmeasured tiles for weights of 4 and 8 bits, at any M."""
         block_m = 16 if M <= SMALL_M_MAX_M else 64
         return ExpertTiles(
             Tile(block_m, 32, 128, num_warps=4, num_stages=2),
@@ -86,12 +85,12 @@ class MoeTiles:
         )
 
     def w8a8(self) -> ExpertTiles:
-        """Return tiles for large_m in 8 bits; gate_up.block_n columns share a scale. Unmeasured."""
+        """Return tiles for large_m in 8 bits; gate_up.block_n columns of h share a scale."""
         tile = Tile(64, 128, 128, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile, repeat_n=8)
 
 
-_MEASURED_HIDDEN = 4096  # widest hidden state that takes the sizes of MiniMax-M2
+_MEASURED_HIDDEN = 4096  # limit of the hidden width for the sizes of MiniMax-M2
 _ROUTE = (
     RouteTile(16, 16, 128, num_warps=4, num_stages=0, split_k=8),
     RouteTile(64, 32, 128, num_warps=4, num_stages=0, split_k=8),
@@ -108,9 +107,9 @@ def _tall(
     return ExpertTiles(tile, replace(tile, block_n=128))
 
 
-# Packed weights and many tokens, by kind of scale: (M, tiles up to M, tiles above M). Two programs
-# with tiles of 128 tokens share a multiprocessor where scales and codes leave room for their tokens
-# in shared memory. Elsewhere one program with twice the tokens and warps is faster.
+# Tiles for packed weights and many tokens, by kind of scale: (M, tiles up to M, tiles above M).
+# Two programs with tiles of 128 tokens run on a multiprocessor if its shared memory has room for
+# their tokens, scales and codes. Otherwise one program with twice the tokens and warps is faster.
 _PACKED_LARGE_M = {
     "float": (2048, _tall(64, num_warps=4, num_stages=4), _tall(128, num_warps=4, num_stages=3)),
     "e8m0": (
@@ -128,9 +127,9 @@ _PACKED_LARGE_M = {
 
 
 class H200MoeTiles(MoeTiles):
-    """Measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes of
-    MiniMax-M3 (6144, 128, top 4 and a shared expert) were measured with packed weights of 8 bits
-    only; its other sizes give each program as many columns as in M2.
+    """Sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes of
+    MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with packed
+    8-bit weights. For other weights of M3 each program has as many columns as in M2.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
@@ -141,7 +140,7 @@ class H200MoeTiles(MoeTiles):
         return 8 if width <= 384 else 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
-        if hidden > _MEASURED_HIDDEN:  # five choices are no power of two: one program each
+        if hidden > _MEASURED_HIDDEN:  # 5 choices are not a power of two, so choices stays 1
             down = Tile(1, 16, 128 if width <= 384 else 256, num_warps=4)
             return ExpertTiles(Tile(1, 2, 2048, num_warps=4), down)
         gate_up = Tile(1, 2, 1024, num_warps=2)
@@ -152,9 +151,9 @@ class H200MoeTiles(MoeTiles):
         return ExpertTiles(gate_up, Tile(1, 4, 512, num_warps=4), choices=4)
 
     def small_m(self, *, M: int, width: int, hidden: int, fp8: bool) -> ExpertTiles:
-        """Return tiles for decode steps. At 13 to 20 tokens the experts of one rank of four need
-        some 310 programs of gate and up: with two stages three to a multiprocessor run at once,
-        where two large ones would run in two rounds.
+        """Return tiles for decode steps. At 13 to 20 tokens the experts of one of four ranks need
+        about 310 programs of gate and up. With two stages three programs fit on a multiprocessor,
+        so all of them run at once; with three stages they would run in two rounds.
         """
         side = 128 if fp8 else 64
         down = Tile(16, side, side, num_warps=4, num_stages=3)
@@ -172,11 +171,11 @@ class H200MoeTiles(MoeTiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """Return tiles for up to 4 tokens, 2 with rows of more than 1,536 bytes (8 bits: 3,072), 1
-        where fewer than 128 codes of 4 bits share a scale of 16 bits.
+        """Return tiles for up to 4 tokens; for 2 with rows of more than 1,536 bytes (8 bits:
+        3,072); for 1 if fewer than 128 codes of 4 bits share a 16-bit scale.
 
-        A thread holds up to 384 bytes of gate and up. It holds 192 at one token of 4 bits, with the
-        longer rows, and where scales or zero points take registers. Of down it holds 192.
+        A thread holds up to 384 bytes of gate and up, or 192 bytes if rows are long or scales and
+        zero points need registers. A thread holds up to 192 bytes of down.
         """
         if gate_up.CODES != down.CODES:
             return None
@@ -204,7 +203,7 @@ class H200MoeTiles(MoeTiles):
         return ExpertTiles(tile, other, starts_early=not has_long_rows)
 
     def _bytes_gemv(self, M: int, gate_up: int, down: int) -> ExpertTiles | None:
-        """Return tiles for weights of 8 bits with `gate_up` and `down` bytes in a row."""
+        """Return tiles for 8-bit weights whose rows have `gate_up` and `down` bytes."""
         if gate_up <= 3072 and down <= 1536 and M <= 4:
             tile = Tile(8, 8, 1, num_warps=4, maxnreg=168)
             return ExpertTiles(tile, Tile(8, 16, 1, num_warps=4, maxnreg=128))
@@ -216,15 +215,15 @@ class H200MoeTiles(MoeTiles):
         return None
 
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
-        """Return tiles for packed weights. A multiprocessor holds three programs of 168 registers
-        or four of 128. Narrow experts of wide hidden states have few programs, so these take half
-        the rows; beyond 48 tokens that did not make whole runs faster.
+        """Return tiles for packed weights. A multiprocessor runs three programs of 168 registers or
+        four of 128. Narrow experts of wide hidden states have few programs, so each program has
+        half the rows; above 48 tokens this did not make whole runs faster.
         """
         if M > SMALL_M_MAX_M:
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE
             most, few, many = _PACKED_LARGE_M[kind]
             return few if most >= M else many
-        if M == 1:  # few programs: longer pipelines keep more loads in flight
+        if M == 1:  # there are few programs, so longer pipelines keep enough loads in flight
             rows, stages = (32, 8) if gate_up.CODES == 2 else (64, 6)
             tile = Tile(16, rows, 128, num_warps=4, num_stages=stages, maxnreg=168)
             return ExpertTiles(tile, replace(tile, block_n=2 * rows))
@@ -240,7 +239,7 @@ class H200MoeTiles(MoeTiles):
 
 
 def search_chunk(num_tokens: int) -> int:
-    """Return how many tokens small_m searches at a time for those of an expert."""
+    """Return the number of tokens that small_m searches at a time for an expert's pairs."""
     return min(64, max(16, round_to_power_of_two(num_tokens)))
 
 

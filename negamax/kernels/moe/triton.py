@@ -1,12 +1,12 @@
-"""Mixture of experts: routing in one launch, the experts in two (four for prefills).
+"""Mixture of experts: routing takes one launch, the experts take two launches (prefills: four).
 
-A pair is one choice of a token: pair = token * top_k + choice. If all tokens share an expert, it is
-the last of the top_k. The experts compute
+A pair is one choice of a token: pair = token * top_k + choice. A shared expert is the last choice
+of every token. The experts compute
 
     h[pair]   = silu(gate x[token]) * (up x[token])       [M * top_k, width], or another `SwiGlu`
     out[pair] = topk_weight[pair] * (down h[pair])        [M, P, hidden], the sum over P is pending
 
-    way      M on an H200     launches  a program of the GEMMs
+    kernel   M on an H200     launches  a program of the GEMMs
     gemv     to 4 or 8        2         a pair and some rows of its expert; plain activations; plain
                                         weights on the CUDA cores, packed ones on the tensor cores;
                                         P = top_k / choices
@@ -16,13 +16,13 @@ the last of the top_k. The experts compute
     large_m  the rest         4         pairs are sorted by expert first; the tokens are the tall
                                         operand (packed weights: the weights); P = top_k
 
-Every way takes plain, FP8 and packed weights. Packed weights of 8 bits whose method also rounds
-activations use products of 8 bits in large_m. With one or two tokens, the norm before the router is
-part of its launch (`triton_norm_route.py`).
+All three kernels support plain, FP8 and packed weights. If the quantization method of packed 8-bit
+weights also rounds activations, large_m multiplies 8 bits with 8 bits. With one or two tokens one
+launch runs both the router and the norm before it (`triton_norm_route.py`).
 
 The gate and up rows of an expert are in one weight [2 * width, hidden], gate rows first. FP8
-weights have a scale per 128 x 128; h is then FP8 too, with a scale per pair and 128 columns (except
-in gemv). Tile sizes: `tiles.py`.
+weights have a scale per 128 x 128. With FP8 weights h is also FP8, with a scale per pair and 128
+columns, except in gemv. `tiles.py` has the tile sizes.
 """
 
 from functools import cache, partial
@@ -49,7 +49,7 @@ from negamax.kernels.op import W8A8, WEIGHT_ONLY
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.weight_only.layout import pack
 
-# one object per shape: a launch compares it, which takes 0.3 us for another object
+# One object per shape: a launch compares this argument, which takes 0.3 us for a different object.
 _constants = cache(ExpertConstants)
 
 

@@ -1,5 +1,5 @@
-"""The experts for a few tokens, *gemv* (`kernels/moe/triton.py`): every pair runs on its own, and a
-program loads all its rows of an expert before it uses the first value.
+"""Experts of a few tokens (*gemv*, see `kernels/moe/triton.py`). Every pair (token, choice) has its
+own programs. A program loads all its rows of an expert before it uses the first value.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -37,9 +37,9 @@ def _gate_up_row(
     x_ptr, w_ptr, w_scale_ptr, expert, first_n,
     E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute gate and up, [BLOCK_N] fp32 each, of one token at x_ptr, on the CUDA cores.
+    """Compute gate [BLOCK_N] and up [BLOCK_N] in fp32 of the token at x_ptr, on the CUDA cores.
 
-    Tiles of w are loaded as [BLOCK_N, BLOCK_K / 16, 16]: the threads of a warp read neighboring
+    Tiles of w are loaded as [BLOCK_N, BLOCK_K / 16, 16]. The threads of a warp read neighboring
     vectors of one row, and a thread uses its part of x for all its rows. All loads precede the
     first product.
     """
@@ -47,7 +47,7 @@ def _gate_up_row(
     VECTORS: tl.constexpr = BLOCK_K // _VECTOR
     STEPS: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_K)
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
-    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # scales of gate, before those of up
+    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # the gate's scales precede up's scales
     offs_n = first_n + tl.arange(0, BLOCK_N)
     vector = tl.arange(0, VECTORS)
     offs_k = vector[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
@@ -88,7 +88,7 @@ def _gate_up_packed_row(
     x_ptr, w, expert, num_experts, first_n,
     E: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Run `_gate_up_row` with packed weights, on the tensor cores."""
+    """Compute the result of `_gate_up_row` from packed weights, on the tensor cores."""
     P: tl.constexpr = E.GATE_UP
     offs = number_fragment_rows(2 * BLOCK_N)
     rows = tl.minimum(first_n + offs % BLOCK_N, E.WIDTH - 1) + offs // BLOCK_N * E.WIDTH
@@ -169,14 +169,15 @@ def _down_rows(
     E: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of one token, the weighted sum over CHOICES of its experts; CUDA cores.
+    """Compute BLOCK_N outputs of one token on the CUDA cores, summed over CHOICES of its experts
+    with routing weights.
 
     w   [CHOICES experts, BLOCK_N, WIDTH]      all loaded before h is finished
     h   [CHOICES pairs, WIDTH]                 ->  out[token, part, BLOCK_N]
     """
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     PARTS: tl.constexpr = triton.cdiv(TOP_K, CHOICES)
-    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # of one choice in one step
+    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # vectors of one choice in one step
     STEPS: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_K)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     vector = tl.arange(0, CHOICES * VECTORS)
@@ -235,8 +236,8 @@ def _down_gemv_kernel(
 ):  # fmt: skip
     """Compute BLOCK_N outputs of CHOICES pairs. Grid (M * TOP_K / CHOICES * HIDDEN / BLOCK_N,).
 
-    `topk_ids` and `topk_weights` are older than the predecessor in the stream. The program may
-    therefore read them before the wait (past L1), and the weights too.
+    An earlier kernel than the predecessor in the stream wrote `topk_ids` and `topk_weights`. The
+    program may therefore read them, and the weights of the experts, before the wait.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N)
     part, first_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N * BLOCK_N
@@ -252,7 +253,7 @@ def _down_gemv_kernel(
 def experts_gemv(
     x: Tensor, selected: SelectedExperts, prepared: PreparedExperts, tile: tiles.ExpertTiles
 ) -> Tensor:
-    """Run the experts -> [M, P, hidden], P = top_k / choices of the tile."""
+    """Run the experts -> [M, P, hidden], where P = top_k / choices of the tile."""
     topk_ids, topk_weights, first, count = selected
     (num_tokens, top_k), E = topk_ids.shape, prepared.constants
     assert x.is_contiguous()

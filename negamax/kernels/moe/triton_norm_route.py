@@ -1,14 +1,14 @@
-"""The norm before the experts and the router in one launch, for one or two tokens.
+"""Run the norm before the experts and the router in one launch, for one or two tokens.
 
-    residual [M, 2 * WORDS] += x [M, PARTS, 2 * WORDS], its parts summed
-    its norm [M, 2 * WORDS], with `quantize` also in FP8
-    logits of the norm -> topk_ids, topk_weights, as `triton_route.py` has them
+    residual [M, 2 * WORDS] += sum of x [M, PARTS, 2 * WORDS] over its parts
+    norm of the residual [M, 2 * WORDS], with `quantize` also in FP8
+    logits of the norm -> topk_ids, topk_weights, as in `triton_route.py`
 
-Every program of the router reads all tokens anyway. Here each program reads the inputs of the norm
-and normalizes them itself, which saves a launch and a way through memory. One program changes the
-residual, after the logits of all programs have arrived.
+Every program of the router reads all tokens. In this kernel each program reads the inputs of the
+norm and normalizes them itself, which saves a launch and a pass through memory. One program changes
+the residual, after the logits of all programs have arrived.
 
-Rows, also those of the gate, are words of two columns (`launch/triton_words.py`).
+All rows, including the rows of the gate, are words of two columns (`launch/triton_words.py`).
 """
 
 import triton
@@ -71,11 +71,11 @@ def _norm_route_kernel(
     x_ptr,  # [M, PARTS, 2 * WORDS]
     residual_ptr,  # [M, 2 * WORDS], changed in place
     weight_ptr,  # [2 * WORDS]
-    out_ptr,  # [M, 2 * WORDS], written; likewise
-    values_ptr,  # [M, 2 * WORDS] e4m3 and
-    scales_ptr,  # [M, 2 * WORDS / 128] fp32, read and written if QUANTIZE only
+    out_ptr,  # [M, 2 * WORDS], written
+    values_ptr,  # [M, 2 * WORDS] e4m3, written only if QUANTIZE
+    scales_ptr,  # [M, 2 * WORDS / 128] fp32, written only if QUANTIZE
     eps,
-    gate_ptr,  # this one and those below as in `_route_small_m_kernel`
+    gate_ptr,  # this and the following pointers are those of `_route_small_m_kernel`
     bias_ptr,
     num_active_ptr,
     logits_ptr,
@@ -88,18 +88,19 @@ def _norm_route_kernel(
     SHARED: tl.constexpr,  # 0 or 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # words, threads of a program * THREAD_WORDS
-    THREAD_WORDS: tl.constexpr,  # of one load of a thread
+    BLOCK_K: tl.constexpr,  # number of words: threads of a program * THREAD_WORDS
+    THREAD_WORDS: tl.constexpr,  # words of one load of a thread
     QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PARALLEL_TOPK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Normalize the rows in every program, then route as `_route_small_m_kernel`.
+    """Normalize the rows in every program, then route as in `_route_small_m_kernel`.
 
         program    all                             NUM_PROGRAMS - 1 - m    m, once all logits are
         writes     logits of its BLOCK_N experts   the norm of row m       there: residual row m,
                                                                            the experts of token m
 
-    A program whose logits have arrived has read the rows. Once all have arrived, the residual may
-    change. In the interpreter the last program does this for all rows.
+    A program writes its logits after it has read the rows. When all logits have arrived, the
+    residual may therefore change. In the interpreter the last program changes the residual and
+    selects the experts of all rows.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * WORDS
     STEPS: tl.constexpr = triton.cdiv(WORDS, BLOCK_K)
@@ -118,7 +119,7 @@ def _norm_route_kernel(
     expert = group_experts(NUM_EXPERTS)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
-    # volatile: see `fetch_parts`
+    # the load is volatile for the reason stated in `fetch_parts`
     flag = tl.load(flag_ptr, volatile=True) + 1
     x, residual = (), ()
     for m in tl.static_range(BLOCK_M):
@@ -183,7 +184,7 @@ def _norm_route_kernel(
                       topk_weights_ptr, m, num_active,
                       NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
         if m == M - 1:
-            tl.store(flag_ptr, flag)  # all programs have read the flag: their logits have arrived
+            tl.store(flag_ptr, flag)  # all logits have arrived, so all programs have read the flag
 
 
 def norm_route(
@@ -195,10 +196,11 @@ def norm_route(
     top_k: int,
     active: Tensor | None = None,
 ) -> tuple[Hidden, Tensor, Tensor]:
-    """Add x or the sum of its parts to the residual in place -> its norm, topk_ids, topk_weights.
+    """Add x, or the sum of its parts, to the residual in place. Return the norm of the residual,
+    topk_ids and topk_weights.
 
-    Two launches are needed for more tokens, more parts, rows that are not whole words, and programs
-    that may not wait for each other.
+    The function makes two launches if there are more tokens or parts than one launch supports, if
+    rows are not whole words, or if programs may not wait for each other.
     """
     (M, hidden), parts = residual.shape, num_parts(x)
     is_few = 0 < M <= tiles.NORM_ROUTE_MAX_M and 0 < parts <= tiles.NORM_ROUTE_MAX_PARTS

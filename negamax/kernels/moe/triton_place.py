@@ -14,7 +14,7 @@ def _place_experts_kernel(
     positions,  # [T] int64
     slots,  # [E, MOST] int32
     copies,  # [E] int32
-    counts,  # [E] int64, added to
+    counts,  # [E] int64, increased
     out,  # [T, C] int32, written
     T,
     C: tl.constexpr, MOST: tl.constexpr, BLOCK_T: tl.constexpr, C_POW2: tl.constexpr,

@@ -1,23 +1,22 @@
-"""The experts for prefills, *large_m*: the pairs (token, choice) are sorted by expert, then both
-GEMMs run over tiles of one expert's tokens (`kernels/moe/triton.py`).
+"""Experts of prefills in Triton (*large_m*). The pairs (token, choice) are sorted by expert, and
+each tile of both GEMMs has tokens of one expert (`kernels/moe/triton.py`).
 
     topk_ids           [M, TOP_K]      2 0 | 0 5 | 2 1 | ..    pair = token * TOP_K + choice
-    sorted_token_ids   [M * TOP_K]     1 2 .. | 5 .. | 0 4 ..  pairs, expert by expert, those of
-                                                               other ranks' experts last
+    sorted_token_ids   [M * TOP_K]     1 2 .. | 5 .. | 0 4 ..  pairs in the order of their experts;
+                                                               pairs of other ranks' experts last
     expert_counts      [num_experts]   pairs of each expert
 
-Nothing is padded: a program finds its expert and its pairs from expert_counts, and the grid has one
-tile more per expert than the pairs would fill.
+The pairs are not padded. A program finds its expert and its pairs from expert_counts. The grid has
+one extra tile per expert, because an expert's last tile may be partly empty.
 
 Weights, activations and products of one tile:
 
-    plain      16 bits or FP8 with a scale per 128 x 128; the tokens are the tall operand
-    packed     4 or 8 bits; the weight is the tall operand, and each value is unpacked once for all
-               tokens of a tile, so tiles are large, and an expert's last one has one of three sizes
-    ROUNDED    packed weights of 8 bits with a scale per row, x with a scale per token, h with one
-               per pair and BLOCK_N of its columns: products of 8 bits with 8 bits. Gate and up are
-               scaled after their sums. Those of down are added in fp32, block by block of h: one
-               scale per pair for all columns would need a pass of its own.
+    plain      16-bit weights, or FP8 with a scale per 128 x 128; tokens are the tall operand
+    packed     weights of 4 or 8 bits are the tall operand. Each weight is unpacked once for all
+               tokens of a tile, so tiles are large. An expert's last tile has one of three sizes.
+    ROUNDED    8-bit weights with a scale per row are multiplied with 8-bit x and h. x has a scale
+               per token, h a scale per pair and BLOCK_N columns. Gate and up are scaled after their
+               sums. The down GEMM scales the product of each block of h and adds it in fp32.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -56,7 +55,7 @@ from negamax.kernels.weight_only.triton_rounding import (
 
 @triton.jit
 def _load_local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts):
-    """Return which of this rank's experts each pair chose, 0 .. num_experts - 1, or -1 for none."""
+    """Return the local number (0 .. num_experts - 1) of each pair's expert; -1: on another rank."""
     expert = tl.load(topk_ids_ptr + pairs, mask=pairs < end, other=-1) - first_expert
     return tl.where((expert >= 0) & (expert < num_experts), expert, -1)
 
@@ -71,7 +70,7 @@ def _count_pairs_kernel(
     num_experts,
     EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Count in counts[p, e] the `span` pairs of program p that chose expert first_expert + e."""
+    """Set counts[p, e] to the number of program p's `span` pairs with expert first_expert + e."""
     wait_then_launch_dependents(PDL)
     begin = tl.program_id(0) * span
     end = tl.minimum(begin + span, num_pairs)
@@ -95,11 +94,11 @@ def _sort_pairs_kernel(
     num_experts,
     EXPERTS_POW2: tl.constexpr,
     CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr,  # whose counts one program adds up at a time
+    PROGRAMS: tl.constexpr,  # rows of `counts` that a program adds up at a time
     PDL: tl.constexpr,
 ):
-    """Place the pairs by a counting sort. The pairs of program p and an expert come after those of
-    smaller experts, and after those of the same expert in programs before p.
+    """Place the pairs by a counting sort. The order is by expert; the pairs of one expert are in
+    the order of their programs.
     """
     wait_then_launch_dependents(PDL)
     experts, offs = tl.arange(0, EXPERTS_POW2), tl.arange(0, CHUNK)
@@ -138,9 +137,9 @@ def _sort_pairs_kernel(
 def _find_expert(
     expert_counts_ptr, tile, num_experts, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Return the expert of tile `tile`, its first place in sorted_token_ids and the expert's end.
+    """Return a tile's expert, its first place in sorted_token_ids, and the end of the expert.
 
-    An expert >= num_experts marks a tile of other ranks' pairs, or one after all pairs.
+    The expert is >= num_experts if the tile has pairs of other ranks or lies after all pairs.
     """
     experts = tl.arange(0, EXPERTS_POW2)
     counts = tl.load(expert_counts_ptr + experts, mask=experts < num_experts, other=0)
@@ -159,9 +158,9 @@ def _multiply(
     E: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the rows at x_ptrs with rows first_n .. first_n + BLOCK_N - 1 of w, up to last_n ->
-    [BLOCK_M, BLOCK_N] fp32. ROUNDED: `x_scale` holds the scales of the tokens, and those of w are
-    left to the caller.
+    """Multiply the rows at x_ptrs with BLOCK_N rows of w from first_n to at most last_n ->
+    [BLOCK_M, BLOCK_N] fp32. If ROUNDED, `x_scale` holds the loaded scales of the tokens, and the
+    caller applies the scales of w.
     """
     offs_k = tl.arange(0, BLOCK_K)
     if ROUNDED:
@@ -200,13 +199,13 @@ def _compute_gate_up(
     E: tl.constexpr, ROUNDED: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """h[BLOCK_M, BLOCK_N] of the pairs at places begin .. end - 1, all of one expert.
+    """Compute h[BLOCK_M, BLOCK_N] of the pairs at places begin .. end - 1, all of one expert.
 
     x rows of sorted_token_ids[begin ..] / TOP_K    w of the expert
     [BLOCK_M, HIDDEN]                               gate, then up: [BLOCK_N, HIDDEN]^T
 
-    Gate and up one after the other: x is read twice, but a multiprocessor holds two programs with
-    long pipelines.
+    Gate is computed before up, so x is read twice. One accumulator at a time leaves room for two
+    programs with long pipelines on a multiprocessor.
     """
     K: tl.constexpr = E.GATE_UP.K_PACKED if ROUNDED else E.HIDDEN
     H_WIDTH: tl.constexpr = E.DOWN.K_PACKED if ROUNDED else E.WIDTH
@@ -255,7 +254,7 @@ def _compute_packed_gate_up(
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Run `_compute_gate_up` with packed weights."""
+    """Compute the same tile of h as `_compute_gate_up`, from packed weights."""
     places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     tokens = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0) // TOP_K
@@ -269,9 +268,9 @@ def _compute_packed_gate_up(
 @triton.jit(do_not_specialize=["num_experts"])
 def _gate_up_large_m_kernel(
     x_ptr,  # [M, HIDDEN]; ROUNDED: [M, HIDDEN padded]
-    x_scale_ptr,  # FP8: [M, HIDDEN / 128] fp32; ROUNDED: [M] fp32; else not read
-    w,  # [num_experts * 2 * WIDTH, HIDDEN]; FP8 or ROUNDED: its descriptor, blocks
-    # [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
+    x_scale_ptr,  # FP8: [M, HIDDEN / 128] fp32; ROUNDED: [M] fp32; other weights do not use it
+    w,  # [num_experts * 2 * WIDTH, HIDDEN]; FP8 or ROUNDED: TMA descriptor of this matrix with
+    # blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
     w_scale_ptr,  # FP8: [num_experts, 2 * WIDTH / 128, HIDDEN / 128]; ROUNDED: one per row of w
     h_ptr,  # [M * TOP_K, WIDTH] in the order of sorted_token_ids; ROUNDED: [.., WIDTH padded]
     h_scale_ptr,  # [M * TOP_K, WIDTH / BLOCK_N] fp32, written with FP8 or ROUNDED only
@@ -314,7 +313,7 @@ def _zero_pairs(
     sorted_token_ids_ptr, out_ptr, begin, end, first_n,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT_N: tl.constexpr,
 ):  # fmt: skip
-    """Write zeros to the pairs at places begin .. end - 1, REPEAT_N tiles of columns."""
+    """Write zeros to REPEAT_N column tiles of the output of pairs at places begin .. end - 1."""
     places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     pairs = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0)
@@ -333,12 +332,12 @@ def _compute_down(
     BLOCK_K: tl.constexpr, REPEAT_N: tl.constexpr, RESIDENT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out[pairs, REPEAT_N * BLOCK_N] of the pairs at places begin .. end - 1, all of one expert.
+    """Compute out[pairs, REPEAT_N * BLOCK_N] of the pairs at places begin .. end - 1, all of one
+    expert.
 
     h [BLOCK_M, WIDTH]     w [BLOCK_N, WIDTH]^T, tile after tile     ->  rows `pairs` of out
 
-    RESIDENT (FP8, narrow experts): h stays in shared memory; else it is read again for every tile
-    of w.
+    With RESIDENT (FP8, narrow experts) h stays in shared memory; else each tile of w reads h again.
     """
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     K: tl.constexpr = E.DOWN.K_PACKED if ROUNDED else E.WIDTH
@@ -419,7 +418,7 @@ def _compute_packed_down(
     first_n, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Run `_compute_down` with packed weights, for one tile of columns."""
+    """Compute one column tile of `_compute_down`, from packed weights."""
     places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     acc = multiply_packed_down(h_ptr, w, expert, num_experts, first_n, places, valid,
@@ -433,8 +432,8 @@ def _compute_packed_down(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts"])
 def _down_large_m_kernel(
-    h_ptr,  # as `_gate_up_large_m_kernel` writes it
-    h_scale_ptr,  # likewise
+    h_ptr,  # result of `_gate_up_large_m_kernel`
+    h_scale_ptr,  # result of `_gate_up_large_m_kernel`
     topk_weights_ptr,  # [M, TOP_K] fp32
     w,  # [num_experts, HIDDEN, WIDTH]; ROUNDED: the descriptor of [num_experts * HIDDEN, WIDTH
     # padded], blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
@@ -449,10 +448,8 @@ def _down_large_m_kernel(
     REPEAT_N: tl.constexpr,  # 1 with packed weights
     RESIDENT: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[pairs, REPEAT_N * BLOCK_N] times the routing weights; zeros for other ranks'
-    pairs.
-
-        grid: tiles of pairs * HIDDEN / (BLOCK_N * REPEAT_N)
+    """Compute out[pairs, REPEAT_N * BLOCK_N] times the routing weights. Pairs of other ranks get
+    zeros. Grid (pair tiles * HIDDEN / (BLOCK_N * REPEAT_N),).
     """
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N * REPEAT_N)
     wait_then_launch_dependents(PDL)
@@ -486,9 +483,9 @@ def _down_large_m_kernel(
 def experts_large_m(
     x: Hidden, selected: SelectedExperts, prepared: PreparedExperts, *, rounded: bool = False
 ) -> Tensor:
-    """Run the experts -> [M, top_k, hidden]. The next kernel sums the choices as it reads them,
-    which saves a launch and 2 x 2 bytes a value. `rounded`: weights of 8 bits meet activations
-    rounded to 8 bits.
+    """Run the experts -> [M, top_k, hidden]. The next kernel sums over top_k as it reads the rows,
+    which saves a launch and 2 x 2 bytes a value. With `rounded` x and h are rounded to 8 bits and
+    multiplied with 8-bit weights.
     """
     topk_ids, topk_weights, first, count = selected
     (num_tokens, top_k), device, E = topk_ids.shape, topk_ids.device, prepared.constants
@@ -498,7 +495,7 @@ def experts_large_m(
     if rounded:
         tile = sizes.w8a8()
         assert tile.gate_up.block_n == tile.down.block_k, (
-            "both are the columns of h that share a scale"
+            f"gate_up block_n {tile.gate_up.block_n} must equal down block_k {tile.down.block_k}"
         )
         q, scale = round_activations(unquantized(x).contiguous(), E.GATE_UP)
         (w1, *_, w1_scale), (w2, *_, w2_scale) = w1, w2
@@ -519,14 +516,14 @@ def experts_large_m(
         w1 = TensorDescriptor.from_tensor(w1, [gate_up.block_n, gate_up.block_k])
     pairs = sort_pairs(topk_ids, first=first, count=count)
     shared = {"E": E, "ROUNDED": rounded, "EXPERTS_POW2": triton.next_power_of_2(count)}
-    # an upper bound: each expert may waste one tile
+    # upper bound of the tiles: the last tile of each expert may be partly empty
     tiles_m = min(num_pairs, num_pairs // gate_up.block_m + count)
     _gate_up_large_m_kernel[(tiles_m * triton.cdiv(E.WIDTH, gate_up.block_n),)](
         q, scale, w1, w1_scale, h, h_scale, *pairs, count, TOP_K=top_k,
         **gate_up.constants, **shared, **launch_options(device, maxnreg=gate_up.maxnreg),
     )  # fmt: skip
     out = torch.empty(num_tokens, top_k, E.HIDDEN, dtype=model_dtype(x), device=device)
-    # the pairs of other ranks may waste one, too
+    # one tile more than for gate and up, because other ranks' pairs also have a partly empty tile
     tiles_m = min(num_pairs, num_pairs // down.block_m + count + 1)
     tiles_n = triton.cdiv(E.HIDDEN, down.block_n)
     repeat_n = gcd(tile.repeat_n, tiles_n)
@@ -539,7 +536,7 @@ def experts_large_m(
 
 
 def sort_pairs(topk_ids: Tensor, *, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Sort pairs by expert: topk_ids -> sorted_token_ids [M * top_k], expert_counts [count]."""
+    """Sort pairs by expert and return sorted_token_ids [M * top_k] and expert_counts [count]."""
     num_pairs = topk_ids.numel()
     span = max(1, triton.cdiv(num_pairs, tiles.SORT_PROGRAMS * tiles.SORT_CHUNK)) * tiles.SORT_CHUNK
     programs, experts_pow2 = triton.cdiv(num_pairs, span), triton.next_power_of_2(count)

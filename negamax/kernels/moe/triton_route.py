@@ -1,4 +1,4 @@
-"""Routing in one launch: gate GEMM, sigmoid, top-k and renormalization.
+"""Route tokens to experts in one launch: gate GEMM, sigmoid, top-k and renormalization.
 
     gate [NUM_EXPERTS, HIDDEN] fp32, stored as gate_bf16x3 [3, NUM_EXPERTS, HIDDEN]: hi + mid + lo
     x [M, HIDDEN] -> logits [M, NUM_EXPERTS] fp32 -> topk_ids, topk_weights [M, TOP_K + SHARED]
@@ -7,8 +7,8 @@
     route_small_m  to 4      NUM_EXPERTS / BLOCK_N                           CUDA cores, fp32
     route_large_m  the rest  M / BLOCK_M * NUM_EXPERTS / BLOCK_N * SPLIT_K   tensor cores, bf16x3
 
-All programs of a launch write logits. Those that choose experts wait until all logits of their
-tokens have arrived. Without spin waits the last program to arrive chooses.
+All programs of a launch write logits. Programs that select experts wait for all router logits of
+their tokens. Without spin waits the program that finishes last selects the experts.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -33,7 +33,7 @@ from negamax.kernels.launch.triton import (
 )
 from negamax.kernels.moe import tiles
 
-# one launch of `_route_large_m_kernel` adds this to a counter; at least the programs of a tile
+# a launch of `_route_large_m_kernel` adds this number to each counter; limit of programs per tile
 _ROUND = tl.constexpr(1024)
 _GROUP = tl.constexpr(32)  # experts that `choose_for_token` ranks together
 _VECTOR = tl.constexpr(8)  # bf16 values of one load of a thread
@@ -45,7 +45,7 @@ def _choose_for_tokens(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
     SPLIT_K: tl.constexpr, TOPK_M: tl.constexpr,
 ):  # fmt: skip
-    """Sum partial logits of TOPK_M tokens; sigmoid, top-k of score + bias, renormalization."""
+    """Sum the partial logits of TOPK_M tokens and store the top-k experts and their weights."""
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     expert = tl.arange(0, EXPERTS_POW2)
     inside = (offs_m < M)[:, None] & (expert < NUM_EXPERTS)[None, :]
@@ -55,7 +55,7 @@ def _choose_for_tokens(
         logits += tl.load(rows, mask=inside, other=0.0, cache_modifier=".cg")
     score = 1.0 / (1.0 + tl.exp(-logits))
     key = score + bias[None, :]
-    # NaN first, as in torch.topk, and still each expert once
+    # torch.topk ranks NaN first; a finite key selects each expert once
     key = tl.where(key == key, key, 1e30)
     key = tl.where((expert < NUM_EXPERTS)[None, :], key, float("-inf"))
     rank = tl.full([TOPK_M, EXPERTS_POW2], -1, tl.int32)
@@ -90,24 +90,24 @@ def choose_for_token(
     logits, bias, expert, topk_ids_ptr, topk_weights_ptr, token, num_active,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Run `_choose_for_tokens` for one token: logits, bias and `expert` [groups, _GROUP].
+    """Do the work of `_choose_for_tokens` for one token; logits, bias, expert [groups, _GROUP].
 
     An expert's rank is the number of larger keys. All ranks are counted at once, first within each
-    group, then among the best TOP_K_POW2 of all groups. A search for one maximum after the other is
-    a chain of TOP_K reductions and takes twice as long.
+    group, then among the best TOP_K_POW2 experts of all groups. A search for one maximum after the
+    other is a chain of TOP_K reductions and takes twice as long.
     """
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     TOP_K_POW2: tl.constexpr = triton.next_power_of_2(TOP_K)
     NUM_GROUPS: tl.constexpr = logits.shape[0]
     score = 1.0 / (1.0 + tl.exp(-logits))
     biased = score + bias
-    biased = tl.where(biased == biased, biased, 1e30)  # NaN first, as in torch.topk
+    biased = tl.where(biased == biased, biased, 1e30)  # torch.topk ranks NaN first
     biased = tl.where(expert < NUM_EXPERTS, biased, float("-inf"))
     bits = biased.to(tl.int32, bitcast=True)
-    bits ^= (bits >> 31) & 0x7FFFFFFF  # in the order of the fp32 values
-    # among equals the lower id first
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # integers have the order of the fp32 values
+    # of equal scores the expert with the lower id has the larger key
     key = (bits.to(tl.int64) << 32) | (EXPERTS_POW2 - 1 - expert).to(tl.int64)
-    # the summed axis is first: each thread then sums its own values
+    # the summed axis is the first one, so that each thread sums its own values
     key_of = tl.trans(key)[:, :, None]
     rank = tl.sum((key_of > key[None, :, :]).to(tl.int32), 0)
     has_rank = tl.trans(rank)[:, :, None] == tl.arange(0, TOP_K_POW2)[None, None, :]
@@ -133,7 +133,7 @@ def choose_for_token(
 
 @triton.jit
 def load_gate(ptrs, k, mask, GATE_SIZE: tl.constexpr):
-    """Load hi, mid and lo of a tile of the gate."""
+    """Load the addends hi, mid and lo of a tile of the gate."""
     hi = tl.load(ptrs + k, mask=mask, other=0.0)
     mid = tl.load(ptrs + GATE_SIZE + k, mask=mask, other=0.0)
     return hi, mid, tl.load(ptrs + 2 * GATE_SIZE + k, mask=mask, other=0.0)
@@ -150,8 +150,8 @@ def store_logits(
     logits_ptr, sums, flag, first_n, M,
     NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store columns first_n .. first_n + BLOCK_N - 1 of the logits of M tokens with their flag.
-    `sums`: each thread's part of them, BLOCK_N tensors [threads] for each of BLOCK_M tokens.
+    """Store the logits of M tokens in columns first_n .. first_n + BLOCK_N - 1, each with `flag`.
+    `sums` has BLOCK_M * BLOCK_N tensors [threads]: the parts of one logit, by thread.
     """
     logits = sum_over_threads(sums, BLOCK_M * BLOCK_N)
     i = tl.arange(0, BLOCK_M * BLOCK_N)
@@ -168,7 +168,7 @@ def _route_small_m_kernel(
     bias_ptr,  # [NUM_EXPERTS] fp32
     num_active_ptr,  # [1] int32
     logits_ptr,  # [ROUTE_SMALL_M_MAX_M, NUM_EXPERTS] int64, LL protocol: (flag << 32) | fp32 bits
-    flag_ptr,  # [1] int32, the flag of the launch before this one
+    flag_ptr,  # [1] int32, the flag of the previous launch
     topk_ids_ptr,  # [M, TOP_K + SHARED] int32
     topk_weights_ptr,  # [M, TOP_K + SHARED] fp32
     M,
@@ -180,17 +180,17 @@ def _route_small_m_kernel(
     PARALLEL_TOPK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute all columns of BLOCK_N experts for up to BLOCK_M tokens, in fp32 on the CUDA cores;
-    then choose. A program loads its rows of the gate before the activations exist.
+    """Compute the logits of BLOCK_N experts for up to BLOCK_M tokens, in fp32 on the CUDA cores;
+    then select experts. A program loads its rows of the gate before the activations exist.
 
         gate rows        x                 logits_ptr [M, NUM_EXPERTS]
         [BLOCK_N, K]  .  [M, K]    ->   program p writes columns p * BLOCK_N ..., data and flag in
                                         one word; program t < M reads row t
 
-    The flag in a word shows whether this launch has written it. So there is no counter, no fence
-    and nothing to reset. With PARALLEL_TOPK program t waits for the logits of token t and chooses
-    while the other programs end. The interpreter runs one program after another, so there the last
-    one chooses for all.
+    The flag in a word shows whether this launch has written the word. Therefore the kernel needs no
+    counter, no fence and no reset. With PARALLEL_TOPK program t waits for the logits of token t and
+    selects its experts. Otherwise the last program selects experts for all tokens; the interpreter
+    needs this, because it runs one program after another.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
     STEPS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
@@ -206,7 +206,7 @@ def _route_small_m_kernel(
     expert = group_experts(NUM_EXPERTS)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
-    # volatile, as x is: ptxas otherwise delays the load until its use
+    # the loads of flag and x are volatile, because ptxas otherwise delays a load until its use
     flag = tl.load(flag_ptr, volatile=True) + 1
     for m in tl.static_range(BLOCK_M):
         for step in tl.static_range(STEPS):
@@ -234,14 +234,14 @@ def _route_small_m_kernel(
                       topk_weights_ptr, m, num_active,
                       NUM_EXPERTS, TOP_K, SCALING, SHARED)  # fmt: skip
         if m == M - 1:
-            tl.store(flag_ptr, flag)  # all programs have read the flag: their logits have arrived
+            tl.store(flag_ptr, flag)  # all logits have arrived, so all programs have read the flag
 
 
 @triton.jit
 def _multiply_gate(parts, x, acc):
     """Return acc [experts, tokens] + gate [experts, columns] x [columns, tokens]. Products of bf16
-    are exact, and the tensor cores sum in fp32. Other activations (and the interpreter) take fp32
-    products.
+    are exact, and the tensor cores sum in fp32. For other dtypes of x, and in the interpreter, the
+    factors are fp32.
     """
     if INTERPRETED or x.dtype != tl.bfloat16:
         acc = tl.dot(_sum_gate(parts), x.to(tl.float32), acc, input_precision="ieee")
@@ -265,23 +265,24 @@ def _route_large_m_kernel(
     HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr,
     SHARED: tl.constexpr,  # 0 or 1
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    TOPK_M: tl.constexpr,  # tokens whose experts are chosen at a time
+    TOPK_M: tl.constexpr,  # tokens whose experts are selected at a time
     PARALLEL_TOPK: tl.constexpr,
-    NUM_STAGES: tl.constexpr,  # 0: load the part of the gate before the activations exist
+    NUM_STAGES: tl.constexpr,  # 0: load a program's part of the gate before the activations exist
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial logits [BLOCK_M, BLOCK_N] of one split of the columns, then choose experts.
+    """Compute partial logits [BLOCK_M, BLOCK_N] of one split of the columns, then select experts.
 
         programs of a tile of tokens        partials [SPLIT_K, M, NUM_EXPERTS]
         experts 0 ..   split 0, 1, ..  ->   +-------- BLOCK_M x BLOCK_N --------+
-        experts 32 ..  split 0, 1, ..       each counts itself in arrivals[tile]
+        experts 32 ..  split 0, 1, ..       each program counts itself in arrivals[tile]
 
-    With PARALLEL_TOPK the programs of a tile split its tokens, TOPK_M at a time, and wait until all
-    have arrived; else the last to arrive chooses for all. A launch adds _ROUND to each counter, so
-    nothing is reset. The programs of a tile are launched one after another, so those that wait do
-    not keep others from starting.
+    With PARALLEL_TOPK the programs of a tile wait until all of them have arrived, and each selects
+    experts for some of the tokens, TOPK_M at a time. Otherwise the last program to arrive selects
+    experts for all tokens of the tile. A launch adds _ROUND to each counter, so the counters need
+    no reset. The programs of a tile have adjacent ids, so a waiting program does not keep another
+    program of its tile from starting.
     """
-    PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # of a tile
+    PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # of a tile of tokens
     STEPS: tl.constexpr = triton.cdiv(triton.cdiv(HIDDEN, BLOCK_K), SPLIT_K)
     EVEN_K: tl.constexpr = HIDDEN % (BLOCK_K * SPLIT_K) == 0
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
@@ -356,18 +357,18 @@ def _route_large_m_kernel(
 
 @dataclass(frozen=True)
 class PreparedGate:
-    """The router's weights, and the state of its kernels between launches."""
+    """The router's weights, and the state that its kernels keep between launches."""
 
     gate_bf16x3: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
     bias: Tensor  # [experts] fp32
-    arrivals: Tensor  # [tiles of tokens] int32, of `_route_large_m_kernel`
-    # [ROUTE_SMALL_M_MAX_M, experts] int64, each with the flag of the launch that wrote it
+    arrivals: Tensor  # [tiles of tokens] int32, counters of `_route_large_m_kernel`
+    # [ROUTE_SMALL_M_MAX_M, experts] int64: a logit and the flag of the launch that wrote it
     logits: Tensor
-    flag: Tensor  # [1] int32, of the last launch of `_route_small_m_kernel`
+    flag: Tensor  # [1] int32, flag of the last launch of `_route_small_m_kernel`
     all_active: Tensor  # [1] int32, the number of active rows if the caller passes none
     spin_wait: bool  # programs of a launch may wait for each other
-    scaling: float  # of the chosen experts' weights
-    shared: bool  # one more expert, number `experts`, is every token's last choice, of weight 1
+    scaling: float  # factor of the selected experts' weights
+    shared: bool  # expert number `experts` is every token's last choice, with weight 1
 
 
 def prepare_gate(
@@ -378,7 +379,7 @@ def prepare_gate(
     shared: bool = False,
     spin_wait: bool = True,
 ) -> PreparedGate:
-    """Prepare gate [experts, hidden] fp32, split exactly into three bf16 addends, and the bias."""
+    """Split gate [experts, hidden] fp32 exactly into three bf16 addends; keep the bias in fp32."""
     hi = gate.float().bfloat16()
     rest = gate.float() - hi.float()
     mid = rest.bfloat16()
@@ -401,7 +402,7 @@ def prepare_gate(
 def empty_choices(M: int, prepared: PreparedGate, *, top_k: int) -> tuple[Tensor, Tensor]:
     """Allocate topk_ids and topk_weights of M tokens."""
     assert top_k <= _GROUP.value, (
-        f"top {top_k} of experts; the router handles at most top {_GROUP.value}"
+        f"the router selects at most {_GROUP.value} experts per token; top_k is {top_k}"
     )
     shape, device = (M, top_k + prepared.shared), prepared.bias.device
     return (
@@ -419,7 +420,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Route x [M, hidden] -> topk_ids [M, C] int32, topk_weights [M, C] fp32, as `moe.route`.
 
-    If the ranks shard the rows, each routes its own and gathers the others.
+    If the ranks shard the rows, each rank routes its own rows, and all ranks gather the results.
     """
     if isinstance(x, ShardedActivations):
         own_active = None if active is None else active - x.first
@@ -464,10 +465,10 @@ def _route_rows(
     tiles_m = triton.cdiv(M, tile.block_m)
     programs = triton.cdiv(num_experts, tile.block_n) * tile.split_k
     assert tiles_m <= tiles.ROUTE_MAX_TILES, (
-        f"{M} tokens in one call need more than {tiles.ROUTE_MAX_TILES} tiles"
+        f"{M} tokens need {tiles_m} tiles; the limit of a call is {tiles.ROUTE_MAX_TILES}"
     )
     assert programs <= _ROUND.value, (
-        f"{num_experts} experts need more than {_ROUND.value} programs a tile"
+        f"{num_experts} experts need {programs} programs a tile; the limit is {_ROUND.value}"
     )
     partials = torch.empty(tile.split_k, M, num_experts, dtype=torch.float32, device=device)
     _route_large_m_kernel[(tiles_m * programs,)](

@@ -1,4 +1,4 @@
-"""Parts of all ways through the experts: prepared weights, constants, packed GEMMs, scales."""
+"""Shared parts of the expert kernels: prepared weights, constants, packed GEMMs, scales."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class ExpertConstants:
     """Constants of all kernels of the experts, passed as one argument `E: tl.constexpr`."""
 
     HIDDEN: int
-    WIDTH: int  # of one expert, on this rank
+    WIDTH: int  # width of one expert on this rank
     FP8: bool
     PACKED: bool = False
     GATE_UP: Packing | None = None
@@ -41,14 +41,14 @@ class ExpertConstants:
 
 @dataclass(frozen=True)
 class PreparedExperts(ExpertWeights):
-    """Stacked weights, in FP8 with scales per 128 x 128, in the model's dtype, or packed."""
+    """Stacked weights: FP8 with a scale per 128 x 128, the model's dtype, or packed."""
 
     # [experts, 2 * width, hidden], gate rows first; packed: the tensors of a `PackedWeight`
     gate_up: Tensor | PackedTensors
-    down: Tensor | PackedTensors  # [experts, hidden, width]; likewise
-    # [experts, 2 * width / 128, hidden / 128] fp32; any tensor without FP8, and not read
+    down: Tensor | PackedTensors  # [experts, hidden, width], or tensors of a `PackedWeight`
+    # [experts, 2 * width / 128, hidden / 128] fp32; without FP8 any tensor, which is not read
     gate_up_scale: Tensor
-    down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; likewise
+    down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; without FP8 any tensor
     constants: ExpertConstants
 
     def tensors(self, expert: int) -> list[Tensor]:
@@ -108,7 +108,7 @@ def compute_group_scale(y, axis: tl.constexpr, DTYPE: tl.constexpr):
 
 
 def select_operands(x: Hidden, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
-    """Return x in FP8 and its scales, or the plain activations twice; the second is not read."""
+    """Return x in FP8 and its scales for FP8 experts, else the plain activations twice."""
     if not prepared.constants.FP8:
         q = scale = unquantized(x)
     else:

@@ -1,4 +1,4 @@
-"""The experts for a decode step's tokens beyond a few, *small_m* (`kernels/moe/triton.py`): the
+"""Experts of decode steps with more than a few tokens (*small_m*, see `kernels/moe/triton.py`). The
 weight is the tall operand, and a program finds its expert's tokens in topk_ids.
 """
 
@@ -30,8 +30,8 @@ def _find_pairs(
     topk_ids_ptr, num_pairs, expert_id, begin, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Find pairs number begin .. begin + BLOCK_M - 1 that chose expert `expert_id`, in order, and
-    count all of them. CHUNK tokens are searched at a time; each has at most one.
+    """Return the pairs of expert `expert_id` from the `begin`th to at most BLOCK_M further, and the
+    number of all its pairs. CHUNK tokens are searched at a time; a token has at most one such pair.
     """
     offs = begin + tl.arange(0, BLOCK_M)
     choices = tl.arange(0, triton.next_power_of_2(TOP_K))
@@ -41,7 +41,7 @@ def _find_pairs(
         pairs = (start + tl.arange(0, CHUNK) * TOP_K)[:, None] + choices[None, :]
         inside = (pairs < num_pairs) & (choices < TOP_K)[None, :]
         ids = tl.load(topk_ids_ptr + pairs, mask=inside, other=-1)
-        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # the pair + 1; 0: none
+        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # pair + 1; 0: no pair
         is_hit = (hit > 0).to(tl.int32)
         rank = total + tl.cumsum(is_hit, 0) - 1
         match = (rank[None, :] == offs[:, None]) & (hit[None, :] > 0)
@@ -54,7 +54,7 @@ def _find_pairs(
 def _load_shared_pairs(
     topk_ids_ptr, first_token, num_pairs, expert_id, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Load the last pairs of BLOCK_M tokens, and whether each chose `expert_id` (not padding)."""
+    """Load the last pair of each of BLOCK_M tokens, and whether its expert is `expert_id`."""
     pairs = (first_token + tl.arange(0, BLOCK_M)) * TOP_K + TOP_K - 1
     ids = tl.load(topk_ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
     valid = ids == expert_id
@@ -67,10 +67,10 @@ def _multiply_gate_up(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run `multiply_packed_gate_up` with weights that are not packed."""
+    """Compute the result of `multiply_packed_gate_up` from weights that are not packed."""
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
-    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # scales of gate, before those of up
+    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # the gate's scales precede up's scales
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
@@ -105,7 +105,7 @@ def _compute_gate_up(
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N columns from first_n of h of `pairs` [BLOCK_M], all of one expert."""
+    """Compute columns first_n .. first_n + BLOCK_N - 1 of h for `pairs` [BLOCK_M] of one expert."""
     tokens, offs_n = pairs // TOP_K, first_n + tl.arange(0, BLOCK_N)
     if E.PACKED:
         y = multiply_packed_gate_up(x_ptr, w_ptr, expert, num_experts, first_n, tokens, valid,
@@ -130,7 +130,7 @@ def _multiply_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run `multiply_packed_down` with weights that are not packed."""
+    """Compute the result of `multiply_packed_down` from weights that are not packed."""
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -160,7 +160,9 @@ def _compute_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs from first_n of `pairs`, all of one expert, times their weights."""
+    """Compute columns first_n .. first_n + BLOCK_N - 1 of the output for `pairs` of one expert,
+    times their routing weights.
+    """
     if E.PACKED:
         acc = multiply_packed_down(h_ptr, w_ptr, expert, num_experts, first_n, pairs, valid,
                                    E, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
@@ -178,14 +180,14 @@ def _compute_down(
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_experts", "per_pair"])
 def _gate_up_small_m_kernel(
     x_ptr,  # [M, HIDDEN]
-    x_scale_ptr,  # [M, HIDDEN / 128] fp32; scales are read and written with FP8 only
+    x_scale_ptr,  # [M, HIDDEN / 128] fp32; scales are used with FP8 only
     topk_ids_ptr,  # [M, TOP_K] int32
     w_ptr,  # [num_experts, 2 * WIDTH, HIDDEN], gate rows first
     w_scale_ptr,  # [num_experts, 2 * WIDTH / 128, HIDDEN / 128] fp32
     h_ptr,  # [M * TOP_K, WIDTH] in the dtype of w
     h_scale_ptr,  # [M * TOP_K, WIDTH / 128] fp32
     expert_pairs_ptr,  # [num_experts, M] int32, the pairs of each expert
-    expert_counts_ptr,  # [num_experts] int32, how many these are
+    expert_counts_ptr,  # [num_experts] int32, the number of pairs of each expert
     num_pairs,
     first_expert,
     num_experts,
@@ -194,17 +196,17 @@ def _gate_up_small_m_kernel(
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N columns of h of all pairs of one expert, which the program finds in topk_ids,
-    and store the pairs in expert_pairs for the down kernel.
+    """Compute BLOCK_N columns of h for all pairs of one expert. The program finds the pairs in
+    topk_ids and stores them in expert_pairs for the down kernel.
 
         grid: (experts or pairs) * WIDTH / BLOCK_N
         w of an expert, the tall operand    tokens of the expert, BLOCK_M at a time
         gate [BLOCK_N, HIDDEN]              x [BLOCK_M, HIDDEN]^T  ->  h[pairs, BLOCK_N]
         up   [BLOCK_N, HIDDEN]
 
-    With `per_pair` a program works for the expert of its pair if that pair is the first to name it.
-    A shared expert has a program for each BLOCK_M tokens, before all other experts: one program for
-    all tokens would end last.
+    With `per_pair` a program belongs to a pair, and computes the pair's expert if no earlier pair
+    has this expert. A shared expert has one program per BLOCK_M tokens, and these programs start
+    first, because one program for all tokens would end after all others.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_N)
     group, tile = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N
@@ -259,7 +261,7 @@ def _zero_other_pairs(
     topk_ids_ptr, out_ptr, num_pairs, first_expert, num_experts, first_n,
     E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Zero columns first_n .. first_n + BLOCK_N - 1 of the pairs of other ranks' experts."""
+    """Write zeros to columns first_n .. first_n + BLOCK_N - 1 of pairs of other ranks' experts."""
     offs_n = first_n + tl.arange(0, BLOCK_N)
     for start in range(0, num_pairs, _ZERO_CHUNK):
         pairs = start + tl.arange(0, _ZERO_CHUNK)
@@ -289,8 +291,9 @@ def _down_small_m_kernel(
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N outputs of all pairs of one expert, as listed by `_gate_up_small_m_kernel`.
-    The first HIDDEN / BLOCK_N programs write the zeros of other ranks' pairs.
+    """Compute BLOCK_N outputs for all pairs of one expert from the lists that
+    `_gate_up_small_m_kernel` wrote. The first HIDDEN / BLOCK_N programs write zeros to the pairs of
+    other ranks.
 
         grid: (1 + experts or pairs) * HIDDEN / BLOCK_N
         w [BLOCK_N, WIDTH] of an expert    h [BLOCK_M, WIDTH]^T  ->  out[pairs, BLOCK_N]
@@ -352,7 +355,7 @@ def experts_small_m(x: Hidden, selected: SelectedExperts, prepared: PreparedExpe
     per_pair = num_pairs < count
     groups = num_pairs if per_pair else count - E.SHARED
     h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
-    # multiples of 16 bytes: Triton recompiles a kernel for tensors of another alignment
+    # counts_at is a multiple of 16 bytes; for another alignment Triton would recompile the kernel
     counts_at = -(-count * num_tokens // 4) * 4
     expert_pairs = torch.empty(counts_at + count, dtype=torch.int32, device=device)
     lists = (expert_pairs, expert_pairs[counts_at:], num_pairs, first, count, int(per_pair))

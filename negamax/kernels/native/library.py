@@ -32,7 +32,7 @@ COMPILE_SECONDS = 60.0
 def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
     """Return the library for tensors in bf16 or fp32; None without a working compiler.
 
-    The reason is logged once. `PyDLL` keeps the GIL: the calls are shorter than releasing it.
+    A failure is logged once. `PyDLL` keeps the GIL, because a call is shorter than a GIL release.
     """
     compiler = shutil.which(env.get("CC") or "cc")
     if compiler is None:
@@ -50,22 +50,16 @@ def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the compiler's first line of output, or why it could not run."""
+    """Return the compiler's first line of output, or the reason why the compiler did not run."""
     if isinstance(error, subprocess.CalledProcessError):
         said: list[str] = error.stderr.decode(errors="replace").split("\n")
         return f"{error.cmd[0]} ended with exit code {error.returncode}: {said[0][:200]}"
-    return f"{error} (XDG_CACHE_HOME names the folder for them)"
+    return f"{error} (set XDG_CACHE_HOME to a writable folder)"
 
 
 def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
     """Return the shared object for this source, compiler and processor, cached or built."""
-    version = subprocess.run(
-        [compiler, "--version"],
-        capture_output=True,
-        timeout=COMPILE_SECONDS,
-        check=True,
-        env=env.make_child_env(),
-    ).stdout
+    version = _run(compiler, "--version")
     identity = b"\0".join((SOURCE.read_bytes(), version, " ".join(flags).encode(), _processor()))
     folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "negamax" / "native"
     library = folder / f"rows-{hashlib.sha256(identity).hexdigest()[:24]}.so"
@@ -73,20 +67,20 @@ def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / "rows.so"
-            command = [compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
-            subprocess.run(
-                command,
-                capture_output=True,
-                timeout=COMPILE_SECONDS,
-                check=True,
-                env=env.make_child_env(),
-            )
+            _run(compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm")
             fresh.replace(library)
     return library
 
 
+def _run(*command: str) -> bytes:
+    child_env = env.make_child_env()
+    return subprocess.run(
+        command, capture_output=True, timeout=COMPILE_SECONDS, check=True, env=child_env
+    ).stdout
+
+
 def _processor() -> bytes:
-    """Identify the processor of `-march=native`: different machines may share a home folder."""
+    """Identify the processor for `-march=native`, because machines may share a home folder."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return f"{platform.machine()} {platform.processor()}".encode()

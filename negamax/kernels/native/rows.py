@@ -30,7 +30,6 @@ from negamax.kernels.block_sparse.cpu import (
     select_kernels,
 )
 from negamax.kernels.block_sparse.op import BLOCK_SPARSE_NORM_ROPE_WRITE, SparseHeadNorm
-from negamax.kernels.block_sparse.selection import SparseShape
 from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.mlp.op import SWIGLU
 from negamax.kernels.moe import cpu as moe_cpu
@@ -59,7 +58,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 @cache
 def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
     loaded = library.load(fp32=dtype is torch.float32)
-    assert loaded is not None, "the table offers these kernels only where the library loads"
+    assert loaded is not None, "the C library did not load, so its kernels must not be called"
     function = loaded[f"negamax_{name}"]
     function.argtypes, function.restype = _ARGUMENTS[name], None
     return function
@@ -87,7 +86,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
 def qk_norm_rope_write(
     qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Compute the op as defined; with several ranks PyTorch ops run around the all-reduce."""
+    """Compute `qk_norm_rope_write`; with several ranks PyTorch ops run around the all-reduce."""
     if (group is not None and group.size > 1) or not cache.is_unscaled(qkv.dtype):
         return attention_cpu.qk_norm_rope_write(qkv, norm, at, cache, group=group)
     assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
@@ -161,14 +160,14 @@ def _write_heads(
 
 
 def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[Tensor, Tensor]:
-    """Block tables [S, max_blocks] int64 and lengths [S] int64 of sequences with one query each."""
+    """Return block tables [S, max_blocks] int64 and lengths [S] int64; one query per sequence."""
     assert not shape.quantize, "FP8 output is made on the GPU only"
     lengths = torch.tensor(queries.host_seq_lens, dtype=torch.int64)
     return queries.used_tables(shape.block_size), lengths
 
 
 def decode(q: Tensor, cache: KvCache, plan: tuple[Tensor, Tensor]) -> Tensor:
-    """Attend in place with q [S, heads, head_dim]; a gather would move three times the bytes."""
+    """Attend with q [S, heads, head_dim] in place; a gather would move three times the bytes."""
     assert q.is_contiguous()
     assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
     tables, lengths = plan
@@ -182,17 +181,8 @@ def decode(q: Tensor, cache: KvCache, plan: tuple[Tensor, Tensor]) -> Tensor:
     return out
 
 
-def _decode_pages(q: Tensor, cache: KvCache, tables: Tensor, lengths: Tensor) -> Tensor:
-    """Implement `PagedDecode.run`."""
-    return decode(q, cache, (tables, lengths))
-
-
-def _plan_pages(lengths: Tensor, shape: SparseShape) -> Tensor:
-    return lengths
-
-
 def _block_scores(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
-    """Score blocks in place for one token per sequence; several use `products`."""
+    """Score blocks without a copy of the keys; run `products` if sequences have several tokens."""
     sequences, count, heads, dim = index_q.shape
     if count > 1 or index_cache.dtype != index_q.dtype:
         return products(index_q, index_cache, tokens, size)
@@ -239,7 +229,7 @@ def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Te
 
 
 def experts_kernel(linear: AnyKernel) -> AnyKernel:
-    """Make the `moe.experts` kernel over `linear`, a `gemm.linear` kernel; the rest runs in C."""
+    """Make a `moe.experts` kernel: `linear` (`gemm.linear`) runs the GEMMs, C code all the rest."""
     product = linear.run
 
     def run(x: Hidden, selected: SelectedExperts, experts: SeparateExperts) -> Tensor:
@@ -248,7 +238,7 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
         x = unquantized(x)
         num_tokens, top_k = ids.shape
         pairs = num_tokens * top_k
-        plan = torch.empty(2 * pairs + count + 1, dtype=torch.int64)  # source, place, bounds
+        plan = torch.empty(2 * pairs + count + 1, dtype=torch.int64)  # `source`, `place`, `bounds`
         source = plan.data_ptr()
         place, bounds = source + 8 * pairs, source + 16 * pairs
         _function("group_pairs", x.dtype)(
@@ -285,9 +275,13 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
 
 
 def kernels(linear: AnyKernel) -> tuple[AnyKernel, ...]:
-    """Make all kernels of this file for the dtype of `linear`, the experts' `gemm.linear`."""
+    """Make all kernels of this file in the dtype of `linear`, the `gemm.linear` of the experts."""
     (dtype,) = linear.dtypes
     options: Any = {"dtypes": (dtype,), "available": lambda: _available(dtype)}
+    pages = PagedDecode(
+        plan=lambda lengths, shape: lengths,
+        run=lambda q, cache, tables, lengths: decode(q, cache, (tables, lengths)),
+    )
 
     def kernel(op: Op[P, R], run: R, prepare: P) -> Kernel[P, R]:
         return Kernel(op, "native", run, prepare, **options)
@@ -299,7 +293,7 @@ def kernels(linear: AnyKernel) -> tuple[AnyKernel, ...]:
         kernel(HEAD_NORM_ROPE_WRITE, head_norm_rope_write, HeadNorm),
         kernel(BLOCK_SPARSE_NORM_ROPE_WRITE, sparse_norm_rope_write, SparseHeadNorm),
         *select_kernels(_block_scores, "native", **options),
-        *attention_kernels(PagedDecode(_plan_pages, _decode_pages), "native", **options),
+        *attention_kernels(pages, "native", **options),
         kernel(ROUTE, route, Router),
         kernel(SWIGLU, swiglu, None),
         experts_kernel(linear),

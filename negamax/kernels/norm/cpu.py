@@ -1,7 +1,6 @@
-"""RMS norm on CPUs without a C compiler (`kernels/native`): in place, with the constants as
-tensors.
+"""RMS norm, in place, on CPUs without a C compiler (`kernels/native`).
 
-Their conversion in every call took 5 of 21 us (one row of 256 on Zen 4).
+Constants are tensors: converting numbers in every call took 5 of 21 us (one row of 256, Zen 4).
 """
 
 import torch
@@ -23,7 +22,7 @@ def prepare(
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormTensors) -> Tensor:
-    """Compute the op as defined, to the bit."""
+    """Compute `norm.add_rms` with the bits of the reference."""
     weight, width, eps, gemma = norm
     wide = residual.add_(sum_parts(x)).float()
     scale = wide.square().sum(-1, keepdim=True).div_(width).add_(eps).rsqrt_()

@@ -41,12 +41,12 @@ def rms(x: Tensor, norm: NormWeight) -> Tensor:
 
 
 def sum_parts(x: Tensor) -> Tensor:
-    """Sum x [T, P, width] over its P parts in fp32, rounded once; return x [T, width] as it is."""
+    """Sum x [T, P, width] over its P parts in fp32, rounded once; return x [T, width] unchanged."""
     return x if x.dim() == 2 else x.float().sum(dim=1).to(x.dtype)
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: Prepared, /) -> Hidden:
-    """Add x [T, width] or its parts [T, P, width] to the residual, in place; return its norm."""
+    """Add x [T, width] or parts [T, P, width] to the residual in place; return the new norm."""
     residual += sum_parts(x)
     normed = rms(residual, norm)
     return quantize_activations(normed) if norm.quantize else normed

@@ -2,14 +2,13 @@
 
     x [T, PARTS, width]     partial results, summed
     residual [T, width]     += x
-    out [T, width]          its norm; with `quantize` also in FP8 with a scale per 128 columns
+    out [T, width]          norm of the residual; with `quantize` also FP8, a scale per 128 columns
 
     a row in memory         | even odd | even odd | ...    int32 words of two 16-bit values
     in registers            even [BLOCK] and odd [BLOCK], fp32
 
-A row is read
-once: statistics stay in registers. Moves per row, in bytes: 2 * width per part, for the residual in
-and out, and for out; width + width / 32 with FP8.
+A row is read once, and statistics stay in registers. The kernel moves 2 * width bytes per row for
+each part of x, for each read and write of the residual, and for `out`. FP8 adds width + width / 32.
 """
 
 import torch
@@ -59,7 +58,7 @@ def scale_row(even, odd, inverse, weight_words, GEMMA: tl.constexpr, DTYPE: tl.c
 def normalize_words(
     words, weight_words, eps, WORDS: tl.constexpr, GEMMA: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Return the norm of a row of words [BLOCK], 0 where masked, as words."""
+    """Return the norm of a row of words [BLOCK] (0 where masked) as words."""
     even, odd = unpack(words, DTYPE)
     inverse = tl.rsqrt(tl.sum(even * even + odd * odd, axis=0) / (2 * WORDS) + eps)
     return scale_row(even, odd, inverse, weight_words, GEMMA, DTYPE)
@@ -88,8 +87,8 @@ def quantize_row(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.cons
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
     scale = tl.where(largest > 0, tl.maximum(largest / e4m3_max(E4M3), _TINY), 1.0)
     factor = (1.0 / scale)[:, None]
-    # Join the columns before the conversion, which takes neighbors in pairs: ptxas 12.8 loses
-    # every fourth byte if the halves of such pairs are separated again.
+    # Join the columns before the conversion, which converts pairs of neighbors: ptxas 12.8 loses
+    # every fourth byte if the halves of a converted pair are separated again.
     in_order = tl.reshape(tl.join(even * factor, odd * factor), [2 * BLOCK])
     return scale, in_order.to(E4M3)
 
@@ -130,14 +129,14 @@ def _add_rms_kernel(
     x,  # [T, PARTS, 2 * WORDS]
     residual,  # [T, 2 * WORDS], changed in place
     weight,  # [2 * WORDS]
-    out,  # [T, 2 * WORDS], written; likewise
-    values,  # [T, 2 * WORDS] e4m3 and
-    scales,  # [T, 2 * WORDS / 128] fp32, not touched unless QUANTIZE
+    out,  # [T, 2 * WORDS], written
+    values,  # [T, 2 * WORDS] e4m3, written if QUANTIZE
+    scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE
     eps,
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
     GEMMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T,): one row."""
+    """Add and normalize one row. Grid (T,)."""
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
     index = make_word_indices(BLOCK)
@@ -148,7 +147,7 @@ def _add_rms_kernel(
         as_words(residual) + row.to(tl.int64) * WORDS + index, mask=mask, other=0, volatile=True
     )
     fetched = fetch_parts(x, row, index, mask, PARTS, WORDS)
-    if eps >= 0:  # always true: see `fetch_parts`
+    if eps >= 0:  # always true; `fetch_parts` needs the branch
         x_even, x_odd = add_parts(fetched, PARTS, dtype)
         add_and_normalize(
             x_even, x_odd, residual_words, weight_words, row, index, mask,
@@ -165,14 +164,13 @@ def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]
 def result(
     out: Tensor, values: Tensor, scales: Tensor, norm: NormWeight
 ) -> Tensor | QuantizedActivations:
-    """Return the result of a norm kernel from its outputs."""
     return QuantizedActivations(out, values, scales) if norm.quantize else out
 
 
 def prepare(
     weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
 ) -> NormWeight:
-    """Prepare a norm by weight [width] and eps; with `quantize` in FP8 too, width % 128 == 0."""
+    """Prepare a norm with weight [width]; `quantize` (also FP8) needs width % 128 == 0."""
     assert not quantize or weight.shape[0] % GROUP == 0, (
         f"FP8 norms need a multiple of {GROUP} columns, not {weight.shape[0]}"
     )

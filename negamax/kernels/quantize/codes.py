@@ -1,6 +1,6 @@
 """Codes: a quantized matrix with one entry per element, independent of a checkpoint's packing.
 
-`stored.decode` makes them; dequantization, kernels and quantizers work on them.
+`stored.decode` makes codes. Dequantization, kernels and quantizers work on codes.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from negamax.formats.floats import E4M3_GROUP
 from negamax.kernels.quantize.cpu import dequantize_block, e2m1_numbers, e4m3_numbers
 
 _E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; bit 3 is the sign
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0 to 7; bit 3 is the sign
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Codes:
     """value[n, k] = (code[n, k] - zero_point[n, g]) * scale[n / rows, g] * global_scale
 
     g is the column's group: k / columns, or group_of[k]. Codes of floating-point and signed integer
-    dtypes are numbers. uint8 holds unsigned 4 or 8 bits, or, with `is_e2m1`, codes of FP4.
+    dtypes are the numbers. uint8 codes are 4-bit or 8-bit integers, or FP4 codes with `is_e2m1`.
     """
 
     values: Tensor  # [..., N, K] float, e4m3, int8 or uint8
     scale: Tensor | None = None  # [..., ceil(N / rows), groups] float, e4m3 or e8m0
     block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
     zero_point: Tensor | None = None  # [..., ceil(N / rows), groups] uint8
-    global_scale: Tensor | None = None  # [...], [..., 1] or, one per row, [..., N] fp32
+    global_scale: Tensor | None = None  # fp32, [...] or [..., 1], or one per row: [..., N]
     group_of: Tensor | None = None  # [K] int32, if a stored order assigns columns to groups
     is_e2m1: bool = False
 
@@ -42,7 +42,7 @@ class Codes:
         numbers = self._numbers()
         numbers = numbers.clone() if numbers is self.values else numbers
         height, width = numbers.shape[-2:]
-        # whole groups of columns, each with one scale
+        # the columns are whole groups, and each group has one scale
         is_even = self.group_of is None and width % columns == 0 and self.scale.shape[-1] > 1
         grouped = numbers.unflatten(-1, (-1, columns)) if is_even else numbers
 
@@ -74,5 +74,4 @@ class Codes:
 
 
 def _floats(numbers: Tensor) -> Tensor:
-    """Convert to fp32."""
     return e4m3_numbers(numbers) if numbers.dtype in _E4M3 else numbers.float()

@@ -1,8 +1,8 @@
-"""E4M3 and E2M1 to fp32 on the CPU, several times as fast as PyTorch.
+"""Convert E4M3 and E2M1 to fp32 on the CPU, several times as fast as PyTorch.
 
-PyTorch converts one value at a time. Shifted to fp16's fields, the bits of a value are an fp16
-number with the same mantissa and an exponent that is too small by a constant; vector instructions
-convert fp16. The rows of one block stay in the cache.
+PyTorch converts one value at a time. This code shifts the bits of a value to the fields of fp16.
+The fp16 number has the same mantissa and an exponent that is too small by a constant, and vector
+instructions convert fp16 to fp32. The rows of one block stay in the cache.
 """
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor
 from negamax.formats.floats import E4M3_GROUP
 
 _FP16_BITS = 0xBF80 - 2**16  # sign and value of an E4M3 byte shifted by 7, as an int16
-_E2M1_BITS = 0x8E00 - 2**16  # of a byte with E2M1 in its upper half, shifted by 5
+_E2M1_BITS = 0x8E00 - 2**16  # sign and value of a byte with E2M1 in its upper half, shifted by 5
 _NAN = 0x7F  # the bits that are all set in a NaN
-_FNUZ_NAN = -0x80  # of E4M3FNUZ, whose exponent is smaller by one
+_FNUZ_NAN = -0x80  # NaN of E4M3FNUZ, whose exponents are smaller by one
 
 
 def dequantize_block(
     weight: Tensor,  # [N, K] float8_e4m3fn
     scale: Tensor,  # [ceil(N / 128), ceil(K / 128)] fp32
 ) -> Tensor:  # [N, K] fp32
-    """Dequantize a weight as `op.dequantize_block` does, to the bit."""
+    """Dequantize a weight with the bits of `op.dequantize_block`."""
     rows, columns = weight.shape
     stored = weight.view(torch.int8)
     has_nan = bool(stored.numel() and stored.bitwise_and(_NAN).amax() == _NAN)

@@ -1,6 +1,6 @@
-"""The form of E4M3 that a GPU multiplies: e4m3fn as in checkpoints, or on MI300 e4m3fnuz.
+"""Convert E4M3 to the form that a GPU multiplies: e4m3fn as in checkpoints, on MI300 e4m3fnuz.
 
-In e4m3fnuz the same bits stand for half as much, and those of -0 for NaN.
+In e4m3fnuz the same bits mean half the value, and the bits of -0 mean NaN.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Block FP8: e4m3 values with one fp32 scale per block of rows and columns.
 
 `weight[n, k] = value[n, k] * scale[n // block_rows, k // block_columns]`. Blocks at the lower and
-right edge may be ragged. A stored NaN stays NaN. A group whose source holds NaN or infinity becomes
-NaN as a whole.
+right edge may be ragged. A stored NaN stays NaN. If the source of a group holds NaN or infinity,
+all values of the group become NaN.
 """
 
 import torch
@@ -44,6 +44,6 @@ QUANTIZE = op(
     None,
     summary="activations to e4m3 values and one fp32 scale per token and 128 columns",
     tolerance=rounding_tolerance(
-        scale=0.0, reason="`cases.outputs` takes either of two neighboring e4m3 values"
+        scale=0.0, reason="`cases.outputs` accepts either of two neighboring e4m3 values"
     ),
 )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# AWQ's place of each of the 8 numbers of a word: the second is in the fifth nibble.
+# The nibble of each of the 8 numbers of a word in AWQ; for example, number 1 is in nibble 4.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -24,7 +24,7 @@ def unpack(words: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = (
 
 
 def pack(numbers: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = ()) -> Tensor:
-    """Pack numbers into words, the inverse of `unpack`; a partial last word gets zeros."""
+    """Pack numbers into words, the inverse of `unpack`; zeros fill a partial last word."""
     axis %= numbers.dim()
     per_word = 32 // bits
     padding = [0, 0] * (numbers.dim() - 1 - axis) + [0, -numbers.shape[axis] % per_word]
@@ -41,7 +41,7 @@ def nibbles(packed: Tensor) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack codes [..., K] into bytes; a partial last byte gets a zero."""
+    """Pack codes [..., K] into bytes; a zero fills a partial last byte."""
     even, odd = F.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2)).unbind(-1)
     packed: Tensor = even + (odd << 4)
     return packed

@@ -1,7 +1,7 @@
 """Round a plain matrix to the nearest codes, the inverse of `Codes.dequantize`.
 
-Scales are rounded to their stored dtype before codes are chosen, so a code is the nearest for the
-stored scale. A group of zeros has scale 1.
+Scales are rounded to their stored dtype before codes are computed, so each code is the nearest code
+for the stored scale. A group of zeros has scale 1.
 """
 
 import torch
@@ -33,8 +33,8 @@ def to_integers(
     """Quantize matrix [N, K] fp32 to symmetric int8 codes of `bits` bits, with group scales.
 
     The scale per row and `columns` columns is the largest magnitude / ((2^bits - 1) / 2), as in
-    compressed-tensors. A positive largest element loses half a step at most; the steps of all
-    others shrink.
+    compressed-tensors. A positive largest element loses at most half a step, and steps are smaller
+    than with the divisor 2^(bits - 1) - 1.
     """
     least = -(2 ** (bits - 1))
     block = (1, columns)
@@ -46,8 +46,8 @@ def to_integers(
 def to_e4m3_powers(matrix: Tensor, columns: int, *, rows: int = 1) -> Codes:
     """Quantize matrix [N, K] fp32 to e4m3 with an e8m0 scale per `rows` rows and `columns` columns.
 
-    The scale is the least power of two with which nothing exceeds 448. The OCP formula, a floor,
-    truncates elements.
+    The scale is the least power of two with which no element exceeds 448. The OCP formula rounds
+    the scale down, so large elements saturate.
     """
     block = (rows, columns)
     scale = _power_of_two(_largest(matrix, block) / E4M3_MAX)
@@ -71,7 +71,7 @@ def to_e2m1(matrix: Tensor, columns: int) -> Codes:
     groups = _largest(matrix, block) / E2M1_MAX
     whole = _positive(groups.amax().reshape(1) / E4M3_MAX)
     scale = (groups / whole).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    # a group that is tiny compared with the largest has scale 0, and all its elements are 0
+    # a group that is tiny compared with the largest group has scale 0 and elements 0
     divisor = scale.float().where(scale.float() > 0, torch.inf) * whole
     return Codes(
         _e2m1(matrix / _spread(divisor, block, matrix)), scale, block, global_scale=whole,
@@ -80,7 +80,7 @@ def to_e2m1(matrix: Tensor, columns: int) -> Codes:
 
 
 def _largest(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest magnitude of each block; blocks at the lower and right edge may be ragged."""
+    """Return the largest magnitude of each block; blocks at the edges may be ragged."""
     rows, columns = block[0], min(block[1], matrix.shape[1])
     height, width = matrix.shape
     padded = F.pad(matrix.abs(), (0, -width % columns, 0, -height % rows))
@@ -89,7 +89,7 @@ def _largest(matrix: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _spread(scale: Tensor, block: tuple[int, int], matrix: Tensor) -> Tensor:
-    """Expand one entry per block to elements, or to rows where a block is as wide as the matrix."""
+    """Expand one entry per block to elements, or to rows if a block is as wide as the matrix."""
     height, width = matrix.shape
     scale = scale.repeat_interleave(block[0], 0)[:height] if block[0] > 1 else scale
     if scale.shape[1] == 1:
@@ -98,13 +98,13 @@ def _spread(scale: Tensor, block: tuple[int, int], matrix: Tensor) -> Tensor:
 
 
 def _positive(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Convert `scale` to `dtype`; 1 for zeros, and never 0 for others."""
+    """Convert `scale` to `dtype`. Zeros become 1, and other scales never become 0."""
     stored = scale.to(dtype).clamp_min(torch.finfo(torch.bfloat16).tiny)
     return stored.where(scale != 0, 1.0)
 
 
 def _power_of_two(scale: Tensor) -> Tensor:
-    """The least power of two >= `scale`, e8m0; 1 for zeros."""
+    """Return the least power of two >= `scale` as e8m0; 1 for zeros."""
     mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5).int()
     biased = (exponent + 127).clamp(0, 254).where(scale != 0, 127)
@@ -112,7 +112,7 @@ def _power_of_two(scale: Tensor) -> Tensor:
 
 
 def _e2m1(numbers: Tensor) -> Tensor:
-    """The nearest FP4 code of each number, uint8; ties go to the even code."""
+    """Return the nearest FP4 code of each number as uint8; ties go to the even code."""
     size = numbers.abs()
     upper = (2 + size.round()).where(size < 4, 4 + (size / 2).round())
     code = (2 * size).round().where(size < 2, upper).clamp_(max=7)

@@ -1,4 +1,4 @@
-"""Decode stored tensors to a matrix and encode a matrix, as its `TensorFormat` says."""
+"""Decode stored tensors to a matrix and encode a matrix, according to its `TensorFormat`."""
 
 from collections.abc import Mapping
 
@@ -28,19 +28,19 @@ from negamax.kernels.quantize.quantizers import (
 
 
 def dequantize(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the matrix [..., rows, columns] fp32 that `tensors`, by name, hold."""
+    """Return the matrix [..., rows, columns] fp32 that is stored in `tensors` (by name)."""
     return decode(stored, tensors).dequantize()
 
 
 def decode(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Codes:
-    """Return the codes of the matrix, one per element. Leading dimensions stay."""
+    """Return the codes of the matrix, one per element, with its leading dimensions."""
     values, spec = _unpack(stored, tensors), stored.find(Role.SCALE)
     if spec is None:
         return Codes(values)
     rows, columns = _block(spec)
     scale = _scale(stored, spec, tensors)
     if stored.packing is CodePacking.ENTRIES:
-        # one number, or one for each row of the matrices held together, or for rows together
+        # the tensor has one scale, one per row of all stacked matrices, or one per group of rows
         groups = -(-values.shape[-1] // columns) if columns else 1
         scale = scale.reshape(*values.shape[:-2], -1, groups)
     zeros, zero_point = stored.find(Role.ZERO_POINT), None
@@ -107,14 +107,14 @@ def check_entries(
     *,
     name: str,
 ) -> None:
-    """Check the part `part` of the tensor `name` against the format. Errors: `CheckpointError`."""
+    """Check part `part` of the tensor `name`. Raises `CheckpointError` if the format forbids it."""
     groups = 0
     if stored.group:
         groups = 1 if stored.group == -1 else -(-shape[1] // stored.group)
     if groups and not ((found >= 0) & (found < groups)).all():
         raise CheckpointError(
-            f"tensor {name} has entries from {found.min()} to {found.max()}; of {shape[0]} x "
-            f"{shape[1]} they are from 0 to {groups - 1}",
+            f"tensor {name} has entries from {found.min()} to {found.max()}; a matrix of "
+            f"{shape[0]} x {shape[1]} needs entries from 0 to {groups - 1}",
             hint="the checkpoint itself is broken",
         )
     if stored.known is not None:
@@ -122,9 +122,9 @@ def check_entries(
         expected = whole[tuple(slice(each.start, each.stop) for each in part)]
         if not (found == expected).all():
             raise CheckpointError(
-                f"tensor {name} is {_first(found)}; the {stored.role.value} of {shape[0]} x "
-                f"{shape[1]} is {_first(expected)}",
-                hint="config.json and the weights are not of the same model",
+                f"tensor {name} is {_first(found)}; the {stored.role.value} of a matrix of "
+                f"{shape[0]} x {shape[1]} must be {_first(expected)}",
+                hint="config.json and the weights are from different models",
             )
 
 
@@ -139,7 +139,6 @@ def known_entries(stored: StoredTensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _unpack(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The values, one per element."""
     values = tensors[stored.values.name]
     if stored.packing is CodePacking.NIBBLES:
         return nibbles(values)
@@ -156,7 +155,7 @@ def _unpack(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Tensor:
 def _unpack_words(
     stored: TensorFormat, spec: StoredTensor, tensors: Mapping[str, Tensor], axis: Axis
 ) -> Tensor:
-    """The numbers of a tensor of words that run over `axis`, [..., rows, columns]."""
+    """Unpack a tensor whose words run along `axis` to numbers [..., rows, columns]."""
     at, is_awq = spec.axis(axis), stored.packing is CodePacking.AWQ_WORDS
     assert at is not None
     numbers = unpack(
@@ -169,14 +168,14 @@ def _unpack_words(
 
 
 def _scale(stored: TensorFormat, spec: StoredTensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The scales of level 1 as they multiply, [..., rows, columns] if of two dimensions."""
+    """Return the scales of level 1 as factors, [..., rows, columns] if they have two dimensions."""
     scale = tensors[spec.name]
     if spec.dtypes == E8M0:
         return scale.view(torch.float8_e8m0fnu)
     if stored.global_scale is GlobalScale.IS_INCLUDED:
         whole = stored.find(Role.SCALE, level=2)
         assert whole is not None
-        # fp16 models have the bits of fp32 as integers
+        # fp16 models store the bits of fp32 numbers as integers
         scale = scale.int().view(torch.float32) if scale.dtype is torch.int64 else scale
         return scale / tensors[whole.name]
     if _is_transposed(spec):
@@ -185,14 +184,14 @@ def _scale(stored: TensorFormat, spec: StoredTensor, tensors: Mapping[str, Tenso
 
 
 def _round(stored: TensorFormat, matrix: Tensor) -> Codes:
-    """The codes nearest to a matrix [rows, columns] fp32."""
+    """Round a matrix [rows, columns] fp32 to the nearest codes."""
     rounding, spec = stored.rounding, stored.find(Role.SCALE)
     assert rounding is not None and spec is not None, f"{stored.name} is only read"
     rows, columns = (size or whole for size, whole in zip(_block(spec), matrix.shape, strict=True))
     if stored.element == E2M1:
         return to_e2m1_powers(matrix, columns) if rounding.to_powers else to_e2m1(matrix, columns)
     if stored.element.startswith("int"):
-        # words have been written with bf16 scales by the tools that pack them
+        # the tools that pack codes into words write bf16 scales
         dtype = torch.float32 if stored.packing is CodePacking.ENTRIES else torch.bfloat16
         return to_integers(matrix, _bits(stored), columns, scale_dtype=dtype)
     if rounding.to_powers:
@@ -202,7 +201,7 @@ def _round(stored: TensorFormat, matrix: Tensor) -> Codes:
 
 
 def _block(scale: StoredTensor) -> tuple[int, int]:
-    """Rows and columns that share a scale, 0 for all of them."""
+    """Return the numbers of rows and columns that share a scale; 0 means all."""
     rows, columns = (
         max((dim.unit for dim in scale.dims if dim.axis is axis), default=0)
         for axis in (Axis.ROWS, Axis.COLUMNS)
@@ -211,7 +210,6 @@ def _block(scale: StoredTensor) -> tuple[int, int]:
 
 
 def _bits(stored: TensorFormat) -> int:
-    """Bits of an integer element."""
     return int(stored.element.removeprefix("u").removeprefix("int"))
 
 
@@ -220,6 +218,6 @@ def _is_transposed(spec: StoredTensor) -> bool:
 
 
 def _first(numbers: Tensor) -> str:
-    """The first six numbers, for an error message."""
+    """Format the first six numbers for an error message."""
     shown = ", ".join(str(number) for number in numbers.flatten()[:6].tolist())
     return f"[{shown}{', ...' if numbers.numel() > 6 else ''}]"

@@ -1,4 +1,4 @@
-"""Quantize activations to FP8 if their producer did not. Moves 3 bytes per value."""
+"""Quantize activations to FP8 if their producer did not. The kernel moves 3 bytes per value."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ _GROUPS = 16  # groups of 128 columns per program: half a kilobyte of loads per 
 
 @triton.jit(do_not_specialize=["num_groups"])
 def _quantize_kernel(x_ptr, q_ptr, scale_ptr, num_groups, GROUPS: tl.constexpr):
-    """x, q [T, K] as rows of 128 columns: a program has GROUPS of them, and writes a scale each.
+    """Quantize GROUPS groups of 128 columns of x [T, K], with a scale per group.
 
     x_ptr, q_ptr  [num_groups, 128]  |<- 128 ->|   GROUPS rows per program
     scale_ptr     [num_groups]

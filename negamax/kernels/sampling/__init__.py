@@ -1,1 +1,1 @@
-"""Choosing the next token from logits."""
+"""Sample the next token from logits."""

@@ -1,11 +1,10 @@
-"""Random numbers as a function of (seed, position, token id), the same in any batch and on any
-rank.
+"""Random numbers that depend only on (seed, position, token id), not on the batch or the rank.
 
 A row's key is 64 bits of `seed + golden * (position + 1)` after the SplitMix64 finalizer (public
-domain). A token's number is its id, multiplied, offset by one half of the key, and passed through a
-32-bit finalizer of three multiplications with the other half between its rounds. The multipliers
-are those of MurmurHash3's finalizer and of Knuth's multiplicative hash. Arithmetic is modulo 2^32
-or 2^64, so the Triton kernel computes the same bits.
+domain). For a token, the id is multiplied by a constant, and one half of the key is added. A 32-bit
+finalizer mixes this number, with the other half of the key between its rounds. The multipliers are
+those of MurmurHash3's finalizer and of Knuth's multiplicative hash. Arithmetic is modulo 2^32 or
+2^64, so the Triton kernel computes the same bits.
 """
 
 import torch
@@ -18,7 +17,7 @@ MIX32_ID = 0x9E3779B1
 MIX32_A = 0x85EBCA6B
 MIX32_B = 0xC2B2AE35
 LARGEST_UNIFORM = 1 - 2.0**-24
-# below it -log(1 - v) is computed by its series, which keeps the bits that 1 - v would drop
+# below this number -log(1 - v) is computed by its series, because 1 - v would lose bits
 SMALL_UNIFORM = 2.0**-7
 LARGEST_SCORE = 3e38  # bounds quotients that overflow
 
@@ -46,10 +45,9 @@ def token_bits(keys: tuple[Tensor, Tensor], token_ids: Tensor) -> Tensor:
 
 
 def exponentials(bits: Tensor) -> Tensor:
-    """Return exponential numbers above 0, fp32: -log(1 - v) of v = (bits + 1/2) / 2^32 <= 1 -
-    2^-24.
+    """Return exponential random numbers, fp32: -log(1 - v), v = (bits + 1/2) / 2^32 <= 1 - 2^-24.
 
-    The smallest is 2^-33, so tokens with a probability below about that are never drawn.
+    The smallest number is 2^-33, so tokens with a probability below about 2^-33 are never drawn.
     """
     v = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp_max(LARGEST_UNIFORM)
     series = v * (1 + v * (0.5 + v * (1 / 3 + v * 0.25)))

@@ -1,12 +1,13 @@
-"""Sampling: edits of logits, and the draw of one token per row.
+"""Define penalties on logits, log-probabilities, and the draw of one token per row.
 
-A row's draw depends on that row alone. Filters apply in the order temperature, min-p, top-k, top-p.
+A row's draw does not depend on other rows. Filters apply in the order temperature, min-p, top-k,
+top-p.
 
-  sample         one uniform number per row inverts the cumulative distribution, over the tokens in
-                 falling order of probability
-  pick           for sharded logits without filters: Gumbel-max, P(i) is softmax(logits / T)[i];
-                 ranks exchange one value and one index
-  draw_leading   `sample` for sharded logits and rows with a small top_k
+  sample         inverts the cumulative distribution of the tokens, in descending order of
+                 probability, at one uniform number per row
+  pick           draws from sharded logits without filters by Gumbel-max: P(i) is
+                 softmax(logits / T)[i]; ranks exchange one value and one index
+  draw_leading   does the work of `sample` for sharded logits and rows with a small top_k
 """
 
 from typing import NamedTuple
@@ -18,19 +19,19 @@ from negamax.kernels.op import op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.sampling import noise
 
-# Rows with 1 <= top_k <= CANDIDATES are drawn from this many leading tokens, others from the sorted
-# vocabulary.
+# Rows with 1 <= top_k <= CANDIDATES are drawn from CANDIDATES leading tokens, other rows from the
+# sorted vocabulary.
 CANDIDATES = 64
 
 
 class RowSampling(NamedTuple):
     """Filters, seeds and positions of R sampled rows."""
 
-    # [slots, 4] fp32: temperature (0: the most likely token), top_k (integers; 0: off), top_p in
+    # [slots, 4] fp32: temperature (0: the most likely token), top_k (an integer; 0: off), top_p in
     # (0, 1], min_p in [0, 1]
     filters: Tensor
     seeds: Tensor  # [slots] int64
-    slots: Tensor  # [R] int64, of each row
+    slots: Tensor  # [R] int64, the slot of each row
     positions: Tensor  # [R] int64
 
 
@@ -39,36 +40,37 @@ def sample(
     *,
     filters: Tensor,  # [R, 4] fp32, as in `RowSampling`, with temperatures above 0
     uniforms: Tensor,  # [R] fp32 in [0, 1)
-    candidates: int,  # tokens considered: at least every row's top_k, or V
+    candidates: int,  # number of tokens considered, at least the largest top_k (V without top_k)
 ) -> Tensor:  # [R] int64
-    """Draw one token per row from the `candidates` most likely ones."""
-    values, token_ids = torch.topk(logits, candidates, dim=-1)  # sorted, falling
+    """Draw one token per row from the `candidates` most likely tokens."""
+    values, token_ids = torch.topk(logits, candidates, dim=-1)  # descending order
     return draw_from(values, token_ids, filters=filters, uniforms=uniforms)
 
 
 def draw_from(
-    values: Tensor,  # [R, C] fp32, logits of the leading tokens in falling order
+    values: Tensor,  # [R, C] fp32, logits of the leading tokens in descending order
     token_ids: Tensor,  # [R, C] int64
     *,
     filters: Tensor,  # as in `sample`
     uniforms: Tensor,
 ) -> Tensor:  # [R] int64
-    """Draw one token per row from the given ones."""
+    """Draw one token per row from `token_ids`."""
     candidates, (temperature, top_k, top_p, min_p) = values.shape[1], filters.unbind(1)
     probs = torch.softmax(values / temperature.unsqueeze(-1), dim=-1)
     ranks = torch.arange(candidates, device=values.device)
     limit = torch.where(top_k > 0, top_k, float(candidates)).unsqueeze(-1)
     keep = (ranks < limit) & (probs >= min_p.unsqueeze(-1) * probs[:, :1])
     probs = probs * keep
-    # top-p over what top-k and min-p left: keep a token while the mass before it is below top_p of
-    # the total.
+    # top-p applies after top-k and min-p: a token is kept if the sum of probabilities before it is
+    # below top_p of the total
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:]
     probs = probs * (cumulative - probs < top_p.unsqueeze(-1) * total)
     cumulative = probs.cumsum(dim=-1)
     target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
     chosen = (cumulative <= target).sum(dim=-1, keepdim=True)
-    # Rounding may push the target onto the total: fall back to the last token that still has mass.
+    # Rounding may make the target equal to the total; the last token with a probability > 0 is
+    # drawn then.
     last = (probs > 0).sum(dim=-1, keepdim=True) - 1
     return token_ids.gather(1, torch.minimum(chosen, last).clamp_min(0)).squeeze(1)
 
@@ -79,12 +81,12 @@ def pick(
     /,
     *,
     first_id: int,  # the token of the first column
-    group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
+    group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
 ) -> Tensor:  # [R] int64
-    """Pick the token with the largest logit / T + Gumbel(seed, position, token), alike on all
-    ranks.
+    """Pick the token with the largest logit / T + Gumbel(seed, position, token).
 
-    Ties go to the lowest id. -1 where a row holds NaN or infinity, or nothing above minus infinity.
+    All ranks return the same tokens. Of tied tokens the lowest id wins. A row that has NaN or
+    infinity, or only minus infinity, gets -1.
     """
     ids = first_id + torch.arange(logits.shape[1], device=logits.device)
     temperature = rows.filters[rows.slots, :1]
@@ -122,12 +124,12 @@ def draw_leading(
     *,
     first_id: int,  # the token of the first column
     otherwise: Tensor,  # [R] int64
-    group: Collective | None = None,  # the ranks that hold the vocabulary; None: this one alone
+    group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
 ) -> Tensor:  # [R] int64
     """Draw a token for each row with 1 <= top_k <= CANDIDATES and a temperature above 0.
 
-    Every rank draws the same. Other rows get `otherwise`. Ties are ordered by id. -1 where a row
-    holds NaN or infinity, or nothing above minus infinity.
+    All other rows get `otherwise`. All ranks return the same tokens. Tied tokens are ordered by id.
+    A drawn row that has NaN or infinity, or only minus infinity, gets -1.
     """
     logits = logits.masked_fill(logits.isnan(), torch.inf)
     values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -151,18 +153,19 @@ def draw_leading(
 def apply_penalties(
     logits: Tensor,  # [V] fp32
     prompt_ids: Tensor,  # [P] int64
-    output_ids: Tensor,  # [O] int64, -1: none
+    output_ids: Tensor,  # [O] int64, -1: no token
     *,
     repetition: float,
     frequency: float,
     presence: float,
 ) -> Tensor:  # [V] fp32
-    """Apply the repetition penalty over prompt and output, then OpenAI's penalties over the output.
+    """Apply the repetition penalty for tokens of prompt and output, then the frequency and presence
+    penalties of the OpenAI API for tokens of the output.
 
-    Repetition divides positive and multiplies negative logits. The frequency penalty counts per
-    occurrence, the presence penalty once.
+    The repetition penalty divides positive logits and multiplies negative logits. The frequency
+    penalty is subtracted once per occurrence of a token, the presence penalty once per token.
     """
-    # no operation waits for the GPU
+    # no operation here makes the host wait for the GPU
     counts = torch.zeros_like(logits).index_add(
         0, output_ids.clamp_min(0), (output_ids >= 0).to(logits.dtype)
     )
@@ -184,7 +187,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-probability and rank (1 = most likely) of `token_ids`, and each row's top tokens.
 
-    Ties go to the smallest ids, independent of `num_top`.
+    Tied tokens are in the order of their ids, for any `num_top`.
     """
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=-1) + 1
@@ -192,22 +195,21 @@ def token_logprobs(
     return chosen.squeeze(1), ranks, ids, logprobs.gather(1, ids)
 
 
-_TOP_ROWS = 32  # their keys take 51 MB with 200,000 tokens
+_TOP_ROWS = 32  # the keys of this many rows take 51 MB with 200,000 tokens
 
 
 def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
-    """[R, num_top] int64, ordered as in `token_logprobs`."""
+    """Return the ids [R, num_top] int64 of the top tokens, ordered as in `token_logprobs`."""
     if num_top == 0:
         return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64)
-    # log-probabilities are at most 0, so the bits of their magnitudes as integers are in falling
-    # order
+    # log-probabilities are at most 0, so the bits of their magnitudes sort in descending order
     keys = logprobs.abs().view(torch.int32).long()
     keys <<= 32
     keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
     return keys.topk(num_top, dim=-1, largest=False).values & 0xFFFF_FFFF
 
 
-_NEAR_TIES = 1e-6  # tokens that nearly tie may change places
+_NEAR_TIES = 1e-6  # share of rows in which nearly tied tokens may change places
 _EXACT = rounding_tolerance(scale=0.0, reason="tokens are compared for equality")
 
 PICK = op(

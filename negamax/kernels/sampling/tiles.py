@@ -13,7 +13,7 @@ class SamplingTiles:
 
     pick_block: int = 1024  # logits of a program
     strip_block: int = 4096  # logits of a program that keeps the maximum of every strip
-    draw_warps: int = 4  # of the program of a row
+    draw_warps: int = 4  # warps of a program that draws a token of a row
 
 
 _H200 = SamplingTiles(draw_warps=8)  # measured
@@ -25,5 +25,5 @@ def tiles_for(device: torch.device) -> SamplingTiles:
 
 
 def strip(vocab: int) -> int:
-    """Return how many logits share a maximum; the leading strips have a few thousand logits."""
+    """Return the logits of a strip; the leading strips together have a few thousand logits."""
     return 32 if vocab <= 1 << 17 else 64

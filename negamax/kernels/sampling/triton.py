@@ -1,16 +1,16 @@
-"""Sampling from logits that are sharded over ranks, in Triton. Both ops are two launches and read
-the logits once; nothing is sorted.
+"""Sample from logits that are sharded over ranks, in Triton. Each op has two launches, reads the
+logits once and sorts nothing.
 
-    pick            grid (tiles, R): the best score of a tile of logits, with noise made where it is
-                    used; then grid (R,): the best of the row's tiles, and of the ranks
-    draw_leading    grid (tiles, R): the maximum of every strip of STRIP logits; then grid (R,): the
-                    COUNT strips with the largest maxima hold the row's COUNT leading logits, which
-                    are exchanged with the other ranks and drawn from
+    pick            launch 1 (tiles, R): find the best score of each tile; noise is computed inline
+                    launch 2 (R,): find the best score of the row's tiles, then of all ranks
+    draw_leading    launch 1 (tiles, R): find the maximum of every strip of STRIP logits
+                    launch 2 (R,): find the row's COUNT leading logits in the COUNT strips with the
+                    largest maxima, exchange them with the other ranks, and draw a token
 
     logits [R, V of this rank]    |    tile    |    tile    | ...
                                   |st|st|st|st||st| ...
 
-Ranks exchange (score, token) or their leading logits and tokens by the LL protocol.
+Ranks exchange pairs (score, token) or (leading logit, token) by the LL protocol.
 """
 
 import torch
@@ -37,14 +37,14 @@ _MIX32_B = tl.constexpr(noise.MIX32_B)
 _LARGEST_UNIFORM = tl.constexpr(noise.LARGEST_UNIFORM)
 _SMALL_UNIFORM = tl.constexpr(noise.SMALL_UNIFORM)
 _LARGEST_SCORE = tl.constexpr(noise.LARGEST_SCORE)
-# One value a row, at any alignment: Triton would otherwise compile a kernel again, under load, for
-# columns that no graph had.
+# Arguments with one value per row. Triton does not specialize on their alignment, because it would
+# compile a kernel again during serving for a slice with a new alignment.
 _ROW_VALUES = ("slots", "positions", "otherwise")
 
 
 @triton.jit
 def row_keys(seed, position):
-    """Return the halves of a row's key as uint32 (`noise.row_keys`); seed, position int64."""
+    """Return the halves of a row's key as uint32 (`noise.row_keys`); inputs are int64."""
     x = (seed + (position + 1) * _GOLDEN64).to(tl.uint64)
     x = (x ^ (x >> 30)) * tl.full([], _MIX64_A, tl.int64).to(tl.uint64)
     x = (x ^ (x >> 27)) * tl.full([], _MIX64_B, tl.int64).to(tl.uint64)
@@ -54,7 +54,7 @@ def row_keys(seed, position):
 
 @triton.jit
 def token_bits(low_key, high_key, token_ids):
-    """Return 32 random bits per token as uint32, those of `noise.token_bits`. token_ids: uint32."""
+    """Return the 32 random bits of `noise.token_bits` per token as uint32; ids are uint32."""
     x = token_ids * _MIX32_ID + low_key
     x = (x ^ (x >> 16)) * _MIX32_A
     x = (x ^ (x >> 13) ^ high_key) * _MIX32_B
@@ -63,7 +63,7 @@ def token_bits(low_key, high_key, token_ids):
 
 @triton.jit
 def exponentials(bits):
-    """Return `noise.exponentials`, to the last bits of the logarithm. bits: uint32."""
+    """Return `noise.exponentials` of uint32 bits; the logarithm may differ in its last bits."""
     v = tl.minimum((bits.to(tl.float32) + 0.5) * (2.0**-32), _LARGEST_UNIFORM)
     series = v * (1 + v * (0.5 + v * (1 / 3 + v * 0.25)))
     return tl.where(v < _SMALL_UNIFORM, series, -fast_log(1 - v))
@@ -76,15 +76,15 @@ def _tile_argmax_kernel(
     seeds,  # [slots] int64
     slots,  # [R] int64
     positions,  # [R] int64
-    scores,  # [R, tiles] fp32, written: the best of each tile,
-    ids,  # [R, tiles] int32, and its token
+    scores,  # [R, tiles] fp32, written: the best score of each tile
+    ids,  # [R, tiles] int32, written: the token with this score
     stride,
     vocab,
     first_id,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the best of BLOCK_V logits of a row. Grid (tiles, R)."""
+    """Find the best score of BLOCK_V logits of a row. Grid (tiles, R)."""
     tile = tl.program_id(0)
     row = tl.program_id(1)
     column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -112,16 +112,16 @@ def _row_argmax_kernel(
     ids,  # [R, count] int32
     out,  # [R] int64, written
     count,
-    addresses,  # of the region, as in `PeerRegion`; not read if WORLD is 1
+    addresses,  # addresses of a `PeerRegion`, read only if WORLD > 1
     flags,
     rank,  # not a constant, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,  # of the region
+    ROWS: tl.constexpr,  # rows of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the best of one row. Grid (R,)."""
+    """Find the token with the best score of one row. Grid (R,)."""
     row = tl.program_id(0)
     tile = tl.arange(0, BLOCK)
     launch_dependents_then_wait(PDL)
@@ -157,7 +157,7 @@ def pick(
     first_id: int,
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
-    """Run `sampling.pick`; scaled logits and noise may differ in their last bits."""
+    """Run `sampling.pick`; last bits of scaled logits and noise may differ from the reference."""
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
@@ -194,7 +194,7 @@ def pick(
 
 @triton.jit
 def _make_sortable(value):
-    """Convert fp32 to uint32 of the same order: NaN above all, and every number above 0."""
+    """Convert fp32 to uint32 > 0 that sort in the same order; NaN becomes the largest key."""
     bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (tl.where(value == value, ordered, 0x7FFFFFFF) ^ -(2**31)).to(tl.uint32, bitcast=True)
@@ -202,7 +202,7 @@ def _make_sortable(value):
 
 @triton.jit
 def _restore_sortable(key):
-    """Convert a `_make_sortable` back; 0 becomes minus infinity."""
+    """Convert a result of `_make_sortable` back to fp32; key 0 becomes minus infinity."""
     ordered = key.to(tl.int32, bitcast=True) ^ -(2**31)
     value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(key == 0, -_INFINITY, value)
@@ -210,10 +210,11 @@ def _restore_sortable(key):
 
 @triton.jit
 def _find_top_places(key, COUNT: tl.constexpr):
-    """Return the places [N] of the COUNT largest of key [N] uint32 among themselves, in their
-    order, and COUNT for the others. Of equal keys the first are taken. N is at most 2^15.
+    """Number the COUNT largest of the uint32 keys [N] in the order of their indices: return 0 ..
+    COUNT - 1 for these keys and COUNT for all others. Of equal keys the first ones are selected.
+    N is at most 2^15.
 
-    The COUNT-th largest is found two bits at a time, by counting keys that are at least as large.
+    The COUNT-th largest key is found two bits at a time, by counting the keys above a threshold.
     """
     threshold = tl.full([], 0, tl.uint32)
     for step in range(16):
@@ -233,14 +234,14 @@ def _find_top_places(key, COUNT: tl.constexpr):
     is_above, is_equal = key > threshold, key == threshold
     both = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)
     before = tl.cumsum(both, axis=0) - both
-    room = COUNT - (tl.sum(both, axis=0) & 0xFFFF)  # for keys that are equal to it
+    room = COUNT - (tl.sum(both, axis=0) & 0xFFFF)  # number of selected keys equal to `threshold`
     place = (before & 0xFFFF) + tl.minimum(before >> 16, room)
     return tl.where(is_above | (is_equal & (before >> 16 < room)), place, COUNT)
 
 
 @triton.jit
 def _draws_from_leading(filters, slot, COUNT: tl.constexpr):
-    """Return whether the row of `slot` can be drawn from its leading COUNT tokens alone."""
+    """Return whether the COUNT leading tokens suffice to sample the row of `slot`."""
     temp, top_k = tl.load(filters + slot * 4), tl.load(filters + slot * 4 + 1)
     return (temp > 0) & (top_k >= 1) & (top_k <= COUNT)
 
@@ -277,7 +278,9 @@ def _exchange_leading(
     key, token, place, addresses, flags, row, rank,
     WORLD: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Send this rank's keys and tokens to `place`; return those of all ranks by token."""
+    """Send this rank's keys and tokens to slots `place` of all ranks; return the keys and tokens
+    [WORLD * COUNT] of all ranks, in rank order.
+    """
     flag = tl.load(flags + row) + 1
     offset = ((flag & 1) * ROWS + row) * (WORLD * SLOT)
     mine = offset + rank * SLOT
@@ -295,9 +298,9 @@ def _exchange_leading(
 
 @triton.jit
 def _draw(key, filters, uniform, COUNT: tl.constexpr):
-    """Draw from the leading tokens of one row as `spec.draw_from` does -> the place of the drawn
-    token, -1 if the largest logit is not finite. The tokens may be in any order, but equal ones are
-    in that of their ids.
+    """Draw from the leading tokens of one row as `spec.draw_from` does. Return the index of the
+    drawn token, or -1 if the largest logit is not finite. Tokens with equal logits must be in the
+    order of their ids; otherwise the order is free.
     """
     temp, top_k = tl.load(filters), tl.load(filters + 1)
     top_p, min_p = tl.load(filters + 2), tl.load(filters + 3)
@@ -335,15 +338,15 @@ def _draw_leading_kernel(
     vocab,
     strips,
     first_id,
-    addresses,  # of the region, as in `PeerRegion`; not read if WORLD is 1
+    addresses,  # addresses of a `PeerRegion`, read only if WORLD > 1
     flags,
     rank,
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,  # of the region
+    ROWS: tl.constexpr,  # rows of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
     BLOCK: tl.constexpr, STRIP: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draw for one row, from the COUNT strips with the largest maxima alone. Grid (R,)."""
+    """Draw a token for one row from the COUNT strips with the largest maxima. Grid (R,)."""
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     launch_dependents_then_wait(PDL)
@@ -389,7 +392,7 @@ def draw_leading(
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
-    """Run `sampling.draw_leading`; sums of probabilities may differ in their last bits."""
+    """Run `sampling.draw_leading`; last bits of probabilities may differ from the reference."""
     num_rows, vocab = logits.shape
     peers = None if group is None or group.size == 1 else group.peers
     if (

@@ -1,1 +1,1 @@
-"""Both ends of a step: which tokens it runs and where they stand, and where sampled ones go."""
+"""Both ends of a step: prepare its tokens and positions, and store the sampled tokens."""

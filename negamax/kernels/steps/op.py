@@ -1,4 +1,4 @@
-"""Both ends of a captured step: its tokens and positions, embeddings, and the sampled tokens."""
+"""Prepare tokens, positions and embeddings of a captured step, and store sampled tokens."""
 
 from typing import NamedTuple
 
@@ -10,21 +10,21 @@ from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
 
 def place(
     columns: Tensor,  # int64: token_slots [T], slots [S], token_offsets [T], end_offsets [S], more
-    num_computed: Tensor,  # [slots] int64, which offsets count from
+    num_computed: Tensor,  # [slots] int64, positions at which the offsets begin
     tokens: Tensor,  # [slots, width] int32 or int64; draft tokens are written at their positions
-    drafts: Tensor | None,
-    /,  # [slots, K] int64, -1: no draft token; None: a step without drafts
+    drafts: Tensor | None,  # [slots, K] int64, -1: no draft token; None: a step without drafts
+    /,
     *,
     padding_slot: int,
     places: Tensor,  # [T + S] int64, written: positions [T], lengths [S]
     token_ids: Tensor,  # [T] int64, written: the step's tokens; 0 where there is no draft token
     ends: Tensor,  # [T] int64, written: positions + 1; 0 in the padding slot
-    words: Tensor,  # [S + M] int32, written: lengths, and the M columns after end_offsets
+    words: Tensor,  # [S + M] int32, written: lengths, then the M columns after end_offsets
 ) -> None:
     """Compute tokens, positions and lengths of a step with T tokens of S sequences.
 
-    With drafts, the token at offset p > 0 of a slot is its draft token p - 1, written after its
-    known tokens.
+    With drafts, the token at offset p > 0 of a slot is the slot's draft token p - 1. Draft tokens
+    are written after the known tokens.
     """
     size, num_tokens = len(places), len(token_ids)
     torch.add(num_computed[columns[:size]], columns[size : 2 * size], out=places)
@@ -42,9 +42,9 @@ def place(
 
 
 class ImageRows(NamedTuple):
-    """Rows that replace embeddings."""
+    """Rows of images that replace the embeddings of tokens."""
 
-    at: Tensor  # [T] int32, the row of each token; -1: its embedding
+    at: Tensor  # [T] int32, row of each token; -1: the token keeps its embedding
     rows: Tensor  # [P, width]
 
 
@@ -54,7 +54,7 @@ def embed(
     """Return the embeddings of token_ids [T] int64 and a residual of zeros, both [T, width].
 
     Row 1 of table [n + 2, width] is token `first_id`; its first and last row stand for all other
-    tokens. `images`: rows that some tokens have in place of embeddings.
+    tokens. `images` replaces the embeddings of some tokens.
     """
     x = table.index_select(0, (token_ids - (first_id - 1)).clamp(0, len(table) - 1))
     if images is not None:
@@ -64,10 +64,10 @@ def embed(
 
 
 def store(
-    token_ids: Tensor,  # [T] int64, -1: none
+    token_ids: Tensor,  # [T] int64, -1: no token
     slots: Tensor,  # [T] int64
-    ends: Tensor,
-    /,  # [T] int64, positions to which they are written
+    ends: Tensor,  # [T] int64, positions to which the tokens are written
+    /,
     *,
     tokens: Tensor,  # [slots, width] int32 or int64, written
     # [slots] int64, written: `ends`; None: draft verification writes it

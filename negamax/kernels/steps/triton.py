@@ -1,4 +1,4 @@
-"""Both ends of a step, one launch per op; PyTorch takes several. With few rows an op takes as long
+"""Both ends of a step, in one launch per op (PyTorch: several). With few rows an op takes as long
 as a launch and a chain of dependent loads.
 """
 
@@ -23,12 +23,12 @@ def _place_kernel(
     num_computed,  # [slots] int64
     tokens,  # [slots, width], draft tokens are written
     drafts,  # [slots, room] int64, or None
-    places,  # [size] int64, written, as are
-    token_ids,  # [num_tokens] int64,
-    ends,  # [num_tokens] int64 and
-    words,  # [num_words] int32
+    places,  # [size] int64, written
+    token_ids,  # [num_tokens] int64, written
+    ends,  # [num_tokens] int64, written
+    words,  # [num_words] int32, written
     num_tokens,
-    size,  # tokens and sequences
+    size,  # number of tokens + number of sequences
     num_words,
     padding_slot,
     width,
@@ -38,8 +38,8 @@ def _place_kernel(
 ):
     """Write some entries of `places` and of the columns after the first `size`. Grid (blocks,).
 
-    No program reads what another one writes, except equal values of padding. The kernel starts
-    after its predecessor has ended, so it need not wait.
+    A program reads no data that another program writes, except padding, which all programs write
+    with equal values. The kernel starts after its predecessor has ended, so it does not wait.
     """
     launch_dependents(PDL)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -139,12 +139,12 @@ def embed(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _store_kernel(
-    token_ids,  # [T] int64, as are slots and ends
-    slots,
-    ends,
-    tokens,  # [slots, width], written, as are
-    num_computed,  # [slots] int64, or None, and
-    out,  # [T] int64
+    token_ids,  # [T] int64
+    slots,  # [T] int64
+    ends,  # [T] int64
+    tokens,  # [slots, width], written
+    num_computed,  # [slots] int64, written, or None
+    out,  # [T] int64, written
     num_tokens,
     width,
     BLOCK: tl.constexpr,

@@ -10,7 +10,7 @@ from negamax.formats.tensor_format import Role, StoredTensor, TensorFormat
 
 # standard deviations of the numbers that `_values` draws
 _STD = {E2M1: 2.93, "uint4": 3.24, "int4": 3.24, "uint8": 73.9, "int8": 73.9, E4M3: 80.0}
-_SCALE_SPREAD = 0.1  # of scales, relative to their mean
+_SCALE_SPREAD = 0.1  # standard deviation of scales, relative to their mean
 _LEVEL_1 = 16.0  # mean of the scales under a scale of level 2
 
 
@@ -22,7 +22,7 @@ def draw(
     std: float,
     generator: torch.Generator,
 ) -> Tensor:
-    """Draw `tensor` [.., its shape in `stored`] of matrices with standard deviation `std`."""
+    """Draw `tensor` of the format `stored`, for matrices with standard deviation `std`."""
     dtype, device = getattr(torch, tensor.dtypes[0]), generator.device
     if tensor.role is Role.VALUES:
         return _values(stored.element, dtype, shape, generator=generator)
@@ -32,12 +32,12 @@ def draw(
         word = torch.full((*shape, dtype.itemsize), byte, dtype=torch.uint8, device=device)
         whole: Tensor = word.view(dtype).squeeze(-1)
         return whole
-    assert tensor.role is Role.SCALE, f"no rule for {tensor.name} of {stored.name}"
+    assert tensor.role is Role.SCALE, f"cannot draw tensor {tensor.name} of {stored.name}"
     scale = std / _STD[stored.element]
     if tensor.level == 2:
         return torch.full(shape, scale / _LEVEL_1, dtype=dtype, device=device)
     uniform = torch.rand(shape, generator=generator, device=device)
-    if dtype is torch.uint8:  # powers of two, of the right mean square
+    if dtype is torch.uint8:  # powers of two whose mean square is scale**2
         exponent = math.floor(math.log2(scale))
         share: float = (scale**2 / 4.0**exponent - 1) / 3
         return (uniform < share).to(torch.uint8).add_(127 + exponent)
@@ -48,7 +48,7 @@ def draw(
 def _values(
     element: str, dtype: torch.dtype, shape: tuple[int, ...], *, generator: torch.Generator
 ) -> Tensor:
-    """Draw normal E4M3 values, or bytes; 4-bit integers are 1 to 15, more often near 8."""
+    """Draw normal E4M3 values or random bytes; 4-bit integers are 1 to 15, most often near 8."""
     if element == E4M3:
         normal = torch.randn(
             shape, dtype=torch.bfloat16, generator=generator, device=generator.device

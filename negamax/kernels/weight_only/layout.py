@@ -1,20 +1,20 @@
-"""One layout for all formats of 4 and 8 bits in which weight-only kernels read them.
+"""Memory layout of 4-bit and 8-bit weights for the weight-only kernels.
 
-A `PackedWeight` holds matrices [..., N, K] below each other, as R rows of codes:
+A `PackedWeight` stacks matrices [..., N, K] to R rows of codes:
 
-    qweight  uint8, read as words of 32 bits. 64 bytes of a row are a span: 16 for each of four
-             threads. Thread j has there what the tensor cores want from it: of 16 neighboring
-             columns 2j, 2j + 1, 2j + 8 and 2j + 9; so a word is of 16 columns, in 4 bits of 32.
-             4 bits: [K / 128, R, 64], a span of all rows after the other, so that a tile is read
-             in long runs. 8 bits: [R, K], since tensor cores of 8 bits read it, too.
-    scales   [K / 128, R, groups of 128 columns] as the checkpoint has them, those of larger groups
-             [groups, R, 1]. Bytes of groups of 16 and 32 columns are read as words of 32 bits. E4M3
-             with a wider exponent and no sign: E5M3, of which no number is subnormal
-    zeros    likewise, unsigned integers
-    row_scale [R] fp32: scales per row, or of the scales
+    qweight  uint8, read as 32-bit words. A span is 64 bytes of a row, 16 bytes for each of four
+             threads. Thread j loads the codes that the tensor cores expect in thread j: columns 2j,
+             2j + 1, 2j + 8 and 2j + 9 of every 16. The codes of a word come from 16 columns, or
+             from 32 columns with 4 bits.
+             4 bits: [K / 128, R, 64]. Each span is stored for all rows, so a tile is read in long
+             runs. 8 bits: [R, K], because 8-bit tensor cores read this layout too.
+    scales   [K / 128, R, groups of 128 columns] in the checkpoint's dtype. Groups of more than 128
+             columns: [groups, R, 1]. Byte scales of 16 or 32 columns are read as 32-bit words. E4M3
+             scales become E5M3: the exponent is wider, there is no sign, and no number is subnormal
+    zeros    zero points in the layout of scales, unsigned integers
+    row_scale [R] fp32: a scale per row, or the scale of a row's scales
 
-K is filled up to a multiple of 64 bytes. Signed codes of 4 bits are stored with 8
-added.
+K is padded to a multiple of 64 bytes. Signed 4-bit codes are stored as code + 8.
 """
 
 from dataclasses import dataclass
@@ -29,18 +29,18 @@ from negamax.kernels.quantize.stored import decode
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
-SIDE_COLUMNS = 128  # columns of a row whose scales, and whose zero points, are adjacent
-# stored order of the bytes of an 8-bit span, as [2, 2, 2, 4, 2]: those of a pair are two bytes
-# apart
+SIDE_COLUMNS = 128  # scales of this many columns of a row are adjacent, and so are zero points
+# Permutation of an 8-bit span [2, 2, 2, 4, 2] to its stored order. The codes of a pair are two
+# bytes apart.
 AXES = (3, 0, 1, 4, 2)
-# The places in a word of the bits of a 4-bit code, from the lowest on, for the first code of each
-# pair; those of the second are 16 bits further, modulo 32. One shift or rotation and one mask bring
-# bits of e2m1 to where bf16 has its own, for each pair but the first (`launch.ptx`).
+# Positions in a word of the bits of a 4-bit code, lowest bit first, for the first code of each
+# pair. The bits of the second code are 16 positions higher, modulo 32. Except for the first pair,
+# one shift or rotation and one mask move the bits of e2m1 to their bf16 positions (`launch.ptx`).
 BITS = {
     "uint4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
     "e2m1": ((14, 7, 8, 15), (4, 5, 6, 13), (0, 1, 2, 9), (26, 27, 28, 3)),
 }
-E5M3_BIAS = 23  # of the exponents of E4M3, -9 to 8; the highest becomes 31
+E5M3_BIAS = 23  # maps the exponents of E4M3 (-9 to 8) to at most 31
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,20 @@ class Packing:
     K_PACKED: int  # columns, padded
     GROUP: int  # columns that share a scale; 0: only scales per row
     SCALE: str  # "float", "e5m3", "e8m0"
-    ZEROS: bool  # zero points per group; otherwise the code for 0 is 0, or 8 for uint4
+    ZEROS: bool  # whether groups have zero points; if not, code 0 (uint4: code 8) means 0
     ROW_SCALE: bool
 
     @property
     def IN_WORDS(self) -> bool:
-        """Whether scales are read as words of four."""
+        """Whether four scales are read as one word."""
         return self.SCALE != "float" and 4 * self.GROUP <= SIDE_COLUMNS
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Stacked matrices. Fields that `packing` lacks are `qweight` again, and are not read."""
+    """Stacked matrices. Tensors that `packing` does not have refer to `qweight`; no kernel reads
+    them.
+    """
 
     qweight: Tensor
     scales: Tensor
@@ -79,7 +81,7 @@ class PackedWeight:
 
     @property
     def tensors(self) -> PackedTensors:
-        """Return the tensors that kernels take, as words where they read words."""
+        """Return the tensors for kernels; codes, and scales that are IN_WORDS, are words."""
         scales = self.scales.view(torch.int32) if self.packing.IN_WORDS else self.scales
         return self.qweight.view(torch.int32), scales, self.zeros, self.row_scale
 
@@ -87,7 +89,7 @@ class PackedWeight:
 def packed_rows(
     tensors: PackedTensors, packing: Packing, matrix: int, num_rows: int
 ) -> list[Tensor]:
-    """Return views of `PackedWeight.tensors` for one of its matrices, each of `num_rows` rows."""
+    """Return views of `PackedWeight.tensors` for matrix `matrix`; a matrix has `num_rows` rows."""
     qweight, scales, zeros, row_scale = tensors
     rows = slice(matrix * num_rows, (matrix + 1) * num_rows)
     found = [qweight[..., rows, :]]
@@ -103,7 +105,7 @@ def packed_rows(
 def pack(weight: StoredWeight) -> PackedWeight:
     """Pack weight [N, K] or [count, N, K] in a format that `reads_packed` accepts.
 
-    Matrices are packed one by one, since their unpacked codes take a byte each.
+    Matrices are packed one after the other, because each unpacked code takes a byte.
     """
     lead = weight.values.shape[:-2]
     bits = 4 if "int4" in weight.format.element else 8
@@ -123,7 +125,7 @@ def pack(weight: StoredWeight) -> PackedWeight:
             packed.zeros[:, rows, :] = part.zeros
         if part.packing.ROW_SCALE:
             packed.row_scale[rows] = part.row_scale
-    assert packed is not None, "no matrix"
+    assert packed is not None, "the weight must have at least one matrix"
     return packed
 
 
@@ -189,7 +191,7 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
     spans = codes.view(len(codes), -1, 2, 2, 2, 2, 4, 2)
     # [N, spans, thread, 64 columns, 32 columns, pair of a word, code of a pair]
     pairs = spans.permute(0, 1, 6, 2, 3, 4, 5, 7).flatten(5, 6)
-    # bits of a code as the first of each pair: the lower and the upper half of a word
+    # the word's bits of each code as the first code of a pair, in lower and upper halves
     values = torch.tensor(
         [
             sum((code >> bit & 1) << place for bit, place in enumerate(places))
@@ -209,20 +211,20 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 def _held(scale: Tensor) -> tuple[str, Tensor]:
-    """Return the kind of scales, and their numbers or bits."""
+    """Return `Packing.SCALE` and the scales: numbers if it is "float", else bits as uint8."""
     if scale.dtype is torch.float8_e8m0fnu:
         return "e8m0", scale.view(torch.uint8)
     if scale.dtype is not torch.float8_e4m3fn:
         return "float", scale
-    mantissa, exponent = torch.frexp(scale.float())  # from 1 / 2 to 1
+    mantissa, exponent = torch.frexp(scale.float())  # mantissa in [1 / 2, 1)
     return "e5m3", ((exponent - 1 + E5M3_BIAS) * 8 + (mantissa * 16 - 8).int()).to(torch.uint8)
 
 
 def _widened(each: Tensor, group: int, widest: str) -> Tensor:
     """Widen entries to at least 4 bytes per 128 columns of a row.
 
-    Asynchronous copies to shared memory take 4 bytes per thread, and a thread of a 128 x 128 tile
-    has one row.
+    Each thread copies one row of a 128 x 128 tile, and an asynchronous copy to shared memory needs
+    4 bytes per thread.
     """
     size = min(4, 4 * group // 128)
     if each.itemsize >= size:
@@ -238,7 +240,7 @@ def _by_row(each: Tensor, group: int) -> Tensor:
 
 
 def _unsigned(codes: Codes, *, bits: int) -> tuple[str, Tensor, Tensor | None]:
-    """Return the element in memory, its bits as uint8 [N, K], and zero points."""
+    """Return the stored element type, the codes as uint8 [N, K], and the zero points or None."""
     values, zero_point = codes.values, codes.zero_point
     if codes.is_e2m1:
         return "e2m1", values, None

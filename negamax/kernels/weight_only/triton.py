@@ -1,17 +1,18 @@
-"""Tiles of packed weights in the dtype of the activations, dequantized in registers.
+"""Multiply with packed weights, which are dequantized in registers to the activations' dtype.
 
-A tile is loaded in words: four threads have 16 neighboring bytes each of a row, and the tensor
-cores expect the codes of these bytes in the same threads (`layout.py`). A warp loads eight rows of
-words, and the operand of the tensor cores has 16 rows in a warp. So the rows of a tile are loaded
-in another order, and no thread passes unpacked values to another.
+A tile is loaded in words. Four threads load a row, 16 neighboring bytes each, and the tensor cores
+expect the codes of these bytes in the same threads (`layout.py`). A warp loads eight rows of words,
+but the operand of the tensor cores has 16 rows per warp. The rows of a tile are therefore loaded in
+another order, so that no thread passes unpacked values to another thread.
 
-On NVIDIA GPUs codes become bf16 in pairs, by bit operations (instructions per weight: uint4 1.4,
+On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
 e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their places in bf16,
-which makes the value a power of two too small. The scale makes up for it, except for 2^_POST, which
-is applied at the end so that neither leaves the range of bf16.
+which makes the value too small by a power of two. The scale includes this power except for 2^_POST,
+which multiplies the final sum, so that scales and values stay in the range of bf16.
 
-A scale for all columns of a tile multiplies the tile's product, in fp32. Scales of smaller groups
-multiply the weights, which rounds them to the activations' dtype (0.5 instructions more).
+If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
+smaller groups multiply the weights. The scaled weights are rounded to the activations' dtype, which
+costs 0.5 more instructions per weight.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -28,31 +29,33 @@ from negamax.kernels.weight_only import layout
 
 _POST = 10
 POST_FACTOR = tl.constexpr(2.0**_POST)
-_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # turns the exponent of e5m3 into that of fp32
+_E5M3 = tl.constexpr((127 - layout.E5M3_BIAS) << 23)  # converts an exponent of e5m3 to fp32
 _TWICE = tl.constexpr(0x00010001)
 BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)
-RAW = tl.constexpr(128.0)  # offset of codes of 4 bits as they are unpacked
-COLUMNS = tl.constexpr(64)  # of one product: with more columns unpacked weights fill more registers
+RAW = tl.constexpr(128.0)  # unpacking adds this number to codes of 4 bits
+COLUMNS = tl.constexpr(64)  # columns of a product; more columns need more registers for weights
 _ONE_SCALE_MAX_M = tl.constexpr(64)  # with more tokens two accumulators do not fit in registers
 
 
 @triton.constexpr_function
 def _converts_pairs(DTYPE: Any) -> bool:
-    """Return whether codes are converted by instructions for pairs of bf16."""
+    """Return whether codes are converted to pairs of bf16 by bit operations."""
     return not INTERPRETED and bool(is_cuda()) and tl.bfloat16 == DTYPE
 
 
 @triton.constexpr_function
 def exponent(P: Any, DTYPE: Any) -> int:
-    """Return the exponent of the power of two that codes lack beside their scales."""
+    """Return e such that scales include a factor of 2^e. If e is not 0, unpacked codes are too
+    small by 2^(e + _POST).
+    """
     lack = {"e2m1": 126 - _POST, "e4m3": 120 - _POST}.get(P.ELEMENT, 0)
     return lack if _converts_pairs(DTYPE) else 0
 
 
 @triton.constexpr_function
 def _factor(P: Any, DTYPE: Any) -> float:
-    """Return that power of two."""
+    """Return 2^`exponent`, the factor that scales include."""
     return 2.0 ** exponent(P, DTYPE)
 
 
@@ -64,10 +67,10 @@ def multiply(
 ):  # fmt: skip
     """Multiply rows of the packed weight w with rows of x -> [PARTS * BLOCK_N, BLOCK_M] fp32.
 
-    Of w, which has `num_rows`, take BLOCK_N rows from row `first` on, of which the first `left` are
-    valid, and PARTS - 1 times as many, each APART rows further. The rows of x begin at `x_rows`
-    [BLOCK_M], where `valid`. Columns: steps start .. stop - 1 of BLOCK_K. The weight is the tall
-    operand of the tensor cores and comes from registers.
+    w has `num_rows` rows. Part p of the result has the BLOCK_N rows from `first` + p * APART on;
+    the first `left` rows of a part are valid. The rows of x begin at the pointers `x_rows`
+    [BLOCK_M], where `valid`. The columns are steps start .. stop - 1 of BLOCK_K. The weight is the
+    tall operand of the tensor cores, and they read it from registers.
     """
     ROWS: tl.constexpr = PARTS * BLOCK_N
     rows, inside = _rows(tl.arange(0, ROWS), left, BLOCK_N, APART)
@@ -120,7 +123,7 @@ def multiply(
 
 @triton.jit
 def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
-    """Return the distance of rows `offs` (multiples of 8) from a tile's first, and validity."""
+    """Return distances of rows `offs` (runs of 8 rows) from a tile's first row, and validity."""
     of_part = tl.max_contiguous(tl.multiple_of(offs % BLOCK_N, 8), 8)
     part = tl.max_constancy(offs // BLOCK_N, 8)
     return of_part + part * APART, of_part < left
@@ -128,7 +131,7 @@ def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
 
 @triton.jit
 def compute_load_order(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Return [ROWS] the rows of a tile in the order of loads: a register holds eight rows."""
+    """Return the rows [ROWS] of a tile in the order of loads: a register of a warp has 8 rows."""
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     offs = tl.arange(0, ROWS)
     in_warp = offs // (8 * WARPS) % 2 * 8 + offs % 8
@@ -140,11 +143,11 @@ def convert_sides(
     scale, zero, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Return for each product of the `i`th of SPANS spans its factors and addends, as
-    `unpack_numbers` takes them, from scales and zero points that `load_side` loaded for all
-    spans. Scales only where GROUPED.
+    """Return the factors and addends of each product of span `i`, for `unpack_numbers`. `scale` and
+    `zero` are the scales (used if GROUPED) and zero points that `load_side` loaded for all SPANS
+    spans.
     """
-    PART: tl.constexpr = i % (2 // P.CODES)  # number of the span among those with the same scales
+    PART: tl.constexpr = i % (2 // P.CODES)  # index of the span among spans with the same scales
     factors, added = make_constants(P, DTYPE)
     if GROUPED:
         own = _select_span(scale, i, SPANS, P, P.IN_WORDS)
@@ -157,7 +160,7 @@ def convert_sides(
 
 @triton.jit
 def _split_pairs(each, P: tl.constexpr):
-    """Split two side values of the words of a span -> two for each product."""
+    """Split a pair of side values (scales or zero points) of a span -> a pair for each product."""
     first, second = split_by_product(each[0], P), split_by_product(each[1], P)
     if P.CODES == 1:
         pairs = ((first[0], second[0]),)
@@ -171,14 +174,14 @@ def unpack_operand(
     q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
     ROWS: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Unpack the words of a product -> [ROWS, COLUMNS] in DTYPE."""
+    """Unpack the words of one product to weights [ROWS, COLUMNS] in DTYPE."""
     numbers = unpack_numbers(q, factors, added, P, DTYPE, GROUPED)
     return _reorder_tile(numbers, P, ROWS, NUM_WARPS)
 
 
 @triton.jit
 def split_by_product(each, P: tl.constexpr):
-    """Split side values [ROWS, 16] or [1, 1] of a span into those of each COLUMNS columns."""
+    """Split side values [ROWS, 16] or [1, 1] of a span into a tensor per product (64 columns)."""
     ROWS: tl.constexpr = each.shape[0]
     if P.CODES == 1:
         products = (each,)
@@ -193,7 +196,9 @@ def split_by_product(each, P: tl.constexpr):
 
 @triton.jit
 def _reorder_tile(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Move rows and columns from the order of loads and words to places -> [ROWS, COLUMNS]."""
+    """Reorder rows and columns from the order of loads and words to that of the matrix ->
+    [ROWS, COLUMNS].
+    """
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     TILES: tl.constexpr = ROWS // (16 * WARPS)
     numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2))
@@ -209,10 +214,12 @@ def load_side(
     ptr, first, rows, inside, num_rows, k, P: tl.constexpr, BLOCK_K: tl.constexpr,
     IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zero points as stored -> [BLOCK_N, entries]: columns k .. k + BLOCK_K - 1 of
-    the rows `first` + `rows` [BLOCK_N], where `inside`, of a packed weight of `num_rows`.
+    """Load stored scales or zero points -> [BLOCK_N, entries] of columns k .. k + BLOCK_K - 1.
+
+    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows; rows not
+    `inside` get 0.
     """
-    tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # `_select_span` splits these
+    tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # sizes that `_select_span` splits
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     offs = tl.arange(0, max(1, BLOCK_K // COLUMNS) * ENTRIES)
@@ -225,9 +232,9 @@ def load_side(
 
 @triton.jit
 def load_words(w, first, rows, inside, num_rows, k, P: tl.constexpr):
-    """Load the words of these rows and of the columns from k on -> [BLOCK_N, 16]. The pointer holds
-    the part that all threads share, so the offsets of one thread differ by constants, which the
-    load instructions hold.
+    """Load the words of the span at column k -> [BLOCK_N, 16]; `rows` count from row `first`. The
+    pointer includes the part of the address that all threads share. The offsets of one thread then
+    differ by constants, which fit into the load instructions.
     """
     row_words, span_words = strides(num_rows, P)
     q_ptr = w[0] + first.to(tl.int64) * row_words + k // (BYTES * P.CODES) * span_words
@@ -248,15 +255,15 @@ def strides(num_rows, P: tl.constexpr):
 def _select_span(
     each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr
 ):
-    """Return side values [BLOCK_N, entries] of one of SPANS spans of 128 columns."""
-    if each.shape[1] > side_entries(P, IN_WORDS):  # those of 256 columns
+    """Return the side values [BLOCK_N, entries] of span `i` of SPANS spans."""
+    if each.shape[1] > side_entries(P, IN_WORDS):  # `each` has side values of 256 columns
         each = _half(each, i // (SPANS // 2))
     return each
 
 
 @triton.jit
 def _half(each, i: tl.constexpr):
-    """Return one of the two halves of the columns of `each` [ROWS, COLUMNS]."""
+    """Return the first (i = 0) or second (i = 1) half of the columns of `each` [ROWS, COLUMNS]."""
     ROWS: tl.constexpr = each.shape[0]
     COLUMNS: tl.constexpr = each.shape[1]
     low, high = tl.split(tl.permute(tl.reshape(each, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
@@ -283,13 +290,15 @@ def scale_to_fp32(scale, P: tl.constexpr):
 
 @triton.constexpr_function
 def _bits_of_scale(P: Any, DTYPE: Any) -> int:
-    """Return the addend that turns bits of e8m0 and e5m3 in bf16 into scales times `_factor`."""
+    """Return the number to add to e8m0 or e5m3 bits in bf16 so that they are scale * `_factor`."""
     return (exponent(P, DTYPE) + (0 if P.SCALE == "e8m0" else 127 - layout.E5M3_BIAS)) << 7
 
 
 @triton.constexpr_function
 def side_entries(P: Any, IN_WORDS: bool) -> int:
-    """Return how many scales or zero points of a row are stored together, or their words."""
+    """Return the number of scales or zero points per row that are stored together; IN_WORDS: the
+    number of their words.
+    """
     groups: int = max(1, layout.SIDE_COLUMNS // P.GROUP)
     return groups // 4 if IN_WORDS else groups
 
@@ -305,7 +314,7 @@ def convert_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constex
         words = _repeated(words, 4)
         run = tl.arange(0, 4)[None, :] * P.CODES + 4 * part
         first, second = run * 16 // P.GROUP % 4, (run + P.CODES - 1) * 16 // P.GROUP % 4
-        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # the bytes, with 0 above each
+        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # two bytes as 16-bit halves
         pair = pair * ONE + _bits_of_scale(P, DTYPE) * _TWICE
         factors = (pair, pair)
     else:
@@ -326,14 +335,14 @@ def convert_zeros(zero, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """Repeat fp32 numbers [N, groups of 128 columns] for the four words of a thread in span number
-    `part` of these columns -> [N, 4] for the first and for the second half of the codes. For
-    `unpack_words` both are in one value, in bf16.
+    """Repeat fp32 numbers [N, groups of 128 columns] for the four words of a thread in span `part`
+    of these columns -> [N, 4] for the first and for the second half of the codes. If codes are
+    converted in pairs, one entry holds the numbers of both halves as two bf16 values.
     """
-    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word
+    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word have one group
     if _converts_pairs(DTYPE) and ARE_ALIKE:
         number = pack_pair(number, number, tl.bfloat16)
-    runs = _repeated(number, 8)  # of 16 columns each
+    runs = _repeated(number, 8)  # one entry per 16 columns
     if P.CODES == 2:  # a word has codes of two neighboring runs
         first, second = tl.split(tl.reshape(runs, (number.shape[0], 4, 2)))
     else:
@@ -347,7 +356,7 @@ def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.
 
 @triton.jit
 def _repeated(each, COLUMNS: tl.constexpr):
-    """Repeat each entry [N, any] -> [N, COLUMNS]."""
+    """Repeat the entries of each row: [N, n] -> [N, COLUMNS]."""
     N: tl.constexpr = each.shape[0]
     OWN: tl.constexpr = each.shape[1]
     return tl.reshape(tl.broadcast_to(each[:, :, None], (N, OWN, COLUMNS // OWN)), (N, COLUMNS))
@@ -355,7 +364,7 @@ def _repeated(each, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _repeat_for_threads(each):
-    """Repeat two tensors [N, 4] for the words of a thread -> [N, 16] for all four threads."""
+    """Repeat two tensors [N, 4] (words of a thread) -> two tensors [N, 16] (words of 4 threads)."""
     return _repeat_for_thread(each[0]), _repeat_for_thread(each[1])
 
 
@@ -367,7 +376,7 @@ def _repeat_for_thread(each):
 
 @triton.jit
 def make_constants(P: tl.constexpr, DTYPE: tl.constexpr):
-    """Return factors and addends of codes without scales and zero points of their own."""
+    """Return factors and addends for weights without group scales and zero points."""
     factor = tl.full((1, 1), _factor(P, DTYPE), tl.float32)
     added = tl.full((1, 1), _offset(P, DTYPE), tl.float32)
     if _converts_pairs(DTYPE):
@@ -381,8 +390,8 @@ def unpack_numbers(
     q, factors, added, P: tl.constexpr, DTYPE: tl.constexpr, GROUPED: tl.constexpr,
     IS_RAW: tl.constexpr = False,
 ):  # fmt: skip
-    """Unpack words -> [..., 2, 2] in DTYPE, [..., 2, 2, 2] for 4 bits. The last dimensions are
-    neighboring columns, columns 8 apart, columns 16 apart. With IS_RAW the codes plus RAW.
+    """Unpack words -> [..., 2, 2] in DTYPE, or [..., 2, 2, 2] for 4-bit codes. The last dimensions
+    are neighboring columns, columns 8 apart, columns 16 apart. IS_RAW returns the codes plus RAW.
     """
     ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 treats a field as a tensor
     ZEROS: tl.constexpr = P.ZEROS
@@ -403,13 +412,13 @@ def unpack_numbers(
 
 @triton.constexpr_function
 def _place(i: int, bit: int, ELEMENT: str) -> int:
-    """Return the place of a bit of code i in a word."""
+    """Return the position in a word of bit `bit` of code i."""
     return (layout.BITS[ELEMENT][i // 2][bit] + i % 2 * 16) % 32
 
 
 @triton.jit
 def _code(q, i: tl.constexpr, ELEMENT: tl.constexpr):
-    """Extract code i of words, as int32."""
+    """Extract code i of each word as int32."""
     if ELEMENT == "uint4":
         code = (q >> _place(i, 0, ELEMENT)) & 0xF
     elif ELEMENT == "e2m1":
@@ -423,7 +432,7 @@ def _code(q, i: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _number(code, scale, added, P: tl.constexpr):
-    """Convert codes, one per entry, to fp32."""
+    """Convert codes (one per entry) to scaled fp32 numbers."""
     if P.ELEMENT == "e2m1":
         bits = ((code & 0x8) << 28) | ((code & 0x7) << 22)
         number = bits.to(tl.float32, bitcast=True) * 2.0**126
@@ -439,7 +448,9 @@ def _number(code, scale, added, P: tl.constexpr):
 
 @triton.constexpr_function
 def _offset(P: Any, DTYPE: Any) -> float:
-    """Return the addend of codes without zero points: unpacked as the code + 128 or - 128."""
+    """Return the addend of unpacked codes. Pairs of uint4 are unpacked as code + 128, uint8 as
+    code - 128; codes without zero points have the zero point 8.
+    """
     if P.ELEMENT not in ("uint4", "uint8"):
         return 0.0
     zero = 0.0 if P.ZEROS else 8.0

@@ -1,5 +1,5 @@
-"""A packed weight as a matrix in the dtype of the activations. With many tokens it is faster to
-unpack each weight once and multiply by cuBLAS than to unpack it in every tile of tokens.
+"""Dequantize a packed weight to a matrix in the activations' dtype. With many tokens it is faster
+to unpack each weight once and multiply by cuBLAS than to unpack weights in every tile of tokens.
 """
 
 import torch

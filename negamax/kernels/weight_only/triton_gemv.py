@@ -1,22 +1,23 @@
-"""Packed weights and up to TOKENS tokens: a program loads its rows in full before it uses the first
-value.
+"""Multiply packed weights with up to TOKENS tokens. A program loads its full rows of the weight
+before it uses the first value.
 
-The warps share the columns: in each step a warp takes SPAN of them, of all rows of the program, as
-one entry of a batched product on the tensor cores. One instruction multiplies 256 weights with
-eight tokens; the CUDA cores would take 128 instructions for each token. A single token uses one
-column of the product for each of eight steps:
+The warps split the columns. In each step a warp multiplies SPAN columns of all rows of the program,
+as one batch entry of a batched product on the tensor cores. One instruction multiplies 256 weights
+with eight tokens; the CUDA cores would need 128 instructions for each token. With a single token
+the eight columns of a product are the values of x for eight steps:
 
     several tokens                         one token
-    step i    w_i [x0_i x1_i .. x7_i]      w_i [x_0 x_1 .. x_7], of which column i counts
+    step i    w_i [x0_i x1_i .. x7_i]      w_i [x_0 x_1 .. x_7], of which column i is used
 
-So its values are loaded once, not in each step. The addend of all codes of 4 bits is the same for
-all rows, so it is added to the products: the products of the steps start from it.
+The values of a single token are therefore loaded once and not in each step. All 4-bit codes have
+the same addend. The kernel multiplies this addend with x once, and all products start from the
+result.
 
-A fragment, a span of each row for each warp, is [8, NUM_WARPS, ROWS / 8, 16] words: a thread has
-four neighboring words of every eighth row, four threads have a span. With 4 bits that is SPAN
-columns, with 8 bits half of them. The tensor cores expect these rows and columns in the thread
-(`layout.py`), so weights never go through shared memory. Loads have the dimensions in the order in
-which threads are laid along them (`add_last_first`).
+A fragment has one span per row and warp: [8, NUM_WARPS, ROWS / 8, 16] words. A thread has four
+neighboring words of every eighth row, and four threads have a span. A span is SPAN columns with
+4 bits and SPAN / 2 columns with 8 bits. The tensor cores expect these rows and columns in the
+thread (`layout.py`), so weights do not pass through shared memory. The dimensions of a load are in
+the order in which Triton assigns threads to them (`add_last_first`).
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -42,8 +43,8 @@ from negamax.kernels.weight_only.triton import (
 
 TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
 SPAN = tl.constexpr(128)  # columns of a warp in a step
-_WORDS = tl.constexpr(16)  # of a row in a fragment
-# Before 3.8 Triton gave a thread four neighboring columns of 16-bit products, from then on two.
+_WORDS = tl.constexpr(16)  # words of a row in a fragment
+# number of neighboring columns of a 16-bit product that Triton assigns to a thread
 _NEIGHBORS = 2 if TRITON_VERSION >= (3, 8) else 4
 
 
@@ -55,7 +56,7 @@ def _has_one_scale(P: Any) -> bool:
 
 @triton.constexpr_function
 def _steps(P: Any, NUM_WARPS: int) -> int:
-    """Return the steps of NUM_WARPS warps that share the columns."""
+    """Return the number of steps if NUM_WARPS warps split the columns."""
     return -(-P.K_PACKED // (SPAN.value * NUM_WARPS))
 
 
@@ -67,7 +68,7 @@ def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
 
 @triton.constexpr_function
 def _vector(P: Any) -> int:
-    """Return a thread's adjacent columns: eight if byte scales are converted with the codes."""
+    """Return the adjacent columns of a thread: eight if groups have byte scales or narrow zeros."""
     grouped = P.GROUP > 0 and not _has_one_scale(P)
     is_byte = (P.SCALE != "float" and not P.IN_WORDS) or (P.ZEROS and P.GROUP < 64)
     return 8 if grouped and is_byte else _NEIGHBORS
@@ -75,13 +76,13 @@ def _vector(P: Any) -> int:
 
 @triton.constexpr_function
 def _starts_from_offset(P: Any) -> bool:
-    """Return whether the products of one token start from the addend of all codes, times x."""
+    """Return whether products of one token start from the common addend of the codes, times x."""
     return bool(P.ELEMENT == "uint4" and not P.ZEROS and _has_one_scale(P))
 
 
 @triton.constexpr_function
 def _column(step: int) -> int:
-    """Return the column that a step has in a product of one token."""
+    """Return the column of a product of one token that `step` uses."""
     return step % TOKENS.value
 
 
@@ -95,9 +96,9 @@ def number_fragment_rows(ROWS: tl.constexpr):
 def load_weight(
     w, rows, num_rows, P: tl.constexpr, NUM_WARPS: tl.constexpr, split=0, SPLIT_K: tl.constexpr = 1
 ):
-    """Load the rows `rows` [ROWS / 8, 8], as `number_fragment_rows` orders them, of a packed weight
-    that has `num_rows`: fragments, scales and zero points of all steps, as stored. This is program
-    number `split` of SPLIT_K that share the columns.
+    """Load the stored codes, scales and zero points of all steps of a packed weight with `num_rows`
+    rows. `rows` [ROWS / 8, 8] are in the order of `number_fragment_rows`. SPLIT_K programs split
+    the columns; this is program number `split`.
     """
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
@@ -128,7 +129,7 @@ def load_weight(
 
 @triton.jit
 def _warps(split, NUM_WARPS: tl.constexpr):
-    """Return [NUM_WARPS] the numbers of program `split`'s warps, also of their first spans."""
+    """Return the numbers [NUM_WARPS] of program `split`'s warps among all warps of the splits."""
     return split * NUM_WARPS + tl.arange(0, NUM_WARPS)
 
 
@@ -137,8 +138,8 @@ def _load_side(
     ptr, rows, num_rows, step: tl.constexpr, P: tl.constexpr, NUM_WARPS: tl.constexpr, split,
     SPLIT_K: tl.constexpr, IN_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Load a step's scales or zero points -> [4, 8, NUM_WARPS, ROWS / 8, entries], each for its
-    thread.
+    """Load the scales or zero points of a step -> [4, 8, NUM_WARPS, ROWS / 8, entries]; each thread
+    loads the entries that it uses.
     """
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
@@ -146,7 +147,7 @@ def _load_side(
     k += tl.arange(0, 4)[None, None, None, :, None] * 0
     offsets = k // max(P.GROUP, SPAN) * num_rows + rows[:, None, :, None, None]
     offsets = offsets * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, None, :]
-    # entries stored together are loaded at once
+    # adjacent entries are loaded by one instruction
     SIZE: tl.constexpr = ENTRIES * ptr.dtype.element_ty.primitive_bitwidth // 8
     ptrs = add_last_first(ptr, offsets, ENTRIES, SIZE)
     inside = (k < P.K_PACKED) | _fills_steps(P.K_PACKED, WARPS)
@@ -158,7 +159,7 @@ def multiply_weight(
     loaded, x_ptr, x_rows, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
     SPLIT_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """Multiply `loaded` with rows of x [any, K] -> [ROWS, TOKENS] fp32, without scales per row."""
+    """Multiply `loaded` with rows of x [any, K] -> [ROWS, TOKENS] fp32, without row scales."""
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -183,7 +184,7 @@ def multiply_token(
     loaded, x_ptr, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr, split=0,
     SPLIT_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """Multiply `loaded` with one token x [K] -> [ROWS] fp32, without the scales per row."""
+    """Multiply `loaded` with one token x [K] -> [ROWS] fp32, without row scales."""
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -198,8 +199,8 @@ def multiply_token(
     start = tl.zeros_like(acc)
     for i in tl.static_range(STEPS):
         if _starts_from_offset(P) and _column(i) == 0:
-            # Weights whose codes are 0 but look loaded to Triton, so that it keeps x in the same
-            # layout.
+            # These codes are 0, but Triton treats them like loaded codes. Triton then keeps x in
+            # the layout of the other products.
             words = (codes[i].to(tl.uint32) >> 31 >> 1).to(tl.int32)
             none = _dequantize((words,), scales, zeros, 0, P, ROWS, NUM_WARPS, DTYPE, True)
             start = dot(none, x[i // TOKENS], tl.zeros_like(acc)) * (-(RAW + 8.0) / RAW)
@@ -218,7 +219,7 @@ def multiply_token(
 def _times_scale(
     product, scale, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr
 ):  # fmt: skip
-    """Multiply product [NUM_WARPS, ROWS, TOKENS] by the one scale of each row."""
+    """Multiply product [NUM_WARPS, ROWS, TOKENS] by one scale per row and warp."""
     scale = tl.permute(scale_to_fp32(scale, P), (2, 3, 1, 0, 4))
     product = tl.reshape(product, (NUM_WARPS, ROWS // 8, 8, 4, TOKENS // 4)) * scale
     return tl.reshape(product, (NUM_WARPS, ROWS, TOKENS))
@@ -231,8 +232,8 @@ def _load_tokens(
 ):  # fmt: skip
     """Load rows `rows` [TOKENS] of x [any, K] for the tensor cores -> [NUM_WARPS, SPAN, TOKENS].
 
-    They are the columns of one step from `first` on, or of STEPS steps if `first` is [1, 1, TOKENS,
-    1, 1]. A thread loads its own operands.
+    A scalar `first` is the first column of one step. If `first` is [1, 1, TOKENS, 1, 1], it has the
+    first columns of STEPS steps. A thread loads its own operands.
     """
     # [8 columns apart, NUM_WARPS, TOKENS, thread, neighbors]
     thread = tl.arange(0, 4)[None, None, None, :, None]
@@ -254,7 +255,9 @@ def _dequantize(
     codes, scales, zeros, step: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     NUM_WARPS: tl.constexpr, DTYPE: tl.constexpr, IS_RAW: tl.constexpr,
 ):  # fmt: skip
-    """Unpack a step -> [NUM_WARPS, ROWS, SPAN], without scales of the whole span; IS_RAW: + RAW."""
+    """Unpack the codes of a step -> [NUM_WARPS, ROWS, SPAN]. Scales are applied if a span has
+    several groups. With IS_RAW the result is the codes plus RAW.
+    """
     GROUPED: tl.constexpr = P.GROUP > 0 and not _has_one_scale(P)
     factors, added = make_constants(P, DTYPE)
     parts = ()

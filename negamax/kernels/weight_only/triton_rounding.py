@@ -1,9 +1,9 @@
-"""Activations rounded to int8 or E4M3 for products of 8 bits: with a scale per token, and with
-columns in the order of packed weights (`layout.py`).
+"""Round activations to int8 or E4M3 for 8-bit GEMMs, with a scale per token, and with columns in
+the order of packed weights (`layout.py`).
 
     scale[t] = max |x[t]| / 127 or 448        q[t] = x[t] / scale[t], rounded to the nearest
 
-A row that holds NaN or an infinity gets an infinite scale, so that no product with it is finite.
+A row that holds NaN or infinity gets an infinite scale, so no product with this row is finite.
 """
 
 import torch
@@ -20,7 +20,7 @@ _SPAN = tl.constexpr(layout.SPAN_BYTES)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _INT8_MAX = tl.constexpr(127.0)
 _MIN_SCALE = tl.constexpr(1e-30)
-# its sum with a number has the rounded integer in the lower bits
+# the sum of a number and this constant has the rounded integer in its lower bits
 _TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 _AXIS_2, _AXIS_3, _AXIS_4, _AXIS_5, _AXIS_6 = (tl.constexpr(2 + axis) for axis in layout.AXES)
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
@@ -54,8 +54,7 @@ def round_rows(y, scale, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 @triton.jit
 def add_product(acc, x, w, x_scale):
     """Return acc + x w: for int8 exact sums in int32, for E4M3 times x_scale [BLOCK_M] in fp32.
-    Hopper's tensor cores keep 14 bits of a sum of E4M3 products, so each tile is added outside
-    them.
+    Hopper's tensor cores keep 14 bits of a sum of E4M3 products, so this function adds in fp32.
     """
     if x.dtype == tl.int8:
         acc = tl.dot(x, w, acc, out_dtype=tl.int32)
@@ -80,7 +79,7 @@ def _round_kernel(
     scale_ptr,  # [M] fp32
     K: tl.constexpr,
     K_PACKED: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # a power of 2, K_PACKED at least
+    BLOCK_K: tl.constexpr,  # a power of two, at least K_PACKED
     PDL: tl.constexpr,
 ):
     """Round one token; columns from K to K_PACKED are 0. Grid (M,)."""
