@@ -119,7 +119,6 @@ class VocabHead:
         self.slots = self._linear.slots
 
     def finish_loading(self) -> None:
-        """Pack the weight for its kernel."""
         self._linear.finish_loading()
 
     def local(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:

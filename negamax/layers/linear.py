@@ -113,7 +113,6 @@ class ColumnParallels:
         self.activation = wanted.pop() if len(wanted) == 1 else None
 
     def finish_loading(self) -> None:
-        """Pack the weights for their kernels."""
         for product in self._products:
             product.finish_loading()
 

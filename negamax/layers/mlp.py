@@ -38,7 +38,6 @@ class Mlp:
         self.slots = [*self._gate_up.slots, *self._down.slots]
 
     def finish_loading(self) -> None:
-        """Pack the weights for their kernels."""
         self._gate_up.finish_loading()
         self._down.finish_loading()
 

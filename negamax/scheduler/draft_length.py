@@ -149,7 +149,7 @@ class _Shares:
     trials: float = 0.0
     new_accepted: int = 0  # accepted in the current step
     new_trials: int = 0
-    tried: int = 0  # steps with trials since the length was last unused
+    tried: int = 0  # steps with trials since the last pause
     untried: int = 0  # steps since the last trial
     rest: float = _FIRST_REST  # steps without trials in which old trials decay to a third
     estimate: float | None = None  # mean of the draft model's recent estimates

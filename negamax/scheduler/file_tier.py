@@ -86,7 +86,6 @@ class FileTier:
 
     @property
     def has_reads(self) -> bool:
-        """Whether requests wait for a read."""
         return any(read.sequences for read in self._reads)
 
     @property

@@ -140,7 +140,7 @@ class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
 class ImageInput(msgspec.Struct, frozen=True):
     """An image of a prompt: its pixels, and the prompt tokens that it takes."""
 
-    offset: int  # index of its first token in the prompt
+    offset: int  # index of the image's first token in the prompt
     num_tokens: int
     grid: tuple[int, int]  # rows and columns of patches
     digest: bytes  # identifies the pixels
@@ -148,7 +148,7 @@ class ImageInput(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The index after its last token."""
+        """The index after the image's last token."""
         return self.offset + self.num_tokens
 
     @property

@@ -15,7 +15,7 @@ class RequestTable:
         self.sequences: dict[str, Sequence] = {}
         self.num_constrained = 0  # number of constrained sequences
         self.num_rows: Counter[str] = Counter()  # running sequences of tenants that have any
-        self.admitted: list[str] = []  # request ids, until `GroupScheduler.take_admitted`
+        self.admitted: list[str] = []  # ids for `GroupScheduler.take_admitted`
         self._limits = limits
         self._count = 0
         self._turn = 0  # turn of the last admitted request
@@ -85,7 +85,6 @@ class RequestTable:
         self.num_rows -= Counter((sequence.tenant,))  # this drops a tenant that has no rows left
 
     def remove(self, sequence: Sequence) -> None:
-        """Drop a sequence that ends."""
         sequence.finished = True
         self.clear_grammar(sequence)
         del self.sequences[sequence.request_id]

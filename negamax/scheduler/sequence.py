@@ -43,7 +43,7 @@ class Sequence:
         self.request_id = request.request_id
         self.tenant = request.tenant
         self.turn = turn
-        self.order = (request.priority, turn, arrival)  # lower runs first
+        self.order = (request.priority, turn, arrival)  # lower values run first
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.limit = limit

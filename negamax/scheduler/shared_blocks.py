@@ -84,12 +84,8 @@ class SharedBlocks:
         return self._host.num_blocks
 
     @property
-    def lacks_room(self) -> bool:
-        """Whether a lease holds KV blocks because host memory is full."""
-        return bool(self._unsettled) and not self._host.has_room
-
-    @property
     def holds_kv_blocks(self) -> bool:
+        """Whether a lease holds KV blocks, because its stores are not complete."""
         return bool(self._unsettled)
 
     def lend(self, sequence: Sequence, *, step_id: int) -> None:

@@ -100,7 +100,7 @@ ROWS_PER_PAGE = 16  # rows of images are allocated in pages
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An image whose rows one rank computes before the step. Other ranks set the rows to 0."""
 
-    rank: int  # tensor-parallel rank that computes it
+    rank: int  # tensor-parallel rank that encodes the image
     pages: list[int]  # pages of `ROWS_PER_PAGE` rows, in order
     grid: tuple[int, int]  # rows and columns of patches
     pixels: bytes  # uint8 [height, width, 3]
@@ -143,7 +143,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens over all rows."""
         return sum(self.num_scheduled)
 
 

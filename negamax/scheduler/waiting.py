@@ -63,7 +63,7 @@ def choose_victim(
     running: list[Sequence], sequence: Sequence, num_rows: Mapping[str, int]
 ) -> Sequence:
     """Return the row to preempt so that `sequence` may grow. Of `sequence` and the rows after it,
-    it has the worst priority, then the tenant with the most rows, then the last position.
+    this is the row with the worst priority, then of the tenant with the most rows, then the last.
     """
     if len(num_rows) == 1:
         return running[-1]

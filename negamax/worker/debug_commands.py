@@ -23,8 +23,6 @@ REPLAYS = 20
 
 
 class DebugCommands:
-    """Executes benchmark commands on one worker."""
-
     def __init__(self, runner: ModelRunner) -> None:
         self._mixtures, self._experts = mixtures(runner.model.layers), runner.experts
         self._graphs, self._device = runner.graphs, runner.device

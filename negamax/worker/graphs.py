@@ -115,7 +115,7 @@ class StepGraphs:
         if image_rows is not None:
             none = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
             self._images = ImageRows(none, image_rows)
-        self._has_images = False  # whether the index is not all -1
+        self._has_images = False  # whether `self._images.at` has an entry other than -1
         states = (num_tokens, model.spec.hidden_size)
         self.buffers = StepBuffers(
             hidden=torch.zeros(states, dtype=kernels.dtype, device=device),

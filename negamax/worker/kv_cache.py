@@ -132,7 +132,7 @@ def choose_blocks(
 
 
 def draft_buffers(config: WorkerConfig) -> int:
-    """Return the bytes of captured steps for drafts: logits of rows, and residual streams."""
+    """Return the bytes that captured steps need for drafts: logits and residual streams."""
     speculation, spec = config.speculation, config.spec
     if speculation is None or not config.cudagraph_size:
         return 0

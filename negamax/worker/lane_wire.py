@@ -47,7 +47,7 @@ class ImportBlocks(msgspec.Struct, frozen=True, array_like=True):
     after_step: int  # the lane first waits for copies of plans up to this step id
     lanes: list[str]  # endpoints of the other engine's ranks
     remote_places: list[int]  # host blocks of the other engine, one for each of `places`
-    remote_step: int  # `ReadBlocks.step_id` of the reads
+    remote_step: int  # step id for the reads (`ReadBlocks.step_id`)
 
 
 class ImportDone(msgspec.Struct, frozen=True, array_like=True):

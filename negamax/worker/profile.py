@@ -44,7 +44,7 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    # block tables have the width of `RequestState`, because kernels are compiled for it
+    # block tables have the width of `RequestState`, because kernels are compiled for that
     tables = requests.block_tables.new_zeros(len(counts), requests.block_tables.shape[1])
     tables[:, :blocks_each] = torch.arange(tables.shape[0] * blocks_each, device=device).view(
         -1, blocks_each

@@ -147,7 +147,7 @@ class RequestState:
         self.num_computed.copy_(torch.from_numpy(self.num_computed_bound))
 
     def place_drafts(self, plan: StepPlan) -> None:
-        """Write the drafts that `plan` verifies after the known tokens of their slots."""
+        """Write the drafts of `plan` into their slots, after the known tokens."""
         counts = np.array(plan.num_draft_tokens, dtype=np.int64)
         slots = np.array(plan.slots, dtype=np.int64).repeat(counts)
         places = np.arange(len(slots)) - (counts.cumsum() - counts).repeat(counts)

@@ -106,7 +106,7 @@ class Stage:
         *,
         is_padding: bool = False,
     ) -> Entering:
-        """Receive the stage's inputs, at the front of `out` and `captured` if given. If ranks split
+        """Receive the stage's inputs, into `out` and `captured` if these are given. If ranks split
         the stream, rows of other ranks are zeros. `is_padding`: no stage sends the tokens.
         """
         if self._links.previous is None:

@@ -97,20 +97,17 @@ class StepOutput:
         )
 
 
-def add_loads(output: StepOutput | StepResult, loads: LoadProgress) -> StepOutput | StepResult:
-    """Add the progress of loads from host memory and files to `output`."""
-    if isinstance(output, StepResult):
-        return msgspec.structs.replace(output, loaded_step=loads.read(), files=loads.report_files())
-    return replace(output, loads=loads)
-
-
-def add_expert_counts(
-    output: StepOutput | StepResult, counts: HostTensor
+def complete(
+    output: StepOutput | StepResult, counts: HostTensor | None, loads: LoadProgress | None
 ) -> StepOutput | StepResult:
-    """Add the `counts` [layers, experts] int64 to `output`, as its plan requests."""
-    if isinstance(output, StepResult):
-        return msgspec.structs.replace(output, expert_counts=expert_bytes(counts))
-    return replace(output, expert_counts=counts)
+    """Add expert `counts` [layers, experts] int64 and the progress of `loads` to `output`."""
+    if not isinstance(output, StepResult):
+        return replace(output, expert_counts=counts, loads=loads)
+    if counts is not None:
+        output = msgspec.structs.replace(output, expert_counts=expert_bytes(counts))
+    if loads is None:
+        return output
+    return msgspec.structs.replace(output, loaded_step=loads.read(), files=loads.report_files())
 
 
 def _expect_accepted(confidences: Tensor) -> list[float]:

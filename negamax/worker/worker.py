@@ -15,7 +15,7 @@ from negamax.worker.runner import ModelRunner
 from negamax.worker.separate_rows import run_rows_separately
 from negamax.worker.stages import Arrived
 from negamax.worker.step import StepRunner
-from negamax.worker.step_output import StepOutput, add_expert_counts, add_loads
+from negamax.worker.step_output import StepOutput, complete
 
 logger = get_logger(__name__)
 
@@ -65,9 +65,7 @@ class Worker:
             requests.lower_bounds(plan, output.num_accepted)
         elif output.verification is not None:
             self._unverified.append((self._num_steps, Arrived(plan, output.verification, set())))
-        if expert_counts is not None:
-            output = add_expert_counts(output, expert_counts)
-        return output if loads is None else add_loads(output, loads)
+        return complete(output, expert_counts, loads)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
         """Apply the verifications of steps before the last one to the bounds on the host."""

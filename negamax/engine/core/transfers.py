@@ -236,7 +236,7 @@ class Transfers:
                 self.counts.num_expired_leases += 1
                 logger.warning("lease %s expired before its blocks were read", lease.lease_id)
                 self.shared.end(lease.lease_id)
-        if self.shared.lacks_room:
+        if self.shared.holds_kv_blocks and not self.shared.can_store:
             self._end_unread(now=now)
         for lease in self.shared.settled:
             for waiting in self._waiting.pop(lease.lease_id, ()):
