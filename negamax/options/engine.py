@@ -68,7 +68,7 @@ class EngineOptions:
         None, "Download models to this folder (default: the hub's cache)."
     )
     script: str | None = option(
-        None, "Answer by the rules of this TOML file, without weights. 'agents' is a bundled file."
+        None, "Answer by the rules of this TOML file (bundled: 'agents'), without weights."
     )
     dtype: str = option(
         "auto",
@@ -99,8 +99,8 @@ class EngineOptions:
     )
     max_model_len: int | None = option(
         None,
-        "Limit the tokens of prompt and output (default: the model's context length). Lower it if "
-        "the KV cache does not fit.",
+        "Limit the tokens of prompt and output (default: the model's context length); lower the "
+        "limit if the KV cache does not fit.",
         also="--context-length",
         least=2,
         is_count=True,
@@ -122,15 +122,15 @@ class EngineOptions:
 
     max_num_seqs: int | None = option(
         None,
-        "Limit the sequences in one step (default: 256; CPUs: 64). Lower it to save memory.",
+        "Limit the sequences in one step (default: 256; CPUs: 64); lower the limit to save memory.",
         also="--max-running-requests",
         is_count=True,
         panel=MEMORY,
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "Limit the tokens in one step (default: 8192 on GPUs, 2048 on CPUs). Lower it for "
-        "steadier decoding while long prompts run.",
+        "Limit the tokens in one step (default: 8192; CPUs: 2048); lower the limit for steadier "
+        "decoding while long prompts run.",
         also="--chunked-prefill-size",
         is_count=True,
     )
@@ -148,7 +148,7 @@ class EngineOptions:
     )
     block_size: int | None = option(
         None,
-        "Set the tokens of a KV block (default: 64 on GPUs, 16 on CPUs).",
+        "Set the number of tokens in a KV block (default: 64 on GPUs, 16 on CPUs).",
         also="--page-size",
         is_count=True,
     )
@@ -162,13 +162,13 @@ class EngineOptions:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Set the type of the KV cache; auto is the model's. On GPUs, fp8 (e4m3) doubles the "
+        "Set the type of the KV cache; auto is the model's, and fp8 (e4m3, GPUs only) doubles the "
         "tokens.",
         choices=KV_CACHE_DTYPES,
     )
     index_cache_dtype: str = option(
         "auto",
-        "Set the type of MiniMax-M3's index keys, which select KV blocks. CPUs also support fp8.",
+        "Set the type of MiniMax-M3's index keys, which select KV blocks; CPUs also support fp8.",
         choices=KV_CACHE_DTYPES,
     )
     index_cache_sharding: str = option(
@@ -178,8 +178,8 @@ class EngineOptions:
     )
     gpu_memory_utilization: float = option(
         0.92,
-        "Limit the share of a GPU's memory for weights, cache and workspaces. Lower it if other "
-        "processes use the GPU.",
+        "Limit the share of a GPU's memory for weights, cache and workspaces; lower the share if "
+        "other processes use the GPU.",
         also="--mem-fraction-static --device-memory-utilization",
         above=0,
         most=1,
@@ -200,7 +200,7 @@ class EngineOptions:
     kv_offloading_size: float | None = option(
         None,
         "Keep evicted KV blocks in this much main memory, in GiB over all ranks of an engine "
-        "(default: none). Set it if conversations continue after a pause.",
+        "(default: none), so that long conversations can continue after a pause.",
         above=0,
         most=MAX_HOST_GIB,
     )
@@ -253,7 +253,7 @@ class EngineOptions:
     )
     enforce_eager: bool = option(
         False,
-        "Disable CUDA graphs. The server then starts sooner and decodes more slowly.",
+        "Disable CUDA graphs, so that the server starts sooner and decodes more slowly.",
         also="--disable-cuda-graph",
     )
     max_cudagraph_capture_size: int | None = option(
@@ -263,7 +263,8 @@ class EngineOptions:
         is_count=True,
     )
     kernels: tuple[str, ...] = option(
-        (), "Select a kernel as OP=PROVIDER, or unfused norms as plain-norm; may be repeated."
+        (),
+        "Run ops by other providers (OP=PROVIDER, repeatable), or unfuse all norms (plain-norm).",
     )
     self_check: bool = option(
         False, "Compare weights with their files, and kernels with their references, at start."
@@ -290,12 +291,12 @@ class EngineOptions:
     )
     tensor_parallel_size: int = option(
         1,
-        "Shard each layer over this many ranks. Raise it if one GPU cannot hold the weights.",
+        "Shard each layer over this many ranks; use more ranks if one GPU cannot hold the weights.",
         "-tp",
         also="--tp-size --tp",
     )
     enable_expert_parallel: bool = option(
-        False, "Place whole experts on ranks, instead of a shard of each expert.", "-ep"
+        False, "Place whole experts on each rank, instead of a shard of every expert.", "-ep"
     )
     expert_parallel_size: int | None = option(
         None,
@@ -306,7 +307,7 @@ class EngineOptions:
     )
     pipeline_parallel_size: int = option(
         1,
-        "Split the layers into this many stages. Use stages for several machines.",
+        "Split the layers into this many pipeline stages, for several machines.",
         "-pp",
         also="--pp-size",
     )
@@ -318,8 +319,8 @@ class EngineOptions:
     )
     data_parallel_size: int = option(
         1,
-        "Run this many groups of ranks, each with its own requests and KV cache; all groups share "
-        "the experts. Raise it for throughput.",
+        "Run this many groups of ranks, each with its own requests and KV cache, for more "
+        "throughput; all groups share the experts.",
         "-dp",
     )
     all2all_backend: str = option(
@@ -336,14 +337,14 @@ class EngineOptions:
     )
     prefill_context_parallel_size: int = option(
         1,
-        "Split the tokens of prompts over this many groups of ranks (PCP), which share the "
-        "experts. Each group holds the whole KV cache. Raise it for long prompts.",
+        "Split the tokens of long prompts over this many groups of ranks (PCP), each of which "
+        "holds the whole KV cache; all groups share the experts.",
         also="-pcp",
     )
     decode_context_parallel_size: int = option(
         1,
         "Split the KV cache of a head over this many of its ranks (DCP), instead of copying it to "
-        "each. Raise it for long contexts.",
+        "each rank, for long contexts.",
         also="-dcp --dcp-size",
     )
     cp_kv_cache_interleave_size: int | None = option(
@@ -372,15 +373,15 @@ class EngineOptions:
     )
     num_threads: int | None = option(
         None,
-        "Set the CPU threads of each rank (default: the cores divided by the ranks, less one core "
-        "if there are three or more).",
+        "Set the CPU threads of each rank (default: its share of the cores; one of three or more "
+        "cores stays free).",
         most=MAX_THREADS,
         is_count=True,
     )
 
     nnodes: int = option(
         1,
-        "Spread the ranks over this many machines. Run the same command on each machine, with the "
+        "Spread the ranks over this many machines; run the same command on each machine, with the "
         "same NEGAMAX_NODE_KEY.",
         panel=NODES,
     )
@@ -391,8 +392,8 @@ class EngineOptions:
     )
     interface: str | None = option(
         None,
-        "Connect nodes over this network interface, such as eth0 (default: the one to "
-        "--master-addr).",
+        "Connect nodes over this network interface, such as eth0 (default: the interface that "
+        "reaches --master-addr).",
     )
     allow_cross_node_tp: bool = option(
         False, "Allow tensor parallelism over several machines, which is slow on most networks."
@@ -409,9 +410,11 @@ class EngineOptions:
         most=MAX_PLACEMENT_SECONDS,
     )
 
-    log_level: str = option("info", "Log this level and above.", choices=log.LEVELS, panel=LOGS)
+    log_level: str = option(
+        "info", "Log messages of this level and above.", choices=log.LEVELS, panel=LOGS
+    )
     log_format: str = option(
-        "text", "Set the format of the log; json: one object per line.", choices=log.FORMATS
+        "text", "Set the format of the log; json writes one object per line.", choices=log.FORMATS
     )
     show_progress: bool = option(
         True, "Hide the progress of loading.", "--no-progress", also="--no-use-tqdm-on-load"

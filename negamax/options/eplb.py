@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
-from negamax.base.errors import ConfigError
-from negamax.options.flags import check_keys
+from negamax.options.flags import check_keys, refuse_key
 
 IN_ORDER = "trivial"  # of --init-expert-location
 RECORDER_MODES = ("off", "stat")
 # FIXED: experts stay. COUNTED: experts stay and selections are counted. MOVED: experts move, too.
 FIXED, COUNTED, MOVED = "fixed", "counted", "moved"
 _FLAG = "--eplb-config"
+_refuse = partial(refuse_key, _FLAG)
 # keys of vLLM without effect: Negamax always behaves as they demand
 _WITHOUT_EFFECT = {
     "use_async", "communicator", "enable_migration_batching", "log_balancedness_interval",
@@ -47,7 +48,3 @@ class EplbConfig:
         if not is_number or not 0 < threshold <= 1:
             _refuse("min_rebalancing_utilization_threshold", threshold, "above 0, at most 1")
         return EplbConfig(**{key: value for key, value in given.items() if key in known})
-
-
-def _refuse(key: str, value: object, allowed: str) -> NoReturn:
-    raise ConfigError(f"{_FLAG}: {key} is {repr(value)[:80]}; allowed: {allowed}")

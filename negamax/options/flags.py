@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from negamax.base.errors import ConfigError
 
@@ -135,3 +135,10 @@ def check_keys(
                 f"{flag} has the unknown key {key[:60]!r}; known: {', '.join(sorted(known))}",
                 hint=f"did you mean {near[0]}?" if near else f"leave {key[:60]} out",
             )
+
+
+def refuse_key(
+    flag: str, key: str, value: object, allowed: str, hint: str | None = None
+) -> NoReturn:
+    """Raise `ConfigError` for the value of a key in the JSON object of a flag."""
+    raise ConfigError(f"{flag}: {key} is {repr(value)[:80]}; allowed: {allowed}", hint=hint)

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.options.flags import check_keys
+from negamax.options.flags import check_keys, refuse_key
 
 _FLAG = "--kv-events-config"
+_refuse = partial(refuse_key, _FLAG)
 _PUBLISHERS = ("zmq", "null")
 _LEAST = {"buffer_steps": 0, "hwm": 1, "max_queue_size": 1}
 _MOST = 2**31 - 1  # a ZeroMQ option is a C int
@@ -89,7 +91,3 @@ def _check_address(key: str, address: object, num_ranks: int) -> int:
     if found is None or (found[2] and not 1 <= port <= 65536 - num_ranks):
         _refuse(key, address, "tcp://HOST:PORT or ipc://PATH, with a port for each rank")
     return port
-
-
-def _refuse(key: str, value: object, allowed: str) -> NoReturn:
-    raise ConfigError(f"{_FLAG}: {key} is {repr(value)[:80]}; allowed: {allowed}")

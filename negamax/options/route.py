@@ -31,12 +31,12 @@ class RouteOptions:
     host: str = option("127.0.0.1", "Listen on this address.", panel="Router")
     port: int = option(8080, "Listen on this port; 0 picks a free port.", least=0, most=65535)
     allow_unauthenticated: bool = option(
-        False, "Listen beyond this machine. The servers check API keys; the router does not."
+        False, "Listen beyond this machine; the servers check API keys, but the router does not."
     )
     max_body_bytes: int = option(
         32 * 2**20, "Limit the size of a request body, such as 32MiB.", least=1024, is_size=True
     )
-    log_level: str = option("info", "Log this level and above.", choices=log.LEVELS)
+    log_level: str = option("info", "Log messages of this level and above.", choices=log.LEVELS)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -30,7 +30,7 @@ class ServerOptions:
     )
     api_server_count: int = option(
         1,
-        "Answer HTTP with this many processes. Raise it for many concurrent streams.",
+        "Answer HTTP with this many processes; use more for many concurrent streams.",
         "-asc",
         also="--tokenizer-worker-num",
         least=1,
@@ -41,8 +41,7 @@ class ServerOptions:
     )
     stream_interval: int = option(
         1,
-        "Send a stream event for every this many tokens; requests may override it. Raise it to "
-        "save CPU time.",
+        "Send one stream event per this many tokens, to save CPU time; requests may override it.",
         least=1,
     )
     sse_keep_alive_interval: float = option(
@@ -60,12 +59,11 @@ class ServerOptions:
     )
     allow_special_tokens_in_text: bool = option(
         False,
-        "Encode control tokens spelled in messages as control tokens. Use it only for clients you "
-        "trust.",
+        "Encode control tokens spelled in messages as control tokens, only for clients you trust.",
     )
     compact_json: bool = option(
         False,
-        "Write structured output without white space between JSON parts. Requests may override it.",
+        "Write structured output without white space between JSON parts; requests may override it.",
     )
     # The model families define the choices of the two parser options; the command adds the choices.
     tool_call_parser: str = option(
@@ -159,8 +157,8 @@ class ServerOptions:
     )
     max_engine_restarts: int = option(
         3,
-        "Limit the restarts of a dead engine within --engine-restart-window. After that the "
-        "server exits, unless another replica is left.",
+        "Limit the restarts of a dead engine within --engine-restart-window; then the server "
+        "exits, unless another replica is left.",
         least=0,
     )
     engine_restart_window: float = option(
@@ -186,10 +184,10 @@ class ServerOptions:
         True, "Disable the log line with the load of a busy engine.", "--disable-log-stats"
     )
     log_stats_interval: float = option(
-        10.0, "Log the load of a busy engine every this many seconds.", above=0, is_seconds=True
+        10.0, "Set the interval of log lines with the load, in seconds.", above=0, is_seconds=True
     )
     otlp_traces_endpoint: str | None = option(
-        None, "Send a span per request to this OpenTelemetry collector (HTTP)."
+        None, "Send a trace span per request to this OpenTelemetry collector over HTTP."
     )
 
     def body_bytes(self, *, has_images: bool) -> int:

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.options.flags import check_keys
+from negamax.options.flags import check_keys, refuse_key
 
 EAGLE3, DSPARK, DFLASH, NGRAM = "eagle3", "dspark", "dflash", "ngram"
 METHODS = (EAGLE3, DSPARK, DFLASH, NGRAM)
@@ -15,6 +16,7 @@ MAX_DRAFT_TOKENS = 15
 MAX_LOOKUP = 32
 
 _FLAG = "--speculative-config"
+_refuse = partial(refuse_key, _FLAG)
 _METHOD_NAMES = {"[ngram]": NGRAM, "ngram_gpu": NGRAM}
 _DRAFT_KEYS = {
     "model", "revision", "eagle_aux_hidden_state_layer_ids", "draft_lm_head_quantization",
@@ -240,7 +242,3 @@ def _text(given: Mapping[str, Any], key: str) -> str | None:
     if not isinstance(value, str) or not value:
         _refuse(key, value, "a non-empty string")
     return str(value)
-
-
-def _refuse(key: str, value: object, allowed: str, hint: str | None = None) -> NoReturn:
-    raise ConfigError(f"{_FLAG}: {key} is {repr(value)[:80]}; allowed: {allowed}", hint=hint)

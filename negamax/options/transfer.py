@@ -6,10 +6,11 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from negamax.base.errors import ConfigError
-from negamax.options.flags import check_keys, flag_name
+from negamax.options.flags import check_keys, flag_name, refuse_key
 
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
@@ -20,6 +21,7 @@ PORT = 5600  # the default port of vLLM's side channel
 HOST_GIB = 4.0  # main memory for KV blocks, in GiB, if no other option sets the size
 
 _FLAG = "--kv-transfer-config"
+_refuse = partial(refuse_key, _FLAG)
 # connectors that move blocks of one engine only; they are accepted with the role kv_both
 _ELSEWHERE = ("OffloadingConnector", "MultiConnector")
 # vLLM's connectors to stores that Negamax lacks; with the role kv_both they are ignored
@@ -201,7 +203,3 @@ def check_one_engine(options: Mapping[str, Any]) -> None:
             f"{refused[0]}",
             hint="start several servers, and list all servers in the router",
         )
-
-
-def _refuse(key: str, value: object, allowed: str) -> NoReturn:
-    raise ConfigError(f"{_FLAG}: {key} is {str(value)[:60]!r}; allowed: {allowed}")
