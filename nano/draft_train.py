@@ -178,7 +178,7 @@ def write(
 
 
 def first_shards(folder: Path, count: int) -> list[dict[str, np.ndarray]]:
-    """Wait for the first shards in `folder` and read them."""
+    """Wait for the first shards in `folder`, and return their arrays."""
     while len(paths := sorted(folder.glob("*.npz"))) < count:
         time.sleep(0.2)
     shards = []

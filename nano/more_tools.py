@@ -416,7 +416,7 @@ def request(tool: tool_calls.Tool, rng: random.Random) -> tuple[str, tool_calls.
 
 
 def renamed(tool: tool_calls.Tool, rng: random.Random) -> tool_calls.Tool:
-    """Give the tool an invented name, and invented keys if descriptions explain them."""
+    """Give the tool an invented name, and invented keys if descriptions explain the keys."""
     if rng.random() < 0.5:
         tool = dataclasses.replace(tool, name=unseen.identifier(rng, function=True))
     if len(tool.parameters) == 1 or all(

@@ -1,4 +1,4 @@
-"""Training-only word problems: more phrasings, and persons as he, she or they.
+"""Training-only word problems with more phrasings, and with pronouns for persons.
 
 A template is (question, plan, answer) as in `nano.suites.arithmetic_templates`. `[a|b]` means one
 of the parts a and b.

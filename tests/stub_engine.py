@@ -119,7 +119,7 @@ class StubEngine:
         self._author = new_author(source)
         self._eos = source.generation.eos_token_ids[0]
         self._answers: dict[str, Answer] = {}
-        self._aborted: list[SequenceUpdate] = []  # The next step reports these.
+        self._aborted: list[SequenceUpdate] = []  # The next step reports aborts.
         self._hold = os.environ.get("STUB_HOLD")
         self._steps = 0
         self._tokens = 0

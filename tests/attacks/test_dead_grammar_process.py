@@ -17,7 +17,7 @@ def kill_grammar_process(server: Server) -> None:
         for pid in family_of(server.process.pid)
         if b"grammar.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
-    os.kill(max(found), signal.SIGKILL)  # The first process forked the last one.
+    os.kill(max(found), signal.SIGKILL)  # The newest process has the highest id.
 
 
 def test_stream_whose_grammar_process_is_killed_may_be_retried(talker: Server) -> None:

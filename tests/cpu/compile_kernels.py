@@ -77,7 +77,7 @@ def without_memory() -> Iterator[None]:
     for name, make in saved.items():
         setattr(torch, name, partial(on_meta, make))
     clamp = Tensor.clamp_
-    # PyTorch would start a compiler for `clamp_`, which is not there.
+    # PyTorch would need a compiler for `clamp_`, and this machine may have none.
     Tensor.clamp_ = lambda tensor, *_, **__: tensor
     try:
         yield

@@ -1,4 +1,4 @@
-"""Find kernels that an engine compiles while it serves, for an H200 that is not there.
+"""Find kernels that an engine compiles while it serves, for an H200 that this machine lacks.
 
 `python tests/cpu/late_kernels.py CASE ...` prints one JSON object per case. Rank 0 of the real
 engine runs alone on "meta" tensors. Each launch records the key of its specialization, and a

@@ -12,6 +12,7 @@ from negamax.checkpoint.loader import CheckpointReport, fill
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_MAX, PLAIN
+from negamax.kernels.quantize.op import dequantize_block
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.models.registry import read_spec
 from negamax.quantization.detect import detect
@@ -129,6 +130,16 @@ def quantize_block(
     scale = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).where(largest != 0, 1.0)
     spread = scale.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
     return (weight.float() / spread[:rows, :columns]).to(torch.float8_e4m3fn), scale
+
+
+def from_fp8(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: dequantize_block(tensor, stored[name + "_scale_inv"])
+        if tensor.dtype == torch.float8_e4m3fn
+        else tensor
+        for name, tensor in stored.items()
+        if not name.endswith("_scale_inv")
+    }
 
 
 def to_fp8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

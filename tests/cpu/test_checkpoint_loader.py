@@ -13,6 +13,7 @@ from m2_checkpoints import (
     FP8_CONFIG,
     TINY,
     SlotModel,
+    from_fp8,
     load_weights,
     random_tensors,
     save_sharded,
@@ -29,7 +30,6 @@ from negamax.checkpoint import loader, stream
 from negamax.checkpoint.loader import fill
 from negamax.checkpoint.plan import plan_load
 from negamax.checkpoint.reader import CheckpointReader, Span, read_entries
-from negamax.kernels.quantize.op import dequantize_block
 from negamax.layers.kv_scales import describe_kv_scales
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.models.decoder import Decoder
@@ -106,14 +106,7 @@ def test_dequantized_blocks_are_counted(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, logger="negamax"):
         save_sharded(tmp_path, stored, names=files)
         report = load_weights(model.weight_slots(), spec, tmp_path)
-    expected = {
-        name: dequantize_block(tensor, stored[name + "_scale_inv"])
-        if tensor.dtype == torch.float8_e4m3fn
-        else tensor
-        for name, tensor in stored.items()
-        if not name.endswith("_scale_inv")
-    }
-    assert_same(model, expected)
+    assert_same(model, from_fp8(stored))
     assert report.num_tensors == len(stored)
     assert report.num_dequantized == 2 * (4 + 3 * 4) - 1
     assert "to the compute dtype (fp8_e4m3_block_128x128)" in report.summary()

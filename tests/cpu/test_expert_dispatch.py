@@ -90,7 +90,7 @@ def test_all_placements_give_one_ranks_sum(table: tuple[int, ...] | None, tp: in
     assert got[:5].abs().sum(1).min() > 0 and not got[5:].any()  # Padding reaches no expert.
 
 
-# A shared expert of the same width runs among the experts; a wider one runs beside them.
+# A shared expert of equal width runs among the routed experts; a wider one runs beside them.
 @pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH])
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 def test_the_shared_expert_counts_once_and_is_not_scaled(width: int, tp: int, ep: int) -> None:

@@ -124,7 +124,7 @@ def test_parts_of_ranks_add_up_to_one_ranks_sum(stored: TensorFormat, tp: int, e
     kernel = TABLE.choose(EXPERTS, stored)
     assert kernel is not None
     model = Model(stored, max(ep, 2), shared=tp in (1, 8))
-    is_among = model.shared and ep == 1  # The shared expert runs among the experts, or beside them.
+    is_among = model.shared and ep == 1  # The shared expert runs among the routed ones.
     expected = model.expected()
     total, shapes, found = torch.zeros(TOKENS, model.hidden), set(), 0
     for layout in (ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -220,7 +221,7 @@ def refuse_opening(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(file_store, "open", refuse, raising=False)  # This function writes files.
 
 
-def remove_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def remove_folder(_: pytest.MonkeyPatch, folder: Path) -> None:
     shutil.rmtree(folder)
 
 
@@ -329,16 +330,9 @@ def finish(store: FileStore) -> FileProgress:
         progress = store.report()
         missing += progress.missing
         if not store.is_busy:
-            return replace_missing(progress, missing)
+            return msgspec.structs.replace(progress, missing=missing)
         time.sleep(0.001)
     raise AssertionError("the copies did not end")
-
-
-def replace_missing(progress: FileProgress, missing: list[bytes]) -> FileProgress:
-    return FileProgress(
-        **{each: getattr(progress, each) for each in progress.__struct_fields__}
-        | {"missing": missing}
-    )
 
 
 def test_copies_wait_for_the_device_and_are_reported_in_plan_order(

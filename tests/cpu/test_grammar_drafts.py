@@ -66,7 +66,7 @@ FIELDS: list[dict[str, Any]] = [
 PARAMS = [seeded(seed, **{"max_tokens": 60} | fields) for seed, fields in enumerate(FIELDS)]
 PROMPTS = [[5, 6, 7 + seed % 3] * 3 + [20 + seed] for seed in range(len(PARAMS))]
 SIZES: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_model_len": 128, "block_size": 8}
-# Prompts are chunked at these sizes, and sequences preempt others.
+# Prompts are chunked at these sizes, and some sequences preempt other sequences.
 CROWDED = {"max_num_batched_tokens": 41, "max_num_seqs": 9, "num_kv_blocks": 24}
 
 

@@ -71,7 +71,7 @@ def test_process_forked_too_late_ends_silently(llm: LLM, capfd: pytest.CaptureFi
     late.kill()
     os.kill(host.process.pid, signal.SIGCONT)
     after = GrammarClient(host)
-    while after.pid is None:  # The new process forks after the late one.
+    while after.pid is None:  # The new process forks after the late process.
         time.sleep(0.01)
     after.kill()
     assert says(llm, "yes")

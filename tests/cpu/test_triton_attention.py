@@ -1,6 +1,7 @@
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,14 @@ def queries_of(tables: Tensor, lengths: list[int], counts: list[int]) -> Attenti
     """Return metadata of sequences whose tables are in rows 1, 2, ... in order."""
     indices = range(1, 1 + len(lengths))
     return attention_metadata(tables, lengths, counts, indices=indices)
+
+
+def decode(q: Tensor, cache: KvCache, plan: Any, want: Tensor) -> QuantizedActivations:
+    got = kernels.decode(q, cache, plan)
+    assert isinstance(got, QuantizedActivations)
+    assert relative_error(got.hidden, want) < 5e-3
+    assert all((parts == -1).all() for parts in triton_decode_plan.WORKSPACES.values())
+    return got
 
 
 @pytest.fixture
@@ -80,10 +89,7 @@ def test_decode_splits_sequences_and_leaves_padding_zero(
     plan = kernels.plan_decode(queries, replace(shape, quantize=True))
     assert plan.split_kv == (kv_heads == 1)
     for _ in range(2):
-        got = kernels.decode(q, cache, plan)
-        assert isinstance(got, QuantizedActivations)
-        assert relative_error(got.hidden, want) < 5e-3
-        assert all((parts == -1).all() for parts in triton_decode_plan.WORKSPACES.values())
+        got = decode(q, cache, plan, want)
         for padding in (row for row, length in enumerate(lengths) if length == 0):
             assert not got.hidden[padding].any()
             assert torch.equal(got.scale[padding], torch.ones(heads))
@@ -128,10 +134,7 @@ def test_draft_tokens_read_the_keys_of_their_sequence_once(
     assert plan.num_queries == num_queries and plan.split_kv == (kv_heads * group == 6)
     assert len(plan.sequences) == 8 * len(lengths) * max_run // num_queries
     for _ in range(2):
-        got = kernels.decode(q, cache, plan)
-        assert isinstance(got, QuantizedActivations)
-        assert relative_error(got.hidden, want) < 5e-3
-        assert all((parts == -1).all() for parts in triton_decode_plan.WORKSPACES.values())
+        got = decode(q, cache, plan, want)
         assert not got.hidden[sum(counts) :].any()
         assert torch.equal(got.scale[sum(counts) :], torch.ones(5, kv_heads * group))
 

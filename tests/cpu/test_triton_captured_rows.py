@@ -215,7 +215,7 @@ def expected(case: Case, weights: dict[str, Tensor]) -> list[Tensor]:
 @torch.inference_mode()
 def captured(case: Case, weights: dict[str, Tensor], context: ParallelContext) -> list[Tensor]:
     model = gpu_model(weights, spec=case.spec, context=context)
-    # With plain caches the test also runs padding rows alone; here they follow the rows of a step.
+    # With plain caches the test also runs padding rows alone. Otherwise padding follows other rows.
     requests, pool = rows(case.spec), RepeatedSteps(runs_captured=case.steps is STEPS)
     kv, group = own_caches(case.spec, case.cache_dtype, context.layout), context.attention_group
     graphs = step_graphs(shapes_of(case.steps), model, kv, requests, pool, Unchanging(), group)

@@ -144,7 +144,7 @@ def test_captured_steps_compute_what_kernels_compute_alone(monkeypatch: pytest.M
             captured.requests.raise_bounds(plan, postponed=())
             assert_alike(alone, captured)
         assert pool.num_replays == 2 + 2 * 3
-        graphs.replay_seconds(2, repeats=1)  # There is no clock here.
+        graphs.replay_seconds(2, repeats=1)  # The CPU has no clock for graphs.
         assert pool.num_replays == 2 + 2 * 3 + 2
         captured.requests.tokens.copy_(alone.requests.tokens)  # tokens that `draw` sampled
         assert_alike(alone, captured)

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_support  # noqa: F401  (must precede the kernels)
-from m2_checkpoints import FP8_CONFIG, to_fp8
+from m2_checkpoints import FP8_CONFIG, from_fp8, to_fp8
 from model_support import PagedRun, build, random_weights, tiny_config
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from negamax.kernels.attention.metadata import AttentionMetadata
 from negamax.kernels.gemm import tiles as gemm_tiles
 from negamax.kernels.launch.tile import Tile
 from negamax.kernels.moe import tiles as moe_tiles
-from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.kernels.registry import KernelTable, gpu_kernels
 from negamax.layers.moe import mixtures
@@ -80,16 +79,6 @@ def fp8_model() -> Decoder:
     return gpu_model(to_fp8(large_embeddings(SPEC)))
 
 
-def values_of(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: dequantize_block(tensor, stored[name + "_scale_inv"])
-        if tensor.dtype == torch.float8_e4m3fn
-        else tensor
-        for name, tensor in stored.items()
-        if not name.endswith("_scale_inv")
-    }
-
-
 def errors(actual: Tensor, expected: Tensor) -> list[float]:
     return ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
 
@@ -107,7 +96,7 @@ def compare(run: PagedRun, reference: PagedRun, steps: Steps) -> float:
 def test_fp8_and_plain_weights_give_the_defined_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     stored = to_fp8(large_embeddings(SPEC))
-    plain = values_of(stored)
+    plain = from_fp8(stored)
     run = PagedRun(gpu_model(plain, keep_quantized=False), dtype=torch.bfloat16)
     assert compare(run, PagedRun(build(SPEC, plain)), FEW_STEPS) < 0.05
     run = PagedRun(gpu_model(stored), dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from m2_checkpoints import to_fp8
+from m2_checkpoints import from_fp8, to_fp8
 from model_support import PagedRun, build
 from test_triton_model import (
     QUANTIZED,
@@ -10,7 +10,6 @@ from test_triton_model import (
     large_embeddings,
     padded_decode,
     use_few_programs,
-    values_of,
 )
 from transformers import MiniMaxM3VLConfig
 
@@ -41,7 +40,7 @@ def test_m3_gives_defined_logits(
     """One token in ten may select another block with an equal score."""
     use_few_programs(monkeypatch)
     fp8 = to_fp8(large_embeddings(SPEC))
-    plain = values_of(fp8)
+    plain = from_fp8(fp8)
     model = gpu_model(fp8 if is_fp8 else plain, keep_quantized=is_fp8, spec=SPEC)
     run, reference = PagedRun(model, dtype=torch.bfloat16), PagedRun(build(SPEC, plain))
     found = []

@@ -158,27 +158,25 @@ def tells_content(rank: Scheduler, replay_port: int) -> bool:
     return view.cached == {name: set(map(shorten, pools[name]._block_of)) for name in pools}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        parallel(tp=2),
-        full(parallel(dp=2, tp=2, ep=True)),
-        full(parallel(pp=2, tp=2, pp_layer_partition="1,2")),
-        full(parallel(pcp=2, dp=2)),
-        full(parallel(dp=2, pp=2, ep=True)),
-    ],
-    ids=str,
-)
+KEEPING = [
+    parallel(tp=2),
+    full(parallel(dp=2, tp=2, ep=True)),
+    full(parallel(pp=2, tp=2, pp_layer_partition="1,2")),
+    full(parallel(pcp=2, dp=2)),
+]
+
+
+@pytest.mark.parametrize("layout", [*KEEPING, full(parallel(dp=2, pp=2, ep=True))], ids=str)
 def test_blocks_in_main_memory_keep_the_text(m3: str, layout: dict[str, Any]) -> None:
     prompts = [[5 + at, 6, 7, 20 + at] * 17 for at in range(12)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    limits = {"block_size": 32, "max_num_batched_tokens": 48, "max_model_len": 96}
+    limits: dict[str, Any] = {"block_size": 32, "max_num_batched_tokens": 48, "max_model_len": 96}
     with LLM(m3, **COMMON, **limits) as llm:
         expected = generate_tokens(llm, prompts, params)
     port = free_port()
     addresses = {"endpoint": port, "replay_endpoint": port + 9}
     events = {name: f"tcp://127.0.0.1:{number}" for name, number in addresses.items()}
-    layout |= {"kv_offloading_size": 0.01, "kv_events_config": events | {"publisher": "zmq"}}
+    limits |= {"kv_offloading_size": 0.01, "kv_events_config": events | {"publisher": "zmq"}}
     with LLM(m3, **COMMON, **limits, num_kv_blocks=7, **layout) as llm:
         for _ in range(2):
             assert generate_tokens(llm, prompts, params) == expected
@@ -190,16 +188,7 @@ def test_blocks_in_main_memory_keep_the_text(m3: str, layout: dict[str, Any]) ->
         assert eventually(lambda: all(map(tells_content, ranks, range(port + 9, port + 11))))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        parallel(tp=2),
-        full(parallel(dp=2, tp=2, ep=True)),
-        full(parallel(pp=2, tp=2, pp_layer_partition="1,2")),
-        full(parallel(pcp=2, dp=2)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", KEEPING, ids=str)
 def test_blocks_in_files_outlive_the_ranks(m3: str, layout: dict[str, Any], tmp_path: Path) -> None:
     """Check that all ranks compute a block again if one rank has lost it."""
     prompts = [[5 + at, 6, 7, 20 + at] * 17 for at in range(6)]

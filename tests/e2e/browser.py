@@ -225,7 +225,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
 
 def _as_three_and_four(read_fd: int, write_fd: int) -> Callable[[], None]:
     def move() -> None:
-        # No descriptor may be 3 or 4 while the other one moves there.
+        # No descriptor may be 3 or 4 before the other descriptor has moved.
         high_read, high_write = os.dup(read_fd), os.dup(write_fd)
         while high_read in (3, 4):
             high_read = os.dup(high_read)

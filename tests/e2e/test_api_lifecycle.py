@@ -23,7 +23,7 @@ LONG["stream"] = True
 
 @pytest.fixture
 def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a file. When it is deleted, the stub engine continues its answers."""
+    """Return a file. The stub engine continues its answers when the file is deleted."""
     path = tmp_path / "hold"
     path.touch()
     monkeypatch.setenv("STUB_HOLD", str(path))

@@ -97,7 +97,7 @@ def times_add_up(http: httpx.Client) -> bool:
     first, *_, last = stream(http, COMPLETIONS, **body, stream_options={"include_usage": True})
     after = http.get("/metrics").text
     usage = last["usage"]
-    num_first = len(first["choices"][0]["token_ids"])  # may be more than one token
+    num_first = len(first["choices"][0]["token_ids"])  # more than one on a busy machine
 
     def gain(name: str, **labels: str) -> float:
         return value(after, name, **labels) - value(before, name, **labels)

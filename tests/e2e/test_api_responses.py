@@ -107,7 +107,7 @@ def test_stored_response_is_fetched_continued_and_deleted(client: Any, http: htt
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-    # A request can continue a deleted response through a later one.
+    # A request can continue a deleted response through a later response.
     options |= {"max_output_tokens": 4}
     third = client.responses.create(input="Thanks", previous_response_id=second.id, **options)
     assert third.usage.input_tokens > second.usage.input_tokens - 60

@@ -306,7 +306,7 @@ def test_controls_have_names_and_the_keyboard_reaches_them(page: Browser, script
     assert page.run(f"return {FOCUSED}") == "Result of f"
     page.click("#prompt")
     page.run("saved(); await new Promise((then) => setTimeout(then))")
-    assert page.run(f"return {FOCUSED}") == "Your message"  # The user moved the focus there.
+    assert page.run(f"return {FOCUSED}") == "Your message"  # The user moved the focus.
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     roles = {"button", "textbox", "combobox", "spinbutton", "checkbox", "link", "progressbar"}
     roles |= {"dialog"}
@@ -335,7 +335,7 @@ def test_narrow_windows_and_colours_of_the_person(
     page.look(width=360, height=640, scheme=scheme)
     ask(page, word)
     assert page.get("html", "scrollWidth") == page.get("main", "scrollWidth") == 360
-    assert page.get("th", "getBoundingClientRect().width") > 360  # Words are not broken.
+    assert page.get("th", "getBoundingClientRect().width") > 360  # Table cells keep words whole.
     for selector in ("#model", "#new", "#settings-toggle", "#prompt", "#send"):
         left = page.get(selector, "getBoundingClientRect().left")
         right = page.get(selector, "getBoundingClientRect().right")

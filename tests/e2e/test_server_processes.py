@@ -288,7 +288,7 @@ def ending(tmp_path: Path) -> Iterator[Server]:
 
 def test_all_processes_drain_and_leave_together(ending: Server) -> None:
     family = [ending.engine_pid(), *ending.member_pids()]
-    # A service manager sends SIGTERM to every process. The first process decides when to end each.
+    # A service manager sends SIGTERM to every process, but the first process ends the others.
     for pid in family:
         os.kill(pid, signal.SIGTERM)
     with concurrent.futures.ThreadPoolExecutor(9) as pool:

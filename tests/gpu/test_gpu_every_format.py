@@ -139,7 +139,7 @@ class Rank:
         """
         x, heads = (each.to(self.device, self.kernels.dtype) for each in (x, heads))
         layer: Any = self.model.layers[0]
-        projected = layer.attention._qkv(x).chunk(3, dim=1)  # equal numbers of heads
+        projected = layer.attention._qkv(x).chunk(3, dim=1)  # q, k and v have equal sizes.
         out = layer.attention._out(heads[:, columns.start : columns.stop].contiguous()).x
         given = x if layer.mlp.activation is None else self.kernels[QUANTIZE].run(x)
         experts = layer.mlp(given).x

@@ -15,7 +15,7 @@ from tests.tiny import TOKENIZER_FILES
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from stored_formats import FORMATS, write
 
-# One format per layout that kernels distinguish. Some methods round activations.
+# The list has one format per layout that kernels distinguish. Some methods round activations.
 WEIGHTS_ONLY = (
     "awq", "compressed-mxfp4", "compressed-nvfp4", "gptq-act-order", "gptq-asym", "gptq-v2",
     "modelopt-mixed", "modelopt-nvfp4", "mxfp8", "packed-int4", "packed-int4-asym", "packed-int8",

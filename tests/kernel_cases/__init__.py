@@ -1,4 +1,4 @@
-"""Make test inputs of every op, and call its kernels with them.
+"""Make test inputs of every op, and call the op's kernels.
 
 The `CASES` of an op's family list the op. The contract test, the benchmark
 (`tools/bench_kernels.py`) and the ahead-of-time compilation read this table.

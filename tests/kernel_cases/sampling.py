@@ -48,7 +48,7 @@ def leading_small(dtype: torch.dtype, generator: torch.Generator) -> list[Case]:
 def _leading_case(
     _dtype: torch.dtype, generator: torch.Generator, rows: int, vocab: int, label: str = ""
 ) -> Case:
-    """Make rows. Every third row does not sample: greedy, without top_k, or with a large one."""
+    """Make rows. Every third row is greedy, has no top_k, or has a top_k that is too large."""
     device, slots = generator.device, rows + 2
     uniform = partial(torch.rand, slots, generator=generator, device=device)
     top_k = torch.randint(1, CANDIDATES + 1, (slots,), generator=generator, device=device).float()

@@ -387,7 +387,7 @@ def check_well_formed(events: Sequence[ParserEvent]) -> None:
     """Check that events are well-formed.
 
     Calls follow each other and begin with a name, and no delta is empty. The arguments of a
-    complete call are one JSON object. Truncated arguments need not be one.
+    complete call are one JSON object. Truncated arguments need not be complete JSON.
     """
     open_call: int | None = None
     num_calls = 0

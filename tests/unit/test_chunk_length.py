@@ -140,7 +140,7 @@ DOUBLING = EvenTimes(8, 128, (1.0, 2.0, 4.0))
     [
         ({"pipeline_parallel_size": 2}, EvenTimes),
         ({"pipeline_parallel_size": 2, "enable_dynamic_chunking": False}, EvenChunks),
-        ({"pipeline_parallel_size": 2, "max_model_len": 2048}, EvenChunks),  # one chunk each
+        ({"pipeline_parallel_size": 2, "max_model_len": 2048}, EvenChunks),  # single chunks
         ({}, EvenChunks),
     ],
     ids=str,

@@ -242,6 +242,14 @@ def list_tokens(name: str, length: int) -> list[int]:
     return [1000 * ord(name) + at for at in range(length)]
 
 
+def fill_files() -> RankScheduler:
+    scheduler = make_tier()
+    for name in "abc":
+        scheduler.add(name, 20, max_tokens=1)
+        finish(scheduler)
+    return scheduler
+
+
 def test_blocks_are_written_without_requests_and_read_before_they_are_loaded() -> None:
     scheduler = make_tier()
     files = scheduler.rank.host.files
@@ -270,10 +278,7 @@ def test_blocks_are_written_without_requests_and_read_before_they_are_loaded() -
 
 
 def test_a_request_does_not_wait_for_a_read_that_never_ends() -> None:
-    scheduler = make_tier()
-    for name in "abc":
-        scheduler.add(name, 20, max_tokens=1)
-        finish(scheduler)
+    scheduler = fill_files()
     scheduler.add("a again", list_tokens("a", 20), max_tokens=1)
     plan = scheduler.next_plan()
     assert plan.copies is not None and plan.copies.files is not None
@@ -298,10 +303,7 @@ def test_a_reset_forgets_blocks_on_their_way_into_files() -> None:
 
 
 def test_a_sequence_reads_files_once_per_admission() -> None:
-    scheduler = make_tier()
-    for name in "abc":
-        scheduler.add(name, 20, max_tokens=1)
-        finish(scheduler)
+    scheduler = fill_files()
     scheduler.add("a again", list_tokens("a", 20), max_tokens=1)
     plan = scheduler.next_plan()
     done = FileProgress(0, plan.step_id, plan.step_id)
@@ -325,9 +327,6 @@ def test_blocks_in_constant_use_are_reported_before_their_files_go() -> None:
 
 
 def test_another_salt_finds_no_files() -> None:
-    scheduler = make_tier()
-    for name in "abc":
-        scheduler.add(name, 20, max_tokens=1)
-        finish(scheduler)
+    scheduler = fill_files()
     scheduler.add("salted", list_tokens("a", 20), max_tokens=1, cache_salt="x")
     assert scheduler.next_plan().new_rows

@@ -106,7 +106,7 @@ def test_all_data_parallel_ranks_shard_a_step_or_none_does() -> None:
     scheduler.add(request("long", [4] * 48))
     plans = step(scheduler)
     assert sorted(plan.num_tokens for plan in plans) == [0, 1, 32]
-    # Each rank runs two pieces, plus the tokens by which a piece may be longer than others.
+    # Each rank runs two pieces, and the limit adds the tokens by which a piece may be longer.
     assert [plan.of_all.largest_shard for plan in plans if plan.of_all] == [8 + 2] * 3
     assert [plan.of_all.largest_shard for plan in step(scheduler) if plan.of_all] == [4 + 2] * 3
     plans = step(scheduler)

@@ -102,7 +102,7 @@ class Scene:
         await asyncio.sleep(0)
 
     async def end(self) -> None:
-        """Wait for the end of the request. Raises the error of the request, if it has one."""
+        """Wait for the end of the request. Raises the error with which the request ended."""
         try:
             await asyncio.wait_for(self._running, 120)
         finally:

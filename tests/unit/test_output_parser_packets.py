@@ -161,7 +161,7 @@ def send(
 def test_first_text_is_sent_at_once_and_the_next_is_sized() -> None:
     sent = send(["I", " a", "m ", "he", "re", "!"], step=FAST)
     assert sent == [["I"], [], [], [" am he"], [], ["re!"]]
-    packets = PacedPackets()  # An output without text does not count as the first one.
+    packets = PacedPackets()  # An output without text is not the first fragment.
     assert packets.push([], now=100, is_last=False) == []
     assert texts(packets.push([ContentDelta("I")], now=100 + FAST, is_last=False)) == ["I"]
 
