@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import re
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ _RULE_VERSION = b"minimax-m3-1"
 _NUM_THREADS = max(2, min(8, env.usable_cores()))
 _PER_REQUEST = 2  # images of one request that are decoded in parallel
 _DATA_URL = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
-_HEADER_BYTES = 12
+_HEADER = struct.Struct(">3I")  # height and width after resizing, number of source pixels
 
 T = TypeVar("T")
 ErrorT = TypeVar("ErrorT", bound=NegamaxError)
@@ -189,15 +190,13 @@ class ImageLoader:
             ) from error
         except InvalidRequestError as error:
             raise _place(error, image.part) from None
-        height, width, num_pixels = (
-            int.from_bytes(answer[start : start + 4]) for start in range(0, _HEADER_BYTES, 4)
-        )
+        height, width, num_pixels = _HEADER.unpack_from(answer)
         return replace(
             image,
             height=height,
             width=width,
             num_source_pixels=num_pixels,
-            pixels=answer[_HEADER_BYTES:],
+            pixels=answer[_HEADER.size :],
         )
 
     def _make_input(self, image: _Image) -> ImageInput:

@@ -106,13 +106,8 @@ class EngineLoop:
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. A refused request gets an update with finish_reason "error"."""
         if request.request_id in self._grammars:
-            error = (
-                f"request id {request.request_id!r} is in use by an unfinished request; "
-                f"choose another id"
-            )
-            self._pending_updates.append(
-                SequenceUpdate(request.request_id, [], finish_reason="error", error=error)
-            )
+            error = f"request id {request.request_id!r} is in use; choose another id"
+            self._end_with_error(request.request_id, error)
         elif self._transfers is not None:
             # `_add_transferred` queues the request after the transfer.
             self._transfers.begin(request, now=time.monotonic())
@@ -315,9 +310,13 @@ class EngineLoop:
                 logger.exception("request %s cannot be queued", request.request_id)
                 message = f"{type(error).__name__} while this request was queued"
             self._grammars.close(request.request_id)
-            self._pending_updates.append(
-                SequenceUpdate(request.request_id, [], finish_reason="error", error=message)
-            )
+            self._end_with_error(request.request_id, message)
+
+    def _end_with_error(self, request_id: str, error: str, *, lacks_prompt: bool = False) -> None:
+        end = SequenceUpdate(
+            request_id, [], finish_reason="error", error=error, lacks_prompt=lacks_prompt
+        )
+        self._pending_updates.append(end)
 
     def _add_transferred(self, transfers: Transfers) -> None:
         """Queue requests whose blocks have arrived, and end requests whose blocks cannot arrive."""
@@ -326,11 +325,7 @@ class EngineLoop:
             self._queue(request)
         for request_id, problem in transfers.failed:
             error = f"the prompt did not arrive from the prefilling engine: {problem}"
-            self._pending_updates.append(
-                SequenceUpdate(
-                    request_id, [], finish_reason="error", error=error, lacks_prompt=True
-                )
-            )
+            self._end_with_error(request_id, error, lacks_prompt=True)
         transfers.failed.clear()
 
     def _add_opened(self) -> None:
