@@ -48,7 +48,7 @@ class SharedQueue:
     def of(
         cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
     ) -> "SharedQueue":
-        """Use files in `folder`, which several processes share; None is for one process."""
+        """Share the numbers through files in `folder`; without, keep them in this process."""
 
         def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
             path = None if folder is None else folder / name

@@ -226,7 +226,7 @@ class _SupervisedEngine:
 
 
 def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Mapping[str, str]]]:
-    """Return options and variables (log number, GPUs) of each replica. Raises `ConfigError`."""
+    """Return each replica's options and environment variables. Raises `ConfigError`."""
     count = options.num_replicas
     if count == 1:
         return [(options, {})]

@@ -181,7 +181,7 @@ class Transfers:
         return False
 
     def take_updates(self, updates: Iterable[SequenceUpdate]) -> None:
-        """Release the blocks and leases of requests that have started or ended by `updates`."""
+        """Release blocks and leases of requests that, by `updates`, have started or ended."""
         for update in updates:
             places = self._held.pop(update.request_id, None)
             if places is not None:  # the request has loaded its KV blocks, or has ended

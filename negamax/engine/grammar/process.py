@@ -362,7 +362,7 @@ def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None)
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit the memory of this process and of its forks. An earlier, lower limit remains."""
+    """Limit the memory of this process and of its forks, unless a lower limit is set already."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = num_bytes if soft == resource.RLIM_INFINITY else min(num_bytes, soft)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
