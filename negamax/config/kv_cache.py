@@ -76,12 +76,7 @@ def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
 def split_over_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
     """Return `caches` with the blocks of each head split over the `holders` ranks that share it."""
     return [
-        [
-            cache
-            if cache.replicated or cache.holders == holders
-            else replace(cache, holders=holders)
-            for cache in layer
-        ]
+        [cache if cache.replicated else replace(cache, holders=holders) for cache in layer]
         for layer in caches
     ]
 

@@ -229,7 +229,7 @@ class Languages:
         return self.none
 
     def _find_cuts(self, part: int) -> frozenset[int]:
-        """Return the characters at which the derivative may change, in the order of characters."""
+        """Return the starts of the ranges of characters whose derivatives are equal."""
         known = self._cuts.get(part)
         if known is not None:
             return known

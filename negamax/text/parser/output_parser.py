@@ -10,8 +10,8 @@ Rules for every format:
   opener before the first word of content begins reasoning. Later think tags are content. With
   `OutputFormat.may_think_again`, a later opener begins reasoning if no quotation mark precedes it.
 - A call opener begins a block if it begins a line of content, or if an invoke or the end of the
-  output follows. In content it also begins a block if the block's closer follows. Any other call
-  opener is quoted text.
+  output follows. In content, a call opener also begins a block if the block's closer follows. Any
+  other call opener is quoted text.
 - A call in a code block or inline code of Markdown is quoted text.
 - Another family's think closer ends reasoning if a line break or a call follows.
 - Text of a call block that cannot be read becomes content. A call with an argument that cannot be
@@ -20,7 +20,7 @@ Rules for every format:
 - White space between content and a call block is dropped. Line breaks at the start and end of
   reasoning and before content are dropped too.
 - Calls of undeclared tools are reported like all calls. At the end of the output, the beginning of
-  a tag is text. Within a call block it is dropped, so that a truncated name gives no call.
+  a tag is text, but dropped within a call block, so that a truncated name gives no call.
 - A call that is open at the end of the output is truncated. The arguments of a truncated call stay
   the beginning of a JSON object, so that clients do not run the call.
 """
