@@ -16,7 +16,6 @@ level (`FileTier`): blocks are read from files into host memory before they are 
 """
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from negamax.scheduler.blocks import BlockPool
@@ -48,12 +47,12 @@ class _BlockStore:
 
 
 class HostTier:
-    """The blocks of one data-parallel rank in host memory. Only its `Scheduler` uses them."""
+    """The blocks of one data-parallel rank in host memory, for its `Scheduler` and leases."""
 
     def __init__(
         self, limits: SchedulerLimits, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None
     ) -> None:
-        """`limits`: contain the numbers of blocks in host memory and files. `pool`: the KV
+        """`limits`: contains the numbers of host blocks and of blocks in files. `pool`: the KV
         blocks. `waiting`: the queue that sequences return to after their loads. `log`: receives the
         changes of the index.
         """
@@ -63,9 +62,9 @@ class HostTier:
         self.num_stored = 0  # blocks that were stored
         self.num_loaded = 0  # blocks that were loaded
         self._pool, self._waiting, self._log = pool, waiting, log
-        self._host = BlockPool(num_blocks, log.host if log else None)
+        self.blocks = BlockPool(num_blocks, log.host if log else None)
         self.files = FileTier(
-            limits.num_file_blocks, self._host, waiting, log.files if log else None
+            limits.num_file_blocks, self.blocks, waiting, log.files if log else None
         )
         self._queue: dict[bytes, None] = {}  # hashes of the KV blocks to store, in order
         self._new_stores: list[_BlockStore] = []  # stores in no plan yet
@@ -81,11 +80,11 @@ class HostTier:
     @property
     def num_used(self) -> int:
         """Number of host blocks with content."""
-        return self._host.num_indexed + len(self._storing)
+        return self.blocks.num_indexed + len(self._storing)
 
     @property
     def num_evictions(self) -> int:
-        return self._host.eviction_count
+        return self.blocks.eviction_count
 
     @property
     def has_loads(self) -> bool:
@@ -113,7 +112,7 @@ class HostTier:
     def offer_hashes(self, hashes: Iterable[bytes]) -> None:
         """Queue cached blocks for storing, unless they are stored or being stored."""
         for block_hash in hashes:
-            if self._host.find(block_hash) is None and block_hash not in self._storing:
+            if self.blocks.find(block_hash) is None and block_hash not in self._storing:
                 self._queue[block_hash] = None
 
     @property
@@ -121,45 +120,14 @@ class HostTier:
         """Whether a store is in no plan yet."""
         return bool(self._new_stores)
 
-    @property
-    def has_room(self) -> bool:
-        return self._host.num_free > 0
-
-    def is_stored(self, block_hash: bytes) -> bool:
-        """Whether a block is in host memory."""
-        return self._host.find(block_hash) is not None
-
-    def hold(self, hashes: Items[bytes]) -> list[int] | None:
-        """Hold the host blocks with these hashes until `release`; return None if one is missing."""
-        places = [place for each in hashes if (place := self._host.find(each)) is not None]
-        if len(places) < len(hashes):
-            return None
-        self._host.share(places)
-        return places
-
-    def release(self, places: list[int]) -> None:
-        self._host.release(places)
-
-    def allocate(self, num_blocks: int) -> list[int] | None:
-        """Allocate host blocks for another engine's blocks; return None if too few are free."""
-        if num_blocks > self._host.num_free:
-            return None
-        return [self._host.allocate() for _ in range(num_blocks)]
-
-    def insert(self, places: list[int], hashes: Items[bytes]) -> None:
-        """Index the first host blocks of `places` by `hashes`, and release all of `places`."""
-        for place, block_hash in zip(places, hashes, strict=False):
-            self._host.index(place, block_hash)
-        self._host.release(places)
-
     def take_queued(self) -> None:
         """Store queued blocks with the next plan. Call this before the plan allocates blocks."""
         for block_hash in self._queue:
-            if not self._host.num_free:
+            if not self.blocks.num_free:
                 break
             block_id = self._pool.find(block_hash)
             if block_id is not None:
-                store = _BlockStore(block_id, block_hash, self._host.allocate())
+                store = _BlockStore(block_id, block_hash, self.blocks.allocate())
                 self._new_stores.append(store)
                 self._storing[block_hash] = store.place
         self._queue.clear()
@@ -195,7 +163,7 @@ class HostTier:
         self.num_hits += len(missing) * block_size
         self.num_loaded += len(missing)
         places = [place for block_id, place in found if block_id is None and place is not None]
-        self._host.share(places)
+        self.blocks.share(places)
         held = {index: block for index, (block, _) in enumerate(found) if block is not None}
         self._pool.share(list(held.values()))
         held |= {index: self._pool.allocate() for index in missing}
@@ -223,9 +191,9 @@ class HostTier:
         if not self.num_blocks:
             return
         hashes = [sequence.block_hashes[index] for index in range(sequence.num_indexed)]
-        places = [place for each in hashes if (place := self._host.find(each)) is not None]
-        self._host.share(places)
-        self._host.release(places)
+        places = [place for each in hashes if (place := self.blocks.find(each)) is not None]
+        self.blocks.share(places)
+        self.blocks.release(places)
         for block_hash in reversed(hashes) if self.files.num_blocks else ():
             self.files.touch(block_hash)
 
@@ -253,7 +221,7 @@ class HostTier:
         """Index the stored blocks of a plan, and blocks of loads, reads and writes that ended."""
         for store in self._stores.get(result.step_id, ()):
             if self._storing.get(store.block_hash) == store.place:  # not evicted meanwhile
-                self._host.index(store.place, store.block_hash)
+                self.blocks.index(store.place, store.block_hash)
                 self.num_stored += 1
                 self.files.offer(store.block_hash)
         self._end_stores(result.step_id)
@@ -274,7 +242,7 @@ class HostTier:
         """Drop all blocks, except blocks that requests are loading."""
         self._queue.clear()
         self._storing.clear()
-        self._host.evict()
+        self.blocks.evict()
         self.files.evict()
 
     def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
@@ -285,14 +253,14 @@ class HostTier:
         if sequence.request.sampling.prompt_logprobs is not None:
             return
         for index in range(first, (len(sequence.tokens) - 1) // hashes.block_size):
-            block_id, place = self._pool.find(hashes[index]), self._host.find(hashes[index])
+            block_id, place = self._pool.find(hashes[index]), self.blocks.find(hashes[index])
             if block_id is None and place is None and hashes[index] not in self.files:
                 return
             yield block_id, place
 
     def _end_stores(self, step_id: int) -> None:
         stores = self._stores.pop(step_id, [])
-        self._host.release([store.place for store in stores])
+        self.blocks.release([store.place for store in stores])
         for store in stores:
             if self._storing.get(store.block_hash) == store.place:
                 del self._storing[store.block_hash]
@@ -303,6 +271,6 @@ class HostTier:
             for block_id, block_hash in zip(load.blocks, load.hashes, strict=True):
                 self._pool.index(block_id, block_hash)
             self._pool.release(load.held_blocks)
-            self._host.release(load.places)
+            self.blocks.release(load.places)
             for sequence in load.sequences:
                 self._waiting.push(sequence)

@@ -67,6 +67,7 @@ class SharedBlocks:
         self.last_step = -1  # step id of the last committed plan
         self.settled: list[Lease] = []  # leases that became readable; the caller empties the list
         self._pool, self._host, self._block_size = pool, host, block_size
+        self._blocks = host.blocks
         self._unsettled: list[Lease] = []
 
     @property
@@ -77,7 +78,7 @@ class SharedBlocks:
     @property
     def can_store(self) -> bool:
         """Whether a lease waits for stores and host memory has a free block."""
-        return bool(self._unsettled) and self._host.has_room
+        return bool(self._unsettled) and self._blocks.num_free > 0
 
     @property
     def num_host_blocks(self) -> int:
@@ -128,11 +129,11 @@ class SharedBlocks:
         self.last_step = step_id
         for lease in self._unsettled.copy():
             is_oldest = lease is self._unsettled[0]
-            if not is_oldest and not all(map(self._host.is_stored, lease.hashes)):
+            if not is_oldest and any(self._blocks.find(each) is None for each in lease.hashes):
                 continue
             for index, block_hash in enumerate(lease.hashes):
-                if index not in lease.held and (found := self._host.hold([block_hash])):
-                    lease.held[index] = found[0]
+                if index not in lease.held and (places := self.hold([block_hash])):
+                    lease.held[index] = places[0]
             if lease.is_readable:
                 lease.step_id = step_id
                 self._pool.release(lease.blocks)
@@ -146,7 +147,7 @@ class SharedBlocks:
         if lease is None:
             return False
         self._pool.release(lease.blocks)
-        self._host.release(list(lease.held.values()))
+        self._blocks.release(list(lease.held.values()))
         if lease in self._unsettled:
             self._unsettled.remove(lease)
         return True
@@ -156,7 +157,7 @@ class SharedBlocks:
         return [
             index
             for index, each in enumerate(hashes)
-            if self._pool.find(each) is None and not self._host.is_stored(each)
+            if self._pool.find(each) is None and self._blocks.find(each) is None
         ]
 
     def begin_import(self, hashes: Items[bytes]) -> tuple[Import, list[int]] | None:
@@ -164,18 +165,23 @@ class SharedBlocks:
         indices of the missing hashes, or None if there is not enough room.
         """
         missing = self.find_missing(hashes)
-        places = self._host.allocate(len(missing))
-        if places is None:
+        if len(missing) > self._blocks.num_free:
             return None
+        places = [self._blocks.allocate() for _ in missing]
         return Import(places, [hashes[index] for index in missing]), missing
 
     def end_import(self, blocks: Import, *, is_valid: bool) -> None:
         """Index the blocks of an import if `is_valid`, and release the blocks."""
-        self._host.insert(blocks.places, blocks.hashes if is_valid else [])
+        for place, block_hash in zip(blocks.places, blocks.hashes, strict=True):
+            if is_valid:
+                self._blocks.index(place, block_hash)
+        self._blocks.release(blocks.places)
 
     def hold(self, hashes: Items[bytes]) -> list[int]:
         """Hold the existing host blocks with these hashes until `release`; skip missing ones."""
-        return [place for each in hashes for place in self._host.hold([each]) or ()]
+        places = [place for each in hashes if (place := self._blocks.find(each)) is not None]
+        self._blocks.share(places)
+        return places
 
     def release(self, places: list[int]) -> None:
-        self._host.release(places)
+        self._blocks.release(places)

@@ -154,7 +154,7 @@ def test_m3_text_equals_that_of_one_rank(m3: str, layout: dict[str, Any]) -> Non
 def tells_content(rank: Scheduler, replay_port: int) -> bool:
     """Return whether the KV events of a rank describe what its cache holds."""
     view = view_of_replay(f"tcp://127.0.0.1:{replay_port}")
-    pools = {"GPU": rank._pool, "CPU": rank.host._host}
+    pools = {"GPU": rank._pool, "CPU": rank.host.blocks}
     return view.cached == {name: set(map(shorten, pools[name]._block_of)) for name in pools}
 
 

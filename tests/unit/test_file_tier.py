@@ -285,7 +285,7 @@ def test_a_request_does_not_wait_for_a_read_that_never_ends() -> None:
     off = FileProgress(0, is_off=True)
     scheduler.commit(plan, msgspec.structs.replace(make_result(plan), files=off))
     assert scheduler.next_plan().new_rows and not scheduler.has_writes
-    host, places = scheduler.rank.host._host, plan.copies.files.read_places
+    host, places = scheduler.rank.host.blocks, plan.copies.files.read_places
     assert len(places) == 4 and all(host.ref_count(place) == 1 for place in places)
 
 
@@ -308,7 +308,7 @@ def test_a_sequence_reads_files_once_per_admission() -> None:
     plan = scheduler.next_plan()
     done = FileProgress(0, plan.step_id, plan.step_id)
     scheduler.commit(plan, msgspec.structs.replace(make_result(plan), files=done))
-    scheduler.rank.host._host.evict()  # Other requests took the host blocks.
+    scheduler.rank.host.blocks.evict()  # Other requests took the host blocks.
     (row,) = scheduler.next_plan().new_rows
     assert row.num_computed == 0
 

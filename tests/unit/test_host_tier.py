@@ -64,7 +64,7 @@ class HostTrace(Trace):
         for rank in self.scheduler.ranks:
             unplanned = len(rank.host._new_stores)  # Writes remain if files are off.
             unplanned += len(rank.host.files._writes)  # These exist only if files are off.
-            assert rank.host._host.num_free + unplanned == rank.host.num_blocks
+            assert rank.host.blocks.num_free + unplanned == rank.host.num_blocks
             assert not rank.host.has_loads and rank.num_waiting == 0
         return self
 

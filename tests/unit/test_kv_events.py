@@ -159,7 +159,7 @@ class EventTrace(FileTrace):
                 for event in batch.events:
                     if not isinstance(event, AllBlocksCleared):
                         self.counts[type(event).__name__, event.medium] += len(event.block_hashes)
-            pools = {"GPU": rank._pool._block_of, "CPU": rank.host._host._block_of}
+            pools = {"GPU": rank._pool._block_of, "CPU": rank.host.blocks._block_of}
             for medium, index in (*pools.items(), ("STORAGE", rank.host.files._index)):
                 unknown = mirror._unknown[medium].keys()  # not announced until shared
                 assert view.cached[medium] == set(map(shorten, index.keys() - unknown))
@@ -195,7 +195,7 @@ def test_events_tell_the_content_of_the_cache(
     for rank, (mirror, _) in [*first.followers.items(), *second.followers.items()]:
         for _ in range(KEPT_STEPS + 1):
             mirror.apply(CacheLog([], [], []))
-        known = {*rank._pool._block_of, *rank.host._host._block_of, *rank.host.files._index}
+        known = {*rank._pool._block_of, *rank.host.blocks._block_of, *rank.host.files._index}
         known.difference_update(*mirror._unknown.values())
         assert mirror._runs.keys() == known, "descriptions of evicted blocks remain"
 

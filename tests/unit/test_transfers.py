@@ -122,7 +122,7 @@ class Engine:
         (rank,) = self.scheduler.ranks
         assert rank.num_free_blocks == self.limits.num_blocks
         unplanned = len(rank.host._new_stores)
-        assert rank.host._host.num_free + unplanned == rank.host.num_blocks
+        assert rank.host.blocks.num_free + unplanned == rank.host.num_blocks
         transfers = self.transfers
         assert not (transfers._pulls or transfers._copies or transfers._held or self.copies)
         assert not (transfers._prefills or transfers._waiting or rank.shared.leases)
@@ -378,7 +378,7 @@ class Alone:
 
     @property
     def num_held(self) -> int:
-        return self.shared._host.num_blocks - self.shared._host._host.num_free
+        return self.shared._host.num_blocks - self.shared._host.blocks.num_free
 
 
 def test_a_lease_is_opened_once_its_blocks_are_stored_and_ends_with_its_return() -> None:
