@@ -55,7 +55,7 @@ class Kernel(Generic[P, R]):
     op: Op[P, R]
     provider: str
     run: R
-    prepare: P = None  # type: ignore[assignment]  # of the ops whose `P` is None
+    prepare: P = None  # type: ignore[assignment]  # if `P` is None
     requires: frozenset[Feature] = frozenset({Feature.CPU})
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     reads: Callable[[TensorFormat], bool] = is_plain

@@ -153,7 +153,7 @@ class KernelTable:
         return replace(self, candidates={**self.candidates, **chosen})
 
     def _choose_provider(self, op: AnyOp, provider: str) -> dict[AnyOp, tuple[AnyKernel, ...]]:
-        """Return the candidates of `op` by `provider`, and those of fused and paired ops."""
+        """Return the candidates of `op` by `provider`, and candidates of fused and paired ops."""
         providers = dict.fromkeys(kernel.provider for kernel in self.candidates[op])
         if provider not in providers:
             raise _unknown(f"the provider of {op}", provider, providers, choice=f"{op}={provider}")

@@ -76,7 +76,7 @@ class AttentionMetadata:
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
     # Limit of the adjacent decodes that may belong to one sequence; a decode is one token longer
-    # than the previous one. It is set if only the device holds the lengths after draft tokens.
+    # than the previous one. Set if only the device holds the lengths of decodes with draft tokens.
     max_decode_run: int = 1
     # The decodes grouped by sequence, for kernels that read the keys of a sequence once. None: the
     # groups are unknown, or each sequence has one decode.

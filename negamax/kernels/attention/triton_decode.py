@@ -14,8 +14,8 @@ of a sequence are then reduced (`triton_decode_reduce`).
         rows       |        |        |            warps do not wait for each other within a split
 
 The latency of a program matters as much as its bytes, so the kernel has few instructions. For
-example, all values of a cache are finite, so it is read without masks. With PREFETCH_KV the first
-tile, which earlier steps wrote, is read before the predecessor kernel has ended.
+example, all values of a cache are finite, so the cache is read without masks. With PREFETCH_KV the
+first tile, which earlier steps wrote, is read before the predecessor kernel has ended.
 """
 
 import torch
@@ -235,9 +235,9 @@ def _decode_kernel(
 ):
     """Attend to one split of a sequence (SPLIT_KV) or to a run of tiles of several sequences.
 
-    A program waits only for programs that come later in the plan. These have smaller program ids,
-    so they are running or have ended. PREFETCH_KV requires that every sequence has one new key in
-    this step; older keys are read before the predecessor kernel has ended.
+    A program waits only for programs that come later in the plan. Later programs have smaller ids,
+    so these programs are running or have ended. PREFETCH_KV requires that every sequence has one
+    new key in this step; older keys are read before the predecessor kernel has ended.
     """
     head, programs = tl.program_id(0), tl.num_programs(1)
     program = programs - 1 - tl.program_id(1)
@@ -306,7 +306,7 @@ def launch_decode(
     lse: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> None:
-    """Run `decode` into `output` and lse [T, heads]; `lengths` [S] int32 replace planned ones."""
+    """Run `decode` into `output`, lse [T, heads]; `lengths` [S] int32 replace planned lengths."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

@@ -188,7 +188,7 @@ def qk_norm_rope_write(
     """Run `attention.qk_norm_rope_write`; `qkv` is not changed, and negative slots are not written.
 
     Several ranks need one launch if their symmetric memory has a row for every token. Otherwise
-    they need two launches with an all-reduce of the group in between.
+    several ranks need two launches with an all-reduce of the group in between.
     """
     assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
     num_tokens, head_dim, half = qkv.shape[0], cache.k.shape[-1], at.cos.shape[-1] // 2

@@ -48,7 +48,7 @@ _SCORES = 2**21  # limit of the scores of tokens that are computed at a time; bo
 @dataclass(frozen=True)
 class ScoredTokens:
     """Tokens that need scores, because they have more than `topk_blocks` blocks up to their
-    position. Their sequences are padded to the same number of blocks.
+    position. The sequences of these tokens are padded to the same number of blocks.
     """
 
     rows: Tensor  # [S, n] int64, indices among the step's tokens, n tokens of each sequence

@@ -52,7 +52,7 @@ from negamax.kernels.block_sparse.triton_selection import (
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # limit of the queries of a sequence that are scored together
-# limits of what is compared at once: blocks of a row, scores of all rows
+# limits of one comparison: blocks of a row, scores of all rows
 MOST_COMPARED, MOST_SCORES = 2048, 4096
 _FEW = tl.constexpr(256)  # up to this number of blocks scores are sorted
 _NUM_GROUPS = tl.constexpr(512)  # groups of blocks if not all blocks are compared at once
@@ -121,7 +121,7 @@ def _plan_queries_kernel(
     arrivals,  # [S] int32, set to 0
     num_seqs,
     DENSE_TOKENS: tl.constexpr,
-    MERGE: tl.constexpr,  # limit of single-query "sequences" that are merged; 1: none is merged
+    MERGE: tl.constexpr,  # limit of single-query "sequences" that are merged; 1: no merge
     SEQS_POW2: tl.constexpr,
 ):
     """Write the queries of each sequence and how many of its tokens are scored. Grid (1,)."""
@@ -149,8 +149,8 @@ def _plan_queries_kernel(
 def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> SelectDecodePlan:
     """Plan 1 to MOST_QUERIES queries per sequence. Only the device reads the lengths."""
     num_seqs, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
-    # The queries of one sequence may be several "sequences" of one query each. Their number is
-    # known only while a graph is captured.
+    # The queries of one sequence may be listed as several "sequences" of one query each. The limit
+    # of their number is known only while a graph is captured.
     is_single = metadata.positions.shape[0] == num_seqs
     unknown = MOST_QUERIES if num_seqs > 1 else 1
     longest = metadata.max_decode_run if metadata.is_captured else unknown

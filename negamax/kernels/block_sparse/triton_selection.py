@@ -23,7 +23,7 @@ NO_KEY = tl.constexpr(-0x80000000 << 32)
 class SelectionConstants(NamedTuple):
     """Constants of the selection kernels, passed as one argument `C: tl.constexpr`."""
 
-    HEADS: int  # index heads: those of this rank's KV heads, or with shards those of all ranks
+    HEADS: int  # number of index heads: of this rank, or with shards of all ranks
     DIM: int  # dimension of an index head
     BLOCK: int  # tokens of a sparse block
     PER_BLOCK: int  # sparse blocks of a block of the cache

@@ -13,7 +13,7 @@ def all_reduce_add_rms(
     x: Tensor,
     residual: Tensor,  # [T, width], changed in place
     norm: Prepared,
-    group: Collective | None,  # None: one rank
+    group: Collective | None,  # None: there is only one rank
     /,
 ) -> Hidden:  # [T, width]
     """Sum x over parts, then over ranks; add it to the residual; return the residual's norm."""

@@ -70,8 +70,8 @@ def poll(base, index, flag, mask, control):
     """Return the data (int32) at `base + index` of this rank's copy when all words have `flag`, or
     the current data after a time-out.
 
-    `control` points to the address of `PollControl.words`. It is None if programs of this launch
-    write the words; all programs run at once, so these words always arrive.
+    `control` points to the address of `PollControl.words`. Without `control` programs of the same
+    launch write the words; all programs run at once, so these words always arrive.
     """
     word = tl.load(base + index, mask=mask, other=0, volatile=True)
     is_missing = _any_missing(word, flag, mask)

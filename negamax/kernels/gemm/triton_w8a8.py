@@ -1,9 +1,9 @@
 """GEMMs of int8 with int8 and of E4M3 with E4M3 in Triton: out[M, N] = x[M, K] w[N, K]^T, with a
 scale per row of w. These kernels round activations, with a scale per token.
 
-They are used if M is so large that reading the weights is not the bottleneck, because tensor cores
-multiply 8 bits at twice the rate of 16. With fewer tokens `triton_packed.py` dequantizes the same
-layout. `tiles.py` has the tile sizes, which are those of FP8 blocks and were not tuned further.
+The kernels run if M is so large that reading the weights is not the bottleneck, because tensor
+cores multiply 8 bits at twice the rate of 16. With fewer tokens `triton_packed.py` dequantizes the
+same layout. `tiles.py` has the tile sizes, which are those of FP8 blocks; others were not measured.
 """
 
 from functools import partial

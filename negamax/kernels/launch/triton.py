@@ -4,7 +4,7 @@ Programmatic dependent launch (PDL): after an ordinary launch, a kernel starts w
 in the stream has ended. The GPU is then idle for a few microseconds, and a decode step is hundreds
 of kernels of 3 to 30 us. On NVIDIA GPUs from Hopper on, the next kernel may start as soon as every
 program of the running one has called `launch_dependents` or has ended. `wait_for_predecessor`
-blocks until the predecessor has ended and its results are visible. CUDA graphs keep both.
+blocks until the predecessor has ended and its results are visible. CUDA graphs keep these calls.
 
     kernel A  ---- launch_dependents ------------------ end
     kernel B            starts, loads weights ... wait_for_predecessor | reads what A wrote
@@ -58,7 +58,7 @@ triton.knobs.language.default_fp_fusion = True
 def triton_kernel(
     op: Op[P, R],
     run: R,
-    prepare: P = None,  # type: ignore[assignment]  # of the ops whose `P` is None
+    prepare: P = None,  # type: ignore[assignment]  # if `P` is None
     *,
     provider: str = "triton",
     requires: Iterable[Feature] = (),

@@ -140,7 +140,7 @@ class H200MoeTiles(MoeTiles):
         return 8 if width <= 384 else 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
-        if hidden > _MEASURED_HIDDEN:  # 5 choices are not a power of two, so choices stays 1
+        if hidden > _MEASURED_HIDDEN:  # M3 has 5 choices, not a power of two, so `choices` is 1
             down = Tile(1, 16, 128 if width <= 384 else 256, num_warps=4)
             return ExpertTiles(Tile(1, 2, 2048, num_warps=4), down)
         gate_up = Tile(1, 2, 1024, num_warps=2)
@@ -171,8 +171,8 @@ class H200MoeTiles(MoeTiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """Return tiles for up to 4 tokens; for 2 with rows of more than 1,536 bytes (8 bits:
-        3,072); for 1 if fewer than 128 codes of 4 bits share a 16-bit scale.
+        """Return tiles for up to 4 tokens, else None. The limit is 2 tokens if rows have more than
+        1,536 bytes (8 bits: 3,072), and 1 if fewer than 128 4-bit codes share a 16-bit scale.
 
         A thread holds up to 384 bytes of gate and up, or 192 bytes if rows are long or scales and
         zero points need registers. A thread holds up to 192 bytes of down.

@@ -1,10 +1,10 @@
-/* Row-wise ops for the CPU, the arithmetic of negamax/kernels/<family>/op.py in one pass over
+/* Row-wise ops for the CPU: the arithmetic of negamax/kernels/<family>/op.py in one pass over
    each row.
 
-   Compiled once per dtype of the tensors: bf16, or fp32 with -DELEMENT_FP32. Sums run over 16
-   fixed lanes, so a row's result depends on that row alone. bf16 is carried as uint16_t and
-   rounded to nearest even, in the places where the definitions round. Tensors are contiguous;
-   sizes are in elements. */
+   This file is compiled once per dtype of the tensors: bf16, or fp32 with -DELEMENT_FP32. Sums run
+   over 16 fixed lanes, so a row's result depends only on that row. bf16 is stored as uint16_t and
+   rounded to nearest even where the references round. Tensors are contiguous. Sizes are in
+   elements. */
 
 #include <float.h>
 #include <math.h>
@@ -87,8 +87,8 @@ static float sum_of_squares(const float *x, int64_t count) {
     return fold(lanes);
 }
 
-/* exp, accurate to about 2 ulp, in a form that compilers vectorise; clamped to the range of float,
-   NaN stays NaN. */
+/* Compute exp to about 2 ulp, in a form that compilers vectorize. x is clamped, so results are in
+   the range of float; NaN stays NaN. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     float n = x == x ? floorf(x * 1.44269504088896341f + 0.5f) : 0.0f;
@@ -106,8 +106,8 @@ static inline float exponential(float x) {
     return p * scale;
 }
 
-/* residual += x (x may be NULL), out = rms_norm(residual) * weight, or * (1 + weight). All [rows,
-   width]. */
+/* residual += x (x may be NULL), then out = rms_norm(residual) * weight, or * (1 + weight).
+   x, residual and out are [rows, width]. */
 void negamax_add_rms(const element *x, element *residual, const element *weight, element *out,
                      int64_t rows, int64_t width, float eps, int64_t gemma) {
     float scratch[width];
@@ -129,15 +129,15 @@ void negamax_add_rms(const element *x, element *residual, const element *weight,
     }
 }
 
-/* Normalise `count` values by their mean square, times weight. */
+/* Normalize `count` values by their mean square and multiply them by `weight`. */
 static void scaled(float *restrict x, const float *restrict weight, int64_t count, float eps) {
     float scale = 1.0f / sqrtf(sum_of_squares(x, count) / (float)count + eps);
     for (int64_t i = 0; i < count; i++) x[i] = x[i] * scale * weight[i];
 }
 
-/* qkv [tokens, (heads + 2 kv_heads) * dim] -> q_out [tokens, heads * dim], keys and values into the
-   caches at rows [tokens * kv_heads]; cos, sin [tokens, rotary] fp32. Values that are not finite
-   become finite first: a cache block outlives the sequence that wrote it. */
+/* Norm and rotate qkv [tokens, (heads + 2 kv_heads) * dim]. Write q_out [tokens, heads * dim], and
+   keys and values to the caches at rows [tokens * kv_heads]. cos, sin [tokens, rotary] fp32. All
+   values become finite first, because another sequence may use the cache block later. */
 void negamax_qk_norm_rope_write(const element *qkv, const float *weight, const float *cosines,
                                 const float *sines, element *k_cache, element *v_cache,
                                 const int64_t *rows, element *q_out, int64_t tokens, int64_t heads,
@@ -175,11 +175,11 @@ void negamax_qk_norm_rope_write(const element *qkv, const float *weight, const f
     }
 }
 
-/* As negamax_qk_norm_rope_write with norms of each head, weight [2, dim] of queries and of keys.
-   With an index cache `projected` has index_heads index queries and one index key of index_dim
-   behind it, index_weight [2, index_dim]; the key goes to the place in the cache's one head that
-   the token's first key has in the others, if its block is one of those that `rank` of `ranks`
-   holds: b with b % ranks = rank, at b / ranks. */
+/* Do negamax_qk_norm_rope_write with a norm per head; weight [2, dim] of queries and of keys. With
+   an index cache, `projected` also has index_heads index queries and one index key of index_dim
+   columns, with norms index_weight [2, index_dim]. The index key has the block and offset of the
+   token's first key. Rank `rank` of `ranks` writes only blocks b with b % ranks = rank, as its
+   block b / ranks. */
 void negamax_head_norm_rope_write(const element *projected, const float *weight,
                                   const float *index_weight, const float *cosines,
                                   const float *sines, element *k_cache, element *v_cache,
@@ -231,8 +231,8 @@ void negamax_head_norm_rope_write(const element *projected, const float *weight,
     }
 }
 
-/* Scores of `keys` keys [keys, dim] for four queries [4, dim], both fp32, two keys at a time
-   (`keys` is even, `dim` a multiple of WIDTH: both are padded). */
+/* Compute the scores of fp32 keys [keys, dim] for four fp32 queries [4, dim], two keys at a time.
+   `keys` is padded to an even number, and `dim` to a multiple of WIDTH. */
 static void four_scores(const float *q, const float *k, float *scores, int64_t keys, int64_t dim,
                         int64_t stride) {
     for (int64_t key = 0; key < keys; key += 2) {
@@ -267,7 +267,7 @@ static void four_mixed(float *acc, const float *alpha, const float *p, const flo
     }
 }
 
-/* `count` rows of `dim` values as fp32 rows of `padded` values; what is padded stays as it was. */
+/* Convert `count` rows of `dim` values to fp32 rows of `padded` values; padding is not written. */
 static void widen_rows(const element *restrict rows, float *restrict out, int64_t count,
                        int64_t dim, int64_t padded) {
     for (int64_t row = 0; row < count; row++)
@@ -279,10 +279,10 @@ static void prefetch_block(const element *block, int64_t count) {
     for (int64_t i = 0; i < count; i += line) __builtin_prefetch(block + i);
 }
 
-/* One query per sequence against its paged keys and values, block by block with a running softmax:
-   m_i the largest score so far, l_i the sum of exponentials, alpha what a new m_i scales them by.
-   q, out [seqs, heads, dim]; caches [blocks, kv_heads, block_size, dim]; tables [seqs, table_width]
-   block numbers; lengths [seqs] keys, 0 in padding, whose sums are 0. */
+/* Attend with one query per sequence to its paged keys and values, block by block with a running
+   softmax: m_i is the largest score, l_i is the sum of exponentials, and alpha rescales l_i and the
+   output if m_i grows. q, out [seqs, heads, dim]; caches [blocks, kv_heads, block_size, dim];
+   tables [seqs, table_width] block numbers; lengths [seqs] keys. Padding: length and output 0. */
 void negamax_decode(const element *q, const element *k_cache, const element *v_cache,
                     const int64_t *tables, const int64_t *lengths, element *out, int64_t seqs,
                     int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
@@ -336,8 +336,8 @@ void negamax_decode(const element *q, const element *k_cache, const element *v_c
     }
 }
 
-/* q [rows, heads, dim], index cache [blocks, 1, block_size, dim] -> out [rows, heads, width] fp32,
-   the highest score of each of the first counts[row] sparse blocks of `size` keys. */
+/* Score blocks: q [rows, heads, dim], index cache [blocks, 1, block_size, dim] -> out [rows, heads,
+   width] fp32, the highest score in each of the first counts[row] sparse blocks of `size` keys. */
 void negamax_block_scores(const element *q, const element *index_cache, const int64_t *tables,
                           const int64_t *counts, float *out, int64_t num_rows, int64_t heads,
                           int64_t dim, int64_t block_size, int64_t size, int64_t table_width,
@@ -364,9 +364,9 @@ void negamax_block_scores(const element *q, const element *index_cache, const in
     }
 }
 
-/* x [tokens, hidden], gate [experts, hidden] fp32, bias [experts] fp32 -> the top_k experts of
-   sigmoid(gate x) + bias, and their sigmoids divided by the sum; ids, weights [tokens, top_k].
-   Equal scores: the lower id. */
+/* Route x [tokens, hidden] with gate [experts, hidden] fp32 and bias [experts] fp32. ids [tokens,
+   top_k] are the top_k experts of sigmoid(gate x) + bias; weights [tokens, top_k] are the sigmoids
+   of these experts, divided by their sum. Of equal scores the lower id is selected. */
 void negamax_route(const element *x, const float *gate, const float *bias, int32_t *ids,
                    float *weights, int64_t tokens, int64_t hidden, int64_t experts, int64_t top_k) {
     float wide[hidden], score[experts], biased[experts];
@@ -382,7 +382,7 @@ void negamax_route(const element *x, const float *gate, const float *bias, int32
             for (int j = 0; i < hidden; i++, j++) lanes[j] += wide[i] * row[i];
             score[expert] = 1.0f / (1.0f + expf(-fold(lanes)));
             biased[expert] = score[expert] + bias[expert];
-            /* NaN first, as in torch.topk */
+            /* NaN ranks first, as in torch.topk */
             if (biased[expert] != biased[expert]) biased[expert] = INFINITY;
         }
         float total = 0.0f;
@@ -402,8 +402,8 @@ void negamax_route(const element *x, const float *gate, const float *bias, int32
 }
 
 /* gate_up [rows, 2 * width], gate first -> out [rows, width] = g * sigmoid(alpha * g) * (u + beta),
-   where g is the gate up to `limit` and u between -limit and limit. silu(g) is rounded before it is
-   multiplied, what has other constants is not. */
+   where g is clamped to at most `limit`, and u to -limit .. limit. With the constants of silu,
+   silu(g) is rounded before the product. */
 void negamax_swiglu(const element *gate_up, element *out, int64_t rows, int64_t width, float alpha,
                     float limit, float beta) {
     const int is_silu = alpha == 1.0f && isinf(limit) && beta == 0.0f;
@@ -420,10 +420,10 @@ void negamax_swiglu(const element *gate_up, element *out, int64_t rows, int64_t 
     }
 }
 
-/* Sort the (token, choice) pairs of experts first .. first + count - 1 by expert, pairs of one
-   expert in order: pair p of ids [tokens * top_k] stands at place[p] of the sorted list (-1:
-   another rank's expert), entry i of the list belongs to token source[i], and expert e's entries
-   are bounds[e] .. bounds[e + 1] - 1. source, place [tokens * top_k]; bounds [count + 1]. */
+/* Sort the (token, choice) pairs of experts first .. first + count - 1 by expert; pairs of one
+   expert keep their order. Pair p of ids [tokens * top_k] is at place[p] of the sorted list (-1:
+   another rank's expert). Entry i of the list belongs to token source[i]. Expert e has the entries
+   bounds[e] .. bounds[e + 1] - 1. source, place [tokens * top_k]; bounds [count + 1]. */
 void negamax_group_pairs(const int32_t *ids, int64_t *source, int64_t *place, int64_t *bounds,
                          int64_t tokens, int64_t top_k, int64_t first, int64_t count) {
     int64_t pairs = tokens * top_k, next[count + 1];
@@ -440,9 +440,8 @@ void negamax_group_pairs(const int32_t *ids, int64_t *source, int64_t *place, in
     }
 }
 
-/* The weighted sum of each token's expert outputs, in the order of its choices; place from
-   negamax_group_pairs. y [sorted pairs, hidden], weights [tokens * top_k] fp32 -> out [tokens,
-   hidden]. */
+/* Sum each token's expert outputs with weights, in the order of its choices. y [sorted pairs,
+   hidden], weights [tokens * top_k] fp32, place of negamax_group_pairs -> out [tokens, hidden]. */
 void negamax_combine(const element *y, const int64_t *place, const float *weights, element *out,
                      int64_t tokens, int64_t top_k, int64_t hidden) {
     float sum[hidden];

@@ -229,7 +229,7 @@ def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Te
 
 
 def experts_kernel(linear: AnyKernel) -> AnyKernel:
-    """Make a `moe.experts` kernel: `linear` (`gemm.linear`) runs the GEMMs, C code all the rest."""
+    """Make a `moe.experts` kernel: `linear` (`gemm.linear`) runs GEMMs, C code runs other steps."""
     product = linear.run
 
     def run(x: Hidden, selected: SelectedExperts, experts: SeparateExperts) -> Tensor:

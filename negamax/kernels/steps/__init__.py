@@ -1,1 +1,1 @@
-"""Both ends of a step: prepare its tokens and positions, and store the sampled tokens."""
+"""Prepare the tokens, positions and embeddings of a step, and store its sampled tokens."""

@@ -191,7 +191,7 @@ def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
     spans = codes.view(len(codes), -1, 2, 2, 2, 2, 4, 2)
     # [N, spans, thread, 64 columns, 32 columns, pair of a word, code of a pair]
     pairs = spans.permute(0, 1, 6, 2, 3, 4, 5, 7).flatten(5, 6)
-    # the word's bits of each code as the first code of a pair, in lower and upper halves
+    # for each code, the bits that the first code of a pair sets in the lower and upper half-word
     values = torch.tensor(
         [
             sum((code >> bit & 1) << place for bit, place in enumerate(places))

@@ -290,7 +290,7 @@ def scale_to_fp32(scale, P: tl.constexpr):
 
 @triton.constexpr_function
 def _bits_of_scale(P: Any, DTYPE: Any) -> int:
-    """Return the number to add to e8m0 or e5m3 bits in bf16 so that they are scale * `_factor`."""
+    """Return the number that turns e8m0 or e5m3 bits in bf16 into scale * `_factor` if added."""
     return (exponent(P, DTYPE) + (0 if P.SCALE == "e8m0" else 127 - layout.E5M3_BIAS)) << 7
 
 

@@ -68,7 +68,7 @@ def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
 
 @triton.constexpr_function
 def _vector(P: Any) -> int:
-    """Return the adjacent columns of a thread: eight if groups have byte scales or narrow zeros."""
+    """Return the adjacent columns of a thread: 8 with byte scales or many zero points."""
     grouped = P.GROUP > 0 and not _has_one_scale(P)
     is_byte = (P.SCALE != "float" and not P.IN_WORDS) or (P.ZEROS and P.GROUP < 64)
     return 8 if grouped and is_byte else _NEIGHBORS
