@@ -18,8 +18,8 @@ from typing import Any
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Session, SessionTurn, TextScale, TurnResponse, Turns
 
-STEPS_PER_TASK = (3, 9)  # turns until the next user message
-RESULT_SPREAD = (0.3, 1.7)  # range of a tool result's length, relative to the mean
+STEPS_PER_TASK = (3, 9)  # Turns until the next user message.
+RESULT_SPREAD = (0.3, 1.7)  # Range of a tool result's length, relative to the mean.
 TWO_CALLS_SHARE = 0.25
 
 NOUNS = (
@@ -63,8 +63,8 @@ class _RecordedStep:
     """A recorded assistant turn, with the results of its calls or the next question."""
 
     message: dict[str, Any]
-    results: tuple[str, ...]  # results of the calls
-    question: str  # next question of the user, if there are no calls
+    results: tuple[str, ...]  # Results of the calls.
+    question: str  # Next question of the user, if there are no calls.
 
 
 class AgentSessions:
@@ -85,7 +85,7 @@ class AgentSessions:
             yield self.session()
 
     def session(self) -> Session:
-        """Make the next session. It has `agent_turns` turns, or as many as the context allows."""
+        """Make the next session, with `agent_turns` turns or as many as the context allows."""
         rng = random.Random(self._rng.getrandbits(64))
         opening = _task(rng)
         steps: list[_RecordedStep] = []

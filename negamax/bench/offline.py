@@ -1,11 +1,11 @@
 """`negamax bench offline`: speed of prefill and decode without a server.
 
-For each batch size it runs an untimed short batch, a batch that counts experts, a batch that
+For each batch size, it runs an untimed short batch, a batch that counts experts, a batch that
 generates one token (the prefill time), and a batch that generates `output_len` tokens. The time per
 output token is the time of the last batch after its last first token, over `output_len - 1`. A
 difference of two batches would have the noise of both batches.
 
-With `cached_prompts` the last batch repeats cached prompts. This measures decode steps after long
+With `cached_prompts` the last batch repeats cached prompts, to measure decode steps after long
 contexts.
 """
 
@@ -42,10 +42,10 @@ SCHEMA = "negamax-bench-offline/1"
 class Repeat:
     """One measurement of one batch size. Times are in seconds."""
 
-    prefill_seconds: float  # time of the batch with one token per request
-    ttft: tuple[float, ...]  # times to first token in the timed batch
-    total_seconds: float  # time of the timed batch
-    tpot: float  # (total - the last first token of the same batch) / (output_len - 1)
+    prefill_seconds: float  # Time of the batch with one token per request.
+    ttft: tuple[float, ...]  # Times to first token in the timed batch.
+    total_seconds: float  # Time of the timed batch.
+    tpot: float  # (total - the last first token of the same batch) / (output_len - 1).
     step_median: float
     step_p99: float
     busy: float

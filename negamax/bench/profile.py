@@ -1,7 +1,7 @@
 """`negamax bench profile`: the time of a decode step by operation.
 
-It records the GPU kernels of rank 0 (on a CPU, PyTorch's operators) over a few decode steps of a
-batch whose sequences have contexts of the same length.
+The command records the GPU kernels of rank 0 (on a CPU, PyTorch's operators) over some decode steps
+of a batch whose sequences have contexts of the same length.
 """
 
 import time
@@ -23,8 +23,7 @@ from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
 
-# Operations and prefixes of their kernels' names, as `_kernel_name` returns these names. The first
-# match counts.
+# Operations, and prefixes of kernel names as `_kernel_name` returns them. The first match counts.
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
     ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
@@ -72,9 +71,9 @@ class OperationTime:
     """The share of one operation, or of an unknown kernel, in a decode step of rank 0."""
 
     operation: str
-    microseconds: float  # per step
-    launches: float  # per step
-    kernels: tuple[str, ...]  # the recorded kernel names
+    microseconds: float  # Per step.
+    launches: float  # Per step.
+    kernels: tuple[str, ...]  # The recorded kernel names.
 
 
 def operation_of(kernel: str) -> str:

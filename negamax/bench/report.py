@@ -52,7 +52,7 @@ def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) 
 def gpu_seconds(
     call: Callable[[], object], *, rounds: int, between: Callable[[], object] | None = None
 ) -> list[float]:
-    """Time `rounds` calls with CUDA events after an untimed call. Run `between` before each."""
+    """Time `rounds` calls with CUDA events after an untimed call. Run `between` before each one."""
     call()
     seconds: list[float] = []
     for _ in range(rounds):
@@ -100,7 +100,7 @@ def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: flo
 
 
 def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
-    """Read the result with the same `conditions` from `file`. Raises `ConfigError` without one."""
+    """Read the result with the same `conditions` from `file`. Raises `ConfigError`."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
         # older results lack the key cached_prompts

@@ -28,8 +28,8 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
 from negamax.engine.shape import SHAPE
 
-PROBE_CHARS = (64, 4096)  # lengths of two texts that measure the server's tokens per character
-# values of `owned_by` of servers that support continuous_usage_stats
+PROBE_CHARS = (64, 4096)  # Lengths of two texts that measure the server's tokens per character.
+# Values of `owned_by` of servers that support continuous_usage_stats.
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
 _REFUSALS = ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")
@@ -44,12 +44,12 @@ class Measurement:
     """The result of a run. Times of all records are seconds of one clock."""
 
     model: str
-    records: tuple[ResponseRecord, ...]  # in the order of sending
-    seconds: float  # from the first request to the end of the last
+    records: tuple[ResponseRecord, ...]  # In the order of sending.
+    seconds: float  # From the first request to the end of the last.
     notes: tuple[str, ...]
     interrupted: bool = False
-    drafts: DraftCounts = NO_DRAFTS  # from the server's /metrics
-    shape: dict[str, Any] | None = None  # from the server's /server_info; None: not reported
+    drafts: DraftCounts = NO_DRAFTS  # From the server's /metrics.
+    shape: dict[str, Any] | None = None  # From the server's /server_info; None: not reported.
 
 
 @dataclass
@@ -70,8 +70,8 @@ class _Server:
 
     client: ServingClient
     model: str
-    context_length: int | None  # tokens; None: not reported
-    running_usage: bool  # whether each chunk can report the number of tokens so far
+    context_length: int | None  # Tokens; None: not reported.
+    running_usage: bool  # Whether each chunk can report the number of tokens so far.
     shape: dict[str, Any] | None = None
 
 
@@ -357,7 +357,7 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Send `sessions` in turn and drop all records. Raises `NegamaxError` if all are refused."""
+    """Send `sessions` in turn and drop all records. Raises `NegamaxError` if all fail."""
     for number, session in enumerate(sessions):
         await load.session(session, number)
     if sessions and all(record.error in _REFUSALS for record in load.records):

@@ -1,7 +1,7 @@
-"""The client of `negamax bench serve`: HTTP/1.1 and server-sent events.
+"""The client of `negamax bench serve`, for HTTP/1.1 and server-sent events.
 
-It stamps and parses each chunk inside asyncio's `data_received`, without waking a task. So all
-times are arrival times, even with hundreds of streams in one loop. A connection carries one
+The client stamps and parses each chunk inside asyncio's `data_received`, without waking a task. So
+all times are arrival times, even with hundreds of streams in one loop. A connection carries one
 exchange at a time and is kept for the next exchange.
 """
 
@@ -22,10 +22,10 @@ import msgspec
 
 from negamax.base.errors import ConfigError
 
-HEAD_BYTES = 64 * 1024  # limit of a response's head, or of one framing line
-EVENT_BYTES = 16 * 2**20  # limit of one server-sent event
-ERROR_BYTES = 4096  # limit of the body of an error
-ANSWER_BYTES = 64 * 2**20  # limit of an answer that is read as a whole
+HEAD_BYTES = 64 * 1024  # Limit of a response's head, or of one framing line.
+EVENT_BYTES = 16 * 2**20  # Limit of one server-sent event.
+ERROR_BYTES = 4096  # Limit of the body of an error.
+ANSWER_BYTES = 64 * 2**20  # Limit of an answer that is read as a whole.
 
 CLOSED_EARLY = "connection closed before the answer ended"
 
@@ -57,10 +57,10 @@ class ClientConnection(asyncio.Protocol):
         self._ended: asyncio.Future[None] | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
-        self._now = 0.0  # arrival of the latest bytes
-        self._num_framing = 0  # bytes since the head or the last piece of the body ended
-        self._until_close = False  # the body ends with the connection
-        self._untouched = True  # no byte of the answer has arrived
+        self._now = 0.0  # Arrival of the latest bytes.
+        self._num_framing = 0  # Bytes since the head or the last piece of the body ended.
+        self._until_close = False  # The body ends with the connection.
+        self._untouched = True  # No byte of the answer has arrived.
         self._keep = True
 
     @property
@@ -145,18 +145,18 @@ class ResponseRecord:
 
     session: int
     started: float = 0.0
-    ended: float = 0.0  # time of the last chunk with a choice, or of the failure
-    # time of each chunk with new output
+    ended: float = 0.0  # Time of the last chunk with a choice, or of the failure.
+    # Time of each chunk with new output.
     arrivals: array[float] = field(default_factory=lambda: array("d"))
     # reported output tokens up to each of these chunks; 0: not reported
     running_tokens: array[int] = field(default_factory=lambda: array("q"))
-    prompt_tokens: int | None = None  # None: not known
-    prompt_reported: bool = True  # false: the count is from the workload, not from the server
+    prompt_tokens: int | None = None  # None: not known.
+    prompt_reported: bool = True  # False: the count is from the workload, not from the server.
     output_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
-    error: str | None = None  # short reason of a failure
-    detail: str = ""  # the server's error message
+    error: str | None = None  # Short reason of a failure.
+    detail: str = ""  # The server's error message.
 
     def fail(self, reason: str, detail: str = "") -> None:
         """Note the first failure."""
@@ -214,7 +214,7 @@ class ResponseReader:
     """Reads one streamed answer into a `ResponseRecord`; `collect` keeps the assistant message.
 
     With `running_usage`, a chunk has output if the reported token count rises. Otherwise, or
-    without such a count, it has output if it has text, reasoning, a tool call or token ids.
+    without such a count, a chunk with text, reasoning, a tool call or token ids has output.
     """
 
     def __init__(

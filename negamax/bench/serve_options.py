@@ -251,7 +251,7 @@ class BenchOptions:
 
     @property
     def ignores_eos(self) -> bool:
-        """Whether answers ignore end tokens. Backends of SGLang do so by default."""
+        """Whether answers ignore end tokens, which is the default of SGLang's backends."""
         is_sglang = self.backend.startswith("sglang")
         return self.ignore_eos or (is_sglang and not self.disable_ignore_eos)
 

@@ -17,8 +17,8 @@ from negamax.base.errors import ConfigError
 from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import CHAT, COMPLETIONS, BenchOptions
 
-COMMON_IDS = range(300, 4000)  # ordinary tokens of most vocabularies
-MIN_TOKENS = 4  # shortest question and shortest answer of a ShareGPT file
+COMMON_IDS = range(300, 4000)  # Ordinary tokens of most vocabularies.
+MIN_TOKENS = 4  # Shortest question and shortest answer of a ShareGPT file.
 _SYLLABLES = (
     "ba be bo ca ce co da de do fa fe fi ga go ha he hi ja jo ka ke ki la le li lo ma me mi mo "
     "na ne ni no pa pe pi po ra re "
@@ -28,7 +28,7 @@ _SYLLABLES = (
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """One request without model and sampling, its prompt length if known, and a pause before it."""
+    """One request body without model and sampling, and the pause before the request."""
 
     body: dict[str, Any]
     prompt_tokens: int | None = None
@@ -52,7 +52,7 @@ class Session:
 
     num_turns: int
     start: Callable[[], Turns]
-    wants_responses: bool = False  # whether it reads the text of answers, which takes some time
+    wants_responses: bool = False  # whether turns read the text of answers, which takes some time
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TextScale:
     overhead: int = 0  # tokens of an empty prompt, such as those of a chat template
 
     def chars(self, num_tokens: float, *, whole_prompt: bool = False) -> int:
-        """Convert tokens to characters of a text, or of the text of a whole prompt."""
+        """Convert tokens to characters. A `whole_prompt` includes the tokens of `overhead`."""
         num_tokens -= self.overhead if whole_prompt else 0
         return max(1, round(num_tokens / self.tokens_per_char))
 
@@ -286,7 +286,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> BenchWorkload:
-    """Take `num_prompts` requests of a file in order, repeated if needed. The last ones warm up."""
+    """Take `num_prompts` requests of a file in order, repeated if needed; warm up with the last."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]

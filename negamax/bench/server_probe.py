@@ -68,7 +68,7 @@ async def exchange(
 
 
 def read_object(answer: WholeResponse) -> dict[str, Any]:
-    """Return the JSON object in an answer. Raises `CheckFailure` if there is none."""
+    """Return the JSON object in an answer. Raises `CheckFailure` for other answers."""
     found = answer.read()
     if isinstance(found, dict):
         return found
@@ -94,7 +94,7 @@ class JudgedAnswer:
         return bool(self.reasoning) and not has_answer and self.finish_reason != "length"
 
     def count(self, name: str) -> int:
-        """Return the number `name` in `usage`. Raises `CheckFailure` if it is missing."""
+        """Return the number `name` in `usage`. Raises `CheckFailure` for a missing number."""
         value: Any = self.usage
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None
@@ -123,7 +123,7 @@ class ServerProbe:
 
 
 def read_chat(answer: dict[str, Any]) -> JudgedAnswer:
-    """Read a whole answer. Raises `CheckFailure` if it is malformed."""
+    """Read a whole answer. Raises `CheckFailure` for a malformed answer."""
     try:
         choice = answer["choices"][0]
         message = choice["message"]

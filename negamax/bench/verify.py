@@ -25,9 +25,9 @@ from negamax.bench.verify_checks import (
     read_own_cases,
 )
 
-MAX_ATTEMPTS = 10  # the same number as in the published suite
-SHOWN_FAILURES = 5  # per row
-# Minimum pass rates of the published suite. All other rows allow no failure.
+MAX_ATTEMPTS = 10  # The same number as in the published suite.
+SHOWN_FAILURES = 5  # Failures shown per row.
+# Minimum pass rates of the published suite. Rows without a rate here allow no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
 _CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # not sent to the server
 _SCHEMA_WORDS = {"type", "description", "required", "additionalProperties", "$schema", "items"}
@@ -118,7 +118,7 @@ async def verify(
     timeout: float,
     repeat: int,
 ) -> list[VerifyRow]:
-    """Verify a server, with the cases of `suite` or, if it is None, those of the package.
+    """Verify a server with the cases of `suite`, or with the package's cases if `suite` is None.
 
     `timeout` is in seconds per request. Raises `ConfigError` for an invalid suite, and
     `NegamaxError` if the server answers no chat request.
@@ -139,12 +139,12 @@ async def verify(
 
 
 class _Verifier:
-    """One run. Tasks of one event loop write its rows."""
+    """One run, whose rows are written by tasks of one event loop."""
 
     def __init__(
         self, probe: ServerProbe, *, concurrency: int, timeout: float, repeat: int
     ) -> None:
-        """Limit requests to `concurrency` at a time and to `timeout` s. Send all `repeat` times."""
+        """Send all requests `repeat` times, `concurrency` at a time, each within `timeout` s."""
         self._probe, self._timeout, self._repeat = probe, timeout, repeat
         self._slots = asyncio.Semaphore(concurrency)
         self._rows: dict[str, VerifyRow] = {}
@@ -231,7 +231,7 @@ class _Verifier:
 
 
 def _find_thinking(option: str, model: str) -> str:
-    """Return the expected thinking: M3 can disable it, but M3.1 and M3-a cannot."""
+    """Return the expected thinking. M3 can disable thinking, but M3.1 and M3-a cannot."""
     if option != "auto":
         return option
     name = model.lower()

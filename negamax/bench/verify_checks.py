@@ -1,4 +1,4 @@
-"""Protocol checks of `negamax verify`. They test demands of MiniMax's acceptance suite.
+"""Protocol checks of `negamax verify`, for the demands of MiniMax's acceptance suite.
 
 A check sends requests and raises `CheckFailure` if an answer breaks a demand. The model only has to
 answer simple questions. Most checks are in `verify_cases.toml`.

@@ -19,9 +19,9 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 class BatchTimes:
     """One batch of requests that start together. Times are seconds since the first `add`."""
 
-    ttft: tuple[float, ...]  # first token of each request
-    seconds: float  # last token of all requests
-    # times of the steps after all requests have their first token
+    ttft: tuple[float, ...]  # First token of each request.
+    seconds: float  # Last token of all requests.
+    # Times of the steps after all requests have their first token.
     steps: tuple[float, ...]
     # seconds of the decode phase with a busy and an idle GPU; both 0 if not measured
     busy: float
@@ -94,7 +94,7 @@ def run_batch(
     *,
     on_decode: Callable[[], None] | None = None,
 ) -> BatchTimes:
-    """Run `requests` to their end, and call `on_decode` after each step in which all decode.
+    """Run `requests` to their end. Call `on_decode` after each step in which all requests decode.
 
     Raises `EngineError` if a request fails.
     """
@@ -143,7 +143,7 @@ def drain(loop: EngineLoop) -> None:
 
 
 def decode_batch(loop: EngineLoop, requests: list[GenerateRequest]) -> Generator[None, None, None]:
-    """Run `requests` to their first tokens, then a step per `next`. Closing aborts them."""
+    """Run `requests` to their first tokens, then a step per `next`. Closing aborts requests."""
     waiting = {request.request_id for request in requests}
     for request in requests:
         loop.add(request)

@@ -1,4 +1,4 @@
-"""`negamax bench offline MODEL`: prefill and decode speed by batch size, and the limit."""
+"""`negamax bench offline MODEL`: prefill and decode speed by batch size, with its limit."""
 
 from dataclasses import replace
 from functools import partial

@@ -83,8 +83,8 @@ def command(
 class _Files:
     """Files for the results of a run."""
 
-    folder: Path | None  # None: results are not saved
-    name: str | None  # None: the name is made from the run's settings
+    folder: Path | None  # None: results are not saved.
+    name: str | None  # None: the name is made from the run's settings.
     detailed: bool
     plot: Path | None
 

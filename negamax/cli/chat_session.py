@@ -88,7 +88,7 @@ class _Clock:
 
 
 class ChatSession:
-    """One conversation. Only `talk` changes it."""
+    """One conversation, which only `talk` changes."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ChatSession:
             self._messages.append({"role": "user", "content": line})
 
     def answer(self, view: ChatView) -> None:
-        """Generate the next message and show it as it arrives.
+        """Generate the next message, and show the message as it arrives.
 
         If the answer is refused, or stopped without content, the user's message is removed.
         """

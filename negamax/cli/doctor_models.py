@@ -1,4 +1,4 @@
-"""Find the models that this machine can serve, and the options that each needs."""
+"""Find the models that this machine can serve, and the options that each model needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +43,9 @@ class Machine:
     """Properties of a machine that decide which models run."""
 
     gpus: tuple[Gpu, ...]
-    memory_bytes: int  # free main memory
-    cpu_bfloat16: bool  # the CPU computes in bf16
-    disk_bytes: int  # free bytes on the disk to which models are downloaded
+    memory_bytes: int  # Free main memory.
+    cpu_bfloat16: bool  # The CPU computes in bf16.
+    disk_bytes: int  # Free bytes on the disk to which models are downloaded.
 
 
 @dataclass(frozen=True)

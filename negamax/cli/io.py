@@ -22,7 +22,7 @@ _ANY_VOCABULARY = 2**31  # limit of token ids before the model is known
 
 
 def print_line(text: str, *, indent: int = 0) -> None:
-    """Print a line, wrapped to the width of a terminal. Without a terminal it stays one line.
+    """Print a line, wrapped to the width of a terminal. Other outputs are not wrapped.
 
     Further lines begin with `indent` spaces, at most a third of the width. Words stay whole.
     """

@@ -52,8 +52,8 @@ def add_options(
     """Decorate a command whose parameters include dataclasses of options.
 
     A dataclass parameter becomes one option per field. With `EngineOptions` the command also gets
-    MODEL and --model (optional if not `needs_model`) and other servers' options. If `explains`, it
-    gets --config and --explain, and --explain calls `check`. `defaults` replaces default values.
+    MODEL and --model (optional if not `needs_model`) and other servers' options. If `explains`, the
+    command gets --config and --explain, which calls `check`. `defaults` replaces default values.
     `foreign` is the table of other servers' options for a command without `EngineOptions`.
     """
 

@@ -32,9 +32,9 @@ Only configuration files are read, and no GPU is needed. docs/parallelism.md com
 times with measurements.
 """
 _MOST_GPUS = 64
-_MOST_ROWS, _MOST_REASONS = 6, 3  # the numbers that fit on a screen
-_FORMATS = ("fp8", "int8", "mxfp8", "int4", "nvfp4", "mxfp4")  # of --quantization
-FIRST_NODE = "node0"  # name of the first machine in commands for several machines
+_MOST_ROWS, _MOST_REASONS = 6, 3  # The numbers that fit on a screen.
+_FORMATS = ("fp8", "int8", "mxfp8", "int4", "nvfp4", "mxfp4")  # Of --quantization.
+FIRST_NODE = "node0"  # Name of the first machine in commands for several machines.
 _GPU_NAMES = [gpu.name for gpu in GPUS.values()]
 _TABLE_WIDTH = 100  # least width of the table, even on a narrower terminal
 _LOAD, _HARDWARE, _MODEL = "Expected load", "Hardware", "Model"
@@ -218,7 +218,7 @@ def commands(
     sharding = "on" if each.shards_index else "off"
     words = ["negamax", "serve", model, *start, *each.topology.flags]
     nodes = each.topology.nodes(per_node=hardware.per_node)
-    # Replicas on one machine share a command. A replica over several machines has its own ones.
+    # Replicas on one machine share a command. A replica over several machines has own commands.
     replicas = each.topology.replicas // hardware.nodes if nodes == 1 else 1
     for name, value, default in (
         ("num-replicas", replicas or each.topology.replicas, 1),
@@ -339,7 +339,7 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec, *, remedy: str | 
 
 
 def _print_refused(plan: Plan) -> None:
-    """Print the smallest shortage of memory and a few other reasons."""
+    """Print why topologies do not run: the smallest shortage of memory, and a few other reasons."""
     short = sorted(
         (each for each in plan.refused if each.missing_bytes), key=lambda each: each.missing_bytes
     )

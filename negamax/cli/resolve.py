@@ -53,8 +53,8 @@ class Resolved:
     """A resolved command line."""
 
     words: list[str]
-    choices: dict[str, OptionValue] = field(default_factory=dict)  # by name of the parameter
-    notes: list[str] = field(default_factory=list)  # notes on options without effect
+    choices: dict[str, OptionValue] = field(default_factory=dict)  # By name of the parameter.
+    notes: list[str] = field(default_factory=list)  # Notes on options without effect.
 
 
 def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:

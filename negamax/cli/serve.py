@@ -27,7 +27,7 @@ HELP = "Serve MODEL over an OpenAI-compatible HTTP API."
 def check(*, engine: EngineOptions, server: ServerOptions) -> None:
     """Raise `ConfigError` if the address, the model or an option prevents a start."""
     with large_imports():
-        from negamax.api.server import resolve_address  # imports the HTTP stack, unlike --help
+        from negamax.api.server import resolve_address  # the import of the HTTP stack is slow
         from negamax.api.tracing import check_endpoint
     from negamax.engine.core.source import check_model
     from negamax.engine.nodes.ray_launcher import check_installed
@@ -40,7 +40,7 @@ def check(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 
 def _check_line(*, engine: EngineOptions, server: ServerOptions) -> None:
-    """Check a start without a start. The model's folder may be on another machine."""
+    """Run the checks of a start. The model's folder may be on another machine."""
     if engine.model.startswith(("/", "./", "~")) and not Path(engine.model).expanduser().exists():
         print(f"note: the folder {engine.model} is not on this machine", file=sys.stderr)
         check(engine=dataclasses.replace(engine, model=next(iter(EMBEDDED))), server=server)

@@ -1,4 +1,4 @@
-"""`negamax verify URL`: MiniMax's protocol checks against an OpenAI-compatible server."""
+"""`negamax verify URL` runs MiniMax's protocol checks against an OpenAI-compatible server."""
 
 from __future__ import annotations
 

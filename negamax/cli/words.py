@@ -13,17 +13,17 @@ from negamax.options.foreign import Foreign
 _TRUTHS = {"true": True, "false": False}
 _SECRETS = ("-key", "-token", "-password")  # name endings of options with secret values
 _SECRET_FLAGS = ("--api-key", "--admin-api-key")
-_SHORTEST = 5  # abbreviations of options are longer than this, with the dashes
-_SIMILARITY = 0.8  # least similarity of a name that is suggested
+_SHORTEST = 5  # Abbreviations of options are longer than this, with the dashes.
+_SIMILARITY = 0.8  # Least similarity of a name that is suggested.
 
 
 @dataclass(frozen=True)
 class Option:
     """An option of Negamax. `names` turn a switch on, and `opposites` turn it off."""
 
-    name: str  # the parameter
-    key: str  # name in files and environment variables
-    flag: str  # for typer
+    name: str  # The parameter.
+    key: str  # Name in files and environment variables.
+    flag: str  # For typer.
     kind: Kind
     names: tuple[str, ...]
     opposites: tuple[str, ...]
@@ -61,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Meaning:
-    """The option that a name stands for. An opposite turns the option off."""
+    """The option that a name stands for. The opposite of a switch turns the option off."""
 
     option: Option
     is_opposite: bool = False
@@ -154,7 +154,7 @@ class Line:
 
     positional: tuple[str, ...]
     given: tuple[Given, ...]
-    after_dashes: tuple[str, ...]  # with the dashes
+    after_dashes: tuple[str, ...]  # `--` and the words after it
 
 
 def is_model_option(option: "Option") -> bool:

@@ -56,8 +56,8 @@ class ChatFormat:
     family: ChatFamily
     thinking: Thinking
     reads_calls: bool
-    template: ChatTemplate | None = None  # None if prompts are plain text
-    # token ids of tags; the parser finds tags without an id by their text
+    template: ChatTemplate | None = None  # None if prompts are plain text.
+    # Token ids of tags; the parser finds tags without an id by their text.
     tag_ids: Mapping[str, int] = field(default_factory=dict)
     closing_ids: tuple[int, ...] = ()  # the tokens that close the reasoning
 
@@ -101,7 +101,7 @@ class ChatFormat:
         stop: Sequence[str] = (),
         includes_stop: bool = False,
     ) -> OutputParser:
-        """Return a parser for one answer. It reads tool calls only if `may_call` is true."""
+        """Return a parser for one answer. Tool calls are parsed only if `may_call` is true."""
         output = self.output if self.reads_calls and may_call else self.output.drop_calls()
         return OutputParser(
             output,

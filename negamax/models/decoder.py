@@ -204,7 +204,7 @@ class Decoder:
 
         For each layer number in `capture`, the residual stream [T, hidden] that enters the layer is
         captured, summed over the ranks, and written to the tensor in `out` if there is one. The
-        number of layers captures the stream after the last layer. A layer of another stage yields
+        number of layers stands for the stream after the last layer. A layer of another stage yields
         its tensor in `out` unchanged, or no stream. `images` are the image rows of the first stage.
 
         Stages after the first run on `entering` [T, hidden] instead of tokens: this rank's part of

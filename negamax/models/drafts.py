@@ -1,6 +1,6 @@
 """The spec and the error messages that all families of draft models share.
 
-A draft model proposes tokens for its target model. It reads the residual stream that enters some
+A draft model proposes tokens for its target model, and reads the residual stream that enters some
 layers of the target. Layer number L means the residual stream after L layers.
 """
 
@@ -21,21 +21,21 @@ LAYERS_HINT = f"list the layers whose input it was trained on in --speculative-c
 class DraftSpec(ModelSpec):
     """A model that proposes tokens for another model, its target."""
 
-    # whether each rank holds all rows of the target's embedding, if the draft has no own one
+    # whether each rank holds all rows of the target's embedding, if the draft has no own embedding
     copies_embedding: ClassVar[bool] = False
 
     target_hidden_size: int
     # layers of the target whose input the draft reads; () means `default_layers`
     aux_layers: tuple[int, ...] = ()
-    num_aux: int  # number of target layers that the draft reads
-    own_embedding: bool = False  # false: the draft uses the target's embedding
+    num_aux: int  # Number of target layers that the draft reads.
+    own_embedding: bool = False  # False: the draft uses the target's embedding.
     own_head: bool = True
-    is_rotated_back: bool = False  # the target's weights are rotated (QuaRot), the draft's are not
-    # properties of the target, as the draft's files state them
+    is_rotated_back: bool = False  # The target's weights are rotated (QuaRot), the draft's are not.
+    # Properties of the target, as the draft's files state them.
     target_model_type: str | None = None
     target_num_layers: int | None = None
-    speculative_tokens: int | None = None  # draft length that the draft's files state
-    verifier: str | None = None  # name of the target in the draft's files
+    speculative_tokens: int | None = None  # Draft length that the draft's files state.
+    verifier: str | None = None  # Name of the target in the draft's files.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,8 +110,8 @@ class DraftModel:
 class DraftFamily(ModelFamily):
     """A family of draft models; its module `names` is a `DraftNames`."""
 
-    method: str  # name of the method in --speculative-config
-    architectures: tuple[str, ...]  # every spelling in config.json
+    method: str  # Name of the method in --speculative-config.
+    architectures: tuple[str, ...]  # Every spelling in config.json.
 
 
 class DraftNames(WeightNames, Protocol):

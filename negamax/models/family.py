@@ -1,4 +1,4 @@
-"""The interface of a model family: `ModelFamily` and its modules `names` and `init`."""
+"""The interface of a model family, `ModelFamily`, and of its modules `names` and `init`."""
 
 import math
 import re
@@ -26,19 +26,19 @@ class ModelFamily:
     `model` imports torch.
     """
 
-    architecture: str  # in `architectures` of config.json
-    model_types: tuple[str, ...]  # allowed values of model_type in config.json
+    architecture: str  # In `architectures` of config.json.
+    model_types: tuple[str, ...]  # Allowed values of model_type in config.json.
     package: str
     spec: type[ModelSpec]
-    read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # from a parsed config.json
-    chat: ChatFamily | None = None  # None: the model has no chat format
-    # fields of `SamplingDefaults`, for checkpoints without a generation_config.json
+    read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # From a parsed config.json.
+    chat: ChatFamily | None = None  # None: the model has no chat format.
+    # Fields of `SamplingDefaults`, for checkpoints without a generation_config.json.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     # extracts the config.json of the part of a checkpoint that is served
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     # specs of published models by short names, for models without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)
-    embedded: str = "nano"  # the embedded checkpoint that lends its tokenizer
+    embedded: str = "nano"  # embedded checkpoint whose tokenizer models without files use
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Placement:
 
 
 class Spellings:
-    """Rules for tensor names. All `aliases` apply in order; of the other rules, the first match."""
+    """Rules for tensor names. All `aliases` apply in order; of other rules, the first applies."""
 
     def __init__(
         self, aliases: _Pairs, fused: Sequence[tuple[str, tuple[str, ...]]], skipped: _Pairs
@@ -92,20 +92,20 @@ def layer_of(slot: str) -> int | None:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A tensor of a model, or `count` equal tensors: one per expert, with its number for the *."""
+    """A tensor of a model, or `count` equal tensors. A * in `name` stands for the expert number."""
 
     name: str
     shape: tuple[int, ...]
     count: int = 1
-    used: int | None = None  # tensors that one token uses, of `count`; None: all
-    joins_experts: bool = False  # sharded like the experts if every rank has a part of all experts
-    parts: int | None = None  # largest number of shards; more ranks hold copies; None: no limit
-    is_query: bool = False  # ranks that shard one KV cache (DCP) each hold the parts of all of them
-    splits: Axis | None = None  # the axis of the matrix that ranks shard
-    dtype: str | None = None  # dtype in memory; None: the stored format or the compute dtype
-    is_table: bool = False  # rows of the tensor are looked up, not multiplied
-    is_head: bool = False  # always held in the compute dtype
-    is_vision: bool = False  # part of the vision tower, which is neither quantized nor sharded
+    used: int | None = None  # Tensors that one token uses, of `count`; None: all.
+    joins_experts: bool = False  # Sharded like the experts if every rank has a part of all experts.
+    parts: int | None = None  # Largest number of shards; more ranks hold copies; None: no limit.
+    is_query: bool = False  # Ranks that shard one KV cache (DCP) each hold all their parts.
+    splits: Axis | None = None  # The axis of the matrix that ranks shard.
+    dtype: str | None = None  # Dtype in memory; None: the stored format or the compute dtype.
+    is_table: bool = False  # Rows of the tensor are looked up, not multiplied.
+    is_head: bool = False  # Always held in the compute dtype.
+    is_vision: bool = False  # Part of the vision tower, which is neither quantized nor sharded.
 
     def names(self) -> Iterator[str]:
         """Yield the names of all `count` tensors."""
@@ -144,7 +144,7 @@ class WeightNames(Protocol):
     """The module `names` of a family."""
 
     def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
-        """Return the placement of each checkpoint tensor. Its slots need not exist."""
+        """Return the placement of each checkpoint tensor, in slots that may not exist."""
 
     def layer_of(self, slot: str) -> int | None:
         """Return the layer number in a slot's name; None outside the layers."""

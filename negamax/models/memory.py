@@ -36,14 +36,14 @@ def dequantized(stored: TensorFormat) -> bool:
 class WeightKind:
     """Weights of a model that differ only in their layer number."""
 
-    weight: WeightSpec  # the first of these weights
-    formats: tuple[TensorFormat, ...]  # stored format of each expert, or one format for all
-    # formats of all matrices of each expert; () for weights outside experts
+    weight: WeightSpec  # The first of these weights.
+    formats: tuple[TensorFormat, ...]  # Stored format of each expert, or one format for all.
+    # Formats of all matrices of each expert; () for weights outside experts.
     joined: tuple[frozenset[TensorFormat], ...]
     layers: tuple[int | None, ...]  # layer of each weight; None: outside the layers
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
-        """Return the format on a rank: `PLAIN` if the formats of the rank's experts differ."""
+        """Return the format on a rank, or `PLAIN` if its experts have different formats."""
         here = range(1) if len(self.formats) == 1 else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
         others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])

@@ -71,7 +71,7 @@ def moe_weights(names: MoeNames, spec: MoeSpec) -> Iterator[WeightSpec]:
 
 
 _MTP = "multi-token prediction, not used"
-# Only layers of multi-token prediction have these tensors. They may follow the model's own layers.
+# Only multi-token prediction layers, which may follow the model's own layers, have these tensors.
 _MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
 _OF_EXPERTS = "gate|router|experts|shared_experts|e_score_correction_bias"
 SPELLINGS = Spellings(

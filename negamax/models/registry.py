@@ -1,4 +1,4 @@
-"""The table of model families. To add one, add a folder `models/<family>/` and a line here.
+"""The table of model families. A new family needs a folder `models/<family>/` and a line here.
 
 This module does not import torch. `models/build.py` builds the models.
 """
@@ -24,7 +24,7 @@ from negamax.text.chat_family import ChatFamily
 
 _ALL = (*minimax_m2.FAMILIES, *minimax_m3.FAMILIES)
 FAMILIES = {family.architecture: family for family in _ALL}
-DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY, **dspark.FAMILIES}  # draft models
+DRAFTS = {eagle3.FAMILY.architecture: eagle3.FAMILY, **dspark.FAMILIES}  # Draft models.
 # The chat formats by their short names ("m2", "m3").
 CHAT_FAMILIES: Mapping[str, ChatFamily] = {
     family.chat.call_style.name: family.chat
@@ -36,7 +36,7 @@ TOKEN_TAGS = frozenset[str]().union(*(family.token_tags for family in CHAT_FAMIL
 
 
 def find_family(architecture: str) -> ModelFamily:
-    """Return the family of `architecture`. Raises `ConfigError` if it is not supported."""
+    """Return the family of `architecture`. Raises `ConfigError` for other architectures."""
     if architecture in DRAFTS:
         return DRAFTS[architecture]
     if architecture not in FAMILIES:
@@ -72,7 +72,7 @@ def list_model_types(architecture: str) -> list[str]:
 
 
 def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpec:
-    """Read the spec from config.json. Its `architectures` or `model_type` select the family.
+    """Read the spec from config.json, whose `architectures` or `model_type` select the family.
 
     `folder` may hold other files that describe the quantization. Raises `IsDraft` for a draft,
     and `ConfigError` with the field, its value and the allowed values.
@@ -121,7 +121,7 @@ def bundled_spec(name: str) -> ModelSpec:
 
 
 def format_hub_id(name: str) -> str:
-    """Return the hub id of the bundled model `name`. It has words with digits in capitals."""
+    """Return the hub id of the bundled model `name`, such as MiniMaxAI/MiniMax-M2.5."""
     words = name.lower().removeprefix("minimax-").split("-")
     own = (word.upper() if re.search(r"\d", word) else word.capitalize() for word in words)
     return f"MiniMaxAI/MiniMax-{'-'.join(own)}"

@@ -1,11 +1,11 @@
-"""Choose prompt chunks that take equally long in a pipeline. `cost` predicts their times."""
+"""Choose prompt chunks that take equally long in a pipeline, by the times that `cost` predicts."""
 
 from collections.abc import Iterator
 
 from negamax.planner.cost import Costs
 from negamax.scheduler.chunk_length import ChunkLength, EvenTimes
 
-# No chunk is shorter than a step divided by this number. A shorter chunk would read the weights
+# No chunk is shorter than a step divided by LEAST_SHARE. A shorter chunk would read the weights
 # once more, which takes longer than it saves in later stages.
 LEAST_SHARE = 4
 _POINTS = 64  # approximate number of context lengths for which costs are computed

@@ -5,8 +5,8 @@
           + layers * (LAYER_SECONDS + ROW_SECONDS * sqrt(rows) + TOKEN_SECONDS * tokens / tp)
           + exchanges
 
-All constants were measured on an H200 (docs/performance.md, docs/results). They are applied to
-other GPUs as fractions of the vendor's figures. LAYER_SECONDS and ROW_SECONDS are fitted to times
+All constants were measured on an H200 (docs/performance.md, docs/results). On other GPUs they scale
+with the vendor's figures. LAYER_SECONDS and ROW_SECONDS are fitted to times
 per token on one, two and four GPUs, and TOKEN_SECONDS is fitted to prompts. The other constants
 were measured one by one. docs/parallelism.md gives the prediction error.
 """
@@ -31,22 +31,22 @@ from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
 # Fractions of the vendor's figures. Copies, and GEMMs with FP8 blocks or unquantized weights, reach
-# 4.25 of 4.8 TB/s. GEMMs with other formats reach a share of that, which depends on element bits.
+# 4.25 of 4.8 TB/s. GEMMs with other formats reach less, depending on the bits of an element.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
 DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
-# Time of a layer without reading: nine dependent kernels, their rows, and work on activations. One
+# Time of a layer apart from reads: nine dependent kernels, a part per row, a part per token. One
 # or two rows on one rank run eight kernels and take about 1 us less than the fit predicts.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
-MOST_ROWS = 256  # rows beyond this number add no time
+MOST_ROWS = 256  # Rows beyond this number add no time.
 # Sums over ranks of one machine. For few tokens, stores carry flags, which doubles the bytes.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
-SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # a sum's addition to the fused norm; the QK norm
-MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message
-MERGE_SECONDS = 4e-6  # calculated time to merge attention results by stores that carry flags
-NETWORK_BYTES = 45e9  # bytes per second and GPU between machines, with a 400 Gb/s adapter each
+SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Time that a sum adds to a fused norm; the QK norm.
+MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
+MERGE_SECONDS = 4e-6  # Calculated time to merge attention results by stores that carry flags.
+NETWORK_BYTES = 45e9  # Bytes per second and GPU between machines, with a 400 Gb/s adapter each.
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class _Held(NamedTuple):
     kind: WeightKind
     count: int
     num_bytes: float
-    read: float  # bytes per second
-    rate: float  # operations per second
+    read: float  # Bytes per second.
+    rate: float  # Operations per second.
 
 
 class Costs:
@@ -223,7 +223,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs of one kind. Experts get `tokens` rows, other matrices `own`."""
+        """Return the time of GEMMs of one kind, with `tokens` rows in experts, else with `own`."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
@@ -290,7 +290,7 @@ class Costs:
 
     @property
     def _gather_link(self) -> float:
-        """Return the bytes per second that reach a rank from the others of its stage."""
+        """Return the bytes per second that reach a rank from the other ranks of its stage."""
         return GATHER_SHARE * self._gpu.link if self._is_local else NETWORK_BYTES
 
     def _sum_seconds(self, tokens: int, ranks: int) -> float:

@@ -20,7 +20,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One kind of GPU. Units: bytes, bytes per second, operations per second."""
+    """One kind of GPU, in bytes, bytes per second and operations per second."""
 
     name: str
     memory: int
@@ -68,7 +68,7 @@ GPUS = {
         _nvidia("H200", 143_771, 4.8, 989, 1979, 450, (9, 0)),
         # NVIDIA H20 product brief
         _nvidia("H20", 97_871, 4.0, 148, 296, 450, (9, 0)),
-        # NVIDIA HGX B200 and B300 data sheets, an eighth of each; NVLink 1.8 TB/s
+        # NVIDIA HGX B200 and B300 data sheets, whose figures are for eight GPUs; NVLink 1.8 TB/s
         _nvidia("B200", 183_359, 8.0, 2250, 4500, 900, (10, 0)),
         _nvidia("B300", 275_040, 8.0, 2250, 4500, 900, (10, 3)),
         # NVIDIA RTX PRO 6000 Blackwell data sheet (Workstation): 1,792 GB/s, PCIe 5.0 x16. The FP8
@@ -79,8 +79,8 @@ GPUS = {
         _amd("MI355X", 294_896, 8.0, 2517, 5033, 538, "gfx950"),
     )
 }
-MEASURED_RANKS = 4  # largest number of GPUs in a measurement of a model
-MEASURED = GPUS["h200"]  # the GPU of all measured and fitted constants in `cost`
+MEASURED_RANKS = 4  # Largest number of GPUs in a measurement of a model.
+MEASURED = GPUS["h200"]  # The GPU of all measured and fitted constants in `cost`.
 
 
 def format_gib(num_bytes: float) -> str:

@@ -38,9 +38,9 @@ class Hardware:
 class Prediction:
     """Predicted rates of all replicas of a topology under a workload."""
 
-    concurrency: int  # requests that run at a time; others wait for cache blocks
-    token_seconds: float  # time between two tokens of a request
-    tokens_per_second: float  # output tokens, with prompts processed in between
+    concurrency: int  # Requests that run at a time; others wait for cache blocks.
+    token_seconds: float  # Time between two tokens of a request.
+    tokens_per_second: float  # Output tokens, with prompts processed in between.
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Candidate:
 
     topology: Topology
     memory: Fit
-    context_length: int  # tokens of the longest request
-    shards_index: bool  # each rank holds a shard of the index keys
-    prompt_seconds: float  # time to first token of a single prompt
-    prefill_rate: float  # prompt tokens per second of all replicas
-    predictions: tuple[Prediction, ...]  # one for each requested concurrency
+    context_length: int  # Tokens of the longest request.
+    shards_index: bool  # Each rank holds a shard of the index keys.
+    prompt_seconds: float  # Time to first token of a single prompt.
+    prefill_rate: float  # Prompt tokens per second of all replicas.
+    predictions: tuple[Prediction, ...]  # One for each requested concurrency.
 
     @property
     def most_sequences(self) -> int:
@@ -120,10 +120,10 @@ def make_plan(
 ) -> Plan:
     """Plan all topologies of `spec` on `hardware`.
 
-    `workloads` are in order of concurrency. A request of `max_model_len` tokens must fit. If that
-    is None, the longest request of `workloads` must fit, and the context length is the longest
-    one that fits. Each data-parallel rank has slots for `max_num_seqs` requests. If that is None,
-    it has slots for its concurrent requests, at least the default number. With `one_engine`,
+    `workloads` are in order of concurrency. A request of `max_model_len` tokens must fit. If
+    `max_model_len` is None, the longest request of `workloads` must fit, and the context length
+    is the longest one that fits. Each data-parallel rank has slots for `max_num_seqs` requests,
+    by default for its concurrent requests, at least the usual number. With `one_engine`,
     unneeded GPUs stay idle. Index keys are sharded with DCP, and if a required request does not
     fit otherwise. `split_for` lists the layouts for which the checkpoint's files are split.
 

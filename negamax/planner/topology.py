@@ -14,15 +14,15 @@ from negamax.parallel.split import check_split
 from negamax.planner.cost import Model
 from negamax.planner.gpus import GIB
 
-LIMITS = STEP_LIMITS["cuda"]  # limits of each data-parallel rank
-LEAST_TOKENS = 8192  # smallest KV cache of a usable model, in tokens
+LIMITS = STEP_LIMITS["cuda"]  # Limits of each data-parallel rank.
+LEAST_TOKENS = 8192  # Smallest KV cache of a usable model, in tokens.
 
 
 def gpu_reserve(hidden_size: int) -> int:
     """Return the bytes to reserve on each GPU for a step's workspace, CUDA graphs and the driver.
 
     On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
-    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result is slightly more.
+    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result is slightly larger.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
@@ -62,7 +62,7 @@ class Topology:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Return the layout of rank 0. Raises `ConfigError` if it is invalid."""
+        """Return the layout of rank 0. Raises `ConfigError` for invalid sizes."""
         return ParallelLayout(
             tp=self.tp, ep=self.ep, dp=self.dp, pp=self.pp, cp=self.cp, dcp=self.dcp
         )
@@ -85,7 +85,7 @@ class Topology:
 
     @property
     def options(self) -> ParallelOptions:
-        """Return the options that start one engine. Raises `ConfigError` if no options do."""
+        """Return the options that start one engine. Raises `ConfigError` without such options."""
         options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
         if ParallelLayout.of(options) != self.layout:
             raise ConfigError(f"no options start {replace(self, replicas=1).label}")
@@ -140,10 +140,10 @@ class Fit:
     """Bytes on a GPU, in the pipeline stage with the least room for its cache."""
 
     weights: int
-    room: int  # for cache and request slots; negative if memory is missing
-    token: int  # cache bytes per token
-    slots: int  # bytes of all request slots per token of context length
-    longest: int  # requested context length in tokens
+    room: int  # For cache and request slots; negative if memory is missing.
+    token: int  # Cache bytes per token.
+    slots: int  # Bytes of all request slots per token of context length.
+    longest: int  # Requested context length in tokens.
 
     @property
     def context_length(self) -> int:

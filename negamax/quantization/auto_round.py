@@ -1,7 +1,7 @@
 """Method "auto-round" (Intel).
 
-It stores integers in the layouts of GPTQ or AWQ, FP8, or FP4 and MX formats in the layouts of
-compressed-tensors. Single modules may have other bits or stay unquantized.
+The method stores integers in the layouts of GPTQ or AWQ, FP8, or FP4 and MX formats in the layouts
+of compressed-tensors. Single modules may have other bits or stay unquantized.
 """
 
 import re
@@ -58,8 +58,8 @@ _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("mx_fp", 8): (mxfp8(), MX_GROUP),
     ("nv_fp", 4): (_FP4, NVFP4_GROUP),
 }
-_PLAIN_BITS = 16  # a module with this many bits or more is not quantized
-# characters that occur in regular expressions but not in names of modules
+_PLAIN_BITS = 16  # A module with this many bits or more is not quantized.
+# Characters that occur in regular expressions but not in names of modules.
 _META = frozenset("*+?^$|()[]{}\\")
 
 

@@ -1,4 +1,4 @@
-"""The table of quantization methods. To add one, write its file and a line here."""
+"""The table of quantization methods. A new method needs a file and a line here."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
 FP8 is E4M3 with a scale per block, usually of 128 x 128, or per matrix. A kernel that reads the
 weights as stored also rounds activations, per 128 columns for blocks and otherwise per token. MXFP8
-has a power of two per 32 columns. It would also round activations, but here they stay in the
-compute dtype. With `moe_quant_algo` (MiniMax-M3.1) the routed experts are in NVFP4.
+has a power-of-two scale per 32 columns. MXFP8 would also round activations, but here activations
+stay in the compute dtype. With `moe_quant_algo` (MiniMax-M3.1) the routed experts are in NVFP4.
 """
 
 from typing import Any

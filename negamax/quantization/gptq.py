@@ -109,9 +109,9 @@ def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
 
 
 def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], QuantizationSpec]]:
-    """Yield the rules of GPTQModel's `dynamic`: skipped or not, pattern, changed description.
+    """Yield (is skipped, pattern, changed description) for each rule in GPTQModel's `dynamic`.
 
-    The first rule that matches a module counts. The prefix "-:" leaves modules unquantized.
+    The first rule that matches a module applies. The prefix "-:" leaves modules unquantized.
     """
     rules = spec.fields.get("dynamic") or {}
     if not isinstance(rules, Mapping):

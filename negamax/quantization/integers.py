@@ -22,7 +22,7 @@ from negamax.quantization.scheme import refuse
 
 P = ParamSpec("P")
 
-PACKED_BITS = (2, 4, 8)  # a 32-bit word holds a whole number of such integers
+PACKED_BITS = (2, 4, 8)  # A 32-bit word holds a whole number of such integers.
 # Fields of AutoAWQ, GPTQModel and AutoRound that do not change the stored tensors.
 OF_THE_QUANTIZER = (
     "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",
@@ -91,7 +91,7 @@ def group_name(size: int) -> str:
 def make_group_index(
     name: str, size: int, *, is_stored_order: bool, optional: bool
 ) -> StoredTensor:
-    """Return the tensor of each column's group. Its values are known unless `is_stored_order`."""
+    """Return the tensor of each column's group, whose values are known unless `is_stored_order`."""
     return StoredTensor(
         name,
         Role.PERMUTATION,

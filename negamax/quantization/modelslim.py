@@ -79,7 +79,7 @@ INT8_DEQ_SCALE = TensorFormat(
 def int4(parts: int) -> TensorFormat:
     """Return int4 with a weight_scale per row. A byte holds two rows, the even row in its low half.
 
-    scale_bias corrects activations. It has a sum for each of `parts` parts of the columns.
+    scale_bias corrects activations, with a sum for each of `parts` parts of the columns.
     """
     return TensorFormat(
         f"modelslim_int4_channel_{parts}",
@@ -93,7 +93,7 @@ def int4(parts: int) -> TensorFormat:
     )
 
 
-_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # their scale_bias has 16 parts
+_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # modules whose scale_bias has 16 parts
 _TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
 
 

@@ -2,8 +2,8 @@
 
 q, k and v have a scale per output row. Experts are stacked and transposed, with a scale per 128 x
 128 block or, in mode per_row, per output row. No other weights are quantized. The tool writes no
-description: `config/quantization.py` recognizes its tensor names in the index. `negamax convert`
-writes a description with this method.
+description, so `config/quantization.py` recognizes the tool's tensor names in the index. `negamax
+convert` writes a description with this method.
 """
 
 from negamax.config.quantization import QuantizationSpec

@@ -28,7 +28,7 @@ _FORMATS: Mapping[str, TensorFormat] = {
     "nvfp4": nvfp4(),
 }
 NAMES = tuple(_FORMATS)
-SOURCE = "--quantization"  # source of descriptions that this method makes; no file is called so
+SOURCE = "--quantization"  # marks descriptions that come from the option instead of a file
 _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")
 
 
@@ -63,8 +63,8 @@ def convert_to_blocks(scheme: Scheme) -> Scheme:
     """Return `scheme` with MXFP8 matrices as FP8 blocks of 128 x 128.
 
     Scales stay powers of two. Values below 2^-13.8 of the largest value of their block may
-    change, by at most 2^-17.8 of that value. This is half a step of E4M3's subnormals (2^-10)
-    where the largest value is above 224. So the RMS change of a matrix is below
+    change, by at most 2^-17.8 of the largest value, because half a step of E4M3's subnormals is
+    2^-10 and the largest value is above 224. So the RMS change of a matrix is below
     128 * 2^-17.8 = 5.6e-4 of its RMS. MXFP8 itself changes a matrix by 2.6e-2 of its RMS.
     """
 

@@ -28,8 +28,8 @@ V = TypeVar("V")
 class Scheme:
     """The formats of a checkpoint's linear layers."""
 
-    formats: tuple[TensorFormat, ...]  # all formats except PLAIN
-    # returns the format of a module, such as "model.layers.0.self_attn.q_proj"
+    formats: tuple[TensorFormat, ...]  # All formats except PLAIN.
+    # Returns the format of a module, such as "model.layers.0.self_attn.q_proj".
     format_of: Callable[[str], TensorFormat]
 
     @classmethod
@@ -51,7 +51,7 @@ class WeightFormat:
     """How one rank holds its weights.
 
     Unquantized weights have `dtype`. Matrices stay as `scheme` stores them if a kernel reads that
-    format and `keep_quantized` is set. Otherwise the loader dequantizes them.
+    format and `keep_quantized` is set. Otherwise the loader dequantizes matrices.
     """
 
     dtype: torch.dtype
@@ -196,8 +196,8 @@ _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sp
 
 
 _PROJECTION = re.compile(r"(?<=\.)(?:gate|up|down)_proj$")
-_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # name in transformers for M3
-_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of experts
+_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # Name in transformers for M3.
+_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Of experts.
 _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PROJECTIONS.items()}
 
 

@@ -1,7 +1,8 @@
 """Block drafts: the spec, the readers of DSpark's and DFlash's config.json, the published draft.
 
-A field with the prefix `dspark_` replaces the field without it. If one config.json describes draft
-and target, fields without the prefix belong to the target. Target layers are numbered by output.
+A field with the prefix `dspark_` replaces the same field without the prefix. If a config.json
+describes draft and target, fields without the prefix belong to the target. Target layers are
+numbered from 0, by their output.
 """
 
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ _OF_TARGET = {
     "num_hidden_layers", "intermediate_size", "dense_intermediate_size", "layer_types",
     "sliding_window", "use_sliding_window", "sparse_attention_config", *_PER_LAYER,
 }  # fmt: skip
-# Each row lists the spellings of one field. This module uses the first one.
+# Each row lists the spellings of one field. This module uses the first spelling.
 _SPELLINGS = (
     ("mask_token_id", "noise_token_id"),
     ("intermediate_size", "dense_intermediate_size", "ffn_hidden_size"),
@@ -68,14 +69,14 @@ class BlockDraftSpec(DraftSpec):
     own_head: bool = False
     block_size: int  # rows per block: the last known token, then mask tokens
     mask_token_id: int
-    samples_anchor: bool  # true: row j proposes the token after its position; false: at it
-    markov_rank: int = 0  # rank of the matrices that add a bias by the previous token; 0: none
-    confidence_width: int = 0  # input width of the head that estimates acceptance; 0: no head
-    windows: tuple[int, ...]  # sliding window of each layer, in tokens; 0: full attention
-    is_causal: bool = False  # true: rows do not attend to later rows
+    samples_anchor: bool  # True: row j proposes the token after its position; false: at it.
+    markov_rank: int = 0  # Rank of the matrices that add a bias by the previous token; 0: none.
+    confidence_width: int = 0  # Input width of the head that estimates acceptance; 0: no head.
+    windows: tuple[int, ...]  # Sliding window of each layer, in tokens; 0: full attention.
+    is_causal: bool = False  # True: rows do not attend to later rows.
     intermediate_size: int
-    swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # as `SwiGlu`
-    is_gemma: bool = False  # norms multiply by 1 + w
+    swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # As `SwiGlu`.
+    is_gemma: bool = False  # Norms multiply by 1 + w.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -185,7 +185,7 @@ class BlockDraft:
         self._slots = slots_by_name(slots)
 
     def _make_confidence_slots(self, device: torch.device) -> list[WeightSlot]:
-        """Return the slots of the confidence head; without a head they are optional and unread."""
+        """Return the slots of the confidence head. Without a head, these slots are optional."""
         used = self.spec.confidence_width
         width = used or self.spec.hidden_size + self.spec.markov_rank
         parts = {names.CONFIDENCE: (1, width), names.CONFIDENCE_BIAS: (1,)}
@@ -203,7 +203,7 @@ class BlockDraft:
         return self._slots
 
     def finish_loading(self, target: Decoder, *, most_blocks: int) -> None:
-        """Prepare all weights for their kernels; take missing ones from `target`."""
+        """Prepare all weights for their kernels. `target` provides a missing embedding or head."""
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
         context = [attention.get_context_rows() for attention in self._attentions]
@@ -241,7 +241,7 @@ class BlockDraft:
     ) -> Tensor:
         """Run R blocks after their contexts; return the inputs of the head [R, N, hidden].
 
-        anchors [R] int64 are the tokens at positions `context.lengths`. `metadata` is any step's.
+        anchors [R] int64 are the tokens at `context.lengths`. `metadata` may be of any step.
         """
         num_blocks, rows = len(anchors), self.spec.block_size
         token_ids = anchors.new_full((num_blocks, rows), self.spec.mask_token_id)
@@ -284,7 +284,7 @@ class BlockDraft:
         return self._markov_out(self._embed_markov(previous), LinearOutput(torch.float32))
 
     def estimate_acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Estimate the acceptance probability of each row's token if all earlier ones are accepted.
+        """Estimate the probability that each row's token is accepted after all earlier tokens.
 
         hidden [R, N, hidden] is from `run_blocks`; previous [R, N] int64 holds the token before
         each proposed token. Returns [R, N] fp32.

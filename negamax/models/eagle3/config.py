@@ -15,8 +15,8 @@ from negamax.models.eagle3 import speculators
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
-_IDS = LAYERS_KEY  # in config.json
-NUM_AUX = 3  # default number of target layers that a draft reads
+_IDS = LAYERS_KEY  # In config.json.
+NUM_AUX = 3  # Default number of target layers that a draft reads.
 
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -50,10 +50,10 @@ class Eagle3Spec(DraftSpec):
     num_aux: int = NUM_AUX
     draft_vocab_size: int  # number of tokens that the draft can propose
     intermediate_size: int
-    fc_norm: bool = False  # each stream has a norm before fc
-    norm_before_fc: bool = False  # all streams together have a norm before fc
-    norm_output: bool = False  # the next pass reads the normed hidden state
-    norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
+    fc_norm: bool = False  # Each stream has a norm before fc.
+    norm_before_fc: bool = False  # All streams together have a norm before fc.
+    norm_output: bool = False  # The next pass reads the normed hidden state.
+    norm_before_residual: bool = False  # The residual stream begins with the normed hidden state.
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Eagle3Spec(DraftSpec):
         }
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return vLLM's default layers. Raises `ConfigError` if the target has fewer than 7."""
+        """Return vLLM's default layers. Raises `ConfigError` for fewer than 7 layers."""
         if num_layers < 7:
             raise ConfigError(
                 f"the draft's files name no layers of the target, and the default layers need a "

@@ -174,7 +174,7 @@ class _Layer:
     def __call__(
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Run the layer after `enter`. Updates the residual in place; the output lacks it."""
+        """Run the layer after `enter`. The residual lacks the returned part until the next norm."""
         attended = self._attention(hidden, metadata, kv)
         return self._mlp(self._post_norm(attended, residual))
 
@@ -201,7 +201,7 @@ class Eagle3Draft:
         parts: list[Any] = [self._fc, *self._aux_norms.values(), *self.layers, self._norm]
         slots = [slot for part in parts for slot in part.slots]
         self._embed: VocabEmbedding | None = None
-        if spec.own_embedding:  # whole on every rank
+        if spec.own_embedding:  # not sharded
             shape = spec.vocab_size, hidden
             self._embed = VocabEmbedding(
                 names.EMBEDDING, shape, rows=range(shape[0]), group=_ALONE, weights=weights
@@ -235,10 +235,10 @@ class Eagle3Draft:
         return self._slots
 
     def finish_loading(self, target: Decoder, rotation: Tensor | None = None) -> None:
-        """Prepare all weights for their kernels. A missing embedding or head is that of `target`.
+        """Prepare all weights for their kernels. `target` provides a missing embedding or head.
 
-        `rotation` is that of the target's residual stream (`checkpoint/quarot.py`). Raises
-        `CheckpointError` if d2t has unknown or repeated tokens, or if it does not match t2d.
+        `rotation` rotates the target's residual stream (`checkpoint/quarot.py`). Raises
+        `CheckpointError` if d2t has unknown or repeated tokens, or does not match t2d.
         """
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"

@@ -15,7 +15,7 @@ from negamax.config.fields import refuse
 MODEL_TYPE = "speculators_model_type"
 _LAYER, _USE = "transformer_layer_config", "speculators_config"
 _ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
-# The library always writes these fields. They have no default here, because readers differ.
+# The library always writes these fields. Readers disagree on defaults, so there are none.
 _WRITTEN = ("draft_vocab_size", "norm_before_residual")
 # fields of the library's bookkeeping and of training
 _IGNORED = {
@@ -31,8 +31,8 @@ _OF_VERIFIER = {"_name_or_path", "architectures", "auto_map", "transformers_vers
 class Use:
     """How a draft is used, as its files describe it."""
 
-    speculative_tokens: int | None = None  # draft length
-    verifier: str | None = None  # the target: a folder or a hub id
+    speculative_tokens: int | None = None  # Draft length.
+    verifier: str | None = None  # The target: a folder or a hub id.
     notes: tuple[str, ...] = ()
 
 

@@ -11,13 +11,13 @@ closer decides whether the closer is a tag or data. White space does not count:
 - `</minimax:tool_call>` in an open value ends it if another block or the end follows.
 - An opener `<parameter name="k">` in an open value ends it (a forgotten closer) only if the tool
   declares k and the call has no k yet.
-The end of a truncated output is not such an end. A parameter that is given twice is written twice,
+The end of a truncated output does not count. A parameter that is given twice is written twice,
 because every common JSON reader takes the last value. Repeated values of an array are joined.
 
 A tag ends at the closing quote of its name, or after a declared name. A JSON object or elements are
 also read in place of parameters. A value without an opener belongs to the only parameter that is
 still missing. Other text in an invoke is dropped if the invoke has parameters. An invoke without
-any argument is no call, and an invoke with text that looks like an argument stays text.
+any argument is not a call. An invoke with text that looks like another argument stays text.
 """
 
 import enum
@@ -106,19 +106,19 @@ class MiniMaxM2Block(CallBlock):
         self._state = _BLOCK
         self._arguments = self._schema = self._schemas.arguments("")  # schemas of call and value
         self._is_declared = False
-        self._keys: set[str] = set()  # parameters of the open call, including the current one
-        self._stray: list[str] = []  # text between parameters since the last one
-        self._unnamed: list[str] = []  # values without a name
-        self._waiting: list[WaitingMember] = []  # values that may be items of one array
+        self._keys: set[str] = set()  # Parameters of the open call, including the current one.
+        self._stray: list[str] = []  # Text between parameters since the last one.
+        self._unnamed: list[str] = []  # Values without a name.
+        self._waiting: list[WaitingMember] = []  # Values that may be items of one array.
         self._key = ""
-        self._value: list[str] = []  # text of the open value that is not written yet
-        self._is_written = False  # the open value is streamed as a string
-        self._closer: Lexeme | None = None  # undecided closer in the open value
-        self._space: list[str] = []  # undecided text after `_closer`
-        self._forms: tuple[str, ...] = ()  # beginnings of arguments in another syntax
-        self._num_forms = 0  # number of parameters when `_forms` was made
-        self._wrapper = ""  # name of an element around all parameters
-        self._words = ""  # text of `_space` without its leading white space
+        self._value: list[str] = []  # Text of the open value that is not written yet.
+        self._is_written = False  # The open value is streamed as a string.
+        self._closer: Lexeme | None = None  # Undecided closer in the open value.
+        self._space: list[str] = []  # Undecided text after `_closer`.
+        self._forms: tuple[str, ...] = ()  # Beginnings of arguments in another syntax.
+        self._num_forms = 0  # Number of parameters when `_forms` was made.
+        self._wrapper = ""  # Name of an element around all parameters.
+        self._words = ""  # Text of `_space` without its leading white space.
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:

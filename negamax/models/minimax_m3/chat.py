@@ -20,7 +20,7 @@ these mistakes of the models:
 - A garbled invoke tag, even with the marker inside, is read as the declared tool that it names.
 - If the opener of an element is forgotten, its closer still names the element.
 - A JSON object or elements without markers are read in place of elements. Other text in an invoke
-  is dropped if the invoke has elements. An invoke that contains only such text is no call.
+  is dropped if the invoke has elements. An invoke without elements is not a call.
 """
 
 import re
@@ -52,8 +52,8 @@ MAX_CALL_DEPTH = 6  # nested elements in the grammar of a call; deeper values ar
 _BLOCK, _INVOKE = "tool_call", "invoke"
 _NO_TAGS = (TEXT, TagKind.CUT)
 _M = re.escape(MARKER)
-_SPACE = r"\s{0,4}"  # between a marker and its tag, and at the end of a tag
-# a marker inside an invoke tag, and the text after the marker
+_SPACE = r"\s{0,4}"  # Between a marker and its tag, and at the end of a tag.
+# A marker inside an invoke tag, and the text after the marker.
 _SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"
 _ATTRIBUTES = re.compile(r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))+\s*/?$""")
 _SPLICED = re.compile(rf"{_M}{_SPACE}<?")
@@ -223,7 +223,7 @@ def _read_tool_name(tag: str, schemas: ToolSchemas) -> str:
 
 
 class M3Calls(CallStyle):
-    """The grammar of M3's tool calls. All their tags begin with the text of the marker."""
+    """The grammar of M3's tool calls, whose tags all begin with the text of the marker."""
 
     name = "m3"
     end_of_text = MARKER

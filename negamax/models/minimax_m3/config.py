@@ -29,8 +29,8 @@ VISION_TYPE = "minimax_m3_vl"
 # The second name is that of transformers.
 TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")
 TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
-BLOCK_SIZES = (16, 32, 64, 128)  # supported block sizes of sparse attention, in tokens
-MAX_TOPK_BLOCKS = 1024  # length of each token's list of selected blocks
+BLOCK_SIZES = (16, 32, 64, 128)  # Supported block sizes of sparse attention, in tokens.
+MAX_TOPK_BLOCKS = 1024  # Length of each token's list of selected blocks.
 
 _FIXED = {**FIXED, "qk_norm_type": "per_head", "use_gemma_norm": True, "swiglu_beta": 1.0}
 # transformers writes "silu" and computes SwiGLU-OAI.
@@ -44,7 +44,7 @@ _READ = {
     "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
     "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
-# known fields beside `text_config`; some of them describe images or videos
+# Known fields beside `text_config`; some of them describe images or videos.
 _AROUND = {
     "image_grid_pinpoints", "image_seq_length", "image_token_index",
     "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",
@@ -73,7 +73,7 @@ class SparseAttentionSpec:
     block_size: int  # tokens
     init_blocks: int
     local_blocks: int
-    layers: tuple[bool, ...]  # true for each sparse layer
+    layers: tuple[bool, ...]  # True for each sparse layer.
     # Not a field of a checkpoint: if true, each rank holds the index queries of all heads and a
     # shard of the index keys.
     is_sharded: bool = False
@@ -86,8 +86,8 @@ class MiniMaxM3Spec(MoeSpec):
     supports_dcp: ClassVar[bool] = True
 
     routed_scaling_factor: float
-    shared_width: int  # width of the expert that every token passes; 0: no such expert
-    dense_width: int  # width of the MLP in layers without experts; 0: no such layers
+    shared_width: int  # Width of the expert that every token passes; 0: no such expert.
+    dense_width: int  # Width of the MLP in layers without experts; 0: no such layers.
     swiglu_alpha: float
     swiglu_limit: float
     moe_layers: tuple[bool, ...]  # true for each layer with experts
@@ -383,7 +383,7 @@ def _read_layers(
 
 
 def _agree(found: Mapping[str, T], default: T) -> T:
-    """Return the value that all fields `found` have. Raises `ConfigError` if they differ."""
+    """Return the common value of all fields in `found`. Raises `ConfigError` for two values."""
     (first, value), *others = found.items() if found else [("", default)]
     for name, other in others:
         if other != value:

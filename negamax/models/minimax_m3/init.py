@@ -1,4 +1,4 @@
-"""Synthetic weights of MiniMax-M3. They differ from those of MiniMax-M2 in norms and MLPs.
+"""Synthetic weights of MiniMax-M3, which differ from MiniMax-M2's in norms and MLPs.
 
 The term `up + 1` gives SwiGLU-OAI a nonzero mean, so an MLP adds nearly the same vector to all its
 tokens. A large shared vector would make all tokens select the same experts.
@@ -10,8 +10,8 @@ from negamax.models.family import Initializer
 from negamax.models.minimax_m2 import init as minimax_m2
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 
-NORM = Initializer(std=0.05)  # a norm multiplies by 1 + w
-# Scale of the outputs of the shared expert and of dense MLPs. Those of routed experts are doubled.
+NORM = Initializer(std=0.05)  # A norm multiplies by 1 + w.
+# Scale of the outputs of the shared expert and of dense MLPs. The model doubles routed outputs.
 SHARED_GAIN = 0.5
 
 
