@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -14,7 +14,6 @@ from negamax.options.key_file import keys_of_file
 from negamax.options.server import ServerOptions
 
 _ALL = "*"
-_Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Access:
@@ -123,7 +122,7 @@ def check_admin(request: Request) -> None:
         )
 
 
-def _read_key(headers: _Headers) -> bytes:
+def _read_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     given = b""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":

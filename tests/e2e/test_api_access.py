@@ -76,7 +76,7 @@ def test_cors_is_closed_and_keys_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         assert "access-control-allow-origin" not in preflight.headers
         keys.write_text("")
         server.process.send_signal(signal.SIGHUP)
-        assert eventually(lambda: "holds no key" in server.log)
+        assert eventually(lambda: "contains no key" in server.log)
         assert status(x_api_key="first-key") == 200
         keys.write_text("second-key\nsixth-key\n")
         server.process.send_signal(signal.SIGHUP)

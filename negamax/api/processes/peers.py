@@ -75,7 +75,8 @@ class PeerClient:
     async def _begin(
         self, to: int, method: bytes, target: bytes, *, headers: Headers, body: bytes
     ) -> Exchange:
-        gone = _build_gone_error(to)
+        message = f"server process {to}, which owns the id in this request, is down and restarts"
+        gone = UnavailableError(message, code="server_process", retry_after=1.0)
         try:
             connection = await asyncio.open_unix_connection(str(self.rank.socket_of(to)))
         except OSError:
@@ -103,10 +104,3 @@ class PeerClient:
                 return answer_or_relay
 
         return OwnerRoute
-
-
-def _build_gone_error(index: int) -> UnavailableError:
-    message = (
-        f"server process {index}, which owns the id in this request, is down and is being restarted"
-    )
-    return UnavailableError(message, code="server_process", retry_after=1.0)

@@ -118,9 +118,9 @@ class ChatRequest(StructuredRequest):
     # How much the model thinks, if the template supports efforts; "none" disables thinking.
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # False omits the reasoning from the answer.
-    separate_reasoning: bool | None = None  # SGLang's; false leaves reasoning in the content.
+    separate_reasoning: bool | None = None  # SGLang's field; false leaves reasoning in the content.
     reasoning_split: bool | None = None  # MiniMax's separate_reasoning; true adds details.
-    stream_reasoning: bool = True  # SGLang's; false sends reasoning whole at its end.
+    stream_reasoning: bool = True  # SGLang's field; false sends reasoning whole at its end.
 
     @property
     def token_limit(self) -> int | None:

@@ -18,7 +18,7 @@ from negamax.api.schemas.tools import (
 
 TOOL_CHANGES = ("tool_addition", "tool_removal")  # Block types in system messages.
 _CLIENT_TOOLS = load_client_tools("messages")
-_SERVER_SEARCH = "tool_search_tool_"  # type prefix of tool searches that this server does not run
+_SERVER_SEARCH = "tool_search_tool_"  # Prefix of tool searches that this server does not run.
 
 
 @dataclass(slots=True)

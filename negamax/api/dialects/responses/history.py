@@ -23,7 +23,7 @@ from negamax.text.messages import find_text, find_thought, unseen_note
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
 _RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
-# types of items that other servers' models and tools wrote
+# Types of items that other servers' models and tools wrote.
 _PASSED_OVER = (
     "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
     "computer_call", "computer_call_output", "program", "program_output",

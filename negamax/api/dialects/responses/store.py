@@ -20,7 +20,7 @@ _ITEM_FIELDS = (
 )  # fmt: skip
 _PART_FIELDS = ("text", "refusal", "content", "output", "result", "value", "stdout", "stderr")
 _SETTING_FIELDS = ("description", "parameters", "function", "tools", "schema")
-_SHOWN_SETTINGS = (  # types of settings that the prompt shows or that constrain the answer
+_SHOWN_SETTINGS = (  # Types of settings that the prompt shows or that constrain the answer.
     "function", "custom", "namespace", "tool_search", "allowed_tools", "json_schema",
 )  # fmt: skip
 
@@ -36,16 +36,11 @@ class StoredTurn:
         self.parent = parent
         self.input_items = input_items
         self.output_items = output_items
-        self.total_bytes: int = (
-            len(input_items) + len(output_items) + (0 if parent is None else parent.total_bytes)
-        )
+        self.num_bytes = len(input_items) + len(output_items)
+        self.total_bytes: int = self.num_bytes + (0 if parent is None else parent.total_bytes)
         own_openers = count_openers(input_items) + count_openers(output_items)
         self.total_openers: int = own_openers + (0 if parent is None else parent.total_openers)
         self.num_users = 0  # Stored responses and later turns that use this turn.
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.input_items) + len(self.output_items)
 
     def conversation(self) -> list[Item]:
         parts: list[bytes] = []
