@@ -19,7 +19,7 @@ from negamax.checkpoint.reader import CheckpointReader, TensorEntry
 from negamax.formats.floats import E4M3_FNUZ
 from negamax.formats.tensor_format import Role, TensorFormat
 
-_MAX_NAMED = 5  # tensors in a message
+_MAX_NAMED = 5  # a message names at most this number of tensors
 # NaN and infinity have all exponent bits set. E4M3FN has no infinity, and its NaN has all bits but
 # the sign set.
 _SPECIAL_BITS = {

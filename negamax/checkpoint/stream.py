@@ -198,7 +198,7 @@ class _Stream:
             del self._there[number]
             if moves[0].is_quantized:
                 make = partial(_quantize, moves, there)
-                # For a GPU, this thread quantizes, so that all work is in the order of its stream.
+                # For a GPU, this thread quantizes, so that one CUDA stream orders all work.
                 parts.append(make if self._pinned else self._pool.submit(make).result)
             else:
                 parts.append(self._pool.submit(self._dequantize, moves[0], there).result)

@@ -93,9 +93,6 @@ def load_cached(
     return summary
 
 
-# Identity of a file
-
-
 def _name(checkpoint: Path, layout: ParallelLayout) -> str:
     """Return the name of a rank's file, which depends on the checkpoint and the layout."""
     checkpoint = checkpoint.resolve()
@@ -148,9 +145,6 @@ def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:
             seen.add(storage.data_ptr())
             blocks[slot.name] = torch.empty(0, dtype=torch.uint8, device=slot.device).set_(storage)
     return blocks
-
-
-# File format
 
 
 @dataclass(frozen=True)

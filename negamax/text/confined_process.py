@@ -1,4 +1,4 @@
-"""The process of a `text.confined.Confined`: `python -m negamax.text.confined_process FD`.
+"""Main module of the process that `Confined` starts (`python -m negamax.text.confined_process FD`).
 
 The process loads a template, a tokenizer or the image decoder, and forks children that share its
 memory. The process has one thread and ends when its parent ends.

@@ -67,7 +67,7 @@ class _Spellings:
         self._longest = max(map(len, texts), default=0)
 
     def escaped(self, text: str, *, is_inserted: bool = False) -> str:
-        """Escape token texts in `text`, which may be the middle of one if `is_inserted`."""
+        """Escape token texts in `text`, which may be the middle of a token if `is_inserted`."""
         text = valid_unicode(text)
         if self._whole is None or not text:
             return text

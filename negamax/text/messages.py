@@ -258,7 +258,7 @@ def _check_message(
     if not reasoning and inline is not None:
         reasoning = inline or reasoning or ""
         content = rest
-    elif inline and inline == (reasoning or "").strip("\n"):  # sent twice by the client
+    elif inline and inline == (reasoning or "").strip("\n"):  # the client sent the reasoning twice
         content = rest
     checked["content"] = content
     checked.pop("reasoning_content", None)
@@ -404,7 +404,9 @@ def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
         where = f"tool_calls[{j}]"
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(call, Mapping) and isinstance(custom := call.get("custom"), Mapping):
-            arguments = {"input": custom.get("input")}  # the Responses API has the same form
+            arguments = {
+                "input": custom.get("input")
+            }  # the form of custom tools in the Responses API
             function = {"name": custom.get("name"), "arguments": arguments}
         if not isinstance(function, Mapping):
             _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
@@ -496,7 +498,7 @@ def _place_instructions(messages: list[dict[str, Any]], *, has_root: bool) -> li
     others = [message for message in messages[:num_leading] if message["role"] != "root"]
     groups = [("root", roots), ("system", others)] if has_root else [("system", roots + others)]
     placed = [_join(group, role=role) for role, group in groups if group]
-    notes: list[str] = []  # to append to the last message of `placed`, a tool result
+    notes: list[str] = []  # notes for the last message of `placed`, which is a tool result
     for message in messages[num_leading:]:
         if message["role"] not in INSTRUCTION_ROLES:
             _attach(notes, placed)

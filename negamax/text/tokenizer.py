@@ -98,7 +98,7 @@ class Tokenizer:
         if not (path in EMBEDDED.values() if is_trusted is None else is_trusted):
             confined = Confined("tokenizer", str(path.absolute()), origin=str(file))
             confined.load()
-        read_json_object(file)  # raises if the file is malformed
+        read_json_object(file)  # raises `CheckpointError` if the file is malformed
         config = read_json_object(path / "tokenizer_config.json")
         tokenizer = cls(read_file(file).decode("utf-8-sig"), config=config, source=str(file))
         tokenizer._confined = confined
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether another process encodes. Event loops should then call `encode` in a thread."""
+        """Whether another process encodes, so that event loops should call `encode` in a thread."""
         return self._confined is not None
 
     def encode(

@@ -68,7 +68,7 @@ def get_list(node: Mapping[str, Any], keyword: str) -> list[Any]:
 def read_items(node: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """Return the schemas of the first items, and the schema of other items (None: any value)."""
     items = node.get("items")
-    if isinstance(items, list):  # before draft 2020-12
+    if isinstance(items, list):  # drafts before 2020-12 list the first items here
         return items, node.get("additionalItems")
     return get_list(node, "prefixItems"), items
 

@@ -115,7 +115,7 @@ def _parse(text: str) -> Any:
 def _write_members(members: dict[str, Any]) -> dict[str, str] | None:
     try:
         return {key: write_json(member) for key, member in members.items()}
-    except RecursionError:  # nested too deeply
+    except RecursionError:  # a member is nested too deeply
         return None
 
 

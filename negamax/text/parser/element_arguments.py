@@ -96,8 +96,6 @@ class ElementArguments:
         # name of the element that the previous tag, a closer with another name, closed
         self._wrongly_closed: str | None = None
 
-    # Queries of the tag reader
-
     @property
     def is_in_text(self) -> bool:
         """Whether the innermost open element may contain text."""
@@ -130,8 +128,6 @@ class ElementArguments:
     def lists(self, name: str) -> bool:
         """Return whether the schema of the innermost open element lists the member `name`."""
         return self._open[-1].schema.lists(name)
-
-    # Tags and text
 
     def add_text(self, text: str) -> None:
         """Take text. In a container, the next tag decides about the text."""
@@ -212,8 +208,6 @@ class ElementArguments:
         self._calls.end_call()
         return True
 
-    # Text in containers
-
     def _drop_text(self, element: _Element, *, before: str | None = None) -> None:
         """Drop the text of a container, unless the text contains arguments.
 
@@ -274,8 +268,6 @@ class ElementArguments:
         left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # what is left of the opener
         self.add_text(text.removeprefix(next(filter(text.startswith, left), "")))
         self._close()
-
-    # Placement
 
     def _leave_for_sibling(self, element: _Element, name: str) -> None:
         """Close the open text if the opener `name` shows that the text's closer was left out."""
@@ -375,8 +367,6 @@ class ElementArguments:
 
     def has_open(self, name: str) -> bool:
         return any(element.name == name for element in self._open[1:])
-
-    # Output
 
     def _begin_string(self, element: _Element) -> None:
         """Begin to write the open text as a string, unless its type is still undecided."""

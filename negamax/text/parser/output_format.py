@@ -215,7 +215,7 @@ class OutputFormat:
 
     @property
     def ends_in_content(self) -> bool:
-        """Whether after the reasoning only content can follow, and no call or reasoning."""
+        """Whether only content can follow the reasoning, and neither calls nor more reasoning."""
         has_calls = any(p.kind is not TagKind.LOOSE_THINK_CLOSE for p in self.patterns)
         return not (has_calls or self.may_think_again or self.call_open in self.literals)
 

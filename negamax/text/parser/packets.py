@@ -111,7 +111,7 @@ class PacedPackets:
         """Take the events of an output at `now` (monotonic seconds), and return events to send."""
         was_holding = self._packets.is_holding
         out = self._packets.push(events)
-        if out or not was_holding:  # the text that is held from here on is new
+        if out or not was_holding:  # held text, if any, arrived in this call
             self._held_since = now
         is_slow = now - self._last_output >= HOLD_SECONDS
         self._last_output = now
