@@ -4,7 +4,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # If you raise a cap, name in the commit's body the code that was removed instead.
-CAPS = {"negamax": 87_720, "tests": 64_070, "tools": 5_000, "nano": 10_000}
+CAPS = {"negamax": 87_380, "tests": 64_070, "tools": 5_000, "nano": 10_000}
 
 
 def count_lines(folder: Path) -> int:
