@@ -415,7 +415,7 @@ def load_state(folder: Path) -> dict[str, Tensor]:
     for path in sorted(folder.glob("part-*.safetensors")):
         tensors |= load_file(path)
     if "counts" not in tensors:
-        raise SystemExit(f"{folder} holds no whole state: its last part is missing")
+        raise SystemExit(f"{folder} holds a partial state; its last part is missing")
     return tensors
 
 

@@ -243,7 +243,7 @@ def _time_on_gpu(
     num_calls = min(MAX_CALLS, max(MIN_CALLS, int(GRAPH_SECONDS / max(floor, 2e-6))))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    # twice, since a kernel may keep a copy of a weight in its own layout
+    # The factor is 2, since a kernel may keep a copy of a weight in its own layout.
     case_bytes = sum(tensor.nbytes for tensor in tensors_of(case.tensors))
     affordable = int(MEMORY_SHARE * free / max(1, 2 * case_bytes))
     wanted = min(num_calls, 1 + -(-2 * l2_bytes // max(1, num_bytes)))

@@ -32,7 +32,7 @@ from tools.replay.live import LiveSize, live_day
 from tools.replay.script import DaySize
 from tools.replay.scripted import scripted_day
 
-Report = dict[str, Any]  # its list "problems" is empty if the scenario succeeded
+Report = dict[str, Any]  # The list "problems" is empty if the scenario succeeded.
 
 
 def run_soak(args: argparse.Namespace) -> Report:

@@ -83,7 +83,7 @@ class Tool:
     name: str
     description: str
     parameters: tuple[Parameter, ...]
-    requests: tuple[str, ...]  # with {0} .. and {opt}; empty for composed tools
+    requests: tuple[str, ...]  # texts with {0} .. and {opt}; empty for composed tools
     list_requests: tuple[str, ...]
     action: str  # what the user asks a composed tool for, such as "create an invoice"
 

@@ -35,7 +35,7 @@ def test_rank_that_dies_while_idle_is_replaced(mortal_ranks: Server, held: Path,
         held.touch()
         try:
             os.kill(ranks_of(engine)[rank], signal.SIGKILL)
-            cause = f"rank {rank} ended with exit code -9"  # reported when the process was reaped
+            cause = f"rank {rank} ended with exit code -9"
             assert eventually(lambda: cause in http.get("/readyz").text)
             error_of(http.get("/readyz"), 503)
             error_of(http.post(CHAT, json=LONG), 503, code="engine_restarting")

@@ -102,7 +102,7 @@ class Launches:
     """Record the specializations of kernels, and when each was launched first, by Triton's key."""
 
     when: str = ""
-    compiled: set[tuple[str, str]] = field(default_factory=set)  # compiled before their first use
+    compiled: set[tuple[str, str]] = field(default_factory=set)  # kernels compiled ahead
     forms: dict[tuple[str, str], tuple[str, dict[str, Any]]] = field(default_factory=dict)
 
     def note(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
     "dtype": "float32", "text_config": TEXT,
 }  # fmt: skip
 SPEC = read_spec(CONFIG)
-PROMPT = [5, 17, 60, 3] * 11  # longer than the two selected blocks of 16 tokens
+PROMPT = [5, 17, 60, 3] * 11  # The prompt is longer than the two selected blocks of 16 tokens.
 VISION = ("vision_tower.vision_model.pre_layrnorm.weight", "patch_merge_mlp.linear_1.bias")
 MTP = "language_model.model.mtp.layers.0.eh_proj.weight"
 

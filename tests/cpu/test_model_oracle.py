@@ -68,7 +68,7 @@ def test_logits_equal_transformers_in_chunked_prefill_and_decode(seed: int, tmp_
     config = tiny_config(seed)
     rng = random.Random(seed)
     expected_model = oracle(config, seed, router_bias=rng.uniform(4.0, 10.0))
-    expected_model.save_pretrained(tmp_path)  # with the names of published tensors
+    expected_model.save_pretrained(tmp_path)
     spec = read_spec(config)
     model = build(spec, load_file(tmp_path / "model.safetensors"))
     prompts = {

@@ -8,7 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from triton_support import Group, Ranks, paged, relative_error, words_of  # must precede the kernels
+from triton_support import (
+    Group,
+    Ranks,
+    paged,
+    relative_error,
+    words_of,
+)  # imported before the kernels
 
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention import op as spec

@@ -9,7 +9,7 @@ from negamax.kernels.dispatch import triton as kernels
 from negamax.kernels.dispatch.op import ExpertRanges
 
 EXPERTS, TOP_K, WIDTH = 8, 3, 256
-COLUMNS = (("weights", TOP_K), ("x", WIDTH // 2), ("scale", WIDTH // 128))  # part, words of it
+COLUMNS = (("weights", TOP_K), ("x", WIDTH // 2), ("scale", WIDTH // 128))  # name, number of words
 WORDS = TOP_K + sum(words for _, words in COLUMNS)
 NUM_TOKENS = {0: 3, 1: 0, 2: 4, 3: 2}  # rank -> number of its tokens
 NUM_ROWS = 4

@@ -106,7 +106,7 @@ def test_last_tile_of_an_expert_is_the_smallest_that_fits(monkeypatch: pytest.Mo
     tile = tiles.ExpertTiles(*(Tile(64, 32, 128, num_warps=4, num_stages=2) for _ in range(2)))
     monkeypatch.setattr(tiles.MoeTiles, "packed", lambda self, **sizes: tile)
     monkeypatch.setattr(tiles, "SMALL_M_MAX_M", 4)
-    counts = {0: 64 + 16, 1: 64 + 17, 2: 64 + 33, 4: 1, 5: 128, 7: 9}  # 7: another rank
+    counts = {0: 64 + 16, 1: 64 + 17, 2: 64 + 33, 4: 1, 5: 128, 7: 9}
     ids = torch.cat([torch.full((count,), expert) for expert, count in counts.items()])
     generator = torch.Generator().manual_seed(9)
     ids = ids[torch.randperm(len(ids), generator=generator)].int()[:, None]

@@ -206,7 +206,7 @@ NOTHING = {"tool_choice": {"type": "tool", "name": "nothing"}, "tools": [TOOL]}
         (QUESTION, {"temperature": 5}, 400, INVALID, "temperature"),
         (QUESTION, {"tools": [{"name": "", "input_schema": {}}]}, 400, INVALID, "tools[0].name"),
         (QUESTION, NOTHING, 400, INVALID, "nothing"),
-        (UNANSWERED, SYSTEM, 400, INVALID, "messages[1]"),  # excludes the system prompt
+        (UNANSWERED, SYSTEM, 400, INVALID, "messages[1]"),  # The index excludes the system prompt.
         ([{"role": "user", "content": "word " * 9000}], {}, 400, INVALID, "4096"),
         (QUESTION, {"model": "other"}, 404, "not_found_error", "other"),
         (QUESTION, ENDLESS, 408, "timeout_error", "in time"),

@@ -97,7 +97,7 @@ def times_add_up(http: httpx.Client) -> bool:
     first, *_, last = stream(http, COMPLETIONS, **body, stream_options={"include_usage": True})
     after = http.get("/metrics").text
     usage = last["usage"]
-    num_first = len(first["choices"][0]["token_ids"])  # more than one on a busy machine
+    num_first = len(first["choices"][0]["token_ids"])  # A busy machine may send several at once.
 
     def gain(name: str, **labels: str) -> float:
         return value(after, name, **labels) - value(before, name, **labels)

@@ -297,7 +297,7 @@ def test_shell_calls_are_run_by_the_client(strict: Any, kind: str, result: Any) 
     after = strict.responses.create(**options, **further)
     (item,) = strict.responses.input_items.list(after.id).data
     assert item.type == f"{kind}_call_output"
-    assert after.usage.input_tokens > response.usage.total_tokens  # adds the call and its result
+    assert after.usage.input_tokens > response.usage.total_tokens
 
 
 def test_items_change_the_settings_after_them(strict: Any) -> None:

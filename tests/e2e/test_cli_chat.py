@@ -118,7 +118,7 @@ def test_markdown_is_rendered_as_it_comes(chatting: Any, script: Script) -> None
     assert "**" not in shown and "```" not in shown and "\x1b[1m" in terminal.raw
     assert any("print(i)" in line for line in final)
     assert any("https://a.example" in line for line in final)
-    assert "\x1b[2J" not in terminal.raw and "\x1b]8" not in terminal.raw  # no clear screen
+    assert "\x1b[2J" not in terminal.raw and "\x1b]8" not in terminal.raw
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--plain",), marks=pytest.mark.full)])

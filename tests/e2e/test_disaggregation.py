@@ -230,7 +230,7 @@ def test_rooms_of_sglangs_router(pair: PAIR) -> None:
             answers = [threads.submit(post, server, "/generate", both) for server in pair]
             first, second = (each.result() for each in answers)
             assert [one["text"] for one in second] == [one["text"] for one in expected]
-    assert pair[1].gauge("negamax:failed_remote_prefills_total") <= 5  # the other test's failures
+    assert pair[1].gauge("negamax:failed_remote_prefills_total") <= 5
     with pair[1].http() as http:
         wrong = http.post("/generate", json=both | {"bootstrap_room": [1, 2]})
     assert wrong.status_code == 400 and "2 values for 3 prompts" in wrong.text

@@ -26,7 +26,7 @@ def catch_up(subscriber: Subscriber, server: Server) -> None:
     """Receive every batch that the engine has sent. The engine must be idle."""
 
     def is_complete() -> bool:
-        has_some = subscriber.receive(wait_ms=300)  # longer than between two heartbeats
+        has_some = subscriber.receive(wait_ms=300)  # The wait exceeds a heartbeat interval.
         return not has_some and subscriber.num_sent == server.gauge(
             "negamax:kv_event_batches_total"
         )

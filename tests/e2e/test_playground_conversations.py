@@ -219,7 +219,7 @@ def test_the_list_takes_clicks_while_it_changes(page: Browser, script: Script) -
     page.write("#search", "Second")
     page.wait("numWaiting() === 1")
     page.write("#search", "")
-    page.run("await new Promise((then) => setTimeout(then, 300))")  # wait for the list of all
+    page.run("await new Promise((then) => setTimeout(then, 300))")
     page.run("arrive(); await new Promise((then) => setTimeout(then))")
     wait_for(page, TITLES, "Four,One")
     assert page.problems == []

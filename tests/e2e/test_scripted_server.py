@@ -9,7 +9,7 @@ from negamax.cli.main import main
 from tests.e2e.api_support import CHAT, COMPLETIONS, MESSAGES, join_messages, post, stream
 from tests.e2e.conftest import shared
 
-LONG = "Always keep to the project's conventions. " * 1500  # as long as an agent's system prompt
+LONG = "Always keep to the project's conventions. " * 1500  # an agent's system prompt
 WRITE = {
     "type": "object",
     "properties": {"file_path": {"type": "string"}, "content": {"type": "string"}},

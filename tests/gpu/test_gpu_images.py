@@ -21,11 +21,11 @@ from negamax.quantization.scheme import WeightFormat
 from tests import tiny_m3
 from tests.m3_vision_support import Answer, Prompt, seeing_engine
 
-# the tower of MiniMax-M3
+# sizes of the vision tower of MiniMax-M3
 FULL = {"hidden_size": 1280, "num_attention_heads": 16, "intermediate_size": 5120}
 SMALL = {"hidden_size": 160, "num_attention_heads": 2, "intermediate_size": 96}
 IMAGE_TOKEN = 4121
-IMAGES, TEXT = slice(3), slice(3, 4)  # of the prompts
+IMAGES, TEXT = slice(3), slice(3, 4)  # prompts with images, and one without
 LIMITS: dict[str, Any] = {
     "block_size": 128, "num_kv_blocks": 96, "max_model_len": 4096, "max_num_batched_tokens": 512,
     "encoder_cache_tokens": 4096,

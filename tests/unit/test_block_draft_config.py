@@ -48,7 +48,7 @@ def test_the_published_draft_is_read() -> None:
     assert PUBLISHED is not None
     spec = FAMILIES[DSPARK].read_spec(M31)
     assert spec == PUBLISHED and spec.notes == ()
-    around = ("architectures", "quantization_config")  # outside of text_config
+    around = ("architectures", "quantization_config")
     text = {name: value for name, value in M31.items() if name not in around}
     text |= {"dense_intermediate_size": 12288, "moe_layer_freq": [0] * 5, "dspark_config": {}}
     nested = {name: M31[name] for name in around} | {"text_config": text}

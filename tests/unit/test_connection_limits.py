@@ -99,7 +99,7 @@ class Clients:
                 return head
             client.close()
             time.sleep(0.05)
-        raise AssertionError("the server answers nothing")
+        raise AssertionError("the server does not answer")
 
 
 @contextlib.contextmanager
@@ -320,7 +320,7 @@ def test_one_key_leaves_room_for_the_bodies_of_another() -> None:
     second.take(25)
     with pytest.raises(OverloadedError):
         second.take(1)
-    first.keep(10)  # Fields without effect are free.
+    first.keep(10)
     second.take(20)
     for share in (first, second):
         share.keep(0)

@@ -184,7 +184,7 @@ def test_drafting_rests_while_few_are_accepted_and_is_tried_again(rows: int) -> 
     engine.run(1500, CURVES["none"])
     assert engine.chosen.index(0) < 300
     assert engine.chosen[300:].count(0) > 0.9 * 1200
-    assert any(engine.chosen[300:])  # it is tried
+    assert any(engine.chosen[300:])  # The policy still tries drafts.
     engine.chosen.clear()
     engine.run(1500, CURVES["M3"])
     assert engine.chosen[-700:].count(0) < 0.1 * 700

@@ -274,7 +274,7 @@ def test_blocks_are_written_without_requests_and_read_before_they_are_loaded() -
     assert load.copies is not None and len(load.copies.loaded_blocks) == 2
     scheduler.commit(load, msgspec.structs.replace(make_result(load), loaded_step=load.step_id))
     (row,) = scheduler.next_plan().new_rows
-    assert row.num_computed == 8  # up to the block that was missing
+    assert row.num_computed == 8  # The prefix ends at the missing block.
 
 
 def test_a_request_does_not_wait_for_a_read_that_never_ends() -> None:

@@ -161,7 +161,7 @@ class EventTrace(FileTrace):
                         self.counts[type(event).__name__, event.medium] += len(event.block_hashes)
             pools = {"GPU": rank._pool._block_of, "CPU": rank.host.blocks._block_of}
             for medium, index in (*pools.items(), ("STORAGE", rank.host.files._index)):
-                unknown = mirror._unknown[medium].keys()  # not announced until shared
+                unknown = mirror._unknown[medium].keys()
                 assert view.cached[medium] == set(map(shorten, index.keys() - unknown))
                 assert unknown <= index.keys() and (self.is_second or not unknown)
 

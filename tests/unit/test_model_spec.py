@@ -406,7 +406,7 @@ def test_quantization_is_described_around_the_text_model_or_in_it(tmp_path: Path
     outer, inner = read_spec({**M3, **given}), read_spec(inside)
     assert outer == inner and outer.quantization is not None
     assert outer.quantization.method == "mxfp8"
-    (tmp_path / "hf_quant_config.json").write_text("{}")  # has the lowest precedence
+    (tmp_path / "hf_quant_config.json").write_text("{}")  # This file has the lowest precedence.
     for config in (inside, {**inside, **given}):
         found = read_spec(config, tmp_path).quantization
         assert found is not None and found.source == "config.json"

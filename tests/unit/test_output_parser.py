@@ -261,7 +261,7 @@ def test_a_closer_that_is_a_token_is_never_content(thinking: Thinking, step: int
 def test_reasoning_and_content_are_split() -> None:
     for format, text, in_reasoning, expected in (
         (MINIMAX_M2, "\n  why\n</think>\n\n    co\n  de\n", True, ("  why", "    co\n  de\n")),
-        (MINIMAX_M2, f"a</think>\n\nb\n{M2_CALL}\n", True, ("a", "b")),  # drops outer space
+        (MINIMAX_M2, f"a</think>\n\nb\n{M2_CALL}\n", True, ("a", "b")),
         (MINIMAX_M2, "a</think>\n\nb\n", True, ("a", "b\n")),
         (MINIMAX_M2, "\nHello.", False, (None, "Hello.")),
         (MINIMAX_M2, "<think>a</think>b", False, ("a", "b")),

@@ -57,7 +57,7 @@ def test_head_body_and_answer_are_passed_on(tmp_path: Path) -> None:
         writer.write(b"transfer-encoding: chunked\r\n\r\n")
         for part in (b"one", b"two"):
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-            while not sent or sent[-1].get("body") != part:  # waits for the relay
+            while not sent or sent[-1].get("body") != part:
                 await asyncio.sleep(0.001)
         writer.write(b"0\r\n\r\n")
         writer.close()

@@ -109,7 +109,7 @@ def test_an_optional_reasoning_is_all_content_and_has_a_budget() -> None:
     plain = make_gate("optional", budget=2)
     assert content(plain, [1, 2, 3, 4]) == [1, 2, 3, 4]
     assert plain.due is None and plain.is_over
-    closed = make_gate("optional", budget=0, closing=(CLOSE,))  # closed at once
+    closed = make_gate("optional", budget=0, closing=(CLOSE,))
     assert closed.due == closed.push(CLOSE) == CLOSE
     assert closed.is_over
 

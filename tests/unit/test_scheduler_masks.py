@@ -26,7 +26,7 @@ def test_a_plan_lists_sampled_rows_with_grammars() -> None:
     add(scheduler, "long", 9)
     first = scheduler.next_plan()
     assert (first.needs_sampling, first.grammar_rows) == ([True, False], [])
-    assert all(row.sampling.grammar is None for row in first.new_rows)  # only engines need it
+    assert all(row.sampling.grammar is None for row in first.new_rows)
     scheduler.commit(first)
     second = scheduler.next_plan()
     (row,) = scheduler.grammar_rows(second)
@@ -103,7 +103,7 @@ def test_grammar_rows_count_their_drafts_and_postponed_ones_have_none() -> None:
     third = scheduler.next_plan()  # The plan is made before the masks reject both drafts.
     assert scheduler.commit(second) == []
     (row,) = scheduler.grammar_rows(third)
-    assert (row.num_outputs, third.num_draft_tokens) == (1, [0])  # has no draft tokens
+    assert (row.num_outputs, third.num_draft_tokens) == (1, [0])
     fourth = scheduler.next_plan()
     (update,) = scheduler.commit(third)
     assert update.token_ids == [7] and fourth.num_draft_tokens == [2]

@@ -57,7 +57,7 @@ def _read_all(server: Server, *, streams: int, tokens: int) -> _Arrivals:
     while open_streams:
         ready = poll.poll(30)
         if not ready:
-            raise SystemExit("a stream stands still")
+            raise SystemExit("a stream makes no progress")
         for number, _ in ready:
             part = connections[number].recv(1 << 18)
             arrivals.times.append(time.monotonic())
