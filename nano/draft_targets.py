@@ -120,7 +120,7 @@ class NanoM3Target:
 
     @torch.no_grad()
     def states(self, batch: train.Batch, mask: Any) -> States:
-        """Run the model. The batch contains its own mask."""
+        """Run the model. The batch contains the mask."""
         assert isinstance(batch, M3Batch)
         net, tokens = self.net, batch.tokens
         attend = m3_train.PackedAttention(net.config, batch.layout, self.chooser, self.tools)

@@ -166,7 +166,7 @@ class Loader(train.Loader):
                 order = np.concatenate((some[left], rest))
 
     def take(self, device: torch.device, *, widened: bool) -> Batch:
-        """Return the next batch on the device. If `widened`, half of its rows have full reach."""
+        """Return the next batch on the device. If `widened`, half of the rows have full reach."""
         arrays = self.ready.get()
         rows = arrays["tokens"].shape[0]
         windows = np.full(rows, WINDOW, dtype=np.int32)

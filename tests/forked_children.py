@@ -46,7 +46,7 @@ PARENTS = {
 # variables that may differ from the environment of the imports
 LATE_VARIABLES = {
     log.CHILD_VARIABLE, KEY_VARIABLE, "PYTEST_CURRENT_TEST", "TOKENIZERS_PARALLELISM",
-    "TORCHINDUCTOR_CACHE_DIR",  # Importing a model of transformers sets it.
+    "TORCHINDUCTOR_CACHE_DIR",  # Importing a model of transformers sets this.
     # variables of the tests' engines and ranks
     "ENGINE_MODULE", "STUB_STEP_MS", "STUB_LOG", "STUB_HOLD", "REPLAY_SCRIPT", "REPLAY_RECORD",
     "HELD_ENGINE", "KILLED_IN_MOVE", "COUNTED_TOKENS",
@@ -79,7 +79,7 @@ def start(module: str, *args: str, **options: Any) -> subprocess.Popen[Any]:
 def finished(
     module: str, *args: str, text: str | None = None, timeout: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module to its end. `text` is its stdin (None: inherited). Raises `TimeoutExpired`."""
+    """Run a module to its end. `text` is the stdin (None: inherited). Raises `TimeoutExpired`."""
     pipe = subprocess.PIPE
     stdin = None if text is None else pipe
     with start(module, *args, stdin=stdin, stdout=pipe, stderr=pipe, text=True) as child:
@@ -131,7 +131,7 @@ class Source:
         return self._environment == _early(wanted)
 
     def fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> int:
-        """Fork a child that runs `request` with `fds`. Return its process id."""
+        """Fork a child that runs `request` with `fds`. Return the process id."""
         with _adopting():
             socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
             return int(self._requests.recv(32))
@@ -187,7 +187,7 @@ class Forked(subprocess.Popen[Any]):
 def await_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Serve requests to fork until the end.
 
-    In a child, return its request and its files. In the source, return None at the end.
+    In a child, return the request and the files. In the source, return None at the end.
     """
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     while True:

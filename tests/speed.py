@@ -10,7 +10,7 @@ _LOOP_SECONDS = 0.003  # time of `_loop` on a quiet core of 2025
 
 
 def is_linear(seconds: Callable[[int], float], size: int) -> bool:
-    """Return whether `size` takes less than 9 times as long as a quarter of it.
+    """Return whether `size` takes less than 9 times as long as a quarter of `size`.
 
     A linear function takes 4 times as long, a quadratic one 16 times. The shortest attempts count.
     """

@@ -138,7 +138,7 @@ class StubEngine:
         return bool(self._aborted or self._due())
 
     def take(self, message: wire.ToEngine) -> bool:
-        """Process a message. Return False if it is a shutdown."""
+        """Process a message. Return False for a shutdown."""
         if isinstance(message, wire.AddRequest):
             self._answers[message.request.request_id] = self._author.begin(message.request)
         elif isinstance(message, wire.AbortRequests):

@@ -81,7 +81,7 @@ IMAGE_TOKEN = 5
 def make_seeing_model(
     seed: int, *, vision: dict[str, Any] | None = None, image_token: int = IMAGE_TOKEN, **sizes: Any
 ) -> MiniMaxM3SparseForConditionalGeneration:
-    """Make a model that reads images. By default its vision tower has heads of 80 columns."""
+    """Make a model that reads images. The default vision tower has heads of 80 columns."""
     import torch
     from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig
 

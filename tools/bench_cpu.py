@@ -25,7 +25,7 @@ Seconds = Callable[[list[list[int]], int], float]  # (prompts, output tokens of 
 
 
 def load_transformers(folder: Path, dtype: str, implementation: str | None) -> Any:
-    """Load the checkpoint in transformers. Our own op dequantizes its FP8 blocks."""
+    """Load the checkpoint in transformers. Our own op dequantizes the FP8 blocks."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import MiniMaxM2ForCausalLM

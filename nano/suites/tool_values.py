@@ -213,7 +213,7 @@ def draw_value(kind: str, rng: random.Random) -> Value:
 
 
 def schema_of(kind: str, description: str, rng: random.Random) -> dict[str, Any]:
-    """Return the JSON schema of a kind. The description is its first or its last key."""
+    """Return the JSON schema of a kind. The description is the first or the last key."""
     family, _, spec = kind.partition(":")
     schema: dict[str, Any]
     match family:

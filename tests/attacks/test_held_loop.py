@@ -41,7 +41,7 @@ UNITS = {  # units that the JSON text of a message repeats
 
 
 def prompt_builder() -> PromptBuilder:
-    """Build it as a server does, for nano with M2's context length."""
+    """Build prompts as a server does, for nano with M2's context length."""
     tokenizer = Tokenizer.from_folder(NANO)
     chat_format = ChatFormat.of_model(
         "MiniMaxM2ForCausalLM", tokenizer=tokenizer, template=ChatTemplate.from_folder(NANO)

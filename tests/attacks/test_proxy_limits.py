@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 def port(server: Server, tmp_path: Path) -> Iterator[int]:
-    """Run nginx with deploy/'s configuration before the shared server. Yield its port."""
+    """Run nginx with deploy/'s configuration before the shared server. Yield nginx's port."""
     port = free_port()
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
     files = ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.pem")]

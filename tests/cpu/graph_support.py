@@ -133,7 +133,7 @@ class Clockless(Runtime):
 def runtime(
     pool: RepeatedSteps | None, *, is_asynchronous: bool = False, kind: type[Runtime] = Clockless
 ) -> Runtime:
-    """Return a GPU's runtime on the CPU. Steps are captured in `pool` unless it is None."""
+    """Return a GPU's runtime on the CPU. If `pool` is given, it captures the steps."""
     return kind(
         is_asynchronous=is_asynchronous,
         graph_pool=None if pool is None else lambda: pool,

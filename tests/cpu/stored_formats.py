@@ -53,7 +53,7 @@ def is_matrix(name: str) -> bool:
 def write(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], stored: StoredFormat
 ) -> Tensors:
-    """Write a checkpoint. Return the tensors that it represents."""
+    """Write a checkpoint. Return the tensors that the files represent."""
     written, plain, modules = {}, dict(tensors), []
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")

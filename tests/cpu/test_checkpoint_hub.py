@@ -56,7 +56,7 @@ def modelscope() -> Iterator[TinyModelScope]:
 
 
 def run_code(code: str, environment: Mapping[str, str], *arguments: object) -> tuple[str, str]:
-    """Run code in a subprocess, which reads endpoints at import. Return its output and log."""
+    """Run code in a subprocess, which reads endpoints at import. Return output and log."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, **environment}, capture_output=True, check=True, text=True, timeout=120,

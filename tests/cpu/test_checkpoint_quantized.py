@@ -261,7 +261,9 @@ def test_each_part_equals_the_whole_quantized(
         if tensor.is_kept:
             part = tuple(slice(each.start, each.stop) for each in tensor.part(region))
             expected = whole[tensor.name][part]
-            if not tensor.is_number:  # The file stores it once, and the slot holds it once per row.
+            if (
+                not tensor.is_number
+            ):  # The file stores the scale once, and the slot has a copy per row.
                 expected = expected.view(found[tensor.name].shape)
             assert _same(found[tensor.name], expected), tensor.name
 

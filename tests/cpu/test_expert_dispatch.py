@@ -37,7 +37,7 @@ def mixture(
     shared_width: int = 0,
     context: ParallelContext | None = None,
 ) -> SparseMoe:
-    """Make one rank's part of a model. `context` holds its groups if the rank communicates."""
+    """Make one rank's part of a model. `context` holds the rank's groups for communication."""
     setup = LayerSetup(
         context or replace(ParallelContext.single(), layout=layout),
         WeightFormat(torch.float32, torch.device("cpu"), None),

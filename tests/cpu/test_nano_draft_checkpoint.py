@@ -192,7 +192,7 @@ def test_suite_is_solved_with_drafts_from_command_line(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("model", LENGTHS)
 @pytest.mark.parametrize("suite", ["nano-math", "nano-tools"])
 def test_suites_give_the_same_tokens_with_drafts(model: str, suite: str) -> None:
-    """Run the whole suite with nano, and a quarter of it with nano-m3."""
+    """Run the whole suite with nano, and a quarter of the suite with nano-m3."""
     count = SUITES[suite] // (1 if model == "nano" else 4)
 
     def solved(drafts: bool) -> tuple[SuiteResult, list[list[int]]]:

@@ -1,6 +1,6 @@
 """Prepare Triton's interpreter; import this module before any kernel.
 
-`tests/conftest.py` enables the interpreter. Without it, this module skips the test.
+`tests/conftest.py` enables the interpreter. Without the interpreter, this module skips the test.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ class Bench:
         self.out = self.err = ""
 
     def __call__(self, url: str, line: str, *options: str) -> dict[str, Any]:
-        """Run the benchmark with the options of `line`. Return its saved result, or {}."""
+        """Run the benchmark with the options of `line`. Return the saved result, or {}."""
         file = self._folder / "result.json"
         file.unlink(missing_ok=True)
         saved = f"--save-detailed --result-dir {self._folder} --result-filename {file.name}".split()

@@ -147,7 +147,7 @@ def launch(
 def serving(
     *options: str, log_file: Path, rate: float | None = None, **started: Any
 ) -> Iterator[Server]:
-    """Run a server. With `rate` it replays a text at this many tokens per second."""
+    """Run a server. With `rate` the server replays a text at `rate` tokens per second."""
     talk = talking(log_file.parent, tokens_per_second=rate) if rate else ()
     process = launch(*talk, *options, log_file=log_file, **started)
     try:

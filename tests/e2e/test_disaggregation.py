@@ -64,7 +64,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def prefill(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Let a server compute a prompt as vLLM's proxies do. Return its `kv_transfer_params`."""
+    """Let a server compute a prompt as vLLM's proxies do. Return the `kv_transfer_params`."""
     once = {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_PREFILL}
     answer = post(server, path, {**body, **once})
     params: dict[str, Any] = answer["kv_transfer_params"]

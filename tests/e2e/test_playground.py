@@ -38,7 +38,7 @@ def test_answers_stream_with_folded_thinking_and_figures(nano: Browser, server: 
     assert nano.text("#window-text") == f"{used} of 4,096 tokens"
 
     def speed_again() -> float:
-        """Ask for another version of the answer. Return its speed, or 0 if it came in one piece."""
+        """Ask for another version of the answer. Return the speed, or 0 for a single piece."""
         nano.click(".assistant .again")
         nano.wait(f"{ANSWERS} === 1 && {IDLE}")
         return float(figures(nano).get("Speed", "0").removesuffix(" tok/s"))

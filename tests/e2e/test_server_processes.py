@@ -59,7 +59,7 @@ def response_from(server: Server, index: int, **fields: Any) -> Any:
 def streams_under_way(
     server: Server, pool: concurrent.futures.Executor, count: int, **fields: Any
 ) -> list[concurrent.futures.Future[list[str]]]:
-    """Start long streams. A stream returns its last two lines, or none if it is cut off."""
+    """Start long streams. A stream returns its last two lines, or no line if it is cut off."""
     begun = threading.Semaphore(0)
 
     def run() -> list[str]:

@@ -28,7 +28,7 @@ def test_status_page_shows_the_load(page: Browser, server: Server, http: httpx.C
     )
 
     def is_shown() -> bool:
-        """Send a request. Return whether the page shows it at its next update."""
+        """Return whether the next update of the page shows a request."""
         assert http.post("/v1/chat/completions", json=question).status_code == 200
         return bool(page.run(shown))
 

@@ -97,7 +97,7 @@ def run(
 
 
 def run_apart(pair: list[Engine], prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Prefill all prompts on the first engine, and decode all of them together on the second."""
+    """Prefill all prompts on the first engine, and decode all prompts together on the second."""
     (first, _), (second, _) = pair
     assert first._transfers is not None
     config, engine_id = first._transfers.config, first._transfers.engine_id

@@ -1,8 +1,8 @@
 """Compare every format of docs/checkpoints.md on a GPU with its fp32 definition on a CPU.
 
-A tiny MiniMax-M2 is written in each format as in tests/cpu/stored_formats.py. At its sizes, shards
-divide blocks and groups as MiniMax-M2's shards do over 8 and 16 ranks. Each token goes to all
-experts, so rounding cannot change the routing. The shards run on one GPU in turn.
+A tiny MiniMax-M2 is written in each format as in tests/cpu/stored_formats.py. At these sizes,
+shards divide blocks and groups as MiniMax-M2's shards do over 8 and 16 ranks. Each token goes to
+all experts, so rounding cannot change the routing. The shards run on one GPU in turn.
 """
 
 import json

@@ -465,7 +465,7 @@ def reads_otherwise_by_token(format: OutputFormat, text: str, whole: ParsedOutpu
 
 
 def check_generated(format: OutputFormat, rng: random.Random, *, all_places: bool) -> None:
-    """Generate an output, compare it with its known answer if there is one, and split it."""
+    """Generate an output, compare it with a known answer if there is one, and split it."""
     output = generate(format, rng)
     length = len(output.text)
     places = range(1, length) if all_places else rng.sample(range(length), min(5, length))

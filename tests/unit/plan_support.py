@@ -22,7 +22,7 @@ def make_limits(**changes: Any) -> SchedulerLimits:
 
 
 def make_request(name: str, prompt: list[int] | int = 4, **fields: Any) -> GenerateRequest:
-    """Make a request; `prompt` is its tokens or their number.
+    """Make a request; `prompt` is a list of tokens or their number.
 
     `fields` that `GenerateRequest` lacks are sampling parameters. The default `max_tokens` is 8.
     """

@@ -33,7 +33,7 @@ OPTIONS = BenchOptions()
 def record(
     *arrivals: float, started: float = 10.0, output: Any = None, running: tuple[int, ...] = ()
 ) -> ResponseRecord:
-    """Make a successful request. `arrivals` count from its start; the last one is its end."""
+    """Make a successful request. `arrivals` count from the start; the last arrival is the end."""
     return ResponseRecord(
         0, started=started, ended=started + arrivals[-1],
         arrivals=array("d", [started + at for at in arrivals]),

@@ -382,7 +382,7 @@ def test_framing_of_a_chunked_body_is_bounded(begin: bytes, more: bytes) -> None
         client.send(CHUNKED % b"/headers" + begin)
         answer, size = until_closed(client, sending=more, most=20_000_000)
         assert size < 8_000_000  # the capacity of both kernels' socket buffers
-        assert answer.startswith(b"HTTP/1.1 431") or not answer  # The client may lose it.
+        assert answer.startswith(b"HTTP/1.1 431") or not answer  # Answers may be lost.
 
 
 def test_body_in_chunks_of_a_byte_is_taken() -> None:

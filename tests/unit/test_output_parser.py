@@ -88,7 +88,7 @@ class TestCases:
         parsing.check_well_formed(events)
         whole = parse(case.format, case.text, **options)
         content = whole.content or ""
-        if case.format.think_close in content:  # The stream has it as a token, so it is no text.
+        if case.format.think_close in content:  # In the stream this tag is a token, not text.
             whole = dataclasses.replace(whole, content=content.replace(case.format.think_close, ""))
         assert collect(events) == whole
 

@@ -142,7 +142,7 @@ async def test_requests_are_spread_and_follow_their_prefixes_until_load_outweigh
     second, again = ask(engine, [*prompt(0, 400), 5, 6], "second")
     assert again == place
     second.close()
-    # Other requests fill this replica until another one is cheaper, despite its empty cache.
+    # Other requests fill this replica until another replica is cheaper, despite an empty cache.
     for number in range(12):
         assert ask(engine, prompt(50 + number), f"o{number}", rank=place)[1] == place
         _, chosen = ask(engine, [*prompt(0, 400), 9, number], f"p{number}")

@@ -82,7 +82,7 @@ PROMPT = list(range(10, 20))  # The prompt has two full blocks and two more toke
 
 
 def admit_start(scheduler: RankScheduler, name: str, prompt: list[int], **fields: Any) -> int:
-    """Run a request of one token. Return how many of its prompt tokens were cached."""
+    """Run a request of one token. Return how many prompt tokens were cached."""
     scheduler.add(name, prompt, **{"max_tokens": 1, **fields})
     plan = scheduler.next_plan()
     (start,) = scheduler.starts[plan.step_id]

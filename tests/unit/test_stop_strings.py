@@ -155,7 +155,7 @@ def push_read(
 
 
 def check_groupings(text: str, answer: Callable[[list[int]], Answer]) -> Answer:
-    """Check that any grouping of tokens gives the same answer; return it."""
+    """Check that any grouping of tokens gives the same answer. Return the answer."""
     rng, num_tokens = random.Random(1), len(TOKENIZER.encode(text)) + 1
     one_by_one = answer([])
     for _ in range(15):

@@ -47,7 +47,7 @@ class Copy:
 
 
 class Engine:
-    """Run one engine without sockets and ranks. `World.network` carries its messages."""
+    """Run one engine without sockets and ranks. `World.network` carries the messages."""
 
     def __init__(self, world: World, name: str, number: int) -> None:
         self.world, self.name = world, name

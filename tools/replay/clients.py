@@ -1,7 +1,7 @@
 """Coding agents on the openai and anthropic packages, each with its own form of a conversation.
 
-An agent asks for an answer, returns it in a common form, and appends it to its history. As users of
-the packages do, it sends back the message objects that it got.
+An agent asks for an answer, returns it in a common form, and appends it to its history. An
+agent sends back the message objects that it got, as users of the packages do.
 """
 
 import asyncio

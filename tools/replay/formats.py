@@ -200,7 +200,7 @@ def text_of(parts: Iterable[Part]) -> str:
 
 
 def tokens_of(parts: Sequence[Part], tokenizer: Tokenizer, *, in_letters: bool) -> list[int]:
-    """Encode an answer. If `in_letters`, tags inside its text are spelled out."""
+    """Encode an answer. If `in_letters`, tags inside the text are spelled out."""
     if not in_letters:
         return tokenizer.encode(text_of(parts))
     encoded = (tokenizer.encode(part.text, allow_special=part.is_structure) for part in parts)
