@@ -83,10 +83,6 @@ class HostTier:
         return self.blocks.num_indexed + len(self._storing)
 
     @property
-    def num_evictions(self) -> int:
-        return self.blocks.eviction_count
-
-    @property
     def has_loads(self) -> bool:
         """Whether requests wait for a load or a read."""
         return bool(self._loads) or self.files.has_reads

@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -119,8 +119,8 @@ class FileStore:
         self._read_step = self._written_step = -1
         self._active_at = 0.0  # monotonic time at which the last copy ended
         self._is_off = False
-        self._lock = threading.Lock()  # for the counters
-        self._bytes_read = self._bytes_written = self._num_evicted = self._num_errors = 0
+        self._lock = threading.Lock()  # for `_counts`
+        self._counts = Counter[str]()  # by field of `FileProgress`
         self._unscanned = 0  # bytes written since the last scan
         try:
             _make_private(self._folder)
@@ -176,10 +176,7 @@ class FileStore:
                 self._written_step,
                 missing,
                 self._is_off,
-                self._bytes_read,
-                self._bytes_written,
-                self._num_evicted,
-                self._num_errors,
+                **self._counts,
             )
 
     def close(self) -> None:
@@ -204,7 +201,7 @@ class FileStore:
     def _switch_off(self, reason: str) -> None:
         with self._lock:
             is_new, self._is_off = not self._is_off, True
-            self._num_errors += is_new
+            self._counts["num_errors"] += is_new
         if is_new:
             logger.warning(
                 "rank %d: KV blocks are no longer kept in files in %s: %s",
@@ -227,11 +224,11 @@ class FileStore:
             is_complete = all(_fill(stream, view) for view in (memoryview(header), *views))
             is_complete = is_complete and not stream.read(1)
         if is_complete and bytes(header) == self._header(block_hash, views):
-            self._count(read=self.file_bytes)
+            self._count("bytes_read", self.file_bytes)
             return None
         logger.warning("the KV block file %s is damaged; it is deleted", path)
         path.unlink(missing_ok=True)
-        self._count(errors=1)
+        self._count("num_errors", 1)
         return block_hash
 
     def _write(self, block_hash: bytes, place: int, ended: Ended) -> None:
@@ -250,7 +247,7 @@ class FileStore:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
-        self._count(written=self.file_bytes)
+        self._count("bytes_written", self.file_bytes)
         self._unscanned += self._sharing * self.file_bytes
         if self._cleans and self._unscanned >= self._most_bytes // SCAN_SHARE:
             self._clean()
@@ -293,18 +290,15 @@ class FileStore:
             if is_surplus and self._cleans:
                 file.path.unlink(missing_ok=True)
                 total -= file.num_bytes
-                self._count(evicted=1)
+                self._count("num_evicted", 1)
             elif file.path.parent == self._folder and not is_part:
                 kept.append(file)
         self._unscanned = 0
         return kept[-min(self.num_blocks, MOST_FOUND) :]
 
-    def _count(self, *, read: int = 0, written: int = 0, evicted: int = 0, errors: int = 0) -> None:
+    def _count(self, name: str, number: int) -> None:
         with self._lock:
-            self._bytes_read += read
-            self._bytes_written += written
-            self._num_evicted += evicted
-            self._num_errors += errors
+            self._counts[name] += number
 
 
 def open_files(

@@ -27,11 +27,6 @@ class StepShape(NamedTuple):
         """Return the shape of decodes with up to `num_drafts` draft tokens each."""
         return cls(num_rows * (num_drafts + 1), num_rows, num_drafts + 1, is_sampled=True)
 
-    @classmethod
-    def of_mix(cls, num_tokens: int, num_seqs: int) -> "StepShape":
-        """Return the shape of a batch of any kind."""
-        return cls(num_tokens, num_seqs, num_tokens, is_sampled=False)
-
     @property
     def num_drafts(self) -> int:
         """Number of draft tokens of each row, for decodes."""
@@ -66,7 +61,7 @@ def capture_shapes(
         ],
         # a step of one token is a decode
         TOKENS: [
-            StepShape.of_mix(size, max_num_seqs)
+            StepShape(size, max_num_seqs, size, is_sampled=False)
             for size in capture_sizes(TOKENS, max(2, max_tokens))
         ],
     }

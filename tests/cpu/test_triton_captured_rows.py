@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from graph_support import RepeatedSteps
-from m2_checkpoints import to_fp8
+from m2_checkpoints import from_fp8, to_fp8
 from model_support import build, random_weights
 from test_triton_eagle3 import draft_spec, worker_config
 from test_triton_graphs import step_graphs
 from test_triton_model import SPEC as M2_FP8
-from test_triton_model import errors, gpu_model, kernel_table, use_few_programs, values_of
+from test_triton_model import errors, gpu_model, kernel_table, use_few_programs
 from test_triton_model_m3 import TEXT
 from torch import Tensor
 from transformers import MiniMaxM3VLConfig
@@ -62,7 +62,7 @@ def shapes_of(steps: Sequence[Step]) -> dict[str, list[StepShape]]:
     return {
         ROWS: [StepShape.of_decodes(4, 0)] if ONES in steps else [],
         DRAFTS: [StepShape.of_decodes(size, NUM_DRAFTS) for size in sorted(sizes)],
-        TOKENS: [StepShape.of_mix(8, 8)] if MIX in steps else [],
+        TOKENS: [StepShape(8, 8, 8, is_sampled=False)] if MIX in steps else [],
     }
 
 
@@ -163,7 +163,7 @@ class Case:
         if self.spec.quantization is None:
             return drawn, drawn
         stored = to_fp8(drawn)
-        return stored, values_of(stored)
+        return stored, from_fp8(stored)
 
 
 def plan_of(step: Step) -> StepPlan:

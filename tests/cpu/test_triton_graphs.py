@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 SHAPES = {
     ROWS: [StepShape.of_decodes(size, 0) for size in (1, 4)],
     DRAFTS: [StepShape.of_decodes(3, 2)],
-    TOKENS: [StepShape.of_mix(8, 4)],
+    TOKENS: [StepShape(8, 4, 8, is_sampled=False)],
 }
 SAMPLING = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3})
 
@@ -118,7 +118,7 @@ def test_captured_steps_compute_what_kernels_compute_alone(monkeypatch: pytest.M
             layout, expected = eager(model, alone, plan)
             columns = layout.columns
             shape = graphs.find(len(columns.token_slots), len(columns.slots))
-            assert shape == StepShape.of_mix(8, 4)
+            assert shape == StepShape(8, 4, 8, is_sampled=False)
             graphs.prepare(shape, columns)
             hidden = graphs.replay(shape).hidden
             assert max(errors(hidden[: len(expected)], expected)) < 0.01

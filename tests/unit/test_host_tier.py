@@ -118,7 +118,7 @@ def test_random_traces_load_and_evict() -> None:
         loaded = sum(worker.num_loaded for trace in traces for worker in trace.workers)  # type: ignore[attr-defined]
         hosts = [rank.host for trace in traces for rank in trace.scheduler.ranks]
         assert loaded > 100
-        assert host_blocks > 12 or sum(host.num_evictions for host in hosts) > 100
+        assert host_blocks > 12 or sum(host.blocks.eviction_count for host in hosts) > 100
 
 
 def make_tier(**changes: int) -> RankScheduler:
@@ -226,7 +226,7 @@ def test_a_full_host_pool_evicts_the_least_recently_used_chain_from_its_end() ->
         run_alone(scheduler, name, 17)
     run_alone(scheduler, "d", 4)  # The plan of d stores the blocks of c.
     host = scheduler.rank.host
-    assert host.num_used == 8 and host.num_evictions >= 4
+    assert host.num_used == 8 and host.blocks.eviction_count >= 4
     assert host.num_stored == 12
 
 

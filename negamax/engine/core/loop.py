@@ -229,7 +229,7 @@ class EngineLoop:
                 num_host_hits=rank.host.num_hits,
                 num_host_stores=rank.host.num_stored,
                 num_host_loads=rank.host.num_loaded,
-                num_host_evictions=rank.host.num_evictions,
+                num_host_evictions=rank.host.blocks.eviction_count,
                 num_file_blocks=rank.host.files.num_blocks,
                 num_used_file_blocks=rank.host.files.num_used,
                 num_file_reads=rank.host.files.num_hits,
