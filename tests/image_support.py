@@ -7,7 +7,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from negamax.images.decode import HEADER, decode_image
+from negamax.images.decode import decode_image
+from negamax.images.sizes import HEADER
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options: Any) -> str:

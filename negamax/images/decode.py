@@ -4,17 +4,15 @@ import base64
 import binascii
 import io
 import re
-import struct
 from contextlib import suppress
 
 from PIL import Image, ImageOps
 
 from negamax.base.errors import InvalidRequestError
-from negamax.images.sizes import Rule, fit
+from negamax.images.sizes import HEADER, Rule, fit
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 MAX_SOURCE_PIXELS = 64_000_000
-HEADER = struct.Struct(">III")  # height and width after resizing, number of source pixels
 _SPACE = re.compile(r"\s+")
 
 Image.MAX_IMAGE_PIXELS = None  # `MAX_SOURCE_PIXELS` is checked before anything is decoded
@@ -37,7 +35,7 @@ def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> byt
     num_pixels = image.width * image.height
     if num_pixels > MAX_SOURCE_PIXELS:
         raise InvalidRequestError(
-            f"has {image.width} x {image.height} pixels; the limit is {MAX_SOURCE_PIXELS} pixels"
+            f"the image has {image.width} x {image.height} pixels; allowed: {MAX_SOURCE_PIXELS}"
         )
     height, width = fit(image.height, image.width, rule=rule, longest=longest)
     if not needs_pixels:
@@ -61,7 +59,7 @@ def _decode_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequestError("is not base64") from None
+        raise InvalidRequestError("the image is not base64") from None
 
 
 def _flatten(image: Image.Image) -> Image.Image:
@@ -77,5 +75,6 @@ def _flatten(image: Image.Image) -> Image.Image:
 def _refuse(error: Exception) -> InvalidRequestError:
     reason = "broken file or other format" if isinstance(error, OSError) else "broken file"
     return InvalidRequestError(
-        f"cannot be decoded ({reason}); allowed: {', '.join(FORMATS)}", code="invalid_image"
+        f"the image cannot be decoded ({reason}); allowed: {', '.join(FORMATS)}",
+        code="invalid_image",
     )

@@ -4,12 +4,15 @@ Height and width become multiples of `SIDE`. A square of `SIDE` x `SIDE` pixels 
 """
 
 import math
+import struct
 from typing import Literal, get_args
 
 from negamax.base.errors import InvalidRequestError
 
 Rule = Literal["longest", "area"]
 RULES: tuple[str, ...] = get_args(Rule)
+# first bytes of a decoded image: height and width after resizing, number of source pixels
+HEADER = struct.Struct(">III")
 SIDE = 28  # pixels on each side of the square that one image token represents
 LONGEST_SIDE = 2016  # default; requests may set another multiple of SIDE
 LONGEST_SIDES = (112, 3584)  # range that requests may set, in pixels
@@ -26,7 +29,7 @@ def fit(height: int, width: int, *, rule: Rule, longest: int = LONGEST_SIDE) -> 
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise InvalidRequestError(
-            f"has {width} x {height} pixels; the longer side may be at most "
+            f"the image has {width} x {height} pixels; the longer side may be at most "
             f"{MAX_ASPECT_RATIO} times as long as the shorter side"
         )
     return _fit_area(height, width) if rule == "area" else _fit_long_side(height, width, longest)

@@ -46,23 +46,23 @@ def fetch_media(
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port
     except ValueError:
-        _refuse("is not a URL")
+        _refuse("the source is not a URL")
     if parts.username is not None or host not in domains:
-        _refuse("names a host that this server does not load images from", code="url_not_allowed")
+        _refuse("the URL names a host that this server does not allow", code="url_not_allowed")
     is_tls = parts.scheme.lower() == "https"
     port = port or (443 if is_tls else 80)
     try:
         addresses = resolve(host, port)
     except (OSError, UnicodeError):
-        _refuse("names a host that cannot be resolved")
+        _refuse("the URL names a host that cannot be resolved")
     if not addresses or not all(map(is_allowed or is_public, addresses)):
-        _refuse("names a host with an address that is not public", code="url_not_allowed")
+        _refuse("the URL names a host with an address that is not public", code="url_not_allowed")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
         address = min(addresses, key=lambda each: ":" in each)  # IPv4 first.
         return _download(address, port, host, path, is_tls=is_tls, timeout=timeout)
     except (OSError, http.client.HTTPException, ValueError):
-        _refuse(f"cannot be downloaded in {timeout:g} s")
+        _refuse(f"the URL cannot be downloaded in {timeout:g} s")
 
 
 def is_public(address: str) -> bool:
@@ -99,7 +99,7 @@ def _download(
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         if answer.status != 200:
-            _refuse(f"is answered with status {answer.status}; redirects are not followed")
+            _refuse(f"the URL is answered with status {answer.status}; redirects are not followed")
         if (answer.length or 0) > MAX_IMAGE_BYTES:
             raise build_bytes_error(answer.length or 0)
         body = answer.read(MAX_IMAGE_BYTES + 1)

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import re
-import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from negamax.base.errors import (
     UnavailableError,
 )
 from negamax.config.vision import VisionSpec
-from negamax.images.sizes import LONGEST_SIDE, Rule, count_tokens
+from negamax.images.sizes import HEADER, LONGEST_SIDE, Rule, count_tokens
 from negamax.scheduler.request import ImageInput
 from negamax.text.confined import IMAGE_DECODER, Confined
 from negamax.text.messages import ImagePart
@@ -34,7 +33,6 @@ _RULE_VERSION = b"minimax-m3-1"
 _NUM_THREADS = max(2, min(8, env.usable_cores()))
 _PER_REQUEST = 2  # images of one request that are decoded in parallel
 _DATA_URL = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
-_HEADER = struct.Struct(">3I")  # height and width after resizing, number of source pixels
 
 T = TypeVar("T")
 ErrorT = TypeVar("ErrorT", bound=NegamaxError)
@@ -165,10 +163,10 @@ class ImageLoader:
             return part.source[found.end() :]
         scheme = part.source[:8].partition(":")[0].lower()
         if scheme not in ("http", "https"):
-            problem = "is neither a data URL in base64 nor an http(s) URL"
+            problem = "the image is neither a data URL in base64 nor an http(s) URL"
             raise _place(InvalidRequestError(problem, code="invalid_image"), part)
         if self._fetch is None:
-            problem = "is a URL; this server opens no URLs (--allowed-media-domains)"
+            problem = "the image is a URL; this server opens no URLs (--allowed-media-domains)"
             hint = "send the image as a data URL"
             raise _place(InvalidRequestError(problem, hint=hint, code="url_not_allowed"), part)
         try:
@@ -190,13 +188,13 @@ class ImageLoader:
             ) from error
         except InvalidRequestError as error:
             raise _place(error, image.part) from None
-        height, width, num_pixels = _HEADER.unpack_from(answer)
+        height, width, num_pixels = HEADER.unpack_from(answer)
         return replace(
             image,
             height=height,
             width=width,
             num_source_pixels=num_pixels,
-            pixels=answer[_HEADER.size :],
+            pixels=answer[HEADER.size :],
         )
 
     def _make_input(self, image: _Image) -> ImageInput:
@@ -215,11 +213,11 @@ class ImageLoader:
 def build_bytes_error(num_bytes: int) -> PayloadTooLargeError:
     """Return the error of an image with too many bytes; the caller adds the image's place."""
     return PayloadTooLargeError(
-        f"has {num_bytes} bytes; allowed: {MAX_IMAGE_BYTES}", code="image_too_large"
+        f"the image has {num_bytes} bytes; allowed: {MAX_IMAGE_BYTES}", code="image_too_large"
     )
 
 
 def _place(error: ErrorT, part: ImagePart) -> ErrorT:
     """Add the place of an image to an error message."""
-    error.message, error.param = f"{part.place} {error.message}", part.place
+    error.message, error.param = f"{part.place}: {error.message}", part.place
     return error
