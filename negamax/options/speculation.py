@@ -92,7 +92,7 @@ class SpeculationConfig:
             return self
         if num_tokens > MAX_DRAFT_TOKENS:
             raise ConfigError(
-                f"config.json says {num_tokens} speculative_tokens; allowed: 1 to "
+                f"config.json sets speculative_tokens to {num_tokens}; allowed: 1 to "
                 f"{MAX_DRAFT_TOKENS}",
                 hint=f'override it: {_FLAG} {{"num_speculative_tokens": {MAX_DRAFT_TOKENS}}}',
             )

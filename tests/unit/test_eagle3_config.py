@@ -258,7 +258,7 @@ def test_options_replace_the_draft_length_of_files(found: Callable[..., ModelSou
     assert length(CONFIG, **synthetic) == 3
     long = changed(f"{USE}.proposal_methods.0.speculative_tokens", 16)
     assert length(long, num_speculative_tokens=15) == 15
-    with pytest.raises(ConfigError, match="16 speculative_tokens; allowed: 1 to 15") as caught:
+    with pytest.raises(ConfigError, match="speculative_tokens to 16; allowed: 1 to 15") as caught:
         found(long)
     assert "override it: " in str(caught.value)
 
