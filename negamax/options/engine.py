@@ -506,18 +506,18 @@ class EngineOptions:
 
     @property
     def kv_transfer(self) -> KvTransferConfig | None:
-        """Settings for exchanging prompts with other engines, or None. Raises `ConfigError`."""
+        """Return settings for prompts of other engines, or None. Raises `ConfigError`."""
         given = self.kv_transfer_config
         return None if given is None else KvTransferConfig.read(given)
 
     @property
     def has_host_blocks(self) -> bool:
-        """Whether main memory also keeps KV blocks."""
+        """Return whether main memory also keeps KV blocks."""
         return self.host_gib is not None or self.kv_offloading_ratio is not None
 
     @property
     def host_gib(self) -> float | None:
-        """GiB of main memory for KV blocks of all ranks; None if unused or given as a ratio."""
+        """Return the GiB of main memory for KV blocks; None if unused or given as a ratio."""
         if self.kv_offloading_size or self.kv_offloading_ratio:
             return self.kv_offloading_size
         if self.kv_transfer is None:
@@ -526,7 +526,7 @@ class EngineOptions:
 
     @property
     def file_folder(self) -> str | None:
-        """The folder for files of KV blocks, or None if blocks are not written to files."""
+        """Return the folder for files of KV blocks, or None if there are no such files."""
         return self.kv_offloading_path or read_offloading(self.kv_transfer_config or {})[1]
 
     def sequences_per_step(self, device: str) -> int:
@@ -536,19 +536,19 @@ class EngineOptions:
 
     @property
     def parallel(self) -> ParallelOptions:
-        """The sizes that split the model over ranks. Raises `ConfigError`."""
+        """Return the sizes that split the model over ranks. Raises `ConfigError`."""
         shared = {one.name for one in fields(ParallelOptions)} & vars(self).keys()
         sizes = {name: getattr(self, name) for name in shared}
         return ParallelOptions(**sizes, redundant_experts=self._eplb_config.num_redundant_experts)
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """Settings for moving experts between ranks, or None. Raises `ConfigError`."""
+        """Return settings for moving experts between ranks, or None. Raises `ConfigError`."""
         return self._eplb_config if self.enable_eplb else None
 
     @property
     def _eplb_config(self) -> EplbConfig:
-        """The parsed `--eplb-config`. Raises `ConfigError`."""
+        """Parse `--eplb-config`. Raises `ConfigError`."""
         given = self.eplb_config or {}
         if not self.enable_eplb:
             has_location = self.init_expert_location != IN_ORDER
@@ -560,20 +560,20 @@ class EngineOptions:
 
     @property
     def kv_events(self) -> KvEventsConfig | None:
-        """Settings for events of the prefix cache, or None. Raises `ConfigError`."""
+        """Return settings for events of the prefix cache, or None. Raises `ConfigError`."""
         num_ranks = self.data_parallel_size * self.num_replicas
         return KvEventsConfig.read(self.kv_events_config or {}, num_ranks=num_ranks)
 
     @property
     def expert_mode(self) -> str:
-        """Whether experts stay (FIXED), are also counted (COUNTED), or also move (MOVED)."""
+        """Return whether experts stay (FIXED), are counted (COUNTED), or move (MOVED)."""
         if self.enable_eplb:
             return MOVED
         return FIXED if self.expert_distribution_recorder_mode == "off" else COUNTED
 
     @property
     def nodes(self) -> NodeOptions:
-        """The machines that the ranks are spread over. Raises `ConfigError`."""
+        """Return the machines that the ranks are spread over. Raises `ConfigError`."""
         is_ray = self.distributed_executor_backend == RAY
         said = "--distributed-executor-backend is ray" if is_ray else f"--nnodes is {self.nnodes}"
         if (is_ray or self.nnodes > 1) and self.script is not None:
@@ -592,7 +592,7 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """Settings for draft tokens, or None without draft tokens. Raises `ConfigError`."""
+        """Return settings for draft tokens, or None without draft tokens. Raises `ConfigError`."""
         if self.speculative_config is None:
             return None
         return SpeculationConfig.read(

@@ -49,14 +49,14 @@ class Flag:
 
     @property
     def listed_help(self) -> str:
-        """The help text with the allowed values and the other names."""
+        """Return the help text with the allowed values and the other names."""
         values = f" ({', '.join(self.choices)})" if self.choices else ""
         also = f" [also: {', '.join(self.also)}]" if self.also else ""
         return f"{self.help}{values}{also}"
 
     @property
     def limits(self) -> str:
-        """The allowed numbers, as text for error messages."""
+        """Return the allowed numbers, as text for error messages."""
         if self.least is not None and self.most is not None:
             return f"{self.least} to {self.most}"
         if self.least is not None:

@@ -93,7 +93,7 @@ class ParallelOptions:
 
     @property
     def layers_of_stages(self) -> tuple[int, ...]:
-        """The layers of each pipeline stage; empty if all are equal. Raises `ConfigError`."""
+        """Return the layers of each stage; empty if all are equal. Raises `ConfigError`."""
         given, stages = self.pp_layer_partition, self.pipeline_parallel_size
         if given is None:
             return ()
@@ -116,7 +116,7 @@ class ParallelOptions:
 
     @property
     def num_expert_ranks(self) -> int:
-        """The number of groups of ranks that the experts of a layer are split over."""
+        """Return the number of groups of ranks that split the experts of a layer."""
         if self.expert_parallel_size is not None:
             return self.expert_parallel_size
         ranks = self.tensor_parallel_size * self.data_parallel_size

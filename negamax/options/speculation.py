@@ -75,13 +75,13 @@ class SpeculationConfig:
 
     @property
     def synthetic_acceptance_length(self) -> float | None:
-        """Mean tokens per row and step in a benchmark; None if draft tokens are verified."""
+        """Return the mean tokens per row and step; None if draft tokens are verified."""
         rates = self.synthetic_acceptance_rates
         return None if rates is None else 1.0 + sum(rates)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Draft lengths that a step can have, ascending. CUDA graphs are captured for each."""
+        """Return the draft lengths of a step, ascending. Each length has its own CUDA graphs."""
         most = self.num_speculative_tokens
         few = {number for number in (1, 2, 3, -(-most // 2)) if number < most}
         return (*sorted(few), most) if self.adaptive else (most,)

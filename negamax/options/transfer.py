@@ -105,7 +105,7 @@ class KvTransferConfig:
 
     @property
     def hosts_of_others(self) -> tuple[str, ...]:
-        """Names, addresses and networks of the servers that requests may let this engine read."""
+        """Return names, addresses and networks of servers that requests may name."""
         default = _LOOPBACK if self.is_loopback else (*_LOOPBACK, *_PRIVATE)
         return self.allowed_hosts or default
 
