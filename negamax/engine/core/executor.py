@@ -39,6 +39,7 @@ from negamax.worker.rank_process import (
 
 logger = get_logger(__name__)
 
+RANK_MODULE = "negamax.worker.rank_process"
 _LOGPROB_BYTES = 64  # Size of one log-probability in a result.
 SHUTDOWN_SECONDS = 5.0  # Time that ranks have to end before they are killed.
 CONNECT_SECONDS = 60.0  # Time limit for a started rank to connect to the executor.
@@ -214,14 +215,8 @@ class LocalRanks(RankHost):
 
     def start(self) -> None:
         for rank in self.ranks:
-            self.processes.append(
-                Supervised(
-                    "negamax.worker.rank_process",
-                    self._addresses.plans[rank],
-                    str(rank),
-                    heartbeat=self._beats.row(rank),
-                )
-            )
+            arguments = RANK_MODULE, self._addresses.plans[rank], str(rank)
+            self.processes.append(Supervised(*arguments, heartbeat=self._beats.row(rank)))
 
     def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
         return replace(config, layout=config.layout.replace_rank(rank), addresses=self._addresses)

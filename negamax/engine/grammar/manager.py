@@ -195,15 +195,13 @@ class GrammarManager:
 
     def opened(self) -> list[RequestGrammar]:
         """Return new constraints that are ready or refused, after a call of `take_lost`."""
-        if not self._opening:
-            return []
-        done: list[RequestGrammar] = []
-        waiting: list[RequestGrammar] = []
-        for rule in self._opening:
-            is_done = rule.problem is not None or (rule.is_open and self._has_gate(rule))
-            (done if is_done else waiting).append(rule)
-        self._opening = waiting
+        done = [
+            rule
+            for rule in self._opening
+            if rule.problem is not None or (rule.is_open and self._has_gate(rule))
+        ]
         for rule in done:
+            self._opening.remove(rule)
             if rule.problem is not None:
                 self._discard(rule)
         return done
