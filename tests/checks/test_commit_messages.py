@@ -10,8 +10,11 @@ AREAS = (
     "api|engine|scheduler|worker|kernels|models|quant|checkpoint|parallel|cli|bench|docs|tests|ci"
     "|nano|build"
 )
-# Landed commits: a folder as area, a subject of 73 characters, and a message without a body.
-EXEMPT = ("tools: state docstrings", "checkpoint: make remaining", "tests: pass the protocol of a")
+# Landed commits: a folder as area, subjects of 73 characters, and a message without a body.
+EXEMPT = (
+    "tools: state docstrings", "checkpoint: make remaining", "tests: lower the caps to the current",
+    "tests: pass the protocol of a",
+)  # fmt: skip
 SUBJECT = re.compile(rf"(?:{AREAS})(?:\([a-z0-9_-]+\))?: [a-z][^\n]*[^.\n]")
 
 
