@@ -56,7 +56,7 @@ class CrashDumps:
         try:
             folder = default_folder() if self._folder is None else Path(self._folder)
             path = self._write(folder, reason, details=details(), error=error)
-        except Exception as problem:  # a failed dump must not raise in a process that crashes
+        except Exception as problem:  # A failed dump must not raise in a process that crashes.
             logger.warning("no crash dump could be written: %r", problem)
             return None
         logger.error("a crash dump was written to %s", path)

@@ -52,7 +52,7 @@ def raise_file_limit() -> int:
     """Raise this process's limit of open files as far as possible and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
-    with suppress(ValueError, OSError):  # macOS refuses large numbers
+    with suppress(ValueError, OSError):  # macOS refuses large numbers.
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         return limit
     return soft
@@ -137,7 +137,7 @@ def available_memory() -> int:
 def main_memory() -> int:
     """Return the main memory of this machine or the container's limit, in bytes."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # files of cgroups version 2 and 1
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # Files of cgroups version 2 and 1.
         limit = Path("/sys/fs/cgroup") / name
         if limit.exists() and (text := limit.read_text().strip()).isdecimal():
             return min(machine, int(text))
@@ -161,5 +161,5 @@ def _cpu_quota(folder: Path) -> float:
             files = (folder / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
             quota, period = (file.read_text() for file in files)
         return int(quota) / int(period) if int(quota) > 0 else math.inf
-    except (OSError, ValueError):  # the system has no cgroups, or the quota is "max"
+    except (OSError, ValueError):  # The system has no cgroups, or the quota is "max".
         return math.inf

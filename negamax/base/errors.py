@@ -18,7 +18,7 @@ class NegamaxError(Exception):
     http_status = 500
     error_type = "internal_error"
     exit_code = 1
-    retry_after: float | None = None  # seconds
+    retry_after: float | None = None  # Seconds.
 
     def __init_subclass__(
         cls,

@@ -45,7 +45,7 @@ class RateLimit(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        # start of the period (monotonic seconds), and number of records in it, by kind of record
+        # Start of the period (monotonic seconds), and number of records in it, by kind of record.
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -100,7 +100,7 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
         if self._write is None:
             super().flush()
             return
-        with contextlib.suppress(OSError):  # the pipe is full or closed
+        with contextlib.suppress(OSError):  # The pipe is full or closed.
             if self._pending and self._num_lost:
                 lost = f"({self._num_lost} log lines are lost: standard error was not read)\n"
                 self._write(lost.encode())
@@ -125,7 +125,7 @@ def _writer_without_waiting() -> Callable[[bytes], int] | None:
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
             own = os.open(f"/proc/self/fd/{fd}", flags)
             return lambda line: os.write(own, line)
-    except (OSError, ValueError, AttributeError):  # stderr is closed or not a file
+    except (OSError, ValueError, AttributeError):  # Stderr is closed or not a file.
         pass
     return None
 

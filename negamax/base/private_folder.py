@@ -20,7 +20,7 @@ _LOCK = "lock"
 _MOST_BYTES = 103  # Longest path of a socket on macOS; Linux allows 107 bytes.
 # Longest path of a socket below the parent folder.
 _OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")
-_SECONDS_TO_LOCK = 10.0  # age from which an unlocked folder counts as abandoned
+_SECONDS_TO_LOCK = 10.0  # Age from which an unlocked folder counts as abandoned.
 
 
 class PrivateFolder:

@@ -12,7 +12,7 @@ logger = log.get_logger(__name__)
 
 ShowProgress = Callable[[int, int], None]  # (done, total)
 
-PATIENCE_SECONDS = 0.5  # time until a terminal shows the first line of progress
+PATIENCE_SECONDS = 0.5  # Time until a terminal shows the first line of progress.
 REDRAW_SECONDS = 0.2
 LOG_SECONDS = 5.0
 CLEAR_LINE = "\r\x1b[K"

@@ -29,7 +29,7 @@ _LONGEST_LOOK_SECONDS = 1.0  # Most seconds that count between two looks of a wa
 _FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; doubles with each further restart.
 _LONGEST_PAUSE = 30.0
 _PARENT_LOOK_SECONDS = 0.1
-_LAST_WORDS_SECONDS = 1.0  # time for children to inform their clients before the parent is killed
+_LAST_WORDS_SECONDS = 1.0  # Time for children to inform their clients before the parent is killed.
 
 
 class Silence:
@@ -108,7 +108,7 @@ class Supervised:
         if self.exit_code is not None:
             return True
         poller = select.poll()
-        poller.register(self.pipe, 0)  # poll() reports errors in any case
+        poller.register(self.pipe, 0)  # poll() reports errors in any case.
         return bool(poller.poll(0))
 
     def silence(self) -> float:
@@ -120,7 +120,7 @@ class Supervised:
         """Describe how a child that is gone has ended."""
         try:
             return f"exit code {self._child.wait(_EXIT_CODE_SECONDS)}"
-        except subprocess.TimeoutExpired:  # the device driver is still freeing the child's memory
+        except subprocess.TimeoutExpired:  # The device driver is still freeing the child's memory.
             return "an exit code that is not known yet"
 
     def send(self, line: bytes) -> None:
@@ -238,7 +238,7 @@ class ParentPulse:
     """The heartbeat of the event loop of process `pid`, and the longest time between two beats."""
 
     pid: int
-    path: str  # file of `SharedNumbers`, whose first number is the heartbeat
+    path: str  # File of `SharedNumbers`, whose first number is the heartbeat.
     hang_seconds: float
 
 

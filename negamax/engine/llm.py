@@ -33,7 +33,7 @@ from negamax.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
 Prompt = str | Sequence[int]
-# (position of the prompt, request, stream of its outputs)
+# (position of the prompt, request, stream of its outputs).
 _Sequence = tuple[int, GenerateRequest, ChoiceStream]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -42,13 +42,13 @@ Messages = Sequence[Mapping[str, Any]]
 class Completion:
     index: int
     text: str = ""
-    # pieces of the text with their token ids
+    # Pieces of the text with their token ids.
     pieces: list[TextPiece] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None
-    message: ParsedOutput | None = None  # reasoning, content and tool calls, for `LLM.chat` only
+    message: ParsedOutput | None = None  # Reasoning, content and tool calls, for `LLM.chat` only.
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class LLMOptions(EngineOptions):
-    chat_template: str | None = None  # path of a file that replaces the checkpoint's template
+    chat_template: str | None = None  # Path of a file that replaces the checkpoint's template.
 
 
 def _takes_fields_of(
@@ -119,7 +119,7 @@ class LLM:
         )
         self._seeds = random.Random(self._options.seed)
         self._request_numbers = count()
-        # updates by request id, because several streams take turns to run the loop
+        # Updates by request id, because several streams take turns to run the loop.
         self._updates: dict[str, deque[SequenceUpdate]] = {}
 
     def __enter__(self) -> LLM:
@@ -199,7 +199,7 @@ class LLM:
             for prompt, chat, sampling in zip(prompts, chats, params, strict=True)
         ]
         generations = _make_results(token_ids, params)
-        events: dict[tuple[int, int], list[ParserEvent]] = {}  # events by (prompt, choice)
+        events: dict[tuple[int, int], list[ParserEvent]] = {}  # Events by (prompt, choice).
         for position, output in self._run(token_ids, params, parsers, images):
             _collect(generations[position], output)
             said = events.setdefault((position, output.index), [])
@@ -309,7 +309,7 @@ class LLM:
         waiting = deque(self._sequences(prompts, params, parsers, images))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         updates: deque[SequenceUpdate] = deque()
-        # further choices of a prompt, by id of its first choice, which fills the prefix cache
+        # Further choices of a prompt, by id of its first choice, which fills the prefix cache.
         held: dict[str, list[_Sequence]] = {}
 
         def start(sequence: _Sequence) -> None:
@@ -334,7 +334,7 @@ class LLM:
                 while updates:
                     update = updates.popleft()
                     if update.request_id not in running:
-                        continue  # the sequence was aborted
+                        continue  # The sequence was aborted.
                     for sequence in held.pop(update.request_id, ()):
                         start(sequence)
                     position, stream = running[update.request_id]
@@ -343,7 +343,7 @@ class LLM:
                         raise EngineError(update.error)
                     output = stream.push(update)
                     if stream.finished:
-                        end([update.request_id])  # the loop does not know stop strings
+                        end([update.request_id])  # The loop does not know stop strings.
                     yield position, output
         finally:
             end(list(running))
@@ -352,7 +352,7 @@ class LLM:
         """Run one step, and store each update for the stream of its request."""
         for update in self._loop.step():
             updates = self._updates.get(update.request_id)
-            if updates is not None:  # None if the request was aborted
+            if updates is not None:  # None if the request was aborted.
                 updates.append(update)
 
     def _sequences(

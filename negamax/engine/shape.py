@@ -12,7 +12,7 @@ from negamax import __version__
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
 
-SHAPE, HASH = "serving_shape", "hash"  # key of the shape in documents, key of its hash in a shape
+SHAPE, HASH = "serving_shape", "hash"  # Key of the shape in documents, key of its hash in a shape.
 
 
 def make_shape(

@@ -15,7 +15,7 @@ from negamax.options.speculation import SpeculationConfig
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-BEAT_SECONDS = 0.2  # time between two heartbeats
+BEAT_SECONDS = 0.2  # Time between two heartbeats.
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class TransferInfo(msgspec.Struct, frozen=True):
     host: str
     port: int
     num_ranks: int
-    allowed_hosts: tuple[str, ...]  # hosts that requests may name, in the form of `allows_host`
+    allowed_hosts: tuple[str, ...]  # Hosts that requests may name, in the form of `allows_host`.
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a started engine that the server needs."""
 
-    model: str  # folder, hub id or embedded name that the user gave
+    model: str  # Folder, hub id or embedded name that the user gave.
     served_model_name: str
     architecture: str  # Architecture in config.json.
     max_model_len: int  # Context length: most tokens of prompt plus output.
@@ -60,7 +60,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     data_parallel_size: int = 1
-    memory: str = ""  # description of the GPU memory that KV cache and graphs use
+    memory: str = ""  # Description of the GPU memory that KV cache and graphs use.
     speculation: SpeculationConfig | None = None
     host_block_bytes: int = 0  # Bytes of a KV block in main memory, on all ranks of an engine.
     shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
@@ -89,7 +89,7 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_running: int
     num_waiting: int
     num_kv_blocks: int
-    num_free_kv_blocks: int  # blocks that no running sequence uses, cached blocks included
+    num_free_kv_blocks: int  # Blocks that no running sequence uses, cached blocks included.
     step_count: int
     preemption_count: int
     prompt_tokens: int
@@ -246,9 +246,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     updates: list[SequenceUpdate]
     stats: EngineStats
-    # ids of sequences that began to run, with the `time.monotonic()` of their first step
+    # Ids of sequences that began to run, with the `time.monotonic()` of their first step.
     admitted: list[tuple[str, float]] = []
-    step_tokens: list[int] = []  # number of tokens of each step since the last message
+    step_tokens: list[int] = []  # Number of tokens of each step since the last message.
 
 
 class ExpertDump(msgspec.Struct, frozen=True):
@@ -262,7 +262,7 @@ class ExpertDump(msgspec.Struct, frozen=True):
 class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
     number: int
     dump: ExpertDump | None = None
-    problem: str | None = None  # why the command failed
+    problem: str | None = None  # Why the command failed.
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):

@@ -91,7 +91,7 @@ class ProcessGroup:
         return out
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        if dim == 0 and tensor.dim() and tensor.is_cuda:  # the parts are consecutive in memory
+        if dim == 0 and tensor.dim() and tensor.is_cuda:  # The parts are consecutive in memory.
             out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
             dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
             return out
@@ -123,6 +123,6 @@ class ProcessGroup:
         else:
             try:
                 dist.all_gather(list(parts), tensor.contiguous(), group=self._group)
-            except RuntimeError as error:  # after a failed collective the ranks are out of step
+            except RuntimeError as error:  # After a failed collective the ranks are out of step.
                 raise EngineDeadError(f"another rank is gone or out of step: {error}") from error
         return list(parts)

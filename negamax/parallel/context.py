@@ -25,21 +25,21 @@ class ParallelContext:
     """A rank's place in the grid (`layout`), and the groups that the rank belongs to."""
 
     layout: ParallelLayout
-    # ranks that split the attention heads and the vocabulary of a replica
+    # Ranks that split the attention heads and the vocabulary of a replica.
     attention_group: Collective = field(default_factory=SingleRank)
-    # ranks that split the experts of a layer
+    # Ranks that split the experts of a layer.
     expert_group: Collective = field(default_factory=SingleRank)
     world: Collective = field(default_factory=SingleRank)
-    # one rank of each data-parallel replica; these ranks exchange tokens for experts
+    # One rank of each data-parallel replica; these ranks exchange tokens for experts.
     data_group: Collective = field(default_factory=SingleRank)
-    # ranks of one context-parallel group, which split the tokens of prompts
+    # Ranks of one context-parallel group, which split the tokens of prompts.
     context_group: Collective = field(default_factory=SingleRank)
-    # ranks of a stage with equal tensor-parallel rank, which exchange the tokens of sharded steps
+    # Ranks of a stage with equal tensor-parallel rank, which exchange the tokens of sharded steps.
     token_group: Collective = field(default_factory=SingleRank)
-    # ranks with copies of one KV head that split the blocks of its cache
+    # Ranks with copies of one KV head that split the blocks of its cache.
     cache_group: Collective = field(default_factory=SingleRank)
     links: PipelineLinks = field(default_factory=PipelineLinks)
-    poll_control: PollControl | None = None  # time limit of kernels that wait for other ranks
+    poll_control: PollControl | None = None  # Time limit of kernels that wait for other ranks.
 
     @staticmethod
     def single() -> ParallelContext:
@@ -86,14 +86,14 @@ class ParallelContext:
         """
         if layout.world_size == 1:
             return ParallelContext.single()
-        from negamax.parallel import symmetric  # only GPUs need this slow import
+        from negamax.parallel import symmetric  # Only GPUs need this slow import.
 
         backend = "cpu:gloo,cuda:nccl"
         _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
         # (most tokens, most sampled rows, words per row that is sent to experts) of each group that
-        # exchanges rows in kernels
+        # exchanges rows in kernels.
         kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
         for senders in (layout.data_ranks, layout.context_ranks):
             if is_one_sided and len(senders) > 1:

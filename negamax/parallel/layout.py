@@ -21,7 +21,7 @@ class AttentionView:
 
     rank: int
     size: int
-    ranks: tuple[int, ...]  # world ranks of the group
+    ranks: tuple[int, ...]  # World ranks of the group.
     cache_size: int = 1
 
     @property
@@ -70,14 +70,14 @@ class RankShare:
     """A rank's part of the rows or columns of a weight."""
 
     part: range
-    size: int  # rows or columns of each rank after padding with zeros
+    size: int  # Rows or columns of each rank after padding with zeros.
 
 
 @dataclass(frozen=True)
 class ExpertView:
     """A rank's position among the `size` ranks that split the experts of a layer."""
 
-    rank: int  # position, 0 to size - 1
+    rank: int  # Position, 0 to size - 1.
     size: int
     ep: int
     ranks: tuple[int, ...]
@@ -126,9 +126,9 @@ class ParallelLayout:
     partition: tuple[int, ...] = ()  # Number of layers of each pipeline stage; () splits evenly.
     # Total number of slots for extra copies of experts on the ranks of a stage.
     redundant_experts: int = 0
-    # the expert in each slot of each layer at start; () places experts in order
+    # The expert in each slot of each layer at start; () places experts in order.
     expert_placement: tuple[tuple[int, ...], ...] = ()
-    nodes: int = 1  # number of machines; each has the same number of consecutive ranks
+    nodes: int = 1  # Number of machines; each has the same number of consecutive ranks.
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "dp", "pp", "cp", "dcp", "nodes"):

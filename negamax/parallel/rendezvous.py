@@ -9,7 +9,7 @@ import torch.distributed as dist
 from negamax.base.addresses import bind
 from negamax.parallel.layout import ParallelLayout
 
-_BACKLOG = 1024  # pending connections, of which each rank opens several
+_BACKLOG = 1024  # Pending connections, of which each rank opens several.
 _POLL_SECONDS = 0.05
 
 

@@ -28,7 +28,7 @@ DISPATCH_ROWS = 128  # Most rows that a rank sends to experts through peer memor
 SHARED_ROWS = 2048  # Most rows in the shared buffer; NCCL is as fast for more rows (four H200).
 SHARD_ROWS = 16384  # Most rows of a step that ranks shard through peer memory.
 BUFFERS = 2
-# longest wait of a kernel for another rank, below the engine's own limit and above any skew
+# Longest wait of a kernel for another rank, below the engine's own limit and above any skew.
 PEER_TIMEOUT_S = 120.0
 
 
@@ -41,7 +41,7 @@ class SharedBuffer:
     world: int
 
     def fits(self, tensor: Tensor) -> bool:
-        whole_slices = tensor.numel() % (8 * self.world) == 0  # slices consist of 16-byte words
+        whole_slices = tensor.numel() % (8 * self.world) == 0  # Slices consist of 16-byte words.
         return (
             tensor.dtype == self.memory.dtype
             and whole_slices
@@ -80,7 +80,7 @@ def connect(
         (max_tokens, 2),
         (max_rows, 2 * CANDIDATES),
         *([(reduce_rows, token_words)] if token_words else []),
-    ]  # number of rows, and words per row, of each region
+    ]  # Number of rows, and words per row, of each region.
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
     # The shared buffer comes first: PyTorch sums only at the start of symmetric memory.
     shared_words = _aligned(-(-min(SHARED_ROWS, max_tokens) * hidden_size // 4))

@@ -44,10 +44,10 @@ class Admission:
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
         self.resize(max_running=max_running, pool_tokens=pool_tokens)
-        # number of prompt tokens and tenant of each waiting sequence, by sequence id
+        # Number of prompt tokens and tenant of each waiting sequence, by sequence id.
         self._waiting: dict[str, tuple[int, str]] = {}
         self._running: set[str] = set()
-        self._rate = 0.0  # sequences that finish per second
+        self._rate = 0.0  # Sequences that finish per second.
         self._rate_time = 0.0
         self._numbers = numbers or SharedNumbers(NUM_COLUMNS)
         self._row = self._numbers.row(index)

@@ -58,7 +58,7 @@ class EngineChannel:
         # Called with each answer to `RecordExperts`.
         self.on_record: Callable[[wire.ExpertRecord], None] = lambda record: None
         self.last_beat = self.last_progress = time.monotonic()
-        # rank with the oldest heartbeat, and age of this heartbeat in seconds
+        # Rank with the oldest heartbeat, and age of this heartbeat in seconds.
         self.rank, self.rank_silence = 0, 0.0
         self._receive = receive
         self._failed = failed
@@ -67,7 +67,7 @@ class EngineChannel:
         self._from_engine = self._context.socket(zmq.PULL)
         for socket in (self._to_engine, self._from_engine):
             socket.linger = 0
-            socket.set_hwm(0)  # no limit, as admission bounds the number of messages in flight
+            socket.set_hwm(0)  # No limit, as admission bounds the number of messages in flight.
         self._to_engine.bind(address.requests(server))
         self._from_engine.bind(address.outputs(server))
         self._fd = int(self._from_engine.FD)
@@ -89,7 +89,7 @@ class EngineChannel:
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
-        self.drain()  # the socket does not report earlier messages again
+        self.drain()  # The socket does not report earlier messages again.
 
     def send(self, message: wire.ToEngine | wire.StartEngine) -> None:
         """Send a message without waiting. Drop the message if the engine has ended."""

@@ -108,7 +108,7 @@ class AsyncEngine:
         self._index = index
         self._prefixes = PrefixTable(queue.prefixes)
         self._seeds = random.Random(options.seed + index)
-        self._stopped: str | None = None  # reason why requests are no longer accepted
+        self._stopped: str | None = None  # Reason why requests are no longer accepted.
 
     @classmethod
     async def create(
@@ -294,7 +294,7 @@ class AsyncEngine:
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
         self.replicas[replica].on_engine_ready(channel, info)
         self._prefixes.resize(replica, num_blocks=info.num_kv_blocks * info.data_parallel_size)
-        if self._index == 0:  # one process empties the table, which all processes share
+        if self._index == 0:  # One process empties the table, which all processes share.
             self._prefixes.discard(replica)
         infos = [each.info for each in self.replicas if each.info is not None]
         self.info = msgspec.structs.replace(
@@ -338,7 +338,7 @@ class AsyncEngine:
         `EngineDeadError` if the named replica does not run.
         """
         if len(self.replicas) == 1:
-            return self.replicas[0], 0  # without other replicas no costs are compared
+            return self.replicas[0], 0  # Without other replicas no costs are compared.
         running = [replica for replica in self.replicas if replica.alive]
         possible = [replica for replica in running if replica.silence is None] or running
         if named is not None:

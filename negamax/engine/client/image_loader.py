@@ -26,12 +26,12 @@ from negamax.scheduler.request import ImageInput
 from negamax.text.confined import IMAGE_DECODER, Confined
 from negamax.text.messages import ImagePart
 
-MAX_IMAGES = 200  # images in a request
+MAX_IMAGES = 200  # Images in a request.
 MAX_IMAGE_BYTES = 30_000_000
-MAX_REQUEST_PIXELS = 512_000_000  # pixels of all images of a request before resizing
+MAX_REQUEST_PIXELS = 512_000_000  # Pixels of all images of a request before resizing.
 _RULE_VERSION = b"minimax-m3-1"
 _NUM_THREADS = max(2, min(8, env.usable_cores()))
-_PER_REQUEST = 2  # images of one request that are decoded in parallel
+_PER_REQUEST = 2  # Images of one request that are decoded in parallel.
 _DATA_URL = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
 T = TypeVar("T")

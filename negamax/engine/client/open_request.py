@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-Take = Callable[[int, RequestOutput], object]  # called with a prompt's index and an output
+Take = Callable[[int, RequestOutput], object]  # Called with a prompt's index and an output.
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class OpenRequest:
         self.owner = owner
         self.replica_index = replica_index
         self.requests = requests
-        self.prompt_index = 0  # index among the prompts of `OpenRequests`
+        self.prompt_index = 0  # Index among the prompts of `OpenRequests`.
         self.is_told_to_end = False
         self._engine = engine
         self._replica: Replica | None = None  # None until the request is sent.
@@ -85,7 +85,7 @@ class OpenRequest:
         self._deadline = deadline
         self._observer = observer
         self._interval = interval
-        self._waiting: dict[int, RequestOutput] = {}  # outputs with less than `interval` tokens
+        self._waiting: dict[int, RequestOutput] = {}  # Outputs with less than `interval` tokens.
         self._unsent: Sequence[GenerateRequest] = ()
         self._updates: dict[str, SequenceUpdate] = {}  # Updates that the user has not received.
         self._failure: Exception | None = None  # Ends the request after the user has `_updates`.
@@ -215,7 +215,7 @@ class OpenRequest:
             self._replica.send(*map(wire.AddRequest, unsent))
         stream = self._streams.get(update.request_id)
         if stream is None or self._take is None:
-            return  # the engine sent the update before the abort arrived
+            return  # The engine sent the update before the abort arrived.
         try:
             output = stream.push(update)
         except Exception as wrong:

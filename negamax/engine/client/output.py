@@ -30,7 +30,7 @@ class TextReader(Protocol):
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
-    index: int  # index of the choice, 0 to n - 1
+    index: int  # Index of the choice, 0 to n - 1.
     token_ids: list[int]
     pieces: list[TextPiece]  # Printable text, with a token id if one token contains the piece.
     logprobs: list[TokenLogprobs] | None  # One entry per token in token_ids.
@@ -39,7 +39,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None: not finished.
     stop_reason: int | str | None  # The stop token id or the stop string.
     num_prompt_tokens: int
-    num_output_tokens: int  # number of output tokens up to this output
+    num_output_tokens: int  # Number of output tokens up to this output.
     num_cached_tokens: int
     error: str | None
     drafts: tuple[int, int, int] | None = None  # Described in `SequenceUpdate`.
@@ -120,7 +120,7 @@ class ChoiceStream:
         events: list[ParserEvent] | None = None if self._reader is None else []
         if self._has_stop_strings:
             pieces, num_used = self._push_until_stop(text_ids, events)
-            if self._matched_stop is not None:  # drop the tokens after the stop string
+            if self._matched_stop is not None:  # Drop the tokens after the stop string.
                 token_ids, logprobs = token_ids[:num_used], logprobs and logprobs[:num_used]
         else:
             pieces = self._detokenizer.push(text_ids)

@@ -90,7 +90,7 @@ class PrefixTable:
     def matches(self, tags: Sequence[int], replica: int) -> int:
         """Return how many leading blocks of a prompt (`hash_blocks`) the replica has received."""
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
-        for index in range(len(tags) - 1, -1, -1):  # a block's hash covers all earlier blocks
+        for index in range(len(tags) - 1, -1, -1):  # A block's hash covers all earlier blocks.
             if row[tags[index] % num_blocks] == tags[index]:
                 return index + 1
         return 0

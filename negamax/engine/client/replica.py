@@ -14,7 +14,7 @@ from negamax.engine.client.placement import ReplicaLoad
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-_RESPONSIVE_SECONDS = 0.7  # time without a heartbeat until an engine counts as unresponsive
+_RESPONSIVE_SECONDS = 0.7  # Time without a heartbeat until an engine counts as unresponsive.
 
 State = Literal["ok", "silent", "restarting", "failed"]
 
@@ -25,18 +25,18 @@ class Replica:
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
         self.index = index
         self.load = load
-        self.info: wire.ModelInfo | None = None  # properties of the latest engine
+        self.info: wire.ModelInfo | None = None  # Properties of the latest engine.
         self.restart_count = 0
         self.open: dict[str, OpenRequest] = {}  # Open requests by sequence id.
         # Called with the number of tokens of each step.
         self.on_steps: Callable[[list[int]], None] | None = None
         self._admission = admission
         self._channel: EngineChannel | None = None
-        self._past: wire.EngineStats | None = None  # counters of engines that died
+        self._past: wire.EngineStats | None = None  # Counters of engines that died.
         self._death = "the engine is not running"
-        self._next_ready = 0.0  # monotonic second at which the current start should end
+        self._next_ready = 0.0  # Monotonic second at which the current start should end.
         self.has_failed = False
-        # futures of `RecordExperts` commands without an answer, by number of the command
+        # Futures of `RecordExperts` commands without an answer, by number of the command.
         self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
         self._num_records = 0
 

@@ -45,12 +45,12 @@ class EngineListener(Protocol):
 
 @dataclass(frozen=True)
 class _Servers:
-    engine: AsyncEngine  # this process's client of the engines
+    engine: AsyncEngine  # This process's client of the engines.
     count: int
     listener: EngineListener | None
     parent: ParentPulse | None
     limits: SupervisionLimits
-    module: str  # main module of an engine process
+    module: str  # Main module of an engine process.
 
 
 class EngineSupervisor:
@@ -128,9 +128,9 @@ class _SupervisedEngine:
         self._servers = servers
         self._client = servers.engine.replicas[replica]
         self._connection: EngineConnection | None = None
-        self._start_seconds = 0.0  # duration of the latest start
+        self._start_seconds = 0.0  # Duration of the latest start.
         self._task: asyncio.Task[None] | None = None
-        # prefix of log messages if the server has several replicas
+        # Prefix of log messages if the server has several replicas.
         self._name = f"replica {replica}: " if options.num_replicas > 1 else ""
         described = dataclasses.asdict(options)
         self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)

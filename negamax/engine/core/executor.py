@@ -83,7 +83,7 @@ class InProcessExecutor(Executor):
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
         self._closed = False
-        self._bitmask: Future[GrammarBitmask] = Future()  # resolves with the latest plan's bitmask
+        self._bitmask: Future[GrammarBitmask] = Future()  # Resolves with the latest plan's bitmask.
         self._worker = self._thread.submit(Worker, config).result()
         self.ready = self._worker.ready
 
@@ -108,7 +108,7 @@ class InProcessExecutor(Executor):
     def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._bitmask.cancel()  # fails a step that waits for the bitmask
+            self._bitmask.cancel()  # Fails a step that waits for the bitmask.
             self._thread.submit(self._worker.close).result()
             self._thread.shutdown(wait=True)
 
@@ -147,7 +147,7 @@ class FileProgressLog:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._latest = {rank: FileProgress(rank) for rank in ranks}
-        self._missing: set[bytes] = set()  # blocks reported as missing since the last result
+        self._missing: set[bytes] = set()  # Blocks reported as missing since the last result.
 
     def add(self, progress: FileProgress) -> None:
         self._latest[progress.rank] = progress
@@ -354,7 +354,7 @@ class MultiProcessExecutor:
 
     def shutdown(self, *, restarts: bool = False) -> None:
         if self.death() is not None:
-            for machine in self._machines:  # other ranks may wait for the dead rank
+            for machine in self._machines:  # Other ranks may wait for the dead rank.
                 machine.abort()
         for machine in self._machines:
             machine.expect_end()
@@ -367,7 +367,7 @@ class MultiProcessExecutor:
         """Wait `timeout` seconds for the end of the ranks, then kill them. Close all sockets."""
         for machine in self._machines:
             machine.stop(timeout=timeout, restarts=restarts)
-        self._context.destroy(linger=0)  # also closes the sockets' monitors
+        self._context.destroy(linger=0)  # Also closes the sockets' monitors.
         self._folder.remove()
 
     def _wait_connected(self, rank: int, endpoint: str) -> None:
@@ -439,7 +439,7 @@ class MultiProcessExecutor:
             ready = dict(poller.poll(milliseconds))
             if not ready:
                 raise TimeoutError
-            for socket in sockets:  # a rank's frames count even if the rank has ended since then
+            for socket in sockets:  # A rank's frames count even if the rank has ended since then.
                 if socket in ready:
                     return socket
             death = self.death()

@@ -39,13 +39,13 @@ class ExpertBalancer:
         self._shape = num_layers, num_experts
         self._slots = [list(layout.expert_slots(num_experts, at)) for at in range(num_layers)]
         self._num_steps = 0
-        # selections per expert up to the latest count, warmup included; None before the first count
+        # Selections per expert up to the latest count, warmup included; None before the first.
         self._total: NDArray[np.int64] | None = None
         self._interval = COUNT_STEPS
         if config is not None:
             self._interval = min(COUNT_STEPS, config.window_size, config.step_interval)
         num_steps = config.window_size if config else COUNT_STEPS
-        # selections per expert between two consecutive counts, for the latest counts
+        # Selections per expert between two consecutive counts, for the latest counts.
         self._recent: deque[NDArray[np.int64]] = deque(maxlen=-(-num_steps // self._interval))
         self._next_rebalance = config.step_interval if config else 0
         self._version = 0  # Number of steps that moved experts.
@@ -54,7 +54,7 @@ class ExpertBalancer:
         self._target: list[int] | None = None  # New placement of the first layer in `_due`.
         self._num_moved_before = 0
         self.stats = ExpertStats()
-        # counts at the start of a record, and at the stop of a stopped record
+        # Counts at the start of a record, and at the stop of a stopped record.
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:

@@ -28,14 +28,14 @@ from negamax.scheduler.prefix_cache import HASH_BYTES, BlockHashes
 
 logger = get_logger(__name__)
 
-# vLLM's names of the cache levels; "GPU" stands for the KV cache on any device
+# vLLM's names of the cache levels; "GPU" stands for the KV cache on any device.
 KV, HOST, FILES = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-# steps for which a removed block's tokens are kept, as a copy to host memory may complete later
+# Steps for which a removed block's tokens are kept, as a copy to host memory may complete later.
 KEPT_STEPS = 128
 _LOST, _STOP = "lost", "stop"
 _LINGER_MS = 500
-_MOST_BYTES = 65536  # size limit of a frame that a subscriber sends
+_MOST_BYTES = 65536  # Size limit of a frame that a subscriber sends.
 
 
 class KvEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -52,7 +52,7 @@ class BlockStored(KvEvent, kw_only=True):
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[list[str] | None] | None = None  # cache salt of a block that starts a chain
+    extra_keys: list[list[str] | None] | None = None  # Cache salt of a block that starts a chain.
     group_idx: int
     kv_cache_spec_kind: str
 
@@ -68,7 +68,7 @@ class AllBlocksCleared(KvEvent):
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    ts: float  # seconds since 1970
+    ts: float  # Seconds since 1970.
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int
 
@@ -91,11 +91,11 @@ class CacheMirror:
     """
 
     def __init__(self) -> None:
-        self._runs: dict[bytes, _Run] = {}  # maps the hash of each block to its run
+        self._runs: dict[bytes, _Run] = {}  # Maps the hash of each block to its run.
         self._cached: dict[str, set[bytes]] = {KV: set(), HOST: set(), FILES: set()}
-        # cached blocks of each level whose tokens are not known yet, in the order of the changes
+        # Cached blocks of each level whose tokens are not known yet, in the order of the changes.
         self._unknown: dict[str, dict[bytes, None]] = {KV: {}, HOST: {}, FILES: {}}
-        self._touched: deque[set[bytes]] = deque()  # changed blocks of each of the latest steps
+        self._touched: deque[set[bytes]] = deque()  # Changed blocks of each of the latest steps.
 
     def clear(self) -> list[KvEvent]:
         """Remove all blocks, and return the event for subscribers."""
@@ -160,7 +160,7 @@ class CacheMirror:
             place = run.hashes.index(hashes[start])
             stop = start + len(run.hashes) - place
             while hashes[start:stop] != run.hashes[place : place + len(hashes[start:stop])]:
-                stop = (start + min(stop, len(hashes))) // 2  # blocks of other runs come between
+                stop = (start + min(stop, len(hashes))) // 2  # Blocks of other runs come between.
             part = hashes[start:stop]
             self._cached[medium].update(part)
             yield _describe(run, place, part, medium)
@@ -220,15 +220,15 @@ class EventPublisher:
         self._queue: SimpleQueue[CacheLog | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
-        # sent batches for replays, as frames that ZeroMQ shares between slow subscribers
+        # Sent batches for replays, as frames that ZeroMQ shares between slow subscribers.
         self._sent: deque[tuple[bytes, zmq.Frame]] = deque(maxlen=config.buffer_steps)
-        self._has_blocks = False  # whether a batch with stored blocks was sent
+        self._has_blocks = False  # Whether a batch with stored blocks was sent.
         self._context = zmq.Context()
         self._events = self._context.socket(zmq.PUB)
         self._events.set_hwm(config.hwm)
         self._events.linger = _LINGER_MS
         self._replays = self._context.socket(zmq.ROUTER)
-        self._replays.set_hwm(config.buffer_steps + 1)  # number of messages in a full replay
+        self._replays.set_hwm(config.buffer_steps + 1)  # Number of messages in a full replay.
         self._replays.linger = 0
         self._events.maxmsgsize = self._replays.maxmsgsize = _MOST_BYTES
         self._threads = [
@@ -264,7 +264,7 @@ class EventPublisher:
         """Send the queued changes and close the sockets."""
         if self._threads[0].is_alive():
             self._queue.put(_STOP)
-            self._context.term()  # waits until the threads have closed their sockets
+            self._context.term()  # Waits until the threads have closed their sockets.
         else:
             self._context.destroy(linger=0)
 

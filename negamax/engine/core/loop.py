@@ -30,7 +30,7 @@ from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
-# number of entries kept for the next report; the embedded LLM never calls `report`
+# Number of entries kept for the next report; the embedded LLM never calls `report`.
 _REPORT_ENTRIES = 4096
 WAIT_SECONDS = 0.005  # Time between polls for new requests while all requests wait for grammars.
 FLUSH_SECONDS = 2.0  # Time limit for writing KV blocks to files at shutdown.
@@ -38,9 +38,9 @@ FLUSH_SECONDS = 2.0  # Time limit for writing KV blocks to files at shutdown.
 
 @dataclass(frozen=True)
 class _InFlight:
-    plans: list[StepPlan]  # one plan for each data-parallel rank
+    plans: list[StepPlan]  # One plan for each data-parallel rank.
     results: Results
-    started: float  # monotonic seconds
+    started: float  # Monotonic seconds.
 
 
 class EngineLoop:
@@ -67,9 +67,9 @@ class EngineLoop:
         self._overlap = overlap
         self._experts = experts
         self._crash_dumps = crash_dumps
-        self._launcher = launcher  # starts other nodes on Ray
+        self._launcher = launcher  # Starts other nodes on Ray.
         self._publishers = publishers
-        self._sockets = transfers  # sockets to other engines; None without --kv-transfer-config
+        self._sockets = transfers  # Sockets to other engines; None without --kv-transfer-config.
         self._transfers = None if transfers is None else transfers.transfers
         self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # Plans for a crash dump.
         # Launched steps that are not committed, oldest first; None for a round without a plan.
@@ -80,7 +80,7 @@ class EngineLoop:
         self._prefill_tokens = 0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
-        self._committed_at = 0.0  # monotonic second at which a step or debug command ended
+        self._committed_at = 0.0  # Monotonic second at which a step or debug command ended.
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
         self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
 
@@ -98,7 +98,7 @@ class EngineLoop:
     def await_request(self, requests: zmq.Socket[bytes]) -> bool:
         """Wait until there may be work. Return whether the caller should receive a request."""
         if self._sockets is None:
-            return True  # the caller's receive waits for a request
+            return True  # The caller's receive waits for a request.
         has_request = self._sockets.wait(requests)
         self._sockets.poll()
         return has_request
@@ -117,7 +117,7 @@ class EngineLoop:
     def _queue(self, request: GenerateRequest) -> None:
         """Queue a request that does not wait for another engine."""
         if request.sampling.is_constrained:
-            self._take_in(request, self._grammars.open)  # `_add_opened` queues the request
+            self._take_in(request, self._grammars.open)  # `_add_opened` queues the request.
         else:
             self._take_in(request, self._scheduler.add)
 
@@ -157,7 +157,7 @@ class EngineLoop:
             self._admitted.extend(
                 (request_id, launched.started) for request_id in self._scheduler.take_admitted()
             )
-            self._publish_cache()  # publishers work while this thread waits for results
+            self._publish_cache()  # Publishers work while this thread waits for results.
         updates, self._pending_updates = self._pending_updates, []
         if launched is None and not any(self._in_flight) and not updates:
             self._wait()
@@ -263,7 +263,7 @@ class EngineLoop:
         try:
             return self.executor.run_debug_command(DebugCommand(name, argument))
         finally:
-            self._committed_at = time.monotonic()  # exclude the command from the time of a step
+            self._committed_at = time.monotonic()  # Exclude the command from the time of a step.
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
@@ -374,7 +374,7 @@ class EngineLoop:
         if self._grammars.is_waiting:
             self._grammars.wait(WAIT_SECONDS)
         elif self._transfers is not None and self._transfers.shared.holds_kv_blocks:
-            time.sleep(WAIT_SECONDS)  # leases of other engines hold the KV blocks
+            time.sleep(WAIT_SECONDS)  # Leases of other engines hold the KV blocks.
         elif self._scheduler.has_unfinished:
             raise EngineError("the scheduler has waiting requests and cannot run any of them")
 
@@ -402,7 +402,7 @@ class EngineLoop:
         self._committed_at = now
         self._step_count += 1
         num_tokens = sum(plan.num_tokens for plan in plans)
-        if num_tokens:  # other steps only wait for KV blocks from host memory
+        if num_tokens:  # Other steps only wait for KV blocks from host memory.
             self._step_tokens.append(num_tokens)
         self._prefill_tokens += sum(
             count

@@ -14,7 +14,7 @@ from negamax.planner.plan import Candidate, Hardware, make_plan
 
 logger = get_logger(__name__)
 
-# a single request, and the default batch of a server
+# A single request, and the default batch of a server.
 _LOADS = (Workload(1), Workload(256))
 
 
@@ -32,7 +32,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         return options
     try:
         gpus = visible_gpus()
-    except ConfigError as error:  # the planner has no data of these GPUs
+    except ConfigError as error:  # The planner has no data of these GPUs.
         logger.warning("--performance-mode %s chooses no parallel size: %s", mode, error)
         return options
     if len(gpus) < 2:

@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 LOOK_SECONDS = 0.1  # Time between two checks of the ranks.
 # Time that a waiting loop has to notice a dead rank before the heartbeat thread reports it.
 LAST_STEP_SECONDS = 0.3
-RECONNECT_MS = 10  # time between attempts to connect to a server process
+RECONNECT_MS = 10  # Time between attempts to connect to a server process.
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -79,7 +79,7 @@ def _serve(
     gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
-    restarts = True  # False once `serve` has returned because of a requested stop
+    restarts = True  # False once `serve` has returned because of a requested stop.
     try:
         with pulse.beating(context, address, num_servers=start.num_servers):
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)
@@ -115,7 +115,7 @@ class Outbox(AbstractContextManager["Outbox"]):
         self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
         for server, socket in enumerate(self._sockets):
             socket.linger = linger
-            socket.set_hwm(0)  # without a limit, a send never blocks
+            socket.set_hwm(0)  # Without a limit, a send never blocks.
             socket.reconnect_ivl = RECONNECT_MS
             socket.connect(address.outputs(server))
 
@@ -168,7 +168,7 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work
             if pulse.is_idle and not loop.await_request(requests):
-                continue  # check for work again: a message of another engine has arrived
+                continue  # Check for work again: a message of another engine has arrived.
             frame = requests.recv()
             pulse.is_idle = False
             try:
@@ -230,7 +230,7 @@ class Pulse:
                         if not stop.wait(LAST_STEP_SECONDS):
                             self._loop.dump_crash(death, EngineDeadError(death))
                             outbox.send_first(wire.EngineFailed(death, 1))
-                        stop.wait()  # the server process ends this process
+                        stop.wait()  # The server process ends this process.
                     elif time.monotonic() >= next_beat:
                         next_beat = time.monotonic() + wire.BEAT_SECONDS - LOOK_SECONDS
                         stats = self._loop.stats()

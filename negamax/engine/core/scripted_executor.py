@@ -18,7 +18,7 @@ from negamax.text.script import Script, ScriptedAnswers
 from negamax.text.tokenizer import Tokenizer
 from negamax.worker.config import DebugCommand, DebugResult, WorkerReady
 
-NUM_WINDOWS = 8  # number of sequences of full context length that fit in the KV cache
+NUM_WINDOWS = 8  # Number of sequences of full context length that fit in the KV cache.
 
 
 @dataclass

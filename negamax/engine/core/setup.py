@@ -56,7 +56,7 @@ from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
-ENCODER_TOKENS = 32_768  # default number of image token rows that a CPU rank keeps
+ENCODER_TOKENS = 32_768  # Default number of image token rows that a CPU rank keeps.
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
@@ -64,7 +64,7 @@ def start_loop(options: EngineOptions, *, replica: int = 0) -> tuple[EngineLoop,
     """Start the executor and the scheduler of a replica. On an error, end all started processes."""
     with ExitStack() as started:
         loop, info = _start_loop(options, started, replica)
-        started.pop_all()  # the loop's shutdown ends all that was started
+        started.pop_all()  # The loop's shutdown ends all that was started.
     return loop, info
 
 
@@ -72,7 +72,7 @@ def _start_loop(
     options: EngineOptions, started: ExitStack, replica: int
 ) -> tuple[EngineLoop, ModelInfo]:
     """Start the loop. `started` collects the callbacks that end processes after an error."""
-    launcher = None  # with Ray, an object that starts the agents of other nodes
+    launcher = None  # With Ray, an object that starts the agents of other nodes.
     if options.distributed_executor_backend == RAY:
         launcher = RayLauncher(options)
         started.callback(launcher.close)
@@ -304,7 +304,7 @@ def _choose_vision(
     }
     reason = next((text for text, applies in reasons.items() if applies), None)
     if reason is None and folder is not None:
-        from negamax.checkpoint.reader import read_entries  # imports PyTorch
+        from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
         if rotation_file(read_json_object(folder / "config.json"), folder) is not None:
             reason = "the checkpoint's embeddings are rotated (QuaRot)"
@@ -328,7 +328,7 @@ def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -
     (None with synthetic weights). Raises `CheckpointError`, or `ConfigError` if the draft cannot
     use the target's tensors because of their width or rotation.
     """
-    from negamax.checkpoint.reader import read_entries  # imports PyTorch
+    from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
     if draft.folder is None:
         return draft

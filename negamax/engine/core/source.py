@@ -31,7 +31,7 @@ from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
 
-DRAFT_FOLDER = "dspark"  # name of the draft's folder in a model's folder
+DRAFT_FOLDER = "dspark"  # Name of the draft's folder in a model's folder.
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class ModelSource:
 
     spec: ModelSpec
     generation: GenerationDefaults
-    weights_folder: Path | None  # None for synthetic weights
+    weights_folder: Path | None  # None for synthetic weights.
     tokenizer_folder: Path
-    name: str  # name in the API unless the user sets another name
+    name: str  # Name in the API unless the user sets another name.
     speculation: SpeculationConfig | None = None
     draft: DraftModel | None = None
 
@@ -101,7 +101,7 @@ def check_start(options: EngineOptions) -> None:
     spec = _locate_target(options).spec
     if options.script is None:
         choose_context_length(options, spec)
-    if options.performance_mode == "balanced":  # other modes choose sizes for the GPUs
+    if options.performance_mode == "balanced":  # Other modes choose sizes for the GPUs.
         check_split(ParallelLayout.of(options.parallel, nodes=options.nnodes), spec)
 
 
@@ -123,7 +123,7 @@ def _is_bundled(model: str) -> bool:
 
 
 def _locate_target(options: EngineOptions) -> ModelSource:
-    check_model(options)  # refuses wrong names before a download
+    check_model(options)  # Refuses wrong names before a download.
     if _is_bundled(options.model):
         spec = _keep_layers(bundled_spec(options.model), options.num_hidden_layers)
         spec = _apply_quantization(spec, options)

@@ -25,7 +25,7 @@ from negamax.worker.node_sockets import FRAME_BYTES, bind, connect, has_key, tcp
 
 logger = get_logger(__name__)
 
-TICK_SECONDS = 0.2  # time between two checks of time limits
+TICK_SECONDS = 0.2  # Time between two checks of time limits.
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
 MOST_PEERS = 200  # Engines that this engine can read from; ZeroMQ allows about 340 sockets.
 MOST_UNSENT = 100_000  # Messages that wait until another engine can receive.
@@ -61,7 +61,7 @@ class TransferSockets:
         `ResourceError` if the address cannot be used.
         """
         check_transfer_address(config)
-        self.transfers: Transfers  # the caller sets this before the first call
+        self.transfers: Transfers  # The caller sets this before the first call.
         self._config, self._folder = config, folder
         self._context = zmq.Context()
         self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # Sockets and their monitors.
@@ -91,7 +91,7 @@ class TransferSockets:
             if peer not in self._peers:
                 self._open(*peer)
             self._peers[peer][0].send(frame, zmq.NOBLOCK)
-        except (ConnectionError, zmq.ZMQError) as error:  # the client's request names the peer
+        except (ConnectionError, zmq.ZMQError) as error:  # The client's request names the peer.
             logger.warning("no message can be sent to %r, port %d: %s", *peer, error)
             self._lose(peer)
 
@@ -144,7 +144,7 @@ class TransferSockets:
         """Connect to an engine. Raises `ConnectionError` or `ZMQError`."""
         if self._config.is_loopback and not _is_loopback(host):
             raise ConnectionError("the host is another machine, but kv_ip is a loopback address")
-        if len(self._peers) == MOST_PEERS:  # close the oldest connection that never had an answer
+        if len(self._peers) == MOST_PEERS:  # Close the oldest connection that never had an answer.
             silent = [peer for peer in self._peers if peer not in self._answered]
             if not silent:
                 raise ConnectionError(f"{MOST_PEERS} engines are connected, which is the limit")

@@ -95,17 +95,17 @@ class Transfers:
     block_size: int
     engine_id: str
     fingerprint: str
-    lanes: list[str]  # endpoints of this engine's ranks
+    lanes: list[str]  # Endpoints of this engine's ranks.
     send: Callable[[Peer, Message], None]
-    copy: Callable[[ImportBlocks], None]  # sends a copy command to every rank
+    copy: Callable[[ImportBlocks], None]  # Sends a copy command to every rank.
     counts: TransferCounts = field(default_factory=TransferCounts)
     # The loop takes requests from `ready`, with or without arrived blocks, and from `failed`.
     ready: list[GenerateRequest] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)  # request ids and problems
+    failed: list[tuple[str, str]] = field(default_factory=list)  # Request ids and problems.
     _pulls: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    # latest complete pulls, because further choices of a request may arrive late
+    # Latest complete pulls, because further choices of a request may arrive late.
     _arrived: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    _copies: dict[int, _Pull] = field(default_factory=dict)  # pulls by the number of the copy
+    _copies: dict[int, _Pull] = field(default_factory=dict)  # Pulls by the number of the copy.
     _num_copies: int = 0
     _held: dict[str, list[int]] = field(default_factory=dict)  # Host blocks by request id.
     _prefills: dict[str, str] = field(default_factory=dict)  # Lease id by id of an open request.
@@ -141,13 +141,13 @@ class Transfers:
         peer, tokens = (remote.host, remote.port), request.prompt_token_ids
         num_blocks = (len(tokens) - 1) // size
         if not num_blocks or request.sampling.prompt_logprobs is not None:
-            self.send(peer, CloseLease(remote.lease_id))  # this engine computes the whole prompt
+            self.send(peer, CloseLease(remote.lease_id))  # This engine computes the whole prompt.
             self.ready.append(replace(request, remote=None))
             return
         prompt_hash = hash_prompt(tokens, block_size=size)
         key = (peer, remote.lease_id)
         pull = self._pulls.get(key) or self._arrived.get(key)
-        if pull is not None:  # the request is a further choice of the same prompt
+        if pull is not None:  # The request is a further choice of the same prompt.
             if (pull.prompt_hash, pull.cache_salt) != (prompt_hash, request.cache_salt):
                 self._fail([request], f"lease {remote.lease_id} is read for another prompt")
             elif key in self._pulls:
@@ -184,7 +184,7 @@ class Transfers:
         """Release blocks and leases of requests that, by `updates`, have started or ended."""
         for update in updates:
             places = self._held.pop(update.request_id, None)
-            if places is not None:  # the request has loaded its KV blocks, or has ended
+            if places is not None:  # The request has loaded its KV blocks, or has ended.
                 self.shared.release(places)
             if update.finish_reason is None or update.request_id not in self._prefills:
                 continue
@@ -245,7 +245,7 @@ class Transfers:
         for lease_id, opens in list(self._waiting.items()):
             left = [each for each in opens if each.deadline > now]
             if not left:
-                del self._waiting[lease_id]  # the decoding engines have reached the same time limit
+                del self._waiting[lease_id]  # The decoding engines reach the same time limit.
             elif len(left) < len(opens):
                 self._waiting[lease_id] = left
         for pull in list(self._pulls.values()):

@@ -62,7 +62,7 @@ class GrammarClient:
         self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
-        self._channel, theirs = socket.socketpair()  # the end of either process closes the channel
+        self._channel, theirs = socket.socketpair()  # The end of either process closes the channel.
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -80,7 +80,7 @@ class GrammarClient:
         self._pid: int | None = None
         self._is_gone = False
         self.is_ready = False
-        self._stopped: float | None = None  # monotonic second since which the process is stopped
+        self._stopped: float | None = None  # Monotonic second since which the process is stopped.
         self._heard = time.monotonic()
 
     @property
@@ -141,6 +141,6 @@ class GrammarClient:
         self._clear_away()
 
     def _clear_away(self) -> None:
-        self._channel.close()  # also ends a process that the host has yet to fork
+        self._channel.close()  # Also ends a process that the host has yet to fork.
         self._context.destroy(linger=0)
         self._folder.remove()

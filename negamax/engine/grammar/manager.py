@@ -37,7 +37,7 @@ DRAFT_SECONDS = 0.004
 GRACE_SECONDS = 0.008  # Longest wait for masks if the step also has rows without a grammar.
 ALONE_SECONDS = 0.05  # Longest wait for masks if all rows of the step have a grammar.
 MAX_THREADS = 8
-MAX_ATTEMPTS = 2  # attempts to compile a grammar whose process dies during the compilation
+MAX_ATTEMPTS = 2  # Attempts to compile a grammar whose process dies during the compilation.
 MAX_WORKERS = 32
 MAX_IDLE_WORKERS = 2
 WAIT_SECONDS = 60.0  # Longest wait of a risky grammar for a worker.
@@ -52,15 +52,15 @@ class RequestGrammar:
     """The constraints of one output, and the answers of its grammar process."""
 
     request: GenerateRequest
-    key: int  # key of the output in the grammar process
+    key: int  # Key of the output in the grammar process.
     gate: ReasoningGate | None = None
     client: GrammarClient | None = None
     is_open: bool = False  # The grammar is compiled, or the request has no grammar.
     refusal: str | None = None  # Why the request is invalid.
     attempts: int = 0
-    # masks of the grammar: after all answered parts, then after each draft token
+    # Masks of the grammar: after all answered parts, then after each draft token.
     masks: list[Mask] = field(default_factory=list)
-    # draft tokens that the next step may verify; -1 where there is no draft token
+    # Draft tokens that the next step may verify; -1 where there is no draft token.
     drafts: list[int] = field(default_factory=list)
     num_asked: int = 0  # Number of messages about new tokens that have no answer yet.
     asked: float = 0.0  # Monotonic second of the latest message to the grammar process.
@@ -133,7 +133,7 @@ class GrammarManager:
             draft_seconds=DRAFT_SECONDS,
         )
         self._maker = MaskMaker(vocab_size)
-        self._rules: dict[str, RequestGrammar] = {}  # constraints by request id
+        self._rules: dict[str, RequestGrammar] = {}  # Constraints by request id.
         self._by_key: dict[int, RequestGrammar] = {}
         self._opening: list[RequestGrammar] = []
         self._lost: list[RequestGrammar] = []
@@ -142,7 +142,7 @@ class GrammarManager:
         self._client: GrammarClient | None = None
         self._workers: list[GrammarClient] = []
         self._risky: list[RequestGrammar] = []  # Grammars that wait for a worker.
-        # (end of the refusal in monotonic seconds, message) by digest of a refused grammar.
+        # (end of the refusal in monotonic seconds, message) by digest of a refused grammar
         self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._tokenizer: Future[Tokenizer] | None = None
@@ -279,7 +279,7 @@ class GrammarManager:
         ):
             self.wait(left)
         found: list[Mask] = []
-        places: dict[int, int] = {}  # index by identity of a mask, as rows may share a mask
+        places: dict[int, int] = {}  # Index by identity of a mask, as rows may share a mask.
         ended: list[RequestGrammar] = []
         bitmask = GrammarBitmask(step_id, [], [], [], [])
         for row, rule in ruled:
@@ -310,7 +310,7 @@ class GrammarManager:
                 poller.register(client.socket, zmq.POLLIN)
             poller.poll(int(min(seconds, 1.0) * 1000) + 1)
         else:
-            time.sleep(min(seconds, 0.001))  # a thread is loading the tokenizer
+            time.sleep(min(seconds, 0.001))  # A thread is loading the tokenizer.
         self._receive()
 
     def shutdown(self) -> None:
@@ -326,10 +326,10 @@ class GrammarManager:
         # While answers are missing, the known masks belong to earlier positions.
         of_grammar = [] if rule.num_asked else rule.masks
         found: list[Mask | None] = []
-        num_taken = 0  # number of draft tokens that the grammar has processed
+        num_taken = 0  # Number of draft tokens that the grammar has processed.
         sampling = rule.request.sampling
         while len(found) <= row.num_drafts:
-            too_early: frozenset[int] = frozenset()  # tokens that would end the output too early
+            too_early: frozenset[int] = frozenset()  # Tokens that would end the output too early.
             if row.num_outputs + len(found) < sampling.min_tokens:
                 too_early = frozenset((*self._setup.eos_token_ids, *sampling.stop_token_ids))
             mask: Mask | None = None
@@ -380,7 +380,7 @@ class GrammarManager:
             rule.lose("the grammar process ended while it compiled this grammar")
             return
         rule.client, rule.asked = None, time.monotonic()
-        if rule.attempts > 1:  # this grammar may have ended its process
+        if rule.attempts > 1:  # This grammar may have ended its process.
             self._risky.append(rule)
             self._assign_workers()
             return
@@ -438,7 +438,7 @@ class GrammarManager:
     def _receive(self) -> None:
         for client in self._clients():
             if client not in self._clients():
-                continue  # a message of another process has ended this process
+                continue  # A message of another process has ended this process.
             for message in client.receive():
                 self._handle(message, client)
             if client not in self._clients():
@@ -514,7 +514,7 @@ class GrammarManager:
         else:
             self._workers.remove(client)
         client.kill()
-        if not client.is_ready:  # the host may hang and never have forked the process
+        if not client.is_ready:  # The host may hang and never have forked the process.
             self._end_host()
         for rule in self._followed_by(client):
             if client.spec is not None and client.is_ready and rule.problem is None:
@@ -553,7 +553,7 @@ class GrammarManager:
             self._risky.remove(rule)
         client = rule.client
         if client is not None and client in self._clients():
-            if client.spec is not None and rule.problem is None:  # the worker's threads may hang
+            if client.spec is not None and rule.problem is None:  # The worker's threads may hang.
                 client.is_spent |= rule.num_asked > 0 or not rule.is_open
             client.send(wire.CloseGrammars([rule.key]))
             self._end_if_free(client)

@@ -61,10 +61,10 @@ class _Job:
         self.spec = spec
         self.takes_risks = takes_risks
         self.keys: list[int] = []
-        self.started: float | None = None  # monotonic seconds
+        self.started: float | None = None  # Monotonic seconds.
         self.compiled: xgrammar.CompiledGrammar | None = None
         self.problem: str | None = None
-        self.is_risky = False  # the grammar is not compiled, because it needs a worker
+        self.is_risky = False  # The grammar is not compiled, because it needs a worker.
 
     @property
     def is_done(self) -> bool:
@@ -120,10 +120,10 @@ class GrammarServer:
         self._mask_seconds = setup.mask_seconds
         self._draft_seconds = setup.draft_seconds
         self._sent = time.monotonic()
-        self._no_drafts_from = 0.0  # monotonic seconds
+        self._no_drafts_from = 0.0  # Monotonic seconds.
         self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
-        self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # answers of turns
+        self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Answers of turns.
         self._num_threads = setup.num_threads
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grammar")
         self._send(wire.Beat())
@@ -196,7 +196,7 @@ class GrammarServer:
         for key, parts, drafts in message.parts:
             stream = self._streams.get(key)
             if stream is None:
-                continue  # the engine has closed this output
+                continue  # The engine has closed this output.
             stream.waiting.append((parts, drafts))
             if stream.has_turn or stream.is_slow:
                 self._take_turn(stream)
@@ -215,7 +215,7 @@ class GrammarServer:
 
         def work() -> None:
             while turns:
-                with suppress(IndexError):  # another thread has taken the last turn
+                with suppress(IndexError):  # Another thread has taken the last turn.
                     self._turn(*turns.popleft())
                     over.append(None)
             if len(over) == total:
@@ -225,7 +225,7 @@ class GrammarServer:
             self._threads.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
-                while True:  # other threads compute the masks that wait behind a slow mask
+                while True:  # Other threads compute the masks that wait behind a slow mask.
                     self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:
@@ -287,7 +287,7 @@ class GrammarServer:
         while self._taken:
             stream, answer = self._taken.popleft()
             if self._streams.get(stream.key) is not stream:
-                continue  # the output was closed or refused
+                continue  # The output was closed or refused.
             stream.has_turn = False
             if stream.is_open:
                 answers.append(answer)
@@ -348,7 +348,7 @@ def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None)
     """Serve the engine in a forked process. The process ends when its standard input ends."""
     try:
         os.write(sys.stdin.fileno(), str(os.getpid()).encode())
-    except BrokenPipeError:  # the engine no longer needs this process
+    except BrokenPipeError:  # The engine no longer needs this process.
         exit_now(0)
     exit_with_parent()
     if fork.is_worker:
@@ -358,7 +358,7 @@ def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None)
         answers.linger = 0
         answers.bind(fork.address)
         GrammarServer(answers, setup, compiler, is_worker=fork.is_worker).serve()
-    exit_now(0)  # a normal end would wait for threads that compile
+    exit_now(0)  # A normal end would wait for threads that compile.
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -4,7 +4,7 @@ import msgspec
 
 from negamax.config.grammar import Grammar, Reasoning
 
-Part = int | bytes  # part of an output's content: a token id, or bytes inside a token
+Part = int | bytes  # Part of an output's content: a token id, or bytes inside a token.
 GrammarSpec = tuple[Grammar, Reasoning | None]
 
 
@@ -12,7 +12,7 @@ class Setup(msgspec.Struct, frozen=True):
     """The first message to the host process."""
 
     tokenizer_folder: str
-    vocab_size: int  # the model's vocabulary size
+    vocab_size: int  # The model's vocabulary size.
     eos_token_ids: tuple[int, ...]
     num_threads: int
     compile_seconds: float  # Time limit for compiling a grammar.
@@ -24,7 +24,7 @@ class Fork(msgspec.Struct, frozen=True):
     """Asks the host to fork a process. The message carries the new process's standard input."""
 
     address: str
-    is_worker: bool  # whether the process compiles a risky grammar
+    is_worker: bool  # Whether the process compiles a risky grammar.
 
 
 class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
@@ -49,7 +49,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
     key: int
-    mask: bytes  # mask of the first token; bit i of byte j allows token 8 j + i
+    mask: bytes  # Mask of the first token; bit i of byte j allows token 8 j + i.
 
 
 class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
@@ -63,7 +63,7 @@ class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
 
     key: int
     message: str
-    is_timeout: bool = False  # whether a thread still works on the grammar after a time limit
+    is_timeout: bool = False  # Whether a thread still works on the grammar after a time limit.
 
 
 class NextMask(msgspec.Struct, frozen=True, array_like=True):

@@ -35,7 +35,7 @@ SHUTDOWN_SECONDS = 5.0  # Time that ranks have to end before they are killed.
 ABORT_SECONDS = 0.3  # Time that kernels have to stop waiting for other ranks.
 _POLL_MS = 50
 _RECONNECT_MS = 100
-_REMINDER_SECONDS = 10.0  # time between log lines about node 0, and between attempts to connect
+_REMINDER_SECONDS = 10.0  # Time between log lines about node 0, and between attempts to connect.
 _LINGER_MS = 500
 _PROBE_SECONDS = 1.0
 
@@ -71,9 +71,9 @@ class Agent:
         self._waiting = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
         self._logged, self._logged_at = "", 0.0
         self._folder: PrivateFolder | None = None
-        self._session = ""  # node 0's session until node 0 knows that the ranks have ended
+        self._session = ""  # Node 0's session until node 0 knows that the ranks have ended.
         self._ranks: LocalRanks | None = None
-        self._death: str | None = None  # reason why this agent ended the ranks
+        self._death: str | None = None  # Reason why this agent ended the ranks.
         self._num_sent = 0
         self._last_heartbeat = 0
         self._neighbours = Neighbours("", {})
@@ -125,7 +125,7 @@ class Agent:
             self._place = place
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = _LINGER_MS
-        self._socket.immediate = True  # do not queue messages while disconnected
+        self._socket.immediate = True  # Do not queue messages while disconnected.
         self._socket.reconnect_ivl = _RECONNECT_MS
         self._socket.heartbeat_ivl = 1000
         self._socket.heartbeat_timeout = 2000
@@ -147,12 +147,12 @@ class Agent:
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 sends no heartbeat for %.1f s: the ranks end", seconds)
             self._death = f"node 0 sent no heartbeat for {seconds:.1f} s"
-            self._report()  # node 0 may still receive this report
+            self._report()  # Node 0 may still receive this report.
             self._end_ranks(death=self._death)
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS
             self._log_waiting(self._why_no_answer())
-            self._disconnect()  # node 0's name may resolve to another address by now
+            self._disconnect()  # Node 0's name may resolve to another address by now.
 
     def _why_no_answer(self) -> str:
         address = (self._node_0, self._options.master_port)
@@ -261,7 +261,7 @@ class Agent:
 
     def _send(self, message: wire.FromAgent) -> None:
         if self._socket is not None:
-            with contextlib.suppress(zmq.Again):  # the socket is not connected
+            with contextlib.suppress(zmq.Again):  # The socket is not connected.
                 self._socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def _start_ranks(self, start: wire.StartRanks) -> None:

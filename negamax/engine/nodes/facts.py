@@ -13,7 +13,7 @@ from negamax.config.json_file import read_file
 from negamax.engine.core.source import ModelSource
 from negamax.options.engine import EngineOptions
 
-# names of options that may differ between nodes
+# Names of options that may differ between nodes.
 _OWN = {
     "model", "revision", "source", "download_dir", "weight_cache", "speculative_config", "device",
     "num_threads", "node_rank", "interface", "master_addr", "max_queued_requests",

@@ -45,7 +45,7 @@ class _Node:
     connection: int = -1  # File descriptor of the connection that carried the latest message.
     disconnected_at: float = float("-inf")
     udp_address: Address | None = None
-    join: wire.Join | None = None  # the latest `Join`; None if the node is not joined
+    join: wire.Join | None = None  # The latest `Join`; None if the node is not joined.
     joined_at: float = 0.0
     last_beat: int = 0
     last_datagram: int = 0
@@ -312,7 +312,7 @@ class NodeGroup:
                 self._lost(node, f"{node.name} was stopped")
             node.join = None
         else:
-            node.route, node.connection = route, connection  # change when an agent reconnects
+            node.route, node.connection = route, connection  # Change when an agent reconnects.
             node.num_frames += 1
             self._handle_heartbeat(node, message)
 
@@ -349,10 +349,10 @@ class NodeGroup:
         node.route, node.connection = route, connection
         if self._thread is not None:
             if node.last_beat > join.last_beat:
-                return  # a later UDP heartbeat shows that the ranks have started since this message
+                return  # A later UDP heartbeat shows that the ranks have started since.
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
-            else:  # the agent has not received `StartRanks`, which may be lost
+            else:  # The agent has not received `StartRanks`, which may be lost.
                 node.num_signs += 1
                 self._send_start(node)
             return

@@ -25,7 +25,7 @@ class NodeHealth:
 
     def __init__(self, host: str, port: int) -> None:
         """Listen at `port`; 0 is any free port. Raises `ConfigError` or `ResourceError`."""
-        self._turned_at: float | None = None  # None while the agent reads the model's files
+        self._turned_at: float | None = None  # None while the agent reads the model's files.
         self._missing: Callable[[], str] = lambda: "the agent starts"
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
@@ -53,7 +53,7 @@ class NodeHealth:
                 writer.write(self._answer_to(head))
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # the request is invalid, or the client is gone
+            pass  # The request is invalid, or the client is gone.
         finally:
             writer.close()
 

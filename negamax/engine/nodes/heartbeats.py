@@ -18,7 +18,7 @@ _MAC_BYTES = 16
 _MOST_AT_ONCE = 1000  # Most datagrams that one `receive` call reads.
 _MOST_BYTES = 2048  # Longest valid datagram; the signature of a longer, truncated one is wrong.
 
-Address = tuple[Any, ...]  # host and port, and further fields with IPv6
+Address = tuple[Any, ...]  # Host and port, and further fields with IPv6.
 
 
 class Datagrams:
@@ -55,7 +55,7 @@ class Datagrams:
                 signed, sender = self._socket.recvfrom(_MOST_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # a peer's port is closed
+            except OSError:  # A peer's port is closed.
                 continue
             mac, frame = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
             if hmac.compare_digest(mac, self._mac(frame)):
@@ -75,7 +75,7 @@ class Neighbours:
         """Track the nodes in `addresses`, which maps a node to its host and UDP port."""
         self.addresses = addresses
         self._session = session
-        self._numbers = dict.fromkeys(addresses, 0)  # number of each node's latest heartbeat
+        self._numbers = dict.fromkeys(addresses, 0)  # Number of each node's latest heartbeat.
         self._silences = {node: Silence() for node in addresses}
 
     def receive(self, message: wire.PeerHeartbeat) -> None:

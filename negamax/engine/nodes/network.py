@@ -14,7 +14,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.worker.node_sockets import has_key
 
-# variables of gloo and NCCL, which may hold lists; NCCL also allows "=eth0"
+# Variables of gloo and NCCL, which may hold lists; NCCL also allows "=eth0".
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -24,7 +24,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 class Place:
     address: str
     interface: str
-    reason: str  # why this address was chosen
+    reason: str  # Why this address was chosen.
 
     def __str__(self) -> str:
         return f"{self.address} on {self.interface} ({self.reason})"
@@ -105,7 +105,7 @@ def find_place_of_agent(options: NodeOptions, node_0: str) -> Place:
         socket.AF_INET6 if ":" in node_0 else socket.AF_INET, socket.SOCK_DGRAM
     ) as probe:
         try:
-            probe.connect((node_0, options.master_port))  # sends nothing
+            probe.connect((node_0, options.master_port))  # Sends nothing.
         except OSError as error:
             raise UnreachableError(f"no route to {node_0}: {error.strerror}") from None
         address = str(probe.getsockname()[0])
@@ -170,7 +170,7 @@ def _addresses() -> dict[str, list[str]]:
             request = struct.pack("256s", name.encode()[:15])
             try:
                 answer = fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # the interface has no IPv4 address
+            except OSError:  # The interface has no IPv4 address.
                 continue
             addresses.append(socket.inet_ntoa(answer[20:24]))
     listed = Path("/proc/net/if_inet6")

@@ -8,7 +8,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import MOST_NODES
 
-_SHOWN_NODES = 16  # number of machines that an error message lists at most
+_SHOWN_NODES = 16  # Number of machines that an error message lists at most.
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RayPlacement:
 
     options: EngineOptions
     nodes: tuple[ClusterNode, ...]
-    own: ClusterNode  # the machine with the server, which is node 0
+    own: ClusterNode  # The machine with the server, which is node 0.
 
     @property
     def device(self) -> str:

@@ -9,14 +9,14 @@ from negamax.base.errors import NegamaxError
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import KEY_VARIABLE
 
-# variables in which Ray lists an actor's GPUs
+# Variables in which Ray lists an actor's GPUs.
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_CARRIED = ("HF_", "NCCL_")  # variables that other machines copy from node 0 unless they are set
+_CARRIED = ("HF_", "NCCL_")  # Variables that other machines copy from node 0 unless they are set.
 
 
 class ActorPlace(msgspec.Struct, frozen=True):
     host: str
-    variables: dict[str, str]  # values of `DEVICE_VARIABLES`
+    variables: dict[str, str]  # Values of `DEVICE_VARIABLES`.
 
 
 def carried_variables() -> str:
@@ -43,7 +43,7 @@ class RayAgent:
         env.set_openmp_defaults()
         chosen = msgspec.json.decode(options, type=EngineOptions)
         log.setup(chosen.log_level, chosen.log_format)
-        from negamax.engine.nodes.agent import run_agent  # this import reads the variables
+        from negamax.engine.nodes.agent import run_agent  # This import reads the variables.
 
         try:
             run_agent(chosen, waits_again=False)

@@ -29,9 +29,9 @@ from negamax.engine.nodes.ray_launcher import CONNECT_SECONDS, Failed, FromDrive
 from negamax.options.engine import EngineOptions
 from negamax.worker.rank_process import LOOPBACK
 
-logger = get_logger("negamax.engine.nodes.ray_driver")  # here `__name__` may be "__main__"
+logger = get_logger("negamax.engine.nodes.ray_driver")  # Here `__name__` may be "__main__".
 
-_CURRENT = "ray/ray_current_cluster"  # file in which `ray start` stores the cluster's address
+_CURRENT = "ray/ray_current_cluster"  # File in which `ray start` stores the cluster's address.
 _PROBE_SECONDS = 5.0
 _POLL_SECONDS = 0.5  # Time between attempts to find room.
 _GROUP_SECONDS = 5.0  # Longest wait for Ray to reserve free resources.
@@ -302,7 +302,7 @@ def _watch_parent(driver: Driver, stop: threading.Event) -> None:
 def main(fd: int) -> int:
     """Hold the reserved machines until standard input ends. Return the exit code."""
     _ignore_signals()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints output of workers to stdout
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints output of workers to stdout.
     log.setup_as_parent()
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOptions)
     stop = threading.Event()
@@ -310,7 +310,7 @@ def main(fd: int) -> int:
     threading.Thread(target=_watch_parent, args=(driver, stop), name="parent", daemon=True).start()
 
     def send(message: FromDriver) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the parent is gone
+        with contextlib.suppress(BrokenPipeError):  # The parent is gone.
             os.write(fd, msgspec.json.encode(message) + b"\n")
 
     try:

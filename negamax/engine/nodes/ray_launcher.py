@@ -18,9 +18,9 @@ from negamax.options.nodes import KEY_VARIABLE, MP, RAY
 logger = get_logger(__name__)
 
 DRIVER_MODULE = "negamax.engine.nodes.ray_driver"
-# time to import Ray, connect to a cluster and start actors, besides --ray-placement-timeout
+# Time to import Ray, connect to a cluster and start actors, besides --ray-placement-timeout.
 CONNECT_SECONDS = 60.0
-_CLOSE_SECONDS = 3.0  # longest wait for the driver, which ends Ray's processes on its own
+_CLOSE_SECONDS = 3.0  # Longest wait for the driver, which ends Ray's processes on its own.
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed"):
@@ -30,7 +30,7 @@ class Placed(msgspec.Struct, frozen=True, tag="placed"):
     device: str
     master_addr: str
     interface: str | None
-    variables: dict[str, str]  # environment variables that select this machine's GPUs
+    variables: dict[str, str]  # Environment variables that select this machine's GPUs.
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -57,9 +57,9 @@ class RayLauncher:
         """Reserve machines and hide other GPUs. Raises `ConfigError` or `ResourceError`."""
         check_installed(options)
         if env.get(KEY_VARIABLE) is None:
-            env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # the agents receive this key
+            env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # The agents receive this key.
         reader, writer = os.pipe()
-        self._messages = os.fdopen(reader, "rb", 0)  # `select` needs an unbuffered file
+        self._messages = os.fdopen(reader, "rb", 0)  # `select` needs an unbuffered file.
         self._driver = Supervised(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])
         os.close(writer)
         try:

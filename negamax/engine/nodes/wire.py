@@ -10,14 +10,14 @@ SILENCE_SECONDS = 2.0
 DISCONNECTED_SECONDS = 1.0  # Silence until a node counts as dead if its connection was closed.
 # An agent reports another agent as dead after this silence. Node 0 reports dead agents earlier.
 NEIGHBOUR_SECONDS = 2.4
-STALL_SECONDS = 10.0  # silence on TCP until a node counts as dead although UDP messages arrive
+STALL_SECONDS = 10.0  # Silence on TCP until a node counts as dead although UDP messages arrive.
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
     """An agent asks node 0 for ranks. The agent repeats this message until `StartRanks` arrives."""
 
     node: int
-    agent: str  # id of the agent process
+    agent: str  # Id of the agent process.
     host: str
     address: tuple[str, int]  # Host and UDP port.
     facts: dict[str, str]  # Result of `facts.collect_facts`.
@@ -80,7 +80,7 @@ class Node0Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
 
     session: str
     number: int
-    end: str | None = None  # why node 0 ends the session
+    end: str | None = None  # Why node 0 ends the session.
 
 
 class StopRanks(msgspec.Struct, frozen=True, tag="stop"):
