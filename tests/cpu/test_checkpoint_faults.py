@@ -203,7 +203,7 @@ HEADER_FAULTS: Mapping[str, Fault] = {
 }
 
 
-# Faults that hardly depend on the weight format. `make test-full` runs all with every format.
+# These faults hardly depend on the weight format. `make test-full` runs every fault on all formats.
 COMMON_FAULTS = (
     "norm missing", "router's bias missing", "unknown tensor", "other family's names",
     "dtype of router", "layer too many",

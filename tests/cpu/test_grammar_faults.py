@@ -140,7 +140,7 @@ def ebnf(text: str) -> Grammar:
 
 
 def run_beside(engine: LLM, grammars: list[Grammar]) -> tuple[list[SequenceUpdate], bool]:
-    """Run requests beside others, whose grammar process must survive.
+    """Run `grammars` beside other requests, whose grammar process must survive.
 
     Return the last update of each request, and whether the other requests ended first.
     """

@@ -306,7 +306,7 @@ def test_controls_have_names_and_the_keyboard_reaches_them(page: Browser, script
     assert page.run(f"return {FOCUSED}") == "Result of f"
     page.click("#prompt")
     page.run("saved(); await new Promise((then) => setTimeout(then))")
-    assert page.run(f"return {FOCUSED}") == "Your message"  # The user moved the focus.
+    assert page.run(f"return {FOCUSED}") == "Your message"  # where the user moved the focus
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     roles = {"button", "textbox", "combobox", "spinbutton", "checkbox", "link", "progressbar"}
     roles |= {"dialog"}
