@@ -209,7 +209,7 @@ NOTHING = {"tool_choice": {"type": "tool", "name": "nothing"}, "tools": [TOOL]}
         (UNANSWERED, SYSTEM, 400, INVALID, "messages[1]"),  # The index excludes the system prompt.
         ([{"role": "user", "content": "word " * 9000}], {}, 400, INVALID, "4096"),
         (QUESTION, {"model": "other"}, 404, "not_found_error", "other"),
-        (QUESTION, ENDLESS, 408, "timeout_error", "in time"),
+        (QUESTION, ENDLESS, 408, "timeout_error", "time limit"),
     ],
     ids=lambda value: str(value)[:20],
 )
