@@ -116,11 +116,17 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
 
 async def _drafts(client: ServingClient) -> DraftCounts:
     """Read draft counts; zeros if the server has no /metrics."""
+    text = await _ask(client, "/metrics")
+    return DraftCounts.of_metrics(text if isinstance(text, str) else "")
+
+
+async def _ask(client: ServingClient, path: str) -> Any:
+    """Return the JSON or the text of `path`; None if the server does not provide the path."""
     try:
-        status, text = await client.ask("GET", "/metrics")
+        status, answer = await client.ask("GET", path)
     except ExchangeError:
-        return NO_DRAFTS
-    return DraftCounts.of_metrics(text if status == 200 and isinstance(text, str) else "")
+        return None
+    return answer if status == 200 else None
 
 
 @asynccontextmanager
@@ -148,10 +154,7 @@ async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
 
 
 async def _ask_shape(client: ServingClient) -> dict[str, Any] | None:
-    try:
-        _, answer = await client.ask("GET", "/server_info")
-    except ExchangeError:
-        return None
+    answer = await _ask(client, "/server_info")
     shape = answer.get(SHAPE) if isinstance(answer, dict) else None
     return shape if isinstance(shape, dict) else None
 

@@ -4,7 +4,7 @@ Flags, NEGAMAX_ variables and the file of --config override these settings.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from negamax.base import env
 from negamax.base.errors import ConfigError
@@ -19,7 +19,6 @@ _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("--use-ray", ()),
     ("--worker-use-ray", ()),
 )
-Read = Callable[[str], str | None]
 
 
 def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
@@ -31,37 +30,37 @@ def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
     if said.get("--nnodes") == ("1",) or any(said.get(name) == value for name, value in _BY_RAY):
         return []
     for read in (_leader_worker_set, _slurm, _torchrun):
-        found = read(env.get)
+        found = read()
         if found.get("--nnodes", ("1", ""))[0] != "1":
             return [Given(name, (value,), source) for name, (value, source) in found.items()]
     return []
 
 
-def _leader_worker_set(get: Read) -> Mapping[str, tuple[str, str]]:
+def _leader_worker_set() -> Mapping[str, tuple[str, str]]:
     """Read the variables that a LeaderWorkerSet of Kubernetes sets in every pod."""
     names = {"--nnodes": "LWS_GROUP_SIZE", "--node-rank": "LWS_WORKER_INDEX"}
-    return _given(get, names | {"--master-addr": "LWS_LEADER_ADDRESS"})
+    return _given(names | {"--master-addr": "LWS_LEADER_ADDRESS"})
 
 
-def _slurm(get: Read) -> Mapping[str, tuple[str, str]]:
+def _slurm() -> Mapping[str, tuple[str, str]]:
     """Read the variables that `srun` sets for a Slurm step."""
-    found = dict(_given(get, {"--nnodes": "SLURM_STEP_NUM_NODES", "--node-rank": "SLURM_NODEID"}))
-    hosts = get("SLURM_STEP_NODELIST")
+    found = dict(_given({"--nnodes": "SLURM_STEP_NUM_NODES", "--node-rank": "SLURM_NODEID"}))
+    hosts = env.get("SLURM_STEP_NODELIST")
     if not found or hosts is None:
         return {}
-    if get("SLURM_STEP_NUM_TASKS") not in (None, found["--nnodes"][0]):
+    if (tasks := env.get("SLURM_STEP_NUM_TASKS")) not in (None, found["--nnodes"][0]):
         raise ConfigError(
-            f"srun starts {get('SLURM_STEP_NUM_TASKS')} tasks on {found['--nnodes'][0]} machines; "
+            f"srun starts {tasks} tasks on {found['--nnodes'][0]} machines; "
             f"Negamax needs one task per machine, which starts all its ranks",
             hint="use --ntasks-per-node=1",
         )
     return found | {"--master-addr": (first_host(hosts), "SLURM_STEP_NODELIST")}
 
 
-def _torchrun(get: Read) -> Mapping[str, tuple[str, str]]:
+def _torchrun() -> Mapping[str, tuple[str, str]]:
     """Read torchrun's variables. torchrun must start one process per machine."""
-    world, local = get("WORLD_SIZE"), get("LOCAL_WORLD_SIZE")
-    if get("GROUP_RANK") is None or world is None:
+    world, local = env.get("WORLD_SIZE"), env.get("LOCAL_WORLD_SIZE")
+    if env.get("GROUP_RANK") is None or world is None:
         return {}
     if local != "1":
         raise ConfigError(
@@ -69,16 +68,16 @@ def _torchrun(get: Read) -> Mapping[str, tuple[str, str]]:
             hint="use --nproc-per-node 1",
         )
     names = {"--nnodes": "WORLD_SIZE", "--node-rank": "GROUP_RANK", "--master-addr": "MASTER_ADDR"}
-    found, port = dict(_given(get, names)), get("MASTER_PORT")
+    found, port = dict(_given(names)), env.get("MASTER_PORT")
     if port is not None and port.isdigit():
         # torchrun's own store may listen on that port
         found["--master-port"] = (str(int(port) + 1), "MASTER_PORT, plus 1")
     return found
 
 
-def _given(get: Read, names: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
+def _given(names: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
     """Return each option with its value and variable; {} unless all variables are set."""
-    values = {option: (get(variable), variable) for option, variable in names.items()}
+    values = {option: (env.get(variable), variable) for option, variable in names.items()}
     found = {option: (value, name) for option, (value, name) in values.items() if value}
     return found if len(found) == len(names) else {}
 

@@ -249,11 +249,11 @@ def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, 
     for level in levels:
         found: dict[str, Given] = {}
         for item in level:
-            option = names.own[item.name].option
+            option = names.own[item.name]
             before = found.get(option.name)
             found[option.name] = item if before is None else merged(before, item, option.kind)
         for name, item in found.items():
-            option = names.own[item.name].option
+            option = names.own[item.name]
             choice = OptionValue(_words(item, names), item.source)
             if option.adds_up and name in chosen:
                 lower = chosen[name]
@@ -268,13 +268,13 @@ def _replaced_values(levels: Sequence[Sequence[Given]], names: OptionNames) -> l
         f"{item.source} {reason}"
         for item in itertools.chain(*levels)
         for value in item.values
-        if (reason := explain_replacement(names.own[item.name].option.name, value))
+        if (reason := explain_replacement(names.own[item.name].name, value))
     ]
     return list(dict.fromkeys(notes))
 
 
 def _words(item: Given, names: OptionNames) -> tuple[str, ...]:
-    option, is_opposite = names.own[item.name].option, names.own[item.name].is_opposite
+    option = names.own[item.name]
     if option.kind is Kind.SWITCH:
-        return (option.flag,) if item.is_set != is_opposite else ()
+        return (option.flag,) if item.is_set == (item.name in option.names) else ()
     return tuple(f"{option.flag}={own_value(option.name, value)}" for value in item.values)

@@ -60,14 +60,6 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """The option that a name stands for. The opposite of a switch turns the option off."""
-
-    option: Option
-    is_opposite: bool = False
-
-
-@dataclass(frozen=True)
 class Given:
     """A given option with its values and, for messages, its source. `is_set` is for switches."""
 
@@ -123,18 +115,18 @@ class OptionNames:
 
     def __init__(self, options: Sequence[Option], foreign: Mapping[str, Foreign]) -> None:
         self.options = options
-        self.own = {name: Meaning(option) for option in options for name in option.names}
+        self.own = {name: option for option in options for name in option.names}
         for option in options:
             for name in option.opposites:
-                self.own.setdefault(name, Meaning(option, is_opposite=True))
+                self.own.setdefault(name, option)
         self.foreign = foreign
 
     def kind(self, name: str) -> Kind:
         """Return the kind of the values that follow `name`."""
-        return self.own[name].option.kind if name in self.own else self.foreign[name].kind
+        return self.own[name].kind if name in self.own else self.foreign[name].kind
 
     def key_of(self, name: str) -> str | None:
-        return self.own[name].option.key if name in self.own else None
+        return self.own[name].key if name in self.own else None
 
     def find_key(self, key: str) -> str | None:
         """Return the option name of a key in a file, or None."""
@@ -143,7 +135,7 @@ class OptionNames:
 
     def suggestions(self) -> list[str]:
         """Return the names to suggest: all except opposites and refused options."""
-        ours = [name for name, meaning in self.own.items() if not meaning.is_opposite]
+        ours = [name for name, option in self.own.items() if name in option.names]
         ignored = [name for name, entry in self.foreign.items() if entry.remedy is None]
         return [name for name in (*ours, *ignored) if name.startswith("--")]
 
@@ -174,7 +166,7 @@ def take_model(line: Line, names: OptionNames) -> Line:
     """Use the last value of an option with several values as the missing MODEL."""
     for place in reversed(range(len(line.given))):
         item = line.given[place]
-        takes_many = item.name in names.own and names.own[item.name].option.takes_many
+        takes_many = item.name in names.own and names.own[item.name].takes_many
         if takes_many and len(item.values) > 1:
             given = list(line.given)
             given[place] = replace(item, values=item.values[:-1])
@@ -239,7 +231,7 @@ class _Reader:
 
     def _values(self, kind: Kind, *, own: bool, name: str = "") -> list[str]:
         """Take an option's values. An own option also takes a word with a leading dash."""
-        many = kind is Kind.LIST and (not own or self.names.own[name].option.takes_many)
+        many = kind is Kind.LIST and (not own or self.names.own[name].takes_many)
         values = [self.words.pop(0)] if self.words and (own or _is_value(self.words[0])) else []
         while many and self.words and _is_value(self.words[0]):
             values.append(self.words.pop(0))
@@ -252,7 +244,7 @@ class _Reader:
         """
         start, own = written.replace("_", "-"), self.names.own
         found = {
-            own[name].option.name if name in own else name: name
+            own[name].name if name in own else name: name
             for name in (*self.names.foreign, *own)
             if len(start) > _SHORTEST and name.startswith(start)
         }

@@ -130,6 +130,11 @@ def read_size(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
     return int(value)
 
 
+def read_optional_size(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Read an integer from 1 on, or return `default` if the field is missing or null."""
+    return default if config.get(name) is None else read_size(config, name)
+
+
 def read_switch(config: Mapping[str, Any], name: str) -> bool:
     """Return the boolean field `name`; False if it is missing or null. Raises `ConfigError`."""
     value = config.get(name)

@@ -18,12 +18,11 @@ from negamax.formats.floats import (
     fp8,
     mxfp4,
     mxfp8,
-    nvfp4,
     use_rounded_activations,
 )
 from negamax.formats.tensor_format import ROWS, TensorFormat
 from negamax.quantization.awq import awq
-from negamax.quantization.fp8 import fp8_blocks
+from negamax.quantization.fp8 import PACKED_NVFP4, fp8_blocks
 from negamax.quantization.gptq import gptq
 from negamax.quantization.integers import (
     ACTIVATIONS,
@@ -48,15 +47,11 @@ _FP8 = {
     -1: fp8("fp8_e4m3_channel", (ROWS,), input_scale="input_scale"),
     0: fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"),
 }
-_FP4 = nvfp4(
-    values="weight_packed", global_scale="weight_global_scale", divides=True,
-    input_scale="input_global_scale",
-)  # fmt: skip
 # Data type and bits -> format and columns of a group.
 _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("mx_fp", 4): (mxfp4(values="weight_packed"), MX_GROUP),
     ("mx_fp", 8): (mxfp8(), MX_GROUP),
-    ("nv_fp", 4): (_FP4, NVFP4_GROUP),
+    ("nv_fp", 4): (PACKED_NVFP4, NVFP4_GROUP),
 }
 _PLAIN_BITS = 16  # A module with this many bits or more is not quantized.
 # Characters that occur in regular expressions but not in names of modules.

@@ -185,27 +185,20 @@ def _read_e4m3(weights: QuantizationSpec) -> TensorFormat:
 
 # --- nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized ---------------------------------
 
-_E2M1 = {**_WEIGHTS, "num_bits": (4,), "type": ("float",)}
 _NVFP4 = nvfp4(values="weight_packed", global_scale="weight_global_scale", divides=True)
-_MXFP4, _MXFP8 = mxfp4(values="weight_packed"), mxfp8()
+_AS_NVFP4: dict[str, Any] = {
+    "strategy": ("tensor_group",),
+    "zp_dtype": (None, "torch.float8_e4m3fn"),
+}
+_AS_MX: dict[str, Any] = {"strategy": ("group",), "zp_dtype": (None, "torch.uint8")}
 
 
-def _read_nvfp4(weights: QuantizationSpec) -> TensorFormat:
-    allowed = {
-        **_E2M1, "strategy": ("tensor_group",), "group_size": (NVFP4_GROUP,),
-        "zp_dtype": (None, "torch.float8_e4m3fn"),
-    }  # fmt: skip
-    check_fields(weights, allowed, beside=_OBSERVED)
-    return _NVFP4
-
-
-def _read_mx(weights: QuantizationSpec, *, bits: int) -> TensorFormat:
-    allowed = {
-        **_E2M1, "num_bits": (bits,), "strategy": ("group",), "group_size": (MX_GROUP,),
-        "zp_dtype": (None, "torch.uint8"),
-    }  # fmt: skip
-    check_fields(weights, allowed, beside=_OBSERVED)
-    return _MXFP4 if bits == 4 else _MXFP8
+def _read_floats(
+    weights: QuantizationSpec, *, stored: TensorFormat, bits: int, size: int, **allowed: Any
+) -> TensorFormat:
+    own = {"num_bits": (bits,), "type": ("float",), "group_size": (size,), **allowed}
+    check_fields(weights, {**_WEIGHTS, **own}, beside=_OBSERVED)
+    return stored
 
 
 # --- pack-quantized ------------------------------------------------------------------------------
@@ -300,9 +293,13 @@ def _read_int8(weights: QuantizationSpec) -> TensorFormat:
 # To add a format of this method, write its reader and a line here.
 _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "float-quantized": _read_e4m3,
-    "nvfp4-pack-quantized": _read_nvfp4,
-    "mxfp4-pack-quantized": partial(_read_mx, bits=4),
-    "mxfp8-quantized": partial(_read_mx, bits=8),
+    "nvfp4-pack-quantized": partial(
+        _read_floats, stored=_NVFP4, bits=4, size=NVFP4_GROUP, **_AS_NVFP4
+    ),
+    "mxfp4-pack-quantized": partial(
+        _read_floats, stored=mxfp4(values="weight_packed"), bits=4, size=MX_GROUP, **_AS_MX
+    ),
+    "mxfp8-quantized": partial(_read_floats, stored=mxfp8(), bits=8, size=MX_GROUP, **_AS_MX),
     "pack-quantized": _read_packed,
     "int-quantized": _read_int8,
 }

@@ -27,7 +27,7 @@ from negamax.quantization.scheme import Scheme, check_fields, is_within, read_mo
 
 _FNUZ = (E4M3_FNUZ, "e4m3fnuz")
 MXFP8 = mxfp8(scale_name="weight_scale_inv")
-_NVFP4 = nvfp4(
+PACKED_NVFP4 = nvfp4(
     values="weight_packed", global_scale="weight_global_scale", divides=True,
     input_scale="input_global_scale",
 )  # fmt: skip
@@ -78,9 +78,9 @@ def read_mxfp8(spec: QuantizationSpec) -> Scheme:
     def format_of(module: str) -> TensorFormat:
         if is_within(module, plain):
             return PLAIN
-        return _NVFP4 if is_within(module, _EXPERTS) else MXFP8
+        return PACKED_NVFP4 if is_within(module, _EXPERTS) else MXFP8
 
-    return Scheme((MXFP8, _NVFP4), format_of)
+    return Scheme((MXFP8, PACKED_NVFP4), format_of)
 
 
 def _format(spec: QuantizationSpec) -> TensorFormat:

@@ -143,19 +143,18 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     if is_own:
         fields.note_unknown(flat, {*_READ, *fixed, *_OF_DFLASH, *_PER_LAYER}, notes=notes)
 
-    def size(name: str, default: Any) -> Any:
-        return default if flat.get(name) is None else fields.read_size(flat, name)
-
     layers, samples_anchor = _read_layers(flat.get("target_layer_ids")), architecture == DSPARK
     block_size = fields.read_size(flat, "block_size")
     markov_rank = fields.read_size(flat, "markov_rank") if samples_anchor else 0
     return BlockDraftSpec(
         architecture=architecture,
         **common | {"bos_token_id": None, "eos_token_ids": ()},
-        target_hidden_size=size("target_hidden_size", common["hidden_size"]),
+        target_hidden_size=fields.read_optional_size(
+            flat, "target_hidden_size", common["hidden_size"]
+        ),
         aux_layers=layers,
         num_aux=len(layers),
-        target_num_layers=size("num_target_layers", None),
+        target_num_layers=fields.read_optional_size(flat, "num_target_layers", None),
         speculative_tokens=block_size if samples_anchor else block_size - 1,
         block_size=block_size,
         mask_token_id=fields.read_size(flat, "mask_token_id", least=0),

@@ -5,11 +5,12 @@ The reader accepts the config.json of SpecForge, TorchSpec, vLLM and vLLM's spec
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from negamax.base.errors import ConfigError
 from negamax.config import fields
-from negamax.config.fields import refuse
+from negamax.config.fields import read_optional_size, refuse
 from negamax.models.drafts import LAYERS_HINT, LAYERS_KEY, DraftFamily, DraftSpec, IsDraft
 from negamax.models.eagle3 import speculators
 
@@ -115,31 +116,20 @@ def read_spec(config: Mapping[str, Any]) -> Eagle3Spec:
     fields.check_per_layer(config, _PER_LAYER, num_layers=common["num_layers"])
     fields.note_unknown(config, {*_READ, *_FIXED, *_PER_LAYER}, notes=notes)
     layers = aux_layers(config.get(_IDS))
-    optional = {
-        "draft_vocab_size": common["vocab_size"],
-        "target_hidden_size": common["hidden_size"],
-        "num_aux_hidden_states": len(layers) or NUM_AUX,
-    }
-    target_type, target_layers = config.get("target_model_type"), "target_num_hidden_layers"
+    target_type, read_size = config.get("target_model_type"), partial(read_optional_size, config)
     if not isinstance(target_type, str | None):
         refuse("target_model_type", target_type, "a string or null")
     switches: dict[str, Any] = {name: fields.read_switch(config, name) for name in _SWITCHES}
-    sizes = {
-        name: fields.read_size(config, name) if config.get(name) is not None else default
-        for name, default in optional.items()
-    }
     return Eagle3Spec(
         architecture=ARCHITECTURE,
         **common | {"bos_token_id": None, "eos_token_ids": ()},
-        draft_vocab_size=sizes["draft_vocab_size"],
-        target_hidden_size=sizes["target_hidden_size"],
-        num_aux=sizes["num_aux_hidden_states"],
+        draft_vocab_size=read_size("draft_vocab_size", common["vocab_size"]),
+        target_hidden_size=read_size("target_hidden_size", common["hidden_size"]),
+        num_aux=read_size("num_aux_hidden_states", len(layers) or NUM_AUX),
         intermediate_size=fields.read_size(config, "intermediate_size"),
         aux_layers=layers,
         target_model_type=target_type,
-        target_num_layers=fields.read_size(config, target_layers)
-        if config.get(target_layers) is not None
-        else None,
+        target_num_layers=read_size("target_num_hidden_layers", None),
         speculative_tokens=use.speculative_tokens,
         verifier=use.verifier,
         **switches,

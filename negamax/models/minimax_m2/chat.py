@@ -202,7 +202,8 @@ class MiniMaxM2Block(CallBlock):
             return
         if lexeme.kind is TagKind.PARAMETER_OPEN:
             key = quoted_name(lexeme.text)
-            if key and key not in self._keys and self._may_have(key):
+            may_have = not self._is_declared or self._arguments.lists(key)
+            if key and key not in self._keys and may_have:
                 self._close_value()
                 self._begin_value(key)
                 return
@@ -332,9 +333,6 @@ class MiniMaxM2Block(CallBlock):
             self._leave(text)
         else:
             self._unnamed.append(value.strip("\n"))
-
-    def _may_have(self, key: str) -> bool:
-        return not self._is_declared or self._arguments.lists(key)
 
     def _begin_value(self, key: str) -> None:
         self._key = key

@@ -41,16 +41,16 @@ class _Weights:
 
     def take_linear(self, name: str, rows: int, columns: int) -> Callable[[Tensor], Tensor]:
         """Return a function from x [T, columns] to x W^T + b [T, rows]."""
-        weight, bias = self.take(f"{name}.weight", (rows, columns)), self.take_bias(name, rows)
+        weight, bias = (
+            self.take(f"{name}.weight", (rows, columns)),
+            self.take(f"{name}.bias", (rows,)),
+        )
         return lambda x: F.linear(x, weight, bias)
 
     def take_norm(self, name: str, width: int, eps: float) -> Callable[[Tensor], Tensor]:
         """Return a function from x [T, width] to layer_norm(x)."""
-        weight, bias = self.take(f"{name}.weight", (width,)), self.take_bias(name, width)
+        weight, bias = self.take(f"{name}.weight", (width,)), self.take(f"{name}.bias", (width,))
         return lambda x: F.layer_norm(x, (width,), weight, bias, eps)
-
-    def take_bias(self, name: str, rows: int) -> Tensor:
-        return self.take(f"{name}.bias", (rows,))
 
     def take_mlp(
         self, mlp: tuple[str, str], inputs: int, width: int, outputs: int
