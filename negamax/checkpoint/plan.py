@@ -428,12 +428,17 @@ class _Problems:
             hints.append(next(iter(self.misfits.values()))[1])
             if len(self.misfits) > 1:
                 texts.append(_count(list(self.misfits)[1:], "do not fit either"))
-        surplus = [name for name in self.unknown if (names.layer_of(name) or 0) >= num_layers]
+        layers = {name: names.layer_of(name) or 0 for name in self.unknown}
+        surplus = [name for name, layer in layers.items() if layer >= num_layers]
         if surplus:
-            texts.append(self._layers(surplus, names, num_layers))
-            last = max(names.layer_of(name) or 0 for name in surplus) + 1
-            hints.append(f"set num_hidden_layers to {last} or use the weights' own config.json")
-        rest = [name for name in self.unknown if name not in set(surplus)]
+            last = max(layers.values())
+            texts.append(
+                f"num_hidden_layers in config.json is {num_layers}, but the checkpoint has "
+                f"{len(surplus)} tensors of layers after that, up to layer {last} (first: "
+                f"{self.unknown[surplus[0]].entry.name})"
+            )
+            hints.append(f"set num_hidden_layers to {last + 1} or use the weights' own config.json")
+        rest = [name for name, layer in layers.items() if layer < num_layers]
         if rest:
             unknown = list(dict.fromkeys(self.unknown[name].entry.name for name in rest))
             texts.append(_count(unknown, "are not part of this model"))
@@ -450,15 +455,6 @@ class _Problems:
             if self.lost_files and (self.missing or hint == _INCOMPLETE):
                 hint = f"{self.lost_files}: finish the download"
             raise CheckpointError("; ".join(texts), hint=hint)
-
-    def _layers(self, surplus: list[str], names: WeightNames, num_layers: int) -> str:
-        """Describe tensors of layers from `num_layers` on, which config.json does not have."""
-        last = max(names.layer_of(name) or 0 for name in surplus)
-        return (
-            f"num_hidden_layers in config.json is {num_layers}, but the checkpoint has "
-            f"{len(surplus)} tensors of layers after that, up to layer {last} (first: "
-            f"{self.unknown[surplus[0]].entry.name})"
-        )
 
 
 def _count(names: list[str], what: str) -> str:

@@ -19,7 +19,7 @@ from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 from negamax.convert.joined import JoiningReader, join
 from negamax.formats.floats import PLAIN
-from negamax.formats.tensor_format import Role, TensorFormat
+from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.quantize.stored import dequantize
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import WeightSpec
@@ -87,11 +87,6 @@ class Weight:
                 source.check(stored, found, part, self.shape)
             check_tensor(found, source.entry, stored.role, self.move.stored_format)
             tensors[stored.name] = found
-        for stored, source in self.move.tensors:
-            if stored.role is Role.ACTIVATION:  # copied for other engines
-                whole = tuple(map(range, stored.shape(self.shape)))
-                found = reader.read(source.entry, source.region(whole))
-                tensors[stored.name] = found.reshape(list(map(len, whole)))
         return tensors
 
     def is_zero(self, reader: CheckpointReader) -> bool:
