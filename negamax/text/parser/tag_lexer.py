@@ -83,26 +83,27 @@ class _Tables:
 
     def __init__(
         self,
-        literals: Mapping[str, TagKind],
-        patterns: Sequence[TagPattern],
+        literals: tuple[tuple[str, TagKind], ...],
+        patterns: tuple[TagPattern, ...],
         beginnings: TagBeginnings,
-        token_ids: Mapping[str, int],
-        named: Sequence[TagPattern],
+        token_ids: tuple[tuple[str, int], ...],
+        named: tuple[TagPattern, ...],
     ) -> None:
+        ids = dict(token_ids)
         self.kind_of_token: dict[int | None, TagKind] = {
-            token_ids[tag]: kind for tag, kind in literals.items() if tag in token_ids
+            ids[tag]: kind for tag, kind in literals if tag in ids
         }
-        by_text = [(tag, kind) for tag, kind in literals.items() if tag not in token_ids]
+        by_text = [(tag, kind) for tag, kind in literals if tag not in ids]
         fixed = [TagPattern(kind, tag[0], re.escape(tag[1:])) for tag, kind in by_text]
         # longest first, because a regular expression takes the first alternative that matches
-        named = sorted(named, key=lambda tag: len(tag.rest), reverse=True)
-        exact = [TagPattern(tag.kind, tag.prefix, re.escape(tag.rest)) for tag in named]
+        longest_first = sorted(named, key=lambda tag: len(tag.rest), reverse=True)
+        exact = [TagPattern(tag.kind, tag.prefix, re.escape(tag.rest)) for tag in longest_first]
         tags = [*exact, *fixed, *patterns]
         self.kinds, self.tag = _join_patterns(tags)
         self.last_kinds, self.last_tag = _join_patterns(
             [tag for tag in tags if tag.kind is not TagKind.HELD]
         )
-        texts = [tag.prefix + tag.rest for tag in named]
+        texts = [tag.prefix + tag.rest for tag in longest_first]
         self.named_starts = frozenset(text[:end] for text in texts for end in range(len(text)))
         self.longest_named = max(map(len, texts), default=0)
         words = [*(tag[:-1] for tag in (*dict(by_text), *texts)), *beginnings.words]
@@ -124,15 +125,7 @@ class _Tables:
         self.inside = re.compile(beginnings.inside)
 
 
-@lru_cache(maxsize=32)
-def _tables(
-    literals: tuple[tuple[str, TagKind], ...],
-    patterns: tuple[TagPattern, ...],
-    beginnings: TagBeginnings,
-    token_ids: tuple[tuple[str, int], ...],
-    named: tuple[TagPattern, ...],
-) -> _Tables:
-    return _Tables(dict(literals), patterns, beginnings, dict(token_ids), named)
+_tables = lru_cache(maxsize=32)(_Tables)
 
 
 class TagLexer:
