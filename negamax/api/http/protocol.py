@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024  # Rough limit; `AuthMiddleware` checks the exact limits.
 _MAX_PARSED_URL_BYTES = 65535  # httptools refuses longer URLs.
-HEAD_SECONDS = 30.0  # Limit from the connection, or from the head's first byte.
+HEAD_SECONDS = 30.0  # Time limit of a head, from the connection or the first byte.
 MAX_FRAMING_BYTES = 64 * 1024  # Limit of chunk extensions and trailers.
 # Limit of a body after its answer: many clients read only after they have sent everything.
 MAX_UNWANTED_BYTES = 64 * 2**20

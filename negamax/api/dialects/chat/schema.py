@@ -166,22 +166,13 @@ class ChatRequest(StructuredRequest):
     @property
     def thinking_choice(self) -> ThinkingChoice:
         """The thinking settings. The first field of `modes` that is set decides the mode."""
-        modes = (
-            None if self.thinking is None else self.thinking.type,
-            self.thinking_mode,
-            read_switch(self.enable_thinking),
-        )
-        return ThinkingChoice(
-            mode=next((mode for mode in modes if mode is not None), None),
-            effort=self.reasoning_effort,
-            budget=self._thinking_budget,
-        )
-
-    @property
-    def _thinking_budget(self) -> int | None:
-        if self.reasoning_budget is not None or self.thinking is None:
-            return self.reasoning_budget
-        return self.thinking.budget_tokens
+        mode, budget = None, self.reasoning_budget
+        if self.thinking is not None:
+            mode = self.thinking.type
+            budget = self.thinking.budget_tokens if budget is None else budget
+        modes = (mode, self.thinking_mode, read_switch(self.enable_thinking))
+        mode = next((mode for mode in modes if mode is not None), None)
+        return ThinkingChoice(mode=mode, effort=self.reasoning_effort, budget=budget)
 
     @property
     def reasoning_place(self) -> ReasoningPlace | None:

@@ -61,7 +61,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         self._keep = keep
         self._request_id = request_id
         self._tools = {tool.shown_name: tool for tool in params.declared_tools}
-        self._has_summary = params.wants_summary
+        self._has_summary = params.reasoning.summary not in (None, "none")
         self._has_encrypted = ENCRYPTED_REASONING in params.include
         self._ids: list[str] = []  # Item ids of the blocks.
         self._sequence_number = -1

@@ -198,10 +198,6 @@ class ResponsesRequest(TurnRequest):
         """The number of alternatives per token, or None without logprobs."""
         return self.top_logprobs if LOGPROBS in self.include else None
 
-    @property
-    def wants_summary(self) -> bool:
-        return self.reasoning.summary not in (None, "none")
-
 
 def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[DeclaredTool]:
     """Return the tools that the prompt can show. `placed` has pairs of place and tool.
