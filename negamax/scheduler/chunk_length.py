@@ -13,7 +13,7 @@ class ChunkLength(Protocol):
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
         """Return the tokens to run (at least 1) and the budget that they use (at least as many).
-        `left`: remaining tokens of the sequence after `computed` tokens. `budget`: for the step.
+        `left`: tokens of the sequence after `computed` tokens. `budget`: tokens left in the step.
         """
 
 

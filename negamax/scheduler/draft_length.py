@@ -290,7 +290,7 @@ class AdaptiveDraftLength:
             self._expected[place] += num_rows * share
 
     def end_step(self, num_rows: int, num_drafts: int | None, seconds: float) -> None:
-        """Record a step. `num_drafts`: drafts of every row; None: `seconds` is not usable."""
+        """Record a step. `num_drafts`: of every row, or None if `seconds` is not usable."""
         self._num_steps += 1
         for place in self._places:
             place.end_step(num_rows)

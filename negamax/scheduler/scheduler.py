@@ -64,7 +64,7 @@ class Scheduler:
     def __init__(
         self, limits: SchedulerLimits, requests: RequestTable, draft_length: DraftLength | None
     ) -> None:
-        """`requests`: of all ranks. Without `draft_length`, `limits` set the number of drafts."""
+        """`requests`: for all ranks. Without `draft_length`, `limits` set the number of drafts."""
         self.limits = limits
         self._requests = requests
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)

@@ -83,7 +83,7 @@ class Sequence:
             self.prompt_logprobs = []
         self.is_constrained = sampling.is_constrained  # whether the next token may depend on a mask
         self.is_postponed = False  # whether it is not planned, because its mask is missing
-        self.worker_sampling = sampling  # without fields that only the engine reads
+        self.worker_sampling = sampling  # parameters without fields that only the engine reads
         if sampling.grammar is not None or sampling.reasoning is not None:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False

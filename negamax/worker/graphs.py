@@ -431,6 +431,6 @@ class StepGraphs:
 
 
 def _widths(shape: StepShape) -> list[int]:
-    """Return the widths of the `StepColumns`, then the width of the number of tokens, 1."""
+    """Return the widths of the `StepColumns` and of the token count, whose width is 1."""
     num_tokens, num_seqs = shape[:2]
     return [num_tokens, num_seqs, num_tokens, num_seqs, num_seqs + 1, 1]

@@ -190,7 +190,7 @@ def choose_host_blocks(
         most = max(0, free) * ranks / local / GIB
         raise ResourceError(
             f"{asked}: {local} ranks on this machine need {needed / GIB:.2f} GiB of main memory "
-            f"for it, {max(0, free) / GIB:.2f} GiB are available",
+            f"for host blocks; {max(0, free) / GIB:.2f} GiB are available",
             hint=f"use --kv-offloading-size {int(100 * most) / 100:g} or less"
             if most >= 0.01
             else "remove this option, or use a machine with more memory",

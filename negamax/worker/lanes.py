@@ -78,7 +78,7 @@ class Lane:
         rank: int,
         ranks: int,
     ) -> None:
-        """`specs` and `caches`: by layer. Raises `ConfigError` if NIXL is configured and missing,
+        """`specs` and `caches`: one entry per layer. Raises `ConfigError` if NIXL is configured and missing,
         and `ResourceError` for an address that cannot be used.
         """
         self._pool, self._rank, self._ranks = pool, rank, ranks
@@ -135,7 +135,7 @@ class Lane:
             self.kinds[one.kind].blocks[0, :, one.first : one.stop].nbytes for one in message.ranges
         )
         if asked > max(wire.PIECE_BYTES, whole):
-            raise ValueError(f"{asked} bytes is too large a read; the limit is {wire.PIECE_BYTES}")
+            raise ValueError(f"a read of {asked} bytes exceeds the limit of {wire.PIECE_BYTES}")
         # shorter than the reader's timeout
         if not self._pool.await_copies(message.step_id, seconds=STALL_SECONDS / 2):
             return [b"the blocks were not copied to main memory in time"]

@@ -39,7 +39,7 @@ class NgramProposer(Proposer):
         if tokens.device.type == "cpu":  # on a GPU, the host does not have the lengths
             width = min(width, max([1, *lengths.tolist()]))
         begins = (lengths - width).clamp_min(0)
-        # [R, width] tokens before lengths; for shorter sequences also tokens after lengths
+        # [R, width] tokens before `lengths`; for shorter sequences also later tokens
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]
         # Extend the matches that end at each place. The last token must not match itself.
         matches = torch.arange(width, device=tokens.device) < (lengths - 1 - begins).unsqueeze(1)

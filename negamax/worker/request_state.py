@@ -143,7 +143,7 @@ class RequestState:
         return not self._unverified[slots].any()
 
     def restore_lengths(self) -> None:
-        """Reset the lengths to the values before a failed step, if bounds are always exact."""
+        """Reset the lengths to the values before a failed CPU step. Bounds are exact there."""
         self.num_computed.copy_(torch.from_numpy(self.num_computed_bound))
 
     def place_drafts(self, plan: StepPlan) -> None:

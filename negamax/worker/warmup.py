@@ -1,7 +1,7 @@
 """Compile GPU kernels before their first launch, a share on each rank, in several threads.
 
 Without this warmup, each kernel is compiled at its first launch, while every rank and the GPU wait.
-Such waits take about forty seconds in total.
+Compiling at launches takes about forty seconds in total.
 """
 
 from collections.abc import Iterator, Sequence

@@ -144,7 +144,7 @@ def test_problems_of_a_copy_are_reported_and_the_next_copy_works(
         assert b"Error" in stranger.recv()
         ranges = [HeadRange(0, 0, 4)] * 100_000
         stranger.send(lane_wire.encode(ReadBlocks([0] * 1000, ranges, -1)))
-        assert b"bytes is too large" in stranger.recv()
+        assert b"bytes exceeds the limit" in stranger.recv()
         assert second.import_from(first, [1], [2]) == [""]
         values = torch.from_numpy(second.lanes[0].kinds[0].blocks)
         assert torch.equal(values[1], whole[0][2])
