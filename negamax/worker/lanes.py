@@ -78,8 +78,8 @@ class Lane:
         rank: int,
         ranks: int,
     ) -> None:
-        """`specs` and `caches`: one entry per layer. Raises `ConfigError` if NIXL is configured and missing,
-        and `ResourceError` for an address that cannot be used.
+        """`specs` and `caches`: one entry per layer. Raises `ConfigError` if NIXL is configured
+        and missing, and `ResourceError` for an address that cannot be used.
         """
         self._pool, self._rank, self._ranks = pool, rank, ranks
         self.kinds = list(_view_kinds(pool, specs, caches, ranks=ranks))

@@ -87,7 +87,7 @@ class NixlMover:
         return self._peers[endpoint]
 
     def _read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], agent: str) -> None:
-        """Read blocks and wait for the transfer. Raises `LaneError`, after which no block is written."""
+        """Read blocks and wait for the end. Raises `LaneError`; then no block is written."""
         transfer = self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, _DRAM),

@@ -200,7 +200,7 @@ class ModelRunner:
         return Lane(self.host_pool, config.kv_caches, self.caches, options, rank=rank, ranks=ranks)
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
-        """Compile eager steps and capture common steps, if possible. Return graphs and a log text."""
+        """Compile eager steps and capture common steps if possible. Return graphs and log text."""
         config, pool_of = self.config, self.runtime.graph_pool
         if pool_of is None:
             return None, ""
