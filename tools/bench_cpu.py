@@ -30,7 +30,7 @@ def load_transformers(folder: Path, dtype: str, implementation: str | None) -> A
     from safetensors.torch import load_file, save_file
     from transformers import MiniMaxM2ForCausalLM
 
-    from negamax.kernels.quantize.op import dequantize_block
+    from negamax.kernels.quantize.cpu import dequantize_block
 
     tensors: dict[str, torch.Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
@@ -39,7 +39,7 @@ def load_transformers(folder: Path, dtype: str, implementation: str | None) -> A
     plain = {name: value for name, value in tensors.items() if not name.endswith("_scale_inv")}
     for name in plain:
         if (scale := tensors.get(f"{name}_scale_inv")) is not None:
-            plain[name] = dequantize_block(plain[name], scale, block=(128, 128), dtype=target)
+            plain[name] = dequantize_block(plain[name], scale).to(target)
     config = json.loads((folder / "config.json").read_text())
     config.pop("quantization_config", None)
     with tempfile.TemporaryDirectory() as scratch:

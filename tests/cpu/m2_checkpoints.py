@@ -12,7 +12,7 @@ from negamax.checkpoint.loader import CheckpointReport, fill
 from negamax.checkpoint.plan import plan_load
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_MAX, PLAIN
-from negamax.kernels.quantize.op import dequantize_block
+from negamax.kernels.quantize.cpu import dequantize_block
 from negamax.layers.weights import WeightSlot, slots_by_name
 from negamax.models.registry import read_spec
 from negamax.quantization.detect import detect

@@ -28,7 +28,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.formats.floats import E4M3_GROUPS, PLAIN
 from negamax.formats.platform import CPU, nvidia
 from negamax.formats.readable import reads_e4m3_blocks
-from negamax.kernels.quantize.op import dequantize_block
+from negamax.kernels.quantize.cpu import dequantize_block
 from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.kernels.registry import KernelTable, resolve
 from negamax.layers.moe import mixtures

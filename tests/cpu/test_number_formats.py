@@ -15,7 +15,6 @@ from negamax.formats.readable import reads_e4m3_blocks
 from negamax.formats.tensor_format import Axis, TensorFormat
 from negamax.kernels.quantize import quantizers
 from negamax.kernels.quantize.codes import E2M1_VALUES
-from negamax.kernels.quantize.op import dequantize_block
 from negamax.kernels.quantize.stored import dequantize, encode
 from negamax.layers.weights import MatrixWeight
 from negamax.quantization.compressed_tensors import INT8_CHANNEL, STRATEGIES, packed
@@ -124,6 +123,12 @@ def test_each_byte_is_read(name: str, dtype: torch.dtype, number: Callable[[int]
 
 
 # --- FP8 blocks -----------------------------------------------------------------------------------
+
+
+def dequantize_block(weight: Tensor, scale: Tensor) -> Tensor:
+    rows, columns = weight.shape
+    spread = scale.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
+    return weight.float() * spread[:rows, :columns]
 
 
 def test_transformers_reads_the_same_weight() -> None:

@@ -14,7 +14,7 @@ from model_support import PagedRun
 from negamax.formats.floats import E4M3_BLOCKS
 from negamax.formats.platform import CPU
 from negamax.kernels.platform import platform_of
-from negamax.kernels.quantize.op import dequantize_block
+from negamax.kernels.quantize.stored import dequantize
 from negamax.kernels.registry import OPS, KernelTable, resolve
 from negamax.models.build import build_model
 from negamax.models.decoder import Decoder
@@ -69,7 +69,8 @@ def filled(kernels: KernelTable, *, keep_quantized: bool, device: torch.device) 
         if scales is not None and keep_quantized:
             slots[name + "_scale_inv"].write(scales)
         elif scales is not None:
-            values = dequantize_block(values, scales)
+            stored = {"weight": values, "weight_scale_inv": scales}
+            values = dequantize(E4M3_BLOCKS, stored)
         slots[name].write(values)
     model.finish_loading()
     return model

@@ -4,9 +4,6 @@ Scores, softmax and sums are fp32. FP8 keys and values are multiplied as fp16, w
 values exactly.
 """
 
-from functools import partial
-
-from negamax.formats.platform import Feature
 from negamax.kernels.attention.op import (
     DECODE,
     HEAD_NORM_ROPE_WRITE,
@@ -16,7 +13,7 @@ from negamax.kernels.attention.op import (
     HeadNorm,
     prepare_qk_norm,
 )
-from negamax.kernels.attention.triton_decode import decode
+from negamax.kernels.attention.triton_decode import decode, decode_kernels
 from negamax.kernels.attention.triton_decode_plan import plan_decode
 from negamax.kernels.attention.triton_head_norm import head_norm_rope_write, rope_write
 from negamax.kernels.attention.triton_prefill import plan_prefill, prefill
@@ -27,9 +24,6 @@ KERNELS = (
     triton_kernel(QK_NORM_ROPE_WRITE, qk_norm_rope_write, prepare_qk_norm),
     triton_kernel(HEAD_NORM_ROPE_WRITE, head_norm_rope_write, HeadNorm),
     triton_kernel(ROPE_WRITE, rope_write),
-    triton_kernel(DECODE, decode, plan_decode, requires={Feature.SPIN_WAIT}),
-    triton_kernel(
-        DECODE, decode, partial(plan_decode, reduce_later=True), provider="triton_two_launches"
-    ),
+    *decode_kernels(DECODE, decode, plan_decode),
     triton_kernel(PREFILL, prefill, plan_prefill),
 )

@@ -18,11 +18,15 @@ example, all values of a cache are finite, so the cache is read without masks. W
 first tile, which earlier steps wrote, is read before the predecessor kernel has ended.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from negamax.formats.platform import Feature
 from negamax.kernels import platform
 from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.tiles import DECODE, tiles_for
@@ -43,20 +47,20 @@ from negamax.kernels.attention.triton_decode_runs import (
     locate_row,
 )
 from negamax.kernels.attention.triton_shared import (
-    Outputs,
     attention_constants,
     clamp_empty_max,
+    head_outputs,
     load_tile,
     locate_key_tile,
     locate_keys,
-    outputs,
-    result,
     score_scale,
     softmax_step,
 )
 from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.ptx import e4m3_to_fp16, launch_dependents, wait_for_predecessor
-from negamax.kernels.launch.triton import launch_options
+from negamax.kernels.launch.triton import launch_options, triton_kernel
+from negamax.kernels.op import AnyKernel, AnyOp
+from negamax.kernels.quantize.native import Outputs, result
 
 
 @triton.jit
@@ -290,9 +294,21 @@ def has_one_new_key(plan: DecodePlan) -> bool:
     return plan.split_kv and queries.is_captured and queries.max_decode_run == 1
 
 
+def decode_kernels(op: AnyOp, run: Any, plan: Any) -> tuple[AnyKernel, AnyKernel]:
+    """Return kernels that reduce splits in the same launch, by spin waits, or in a second launch.
+
+    `plan` has a parameter `reduce_later`.
+    """
+    later = partial(plan, reduce_later=True)
+    return (
+        triton_kernel(op, run, plan, requires={Feature.SPIN_WAIT}),
+        triton_kernel(op, run, later, provider="triton_two_launches"),
+    )
+
+
 def decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> Tensor | QuantizedActivations:
     """Attend with q [T, heads, head_dim] -> [T, heads * head_dim]."""
-    output = outputs(q, quantize=plan.shape.quantize)
+    output = head_outputs(q, quantize=plan.shape.quantize)
     launch_decode(q, cache, plan, output)
     return result(*output)
 

@@ -31,13 +31,11 @@ from negamax.kernels.activations import QuantizedActivations
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
 from negamax.kernels.attention.tiles import tiles_for
 from negamax.kernels.attention.triton_shared import (
-    Outputs,
     attention_constants,
+    head_outputs,
     load_tile,
     locate_key_tile,
     merge_splits,
-    outputs,
-    result,
     score_scale,
     softmax_step,
     store_split,
@@ -45,6 +43,7 @@ from negamax.kernels.attention.triton_shared import (
     write_lse,
 )
 from negamax.kernels.kvcache.op import KvCache
+from negamax.kernels.quantize.native import Outputs, result
 
 _LEAST_KEYS = tl.constexpr(512)  # a split has at least this number of keys
 _WORDS = tl.constexpr(7)  # words of a record of `SplitTiles`
@@ -327,7 +326,7 @@ def _merge_prefill_kernel(
 
 def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedActivations:
     """Attend with q [T, heads, head_dim] -> [T, heads * head_dim]."""
-    output = outputs(q, quantize=plan.shape.quantize)
+    output = head_outputs(q, quantize=plan.shape.quantize)
     launch_prefill(q, cache, plan, output)
     return result(*output)
 

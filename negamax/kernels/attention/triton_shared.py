@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negamax.kernels.activations import GROUP, QuantizedActivations
+from negamax.kernels.activations import GROUP
 from negamax.kernels.attention.metadata import PagedShape
 from negamax.kernels.kvcache.op import FP8
 from negamax.kernels.launch.triton import INTERPRETED, e4m3_max
-from negamax.kernels.quantize.native import empty_e4m3
+from negamax.kernels.quantize.native import Outputs, outputs
 
 _LOG2_E = math.log2(math.e)
 
@@ -78,29 +78,17 @@ def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
     return tl.float16 if FP8 in (cache, dtype) or dtype == torch.float16 else tl.bfloat16
 
 
-Outputs = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-def outputs(q: Tensor, *, quantize: bool) -> Outputs:
+def head_outputs(q: Tensor, *, quantize: bool) -> Outputs:
     """Allocate [T, heads * head_dim]; with `quantize` also FP8 with a scale per token and head."""
-    out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
-    if not quantize:
-        return out, None, None
-    assert q.shape[2] == GROUP, f"FP8 outputs need heads of {GROUP} columns, not {q.shape[2]}"
-    return (out, *empty_e4m3(out))
-
-
-def result(
-    out: Tensor, values: Tensor | None, scales: Tensor | None
-) -> Tensor | QuantizedActivations:
-    if values is None or scales is None:
-        return out
-    return QuantizedActivations(out, values, scales)
+    assert not quantize or q.shape[2] == GROUP, (
+        f"FP8 outputs need heads of {GROUP} columns, not {q.shape[2]}"
+    )
+    return outputs(q.new_empty(q.shape[0], q.shape[1] * q.shape[2]), quantize=quantize)
 
 
 @triton.jit
 def write_heads(x, row, column, mask, output, C: tl.constexpr):
-    """Write x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `outputs`."""
+    """Write x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `output`."""
     out, values, scales = output
     at = row[:, None] * C.DIM + column[None, :]
     inside = mask[:, None] & (column < C.DIM)[None, :]

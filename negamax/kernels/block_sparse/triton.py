@@ -1,13 +1,12 @@
 """Block-sparse attention on the GPU."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from negamax.formats.platform import Feature
 from negamax.kernels.attention.metadata import AttentionMetadata
+from negamax.kernels.attention.triton_decode import decode_kernels
 from negamax.kernels.attention.triton_head_norm import IndexHeads, launch_norm_rope_write
 from negamax.kernels.block_sparse.op import (
     BLOCK_SPARSE_DECODE,
@@ -109,14 +108,6 @@ KERNELS = (
     triton_kernel(BLOCK_SPARSE_SELECT, select, plan_select),
     triton_kernel(BLOCK_SPARSE_SELECT_SHARD, select_shard, plan_select),
     triton_kernel(BLOCK_SPARSE_MERGE_SHARDS, merge_shards, plan_merge_shards),
-    triton_kernel(
-        BLOCK_SPARSE_DECODE, sparse_decode, plan_sparse_decode, requires={Feature.SPIN_WAIT}
-    ),
-    triton_kernel(
-        BLOCK_SPARSE_DECODE,
-        sparse_decode,
-        partial(plan_sparse_decode, reduce_later=True),
-        provider="triton_two_launches",
-    ),
+    *decode_kernels(BLOCK_SPARSE_DECODE, sparse_decode, plan_sparse_decode),
     triton_kernel(BLOCK_SPARSE_PREFILL, sparse_prefill, plan_sparse_prefill),
 )

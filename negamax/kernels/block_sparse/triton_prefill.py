@@ -27,11 +27,9 @@ from negamax.kernels.attention.triton_prefill import (
     prefill,
 )
 from negamax.kernels.attention.triton_shared import (
-    Outputs,
     attention_constants,
+    head_outputs,
     load_tile,
-    outputs,
-    result,
     score_scale,
     softmax_step,
     write_heads,
@@ -41,6 +39,7 @@ from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.block_sparse.triton_selection import NO_BLOCK
 from negamax.kernels.kvcache.op import KvCache
+from negamax.kernels.quantize.native import Outputs, result
 
 _UNION = 128  # limit of the blocks that the queries of a tile select
 _MOST_QUERIES = 16  # limit of the queries of a tile
@@ -198,7 +197,7 @@ def sparse_prefill(
     """Run `block_sparse.prefill` on the pages of the selected blocks."""
     if isinstance(plan, PrefillPlan):
         return prefill(q, cache, plan)
-    output = outputs(q, quantize=plan.shape.quantize)
+    output = head_outputs(q, quantize=plan.shape.quantize)
     launch_sparse_prefill(q, cache, choice, plan, output)
     return result(*output)
 

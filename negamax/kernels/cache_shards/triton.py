@@ -8,14 +8,12 @@ filtered to the blocks of the rank.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from negamax.formats.platform import Feature
 from negamax.kernels.attention.metadata import AttentionMetadata, PagedShape
-from negamax.kernels.attention.triton_decode import launch_decode
+from negamax.kernels.attention.triton_decode import decode_kernels, launch_decode
 from negamax.kernels.attention.triton_decode_plan import DecodePlan, plan_decode
 from negamax.kernels.attention.triton_own_blocks import OwnBlocks, plan_own_blocks
 from negamax.kernels.attention.triton_prefill import PrefillPlan, launch_prefill, plan_prefill
@@ -117,19 +115,8 @@ def partial_sparse_prefill(
 
 KERNELS = (
     triton_kernel(OWN_ROWS, own_rows),
-    *(
-        kernel
-        for op, run, plan in (
-            (PARTIAL_DECODE, partial_decode, plan_partial_decode),
-            (PARTIAL_SPARSE_DECODE, partial_sparse_decode, plan_sparse_decode),
-        )
-        for kernel in (
-            triton_kernel(op, run, plan, requires={Feature.SPIN_WAIT}),
-            triton_kernel(
-                op, run, partial(plan, reduce_later=True), provider="triton_two_launches"
-            ),
-        )
-    ),
+    *decode_kernels(PARTIAL_DECODE, partial_decode, plan_partial_decode),
+    *decode_kernels(PARTIAL_SPARSE_DECODE, partial_sparse_decode, plan_sparse_decode),
     triton_kernel(PARTIAL_PREFILL, partial_prefill, plan_partial_prefill),
     triton_kernel(PARTIAL_SPARSE_PREFILL, partial_sparse_prefill, plan_chosen_prefill),
     triton_kernel(MERGE_PARTIALS, merge_partials),

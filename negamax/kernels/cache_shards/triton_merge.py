@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 
 from negamax.kernels.activations import Hidden
-from negamax.kernels.attention.triton_shared import clamp_empty_max, outputs, result, write_heads
+from negamax.kernels.attention.triton_shared import clamp_empty_max, head_outputs, write_heads
 from negamax.kernels.cache_shards.op import PartialResults
 from negamax.kernels.collectives.triton_ll import add_flag, load_peer_base, load_peer_bases, poll
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.launch.triton_words import as_words, unpack
 from negamax.kernels.peers import Collective, find_region
+from negamax.kernels.quantize.native import result
 
 
 class MergeConstants(NamedTuple):
@@ -146,7 +147,7 @@ def merge_partials(
     if group is not None and region is None:
         parts = parts.gathered(group)
     out, lse = parts.out, parts.lse
-    output = outputs(out.new_empty(num_tokens, count, head_dim), quantize=quantize)
+    output = head_outputs(out.new_empty(num_tokens, count, head_dim), quantize=quantize)
     if num_tokens == 0:
         return result(*output)
     is_ll = region is not None

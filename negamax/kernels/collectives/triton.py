@@ -59,6 +59,7 @@ from negamax.kernels.norm.triton import (
     store_quantized_row,
 )
 from negamax.kernels.peers import Collective, PeerMemory, ShardRegion
+from negamax.kernels.quantize.native import outputs, result
 
 
 @triton.jit
@@ -74,8 +75,8 @@ def _all_reduce_add_rms_kernel(
     residual,  # [T, 2 * WORDS], changed in place
     weight,  # [2 * WORDS]
     out,  # [T, 2 * WORDS], written
-    values,  # [T, 2 * WORDS] e4m3, written if QUANTIZE
-    scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE
+    values,  # [T, 2 * WORDS] e4m3, written if QUANTIZE, else None
+    scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE, else None
     eps,
     addresses,  # field of the `PeerRegion`
     flags,
@@ -347,7 +348,7 @@ def _in_one_launch(
     assert x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous"
     num_tokens, words = residual.shape[0], residual.shape[1] // 2
     region = peers.reduce
-    written = norm_kernels.outputs(residual, norm)
+    written = outputs(torch.empty_like(residual), quantize=norm.quantize)
     _all_reduce_add_rms_kernel[(num_tokens,)](
         x, residual, norm.weight, *written, norm.eps, region.addresses, region.flags, peers.rank,
         WORLD=peers.world,
@@ -364,7 +365,7 @@ def _in_one_launch(
         ),
         **launch_options(residual.device),
     )  # fmt: skip
-    return norm_kernels.result(*written, norm)
+    return result(*written)
 
 
 def _sharded(

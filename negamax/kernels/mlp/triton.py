@@ -19,7 +19,7 @@ from negamax.kernels.launch.triton import (
     triton_kernel,
 )
 from negamax.kernels.mlp.op import SWIGLU
-from negamax.kernels.quantize.native import empty_e4m3
+from negamax.kernels.quantize.native import outputs, result
 
 _GROUP = tl.constexpr(GROUP)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -44,8 +44,8 @@ def swiglu(gate, up, A: tl.constexpr):
 def _swiglu_kernel(
     gate_up_ptr,  # [T, 2 * WIDTH]
     out_ptr,  # [T, WIDTH]
-    q_ptr,  # [T, WIDTH] e4m3, written if QUANTIZE
-    scale_ptr,  # [T, WIDTH / 128] fp32, written if QUANTIZE
+    q_ptr,  # [T, WIDTH] e4m3, written if QUANTIZE, else None
+    scale_ptr,  # [T, WIDTH / 128] fp32, written if QUANTIZE, else None
     A: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -81,15 +81,15 @@ def run(
         f"FP8 needs a multiple of {GROUP} columns, not {width}"
     )
     out = gate_up.new_empty(num_tokens, width)
-    q, scale = empty_e4m3(out) if quantize else (out, out)
+    written = outputs(out, quantize=quantize)
     if num_tokens:
         block = min(_BLOCK, max(GROUP, triton.next_power_of_2(width)))
         _swiglu_kernel[(num_tokens * triton.cdiv(width, block),)](
-            gate_up, out, q, scale,
+            gate_up, *written,
             A=activation, WIDTH=width, BLOCK=block, QUANTIZE=quantize, num_warps=4,
             **launch_options(gate_up.device),
         )  # fmt: skip
-    return QuantizedActivations(out, q, scale) if quantize else out
+    return result(*written)
 
 
 KERNELS = (triton_kernel(SWIGLU, run),)

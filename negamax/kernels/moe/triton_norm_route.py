@@ -11,6 +11,7 @@ the residual, after the logits of all programs have arrived.
 All rows, including the rows of the gate, are words of two columns (`launch/triton_words.py`).
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,9 +33,15 @@ from negamax.kernels.moe.triton_route import (
     route,
     store_logits,
 )
-from negamax.kernels.norm import triton as norms
 from negamax.kernels.norm.op import NormWeight
-from negamax.kernels.norm.triton import GROUP_WORDS, quantize_row, scale_row, store_quantized_row
+from negamax.kernels.norm.triton import (
+    GROUP_WORDS,
+    add_rms,
+    quantize_row,
+    scale_row,
+    store_quantized_row,
+)
+from negamax.kernels.quantize.native import outputs, result
 
 
 @triton.jit
@@ -205,11 +212,11 @@ def norm_route(
     (M, hidden), parts = residual.shape, num_parts(x)
     is_few = 0 < M <= tiles.NORM_ROUTE_MAX_M and 0 < parts <= tiles.NORM_ROUTE_MAX_PARTS
     if not (is_few and router.spin_wait) or hidden % 2:
-        normed = norms.add_rms(x, residual, norm)
+        normed = add_rms(x, residual, norm)
         return normed, *route(normed, router, top_k=top_k, active=active)
     num_experts, device = router.bias.shape[0], x.device
     topk_ids, topk_weights = empty_choices(M, router, top_k=top_k)
-    written = norms.outputs(residual, norm)
+    written = outputs(torch.empty_like(residual), quantize=norm.quantize)
     assert x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous"
     block_n = tiles.ROUTE_SMALL_M_BLOCK_N
     num_warps = warps_of_row(hidden, measured=tiles.NORM_ROUTE_WARPS)
@@ -225,4 +232,4 @@ def norm_route(
         THREAD_WORDS=thread_words, QUANTIZE=norm.quantize, GEMMA=norm.gemma,
         PARALLEL_TOPK=not INTERPRETED, num_warps=num_warps, **launch_options(device),
     )  # fmt: skip
-    return norms.result(*written, norm), topk_ids, topk_weights
+    return result(*written), topk_ids, topk_weights

@@ -35,7 +35,7 @@ from negamax.kernels.launch.triton_words import (
 from negamax.kernels.norm import op as spec
 from negamax.kernels.norm import tiles
 from negamax.kernels.norm.op import ADD_RMS, NormWeight
-from negamax.kernels.quantize.native import empty_e4m3
+from negamax.kernels.quantize.native import outputs, result
 
 GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
 # lower bound of scales, far above the values that fp32 cannot invert
@@ -130,8 +130,8 @@ def _add_rms_kernel(
     residual,  # [T, 2 * WORDS], changed in place
     weight,  # [2 * WORDS]
     out,  # [T, 2 * WORDS], written
-    values,  # [T, 2 * WORDS] e4m3, written if QUANTIZE
-    scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE
+    values,  # [T, 2 * WORDS] e4m3, written if QUANTIZE, else None
+    scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE, else None
     eps,
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
     GEMMA: tl.constexpr, PDL: tl.constexpr,
@@ -155,18 +155,6 @@ def _add_rms_kernel(
         )  # fmt: skip
 
 
-def outputs(residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate out, FP8 values and scales (`out` three times if nothing is quantized)."""
-    out = torch.empty_like(residual)
-    return (out, *empty_e4m3(out)) if norm.quantize else (out, out, out)
-
-
-def result(
-    out: Tensor, values: Tensor, scales: Tensor, norm: NormWeight
-) -> Tensor | QuantizedActivations:
-    return QuantizedActivations(out, values, scales) if norm.quantize else out
-
-
 def prepare(
     weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
 ) -> NormWeight:
@@ -182,9 +170,9 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Quantized
     num_tokens, width = residual.shape
     if width % 2:  # rows are not whole words
         return spec.add_rms(x, residual, norm)
-    written = outputs(residual, norm)
+    written = outputs(torch.empty_like(residual), quantize=norm.quantize)
     if num_tokens == 0:
-        return result(*written, norm)
+        return result(*written)
     assert x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous"
     _add_rms_kernel[(num_tokens,)](
         x, residual, norm.weight, *written, norm.eps,
@@ -196,7 +184,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | Quantized
         num_warps=tiles.num_warps(residual.device, width),
         **launch_options(residual.device),
     )  # fmt: skip
-    return result(*written, norm)
+    return result(*written)
 
 
 KERNELS = (triton_kernel(ADD_RMS, add_rms, prepare),)

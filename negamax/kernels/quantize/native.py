@@ -8,7 +8,9 @@ from torch import Tensor
 
 from negamax.formats.platform import Feature
 from negamax.kernels import platform
-from negamax.kernels.activations import GROUP
+from negamax.kernels.activations import GROUP, QuantizedActivations
+
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]  # values, FP8 values, scales
 
 
 def native_e4m3(device: torch.device) -> torch.dtype:
@@ -23,6 +25,19 @@ def empty_e4m3(like: Tensor) -> tuple[Tensor, Tensor]:
     num_tokens, width = like.shape
     scale = torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=like.device)
     return torch.empty_like(like, dtype=native_e4m3(like.device)), scale
+
+
+def outputs(out: Tensor, *, quantize: bool) -> Outputs:
+    """Return the tensors of a kernel's result: `out`, and with `quantize` its FP8 form."""
+    return (out, *empty_e4m3(out)) if quantize else (out, None, None)
+
+
+def result(
+    out: Tensor, values: Tensor | None, scales: Tensor | None
+) -> Tensor | QuantizedActivations:
+    if values is None or scales is None:
+        return out
+    return QuantizedActivations(out, values, scales)
 
 
 def to_native(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,30 +1,14 @@
-"""Block FP8: e4m3 values with one fp32 scale per block of rows and columns.
+"""FP8 activations: e4m3 values with one fp32 scale per token and 128 columns.
 
-`weight[n, k] = value[n, k] * scale[n // block_rows, k // block_columns]`. Blocks at the lower and
-right edge may be ragged. A stored NaN stays NaN. If the source of a group holds NaN or infinity,
-all values of the group become NaN.
+If the source of a group holds NaN or infinity, all values of the group become NaN.
 """
 
 import torch
 from torch import Tensor
 
-from negamax.formats.floats import E4M3_GROUP, E4M3_MAX
+from negamax.formats.floats import E4M3_MAX
 from negamax.kernels.activations import GROUP, QuantizedActivations
 from negamax.kernels.op import op, rounding_tolerance
-
-
-def dequantize_block(
-    weight: Tensor,  # [..., N, K] float8_e4m3fn
-    scale: Tensor,  # [..., ceil(N / block rows), ceil(K / block columns)] fp32, a multiplier
-    *,
-    block: tuple[int, int] = (E4M3_GROUP, E4M3_GROUP),  # rows, columns
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:  # [..., N, K] dtype
-    """Return the plain weight: multiplied in fp32 and rounded once to `dtype`."""
-    rows, columns = weight.shape[-2:]
-    assert scale.shape[-2:] == (-(-rows // block[0]), -(-columns // block[1])), scale.shape
-    spread = scale.repeat_interleave(block[0], dim=-2).repeat_interleave(block[1], dim=-1)
-    return (weight.float() * spread[..., :rows, :columns]).to(dtype)
 
 
 def quantize_activations(x: Tensor, /) -> QuantizedActivations:
