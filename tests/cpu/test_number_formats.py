@@ -125,27 +125,22 @@ def test_each_byte_is_read(name: str, dtype: torch.dtype, number: Callable[[int]
 # --- FP8 blocks -----------------------------------------------------------------------------------
 
 
-def dequantize_block(weight: Tensor, scale: Tensor) -> Tensor:
-    rows, columns = weight.shape
-    spread = scale.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
-    return weight.float() * spread[:rows, :columns]
-
-
 def test_transformers_reads_the_same_weight() -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    values, scale = quantize_block(noise(3, 256, 384))
-    theirs = Fp8Dequantize(None)._dequantize_one(values, scale)
-    torch.testing.assert_close(dequantize_block(values, scale), theirs.float(), rtol=1e-6, atol=0)
+    stored = encode(E4M3_BLOCKS, noise(3, 256, 384))
+    theirs = Fp8Dequantize(None)._dequantize_one(stored["weight"], stored["weight_scale_inv"])
+    torch.testing.assert_close(dequantize(E4M3_BLOCKS, stored), theirs.float(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 128), (1, 1), (129, 300), (256, 256), (0, 128)])
-def test_load_dequantizes_as_the_op_to_the_bit(rows: int, columns: int) -> None:
+def test_load_multiplies_values_by_scales_to_the_bit(rows: int, columns: int) -> None:
     # The codes include NaN and subnormal numbers.
     codes = torch.arange(rows * columns).remainder(256).to(torch.uint8).view(rows, columns)
     scale = torch.rand(scale_shape(rows, columns)) * 1e5
     stored = {"weight": codes.view(FP8), "weight_scale_inv": scale}
-    actual, expected = dequantize(E4M3_BLOCKS, stored), dequantize_block(codes.view(FP8), scale)
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+    actual, expected = dequantize(E4M3_BLOCKS, stored), codes.view(FP8).float() * spread
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -251,7 +246,7 @@ def test_fp8_blocks_equal_published_ones(factor: float) -> None:
     stored = encode(E4M3_BLOCKS, plain)
     assert torch.equal(stored["weight_scale_inv"], scale)
     assert torch.equal(stored["weight"].float(), values.float())
-    assert dequantize_block(values, scale).isfinite().all()
+    assert dequantize(E4M3_BLOCKS, stored).isfinite().all()
     assert factor or torch.equal(scale, torch.ones_like(scale))
 
 

@@ -69,8 +69,7 @@ def filled(kernels: KernelTable, *, keep_quantized: bool, device: torch.device) 
         if scales is not None and keep_quantized:
             slots[name + "_scale_inv"].write(scales)
         elif scales is not None:
-            stored = {"weight": values, "weight_scale_inv": scales}
-            values = dequantize(E4M3_BLOCKS, stored)
+            values = dequantize(E4M3_BLOCKS, {"weight": values, "weight_scale_inv": scales})
         slots[name].write(values)
     model.finish_loading()
     return model
