@@ -130,10 +130,10 @@ class BenchOptions:
         128, "Set the number of output tokens.", also="--output-len --random-output", least=1
     )
     random_range_ratio: float = option(
-        0.0, "Vary lengths by this share up and down; with SGLang's rule, from this share to all."
+        0.0, "Vary lengths by this share up and down. SGLang's rule: from this share to all."
     )
     random_range_rule: str = option(
-        "auto", "Choose the rule of --random-range-ratio. auto: by --backend.", choices=RANGE_RULES
+        "auto", "Set the rule of --random-range-ratio. auto: by --backend.", choices=RANGE_RULES
     )
     random_prefix_len: int = option(
         0, "Add this many tokens, the same in all prompts, before each prompt.", least=0
@@ -189,8 +189,8 @@ class BenchOptions:
     )
     temperature: float | None = option(None, "Set the temperature. Default: the server's.")
     top_p: float | None = option(None, "Set the nucleus probability. Default: the server's.")
-    top_k: int | None = option(None, "Sample from this many tokens. Default: the server's.")
-    min_p: float | None = option(None, "Set the least share of the best token's probability.")
+    top_k: int | None = option(None, "Sample from this many top tokens. Default: the server's.")
+    min_p: float | None = option(None, "Set min_p, relative to the most likely token.")
     frequency_penalty: float | None = option(None, "Penalize tokens by their count.")
     presence_penalty: float | None = option(None, "Penalize tokens that already occur.")
     repetition_penalty: float | None = option(None, "Penalize repeated tokens by this factor.")

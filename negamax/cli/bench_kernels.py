@@ -28,7 +28,7 @@ def command(
     dtype: str = setting(
         "bfloat16", "Compute in bfloat16, float16 or float32.", choices=DTYPES[1:]
     ),
-    device: str = setting("auto", "Run on auto, cuda or cpu.", choices=DEVICES),
+    device: str = setting("auto", "Select the device: auto, cuda or cpu.", choices=DEVICES),
     tp: str = setting("1,2,4", "Use the shapes of these tensor-parallel sizes."),
     json_file: Path | None = json_option(),
 ) -> None:

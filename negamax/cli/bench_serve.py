@@ -55,7 +55,7 @@ def command(
         False, "Add lists of all requests and token gaps to the result.", "--save-detailed"
     ),
     result_dir: Path | None = setting(None, "Set the result's folder. Default: the current one."),
-    result_filename: str | None = setting(None, "Set its file name. Default: from the settings."),
+    result_filename: str | None = setting(None, "Set the file name. Default: from the settings."),
     plot: Path | None = picture("Plot distributions and timelines into this file (png, svg, pdf)."),
     disable_tqdm: bool = setting(False, "Hide the progress.", "--disable-tqdm", "--no-progress"),
 ) -> None:

@@ -33,7 +33,7 @@ def command(
         "server (default: its first model), and options of the engine have no effect.",
         panel=CHAT,
     ),
-    api_key: str | None = setting(None, f"Send this key to the server; safer: {KEY_VARIABLE}."),
+    api_key: str | None = setting(None, f"Send this key to the server. {KEY_VARIABLE} is safer."),
     system: str | None = setting(None, "Set the system message."),
     tools: str | None = setting(
         None, "Declare the tools in this JSON file; you type their results."
@@ -41,7 +41,7 @@ def command(
     max_tokens: int | None = setting(None, "Limit the tokens of an answer."),
     temperature: float | None = setting(None, "Set the temperature. Default: the model's."),
     hide_thinking: bool = setting(False, "Do not show the thinking.", "--hide-thinking"),
-    plain: bool = setting(False, "Show the source of Markdown.", "--plain"),
+    plain: bool = setting(False, "Show Markdown as plain text.", "--plain"),
 ) -> None:
     """Chat until /exit, Ctrl-D or the end of the input."""
     from negamax.cli.chat_session import ChatSession, talk

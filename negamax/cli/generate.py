@@ -50,7 +50,7 @@ def command(
         None, "Set the temperature; 0 is greedy. Default: the model's."
     ),
     top_p: float | None = setting(None, "Set the nucleus probability. Default: the model's."),
-    top_k: int | None = setting(None, "Sample from this many tokens. Default: the model's."),
+    top_k: int | None = setting(None, "Sample from this many top tokens. Default: the model's."),
     stop: list[str] | None = setting(None, "End the output before this text; may be repeated."),
     ignore_eos: bool = setting(False, "Always generate --max-tokens tokens.", "--ignore-eos"),
     as_json: bool = setting(
