@@ -10,11 +10,6 @@ NUM_TOKENS = 64
 TOLERANCE = 1e-4
 
 
-def oracle_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0].float()
-
-
 @pytest.mark.parametrize(
     "seed", [*range(7), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(7, 24))]
 )
@@ -33,7 +28,8 @@ def test_engine_equals_transformers_on_a_random_model(seed: int, tmp_path: Path)
     for prompt, generation in zip(prompts, generations, strict=True):
         completion = generation.outputs[0]
         answer = completion.token_ids
-        logits = oracle_logits(model, prompt + answer)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0].float()
         # Each token is the oracle's greedy token after the text before it.
         assert answer == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
         assert len(answer) == NUM_TOKENS

@@ -48,7 +48,7 @@ class FileWorker(HostWorker):
             self.complete(*self.queue.popleft())
         if self.files and self.rng.random() < 0.05:
             del self.files[self.rng.choice(list(self.files))]
-        progress, self.progress = self.progress, replace_missing(self.progress)
+        progress, self.progress = self.progress, msgspec.structs.replace(self.progress, missing=[])
         return msgspec.structs.replace(result, files=progress)
 
     def places_of(self, files: FileCopies) -> list[int]:
@@ -85,10 +85,6 @@ class FileWorker(HostWorker):
         self.num_missing += len(missing)
         missing += self.progress.missing
         self.progress = FileProgress(0, step_id, step_id, missing, is_off=self.fails)
-
-
-def replace_missing(progress: FileProgress) -> FileProgress:
-    return msgspec.structs.replace(progress, missing=[])
 
 
 class FileTrace(HostTrace):
