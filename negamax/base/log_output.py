@@ -67,7 +67,7 @@ class RateLimit(logging.Filter):
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error without blocking; while it is full, the oldest lines are dropped."""
+    """Writes to standard error without blocking, and keeps `_MOST_PENDING` unwritten lines."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

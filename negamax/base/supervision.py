@@ -75,7 +75,7 @@ def spawn(
 
 
 class Supervised:
-    """A child process, which `spawn` starts and `reap` ends."""
+    """A child process, from its start until `reap`."""
 
     def __init__(
         self, module: str, *args: str, heartbeat: Row | None = None, **options: Any

@@ -62,7 +62,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     memory: str = ""  # Description of the GPU memory that KV cache and graphs use.
     speculation: SpeculationConfig | None = None
-    host_block_bytes: int = 0  # Bytes of a KV block in main memory, on all ranks of an engine.
+    host_block_bytes: int = 0  # Bytes of a KV block in main memory, over the ranks that share it.
     shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
     transfer: TransferInfo | None = None  # None if the engine exchanges no prompts.
     vision: VisionSpec | None = None  # Spec of the loaded vision tower; None without images.
