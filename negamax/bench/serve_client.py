@@ -113,7 +113,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200 and self._sink is not None:  # other statuses are interim
+        if status >= 200 and self._sink is not None:  # 1xx are interim responses
             self._keep, self._num_framing = self._parser.should_keep_alive(), 0
             self._until_close = not self._headers.keys() & {"content-length", "transfer-encoding"}
             self._sink.head(status, self._headers)

@@ -4,7 +4,7 @@ import json
 from importlib import import_module
 from typing import Any
 
-_MODULES = ("negamax.cli.main", "negamax.api.server")  # these two import all modules of a server
+_MODULES = ("negamax.cli.main", "negamax.api.server")  # modules that import all parts of a server
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def print_json(answer: Any) -> None:
 
 
 def read_text() -> str:
-    """Read standard input as UTF-8. Raises `ConfigError` for other bytes."""
+    """Read standard input as UTF-8. Raises `ConfigError` for invalid UTF-8."""
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

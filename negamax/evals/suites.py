@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent / "problems"
 # name -> number of problems
 SUITES = {"nano-math": 1000, "nano-tools": 500}
 SUITES |= dict.fromkeys(("nano-retrieval-2k", "nano-retrieval-4k", "nano-retrieval-8k"), 200)
-DEFAULT_SUITES = ("nano-math", "nano-tools")  # The others need a context length of up to 8,192.
+DEFAULT_SUITES = ("nano-math", "nano-tools")  # Other suites need up to 8,192 tokens of context.
 _MAX_ANSWER_CHARS = 200  # A longer answer quotes the text instead of giving the value.
 
 Calls = Sequence[tuple[str, dict[str, Any]]]  # names and arguments, in order

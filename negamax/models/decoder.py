@@ -243,8 +243,8 @@ class Decoder:
     ) -> tuple[Partial, Tensor]:
         """Run the first `len(kv)` layers of this rank.
 
-        Takes x and residual [T, hidden] before these layers, and returns both after them.
-        `streams` receives the residual stream before each layer whose number it has as a key.
+        Takes x and residual [T, hidden] before the first layer. Returns x and residual after the
+        last layer. `streams` receives the residual stream before each layer in its keys.
         """
         metadata = self.prepare(metadata, kv)
         for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):

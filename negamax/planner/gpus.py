@@ -35,7 +35,7 @@ class GpuModel:
 def _gpu(
     platform: Platform, mib: int, terabytes: float, bf16: float, fp8: float, link: float
 ) -> GpuModel:
-    """Build an entry: `bf16` and `fp8` in TFLOP/s, `link` in GB/s."""
+    """Build an entry, with `bf16` and `fp8` in TFLOP/s and `link` in GB/s."""
     figures = (mib * MIB, terabytes * 1e12, bf16 * 1e12, fp8 * 1e12, link * 1e9)
     return GpuModel(platform.name, *figures, has_fabric=link > 64, platform=platform)
 

@@ -84,7 +84,7 @@ class _VisionLayer:
 
 
 class VisionTower:
-    """The vision tower and projector. Their weights are not sharded."""
+    """The vision tower and projector, whose weights are not sharded."""
 
     def __init__(self, spec: VisionSpec, weights: WeightFormat) -> None:
         own, hidden = _Weights(weights), spec.hidden_size
