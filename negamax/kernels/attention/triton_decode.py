@@ -295,10 +295,7 @@ def has_one_new_key(plan: DecodePlan) -> bool:
 
 
 def decode_kernels(op: AnyOp, run: Any, plan: Any) -> tuple[AnyKernel, AnyKernel]:
-    """Return kernels that reduce splits in the same launch, by spin waits, or in a second launch.
-
-    `plan` has a parameter `reduce_later`.
-    """
+    """Return kernels that reduce splits in one launch by spin waits, and in a second launch."""
     later = partial(plan, reduce_later=True)
     return (
         triton_kernel(op, run, plan, requires={Feature.SPIN_WAIT}),

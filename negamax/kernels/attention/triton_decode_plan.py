@@ -1,7 +1,7 @@
 """Assign the keys of a decode step to programs, once per step, on the device.
 
-The keys of every sequence are divided into tiles of BLOCK_N. Tiles are numbered through all
-sequences. Each KV head has the same number of programs, and each program has a run of tiles:
+The keys of every sequence are divided into tiles of BLOCK_N. Tile numbers continue from sequence to
+sequence. Each KV head has the same number of programs, and each program has a run of tiles:
 
     sequences    |----- A -----|-- B --|---------- C ----------|    num_splits: A 3, B 1, C 4
     SPLIT_KV     |  0 |  1 | 2 |   3   |  4  |  5  |  6  |  7  |    one split of one sequence each

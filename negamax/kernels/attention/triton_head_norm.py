@@ -5,7 +5,7 @@ launch includes the index heads of block-sparse attention.
                   norm and rope            copy      norm and rope
     written to    q              k_cache   v_cache   index_q         index_cache
 
-Grid (T, tiles of BLOCK_H heads). Heads do not wait for each other. The tiles of the index heads,
+Grid (T, tiles of BLOCK_H heads). Programs do not wait for each other. The tiles of the index heads,
 whose width may differ, come last. Tokens with negative slots are not written to the caches.
 """
 
@@ -228,12 +228,12 @@ def launch_norm_rope_write(
 def head_norm_rope_write(
     qkv: Tensor, norm: HeadNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Run `attention.head_norm_rope_write`; negative rows are not written."""
+    """Run `attention.head_norm_rope_write`; tokens with negative rows are not cached."""
     own = (norm.weight, norm.eps)
     return launch_norm_rope_write(qkv, norm.heads, own, at, cache)
 
 
 def rope_write(qkv: Tensor, at: TokenPlaces, cache: KvCache) -> Tensor:
-    """Run `attention.rope_write`; negative rows are not written."""
+    """Run `attention.rope_write`; tokens with negative rows are not written to the caches."""
     heads = qkv.shape[1] // cache.k.shape[3] - 2 * cache.k.shape[1]
     return launch_norm_rope_write(qkv, heads, None, at, cache)

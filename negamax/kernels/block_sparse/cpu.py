@@ -61,7 +61,7 @@ class ScoredTokens:
 class ScoredShard:
     """Scored tokens with only the blocks whose index keys this rank holds."""
 
-    tokens: ScoredTokens  # its `tables` refer to the rank's own cache
+    tokens: ScoredTokens  # `tables` of these tokens refer to the rank's own cache
     # [S, sparse blocks] int64, ascending block numbers in the sequence, then NO_BLOCK
     numbers: Tensor
 

@@ -77,7 +77,7 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
 
 
 def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
-    """Return a rank's index-cache rows [T] for key rows [T * kv_heads]; -1 for blocks of others."""
+    """Return a rank's index-cache rows [T] for key rows [T * kv_heads]; -1: another rank's."""
     first = rows[::kv_heads]
     block = first // (kv_heads * block_size)
     own = block // shard.ranks * block_size + first % block_size

@@ -54,7 +54,7 @@ class SparseShape(PagedShape):
 
     @property
     def dense_tokens(self) -> int:
-        """A token that sees at most this many tokens attends to all of them."""
+        """The largest number of visible tokens at which a token attends to all visible tokens."""
         return self.topk_blocks * self.sparse_block_size
 
 

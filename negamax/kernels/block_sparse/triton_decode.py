@@ -84,7 +84,7 @@ def plan_sparse_decode(
         num_decodes=num_rows,
         max_decode_run=1,  # no two of these sequences have the same keys
         decode_runs=None,
-        # bounds; they also state that keys and block tables are new in each layer
+        # upper bounds; given host lengths also prevent the prefetch of keys before the selection
         host_seq_lens=(shape.dense_tokens,) * num_rows,
         host_query_lens=(1,) * num_rows,
         is_exact=False,

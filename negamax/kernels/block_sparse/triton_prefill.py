@@ -49,7 +49,7 @@ _WORDS = tl.constexpr(4)
 
 @dataclass(frozen=True)
 class SparsePrefillPlan:
-    """The tiles of queries of a step and their workspaces, which all layers share."""
+    """The tiles of queries of a step, and workspaces. All layers share a plan."""
 
     queries: AttentionMetadata
     shape: SparseShape

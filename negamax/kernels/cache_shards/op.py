@@ -92,7 +92,7 @@ def attend(q: Tensor, cache: KvCache, plan: Prepared, /) -> PartialResults:
 def attend_to_blocks(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: Prepared, /
 ) -> PartialResults:
-    """Attend like `attend`, but only to the blocks selected for each of the T tokens."""
+    """Attend like `attend`, but only to the blocks that are selected for each token."""
     shape = plan.shape
     assert isinstance(shape, SparseShape)
     size = shape.sparse_block_size

@@ -69,7 +69,7 @@ def record_drafts(
     The inputs are token ids (0 for no token) and positions (at most `last`), both [R] int64, and
     sequence lengths (0 for the padding slot), [R] int32.
     """
-    proposed = ids[picked.clamp(-1, len(ids) - 2)]  # index -1 gives id -1
+    proposed = ids[picked.clamp(-1, len(ids) - 2)]  # index -1 selects id -1
     drafts[:, place] = proposed
     positions = (lengths - 1 + place).clamp(0, last)
     seq_lens = (positions + 1).masked_fill(slots == padding_slot, 0)

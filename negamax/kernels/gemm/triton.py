@@ -338,7 +338,7 @@ def prepare(weight: StoredWeight) -> PreparedLinear:
 def linear(
     x: Tensor | QuantizedActivations, prepared: PreparedLinear, output: LinearOutput = LIKE_INPUT
 ) -> Tensor:
-    """Return x W^T [M, N] of x [M, K], rounded once. Only 16-bit weights take `output.out`."""
+    """Return x W^T [M, N] of x [M, K], rounded once. `output.out` needs 16-bit weights."""
     dtype, out = output.dtype or model_dtype(x), output.out
     M = (x.q if isinstance(x, QuantizedActivations) else x).shape[0]
     if M == 0:

@@ -128,9 +128,10 @@ def unpack_words(
     """Unpack the codes of packed words q to bf16 on NVIDIA GPUs: 8 codes a word of "uint4" and
     "e2m1", else 4.
 
-    Codes of uint4 are increased by 128, codes of uint8 are reduced by 128. For uint4 and ZEROS
-    `added` is added, except with IS_RAW. SCALED then multiplies by `factor`. `added` and `factor`
-    hold a bf16 number for each half of the codes. `weight_only/triton.py` has the portable form.
+    Codes of uint4 are increased by 128, codes of uint8 are reduced by 128. Unless IS_RAW, `added`
+    is added to codes of uint4 and to codes with ZEROS. With SCALED codes are multiplied by
+    `factor`. `added` and `factor` hold a bf16 number for each half of the codes.
+    `weight_only/triton.py` has the portable form.
     """
     if ELEMENT == "uint4" or ELEMENT == "e2m1":
         return tl.inline_asm_elementwise(

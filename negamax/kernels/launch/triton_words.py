@@ -34,7 +34,7 @@ def as_words(pointer):
 
 @triton.jit
 def unpack(words, DTYPE: tl.constexpr):
-    """Return the values of each word as fp32: even columns (lower halves), then odd ones."""
+    """Return the values of each word as fp32: even columns (lower halves), then odd columns."""
     if tl.bfloat16 == DTYPE:
         even = (words << 16).to(tl.float32, bitcast=True)
         odd = (words & -65536).to(tl.float32, bitcast=True)

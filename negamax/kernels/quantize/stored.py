@@ -107,7 +107,7 @@ def check_entries(
     *,
     name: str,
 ) -> None:
-    """Check part `part` of the tensor `name`. Raises `CheckpointError` if the format forbids it."""
+    """Check part `part` of the tensor `name`. Raises `CheckpointError` for wrong entries."""
     groups = 0
     if stored.group:
         groups = 1 if stored.group == -1 else -(-shape[1] // stored.group)

@@ -37,8 +37,8 @@ _MIX32_B = tl.constexpr(noise.MIX32_B)
 _LARGEST_UNIFORM = tl.constexpr(noise.LARGEST_UNIFORM)
 _SMALL_UNIFORM = tl.constexpr(noise.SMALL_UNIFORM)
 _LARGEST_SCORE = tl.constexpr(noise.LARGEST_SCORE)
-# Arguments with one value per row. Triton does not specialize on their alignment, because it would
-# compile a kernel again during serving for a slice with a new alignment.
+# These arguments have one value per row. Triton does not specialize kernels on the alignment of
+# these arguments, because a slice with a new alignment would cause a compilation during serving.
 _ROW_VALUES = ("slots", "positions", "otherwise")
 
 

@@ -123,7 +123,7 @@ def multiply(
 
 @triton.jit
 def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
-    """Return distances of rows `offs` (runs of 8 rows) from a tile's first row, and validity."""
+    """Return distances of rows `offs` (runs of 8) from a tile's first row, and their validity."""
     of_part = tl.max_contiguous(tl.multiple_of(offs % BLOCK_N, 8), 8)
     part = tl.max_constancy(offs // BLOCK_N, 8)
     return of_part + part * APART, of_part < left
