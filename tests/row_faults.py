@@ -65,7 +65,7 @@ def install(rank: int, patch: Patch) -> None:
     patch(RequestState, "_fill", fill_late)
     wrap(RequestState, "_fill", in_fill)
     wrap(RequestState, "_classify", lambda _rows, _slot, params, **_: asks(params, "classify"))
-    wrap(state_module, "_state", lambda row, *_, **__: asks(row.sampling, "state"))
+    wrap(state_module, "SlotState", lambda _, params, *__: asks(params, "state"))
     wrap(sampler, "_edit", in_edit)
     wrap(prompt_logprobs, "_entries", in_entries)
 
