@@ -20,7 +20,7 @@ class PeerRegion:
     The flag in a word tells the reader that the word has arrived (`collectives/triton_ll.py`). A
     flag is the row's epoch, which counts the uses of the row. The program of row r takes epoch
     flags[r] + 1, selects the buffer by the parity of the epoch, and stores the epoch in flags[r] at
-    the end. Two buffers suffice and are never cleared: a rank writes epoch e + 2 only after every
+    the end. Two buffers suffice and are never cleared. A rank writes epoch e + 2 only after every
     peer has pushed epoch e + 1, and a peer pushes e + 1 after it has read epoch e.
     """
 

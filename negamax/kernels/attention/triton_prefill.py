@@ -9,11 +9,11 @@ positions, BLOCK_N keys at a time.
              by the sequence's block table         |            |          |    start .. end - 1
 
 The host lists the tiles in descending order of their keys. If only the device holds the lengths, a
-device operation lists the tiles. If one tile has room for the queries of all heads of a KV head, as
-for a generated token in a captured step, the program of the first head attends for all these heads.
+device operation lists the tiles. One tile may have room for the queries of all heads of a KV head,
+such as for one token in a captured step. The first head's program then attends for all these heads.
 
 A few queries after a long prefix make too few tiles to fill the GPU. The keys of a tile are then
-split between several programs, in proportion to the tile's share of the step's keys, and a second
+split between several programs, in proportion to the tile's share of the step's keys. A second
 launch merges the results. The device computes the splits, so a captured step handles prefixes of
 any length.
 """

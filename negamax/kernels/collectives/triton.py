@@ -20,8 +20,8 @@ own rank, so any number of rows may run. Loads that do not depend on the sum pre
 
 The norm is sent in FP8 if possible, so the links carry 2 + 1 bytes a value instead of 2 + 2. Each
 norm, and each result of unquantized rows, is computed on one rank only. The number of rows does not
-change the bits of a row. Only the number of rows and the group decide whether rows are sharded, so
-a rank's residual holds only its own rows in all calls of a step.
+change the bits of a row. Only the number of rows and the group decide whether rows are sharded. If
+so, a rank's residual holds only the rank's own rows in all calls of a step.
 """
 
 import torch

@@ -14,8 +14,8 @@ of a word are data, so the kernels are faster than NCCL only while latency domin
 
 Two buffers are enough for `dispatch`, as for any `PeerRegion`, because every rank pushes the ids of
 each row. In `combine` a rank may receive no words from another rank. A rank writes words of epoch
-e + 2 only after the dispatch before that combine, and every other rank reaches this dispatch only
-after it has read the words of epoch e.
+e + 2 only after the dispatch before that combine. Every other rank reaches this dispatch only after
+it has read the words of epoch e.
 """
 
 from collections.abc import Sequence

@@ -12,10 +12,10 @@ The process of a small model took 1.5 GiB after a minute of mixed requests, and 
 are therefore split into tiles of at most 256 rows, padded to one of 80 sizes. The same minute then
 ends at 0.7 GiB and 1.015 times the speed.
 
-Without oneDNN, F.linear multiplies fp32. A BLAS uses other code for few rows: with MKL on Zen 4, 1
-to 3, 5 to 7 and 9 to 11 rows have other last bits than all other counts up to 300. Such batches are
-padded to a multiple of 4 rows (1.35 times the time for one row). F.linear in 16 bits has the same
-bits for all counts.
+Without oneDNN, F.linear multiplies fp32. A BLAS uses other code for few rows. With MKL on Zen 4, 1
+to 3, 5 to 7 and 9 to 11 rows have other last bits than all other counts up to 300. Batches of up to
+11 rows are therefore padded to a multiple of 4 (1.35 times the time for one row). F.linear in 16
+bits has the same bits for all counts.
 """
 
 from contextlib import suppress

@@ -16,8 +16,8 @@ M is the number of tokens. All matrices are row-major and contiguous. FP8 weight
 16-bit weights use split_k with SPLIT_K = 1 up to M = 64, and cuBLAS above. `tiles.py` has the sizes
 of the tiles.
 
-All kernels except gemv multiply FP8 weights with FP8 activations: the tensor cores add up 128
-columns, then the sum is multiplied by both scales and added in fp32. The measured ||error|| / ||y||
+All kernels except gemv multiply FP8 weights with FP8 activations. The tensor cores add up 128
+columns. The sum is then multiplied by both scales and added in fp32. The measured ||error|| / ||y||
 is 1.7e-3 with bf16 results, which is the error of rounding to bf16, and 2.6e-4 with fp16 results.
 """
 
