@@ -5,8 +5,8 @@
           + layers * (LAYER_SECONDS + ROW_SECONDS * sqrt(rows) + TOKEN_SECONDS * tokens / tp)
           + exchanges
 
-All constants were measured on an H200 (docs/performance.md, docs/results). On other GPUs they scale
-with the vendor's figures. LAYER_SECONDS and ROW_SECONDS are fitted to times
+All constants were measured on an H200 (docs/performance.md, docs/results). Other GPUs should reach
+the same fractions of the vendor's figures. LAYER_SECONDS and ROW_SECONDS are fitted to times
 per token on one, two and four GPUs, and TOKEN_SECONDS is fitted to prompts. The other constants
 were measured one by one. docs/parallelism.md gives the prediction error.
 """
