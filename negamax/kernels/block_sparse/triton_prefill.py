@@ -3,10 +3,10 @@ GROUP query heads of one KV head to the union of the queries' selected blocks. A
 states which queries selected the block.
 
     q, out   [T, KV_HEADS * GROUP, DIM]     rows of a tile: (query, head of the group)
-    unions   per tile and KV head           | block 0, 00001111 | block 4, 11111111 | ...
+    unions   per tile and KV head           | block 0, 0011 | block 4, 1111 | ...
 
 Neighboring queries select nearly the same blocks, so a key is read once for most queries of a tile.
-Eight queries of 16 heads fill a product on the tensor cores. If every query attends to all tokens
+Four queries of 16 heads fill a product on the tensor cores. If every query attends to all tokens
 of its sequence, the dense prefill runs instead.
 """
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from negamax.kernels.activations import Hidden
 from negamax.kernels.attention.metadata import AttentionMetadata
-from negamax.kernels.attention.tiles import tiles_for as dense_tiles_for
 from negamax.kernels.attention.triton_prefill import (
     PrefillPlan,
     list_query_tiles,
@@ -229,9 +228,7 @@ def launch_sparse_prefill(
         choice.ids, choice.pages, *unions, HEADS=shape.kv_heads, TOPK=shape.topk_blocks,
         QUERIES=queries, TOPK_POW2=topk, num_warps=4,
     )  # fmt: skip
-    launch = dense_tiles_for(q.device).prefill_launch(
-        64 if block_m <= 64 else 128, cache.k.element_size()
-    )
+    launch = tiles_for(q.device).attend_prefill
     constants = attention_constants(
         q,
         cache.k,
