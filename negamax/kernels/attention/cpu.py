@@ -1,14 +1,14 @@
 """Batch-invariant attention on the CPU with gathered keys and PyTorch's fused attention.
 
 A query at position p is computed over `padded_keys(p + 1)` keys, with later keys masked. Decodes
-with the same padded length run as one batch. A prefill runs in tiles of queries with the same
-padded length. A query's result therefore does not depend on the batch or on chunk borders, and is
-the same in prefill and decode. PyTorch computes each query row with the same bits if there are at
-least 4 rows (tests/cpu/test_batch_invariance.py), so smaller groups of rows are padded.
+with the same padded length run as one batch. A tile of a prefill has queries of the same padded
+length. A query's result therefore does not depend on the batch or on chunk borders, and is the same
+in prefill and decode. PyTorch computes each query row with the same bits if there are at least 4
+rows (tests/cpu/test_batch_invariance.py), so smaller groups are padded to 4 rows.
 
 A step of 16 sequences (384 keys, 2 KV heads of 128, bf16) takes 0.82 ms on two Zen 4 cores with
-cold caches; the gathers take 0.36 ms of it. Batched GEMMs with an fp32 softmax took 1.44 ms. Scores
-and sums are fp32.
+cold caches; the gathers take 0.36 ms of it. The same step took 1.44 ms with batched GEMMs and
+softmax. Scores and sums are fp32.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _GATHER_ROWS = 64  # sequences whose keys are gathered at a time; bounds the mem
 
 
 def padded_keys(length: int, block_size: int) -> int:
-    """Round `length` keys up: to a multiple of 64, or of an eighth of the next power of two."""
+    """Round `length` up to a multiple of 64; above 512, of an eighth of the next power of two."""
     step = QUERY_TILE
     while length > 8 * step:
         step *= 2
@@ -74,7 +74,7 @@ def gather(cache: Tensor, index: Tensor, *, matrices: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DecodeBucket:
-    """S sequences with one padded length N."""
+    """S sequences whose keys are all padded to the same number N."""
 
     rows: Tensor | None  # [S] int64, indices of the queries; None: all queries of the step
     blocks: Tensor  # result of `gather_index`
@@ -87,7 +87,7 @@ def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[DecodeBu
     tables, seq_lens = queries.used_tables(shape.block_size).numpy(), queries.host_seq_lens
     members: dict[int, list[int]] = {}
     for row, length in enumerate(seq_lens):
-        if length > 0:  # rows of padding have no keys
+        if length > 0:  # padding sequences have length 0 and are skipped
             members.setdefault(padded_keys(length, shape.block_size), []).append(row)
     buckets = []
     slices = [
@@ -149,7 +149,7 @@ def _decode_bucket(q: Tensor, cache: KvCache, bucket: DecodeBucket) -> Tensor:
 
 @dataclass(frozen=True)
 class PrefillTile:
-    """Some queries of a run, and the mask of their keys."""
+    """Adjacent queries of one sequence, and the mask of the keys that each query sees."""
 
     queries: slice
     mask: Tensor  # [queries padded to _ROW_MULTIPLE, keys] of the cache's dtype, 0 or -inf
@@ -157,7 +157,7 @@ class PrefillTile:
 
 @dataclass(frozen=True)
 class PrefillRun:
-    """One sequence's run among the T queries."""
+    """The adjacent queries of one sequence among the T queries of the step."""
 
     queries: slice
     blocks: Tensor  # result of `gather_index`
@@ -165,7 +165,7 @@ class PrefillRun:
 
 
 def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> tuple[PrefillRun, ...]:
-    """Plan a run of queries per sequence, at the last positions of the sequence."""
+    """Plan prefills; the queries of a sequence are its last tokens."""
     assert not shape.quantize, "FP8 output is made on the GPU only"
     tables, runs, first = queries.used_tables(shape.block_size).numpy(), [], 0
     for table, end, count in zip(
@@ -182,7 +182,7 @@ def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> tuple[Prefill
 def _plan_tiles(
     start: int, end: int, *, block_size: int, dtype: torch.dtype
 ) -> tuple[PrefillTile, ...]:
-    """Split queries at positions start to end - 1 at the multiples of QUERY_TILE."""
+    """Split the queries at positions start to end - 1 into tiles at multiples of QUERY_TILE."""
     tiles = []
     first = start
     while first < end:

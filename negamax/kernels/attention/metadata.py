@@ -17,8 +17,8 @@ from negamax.kernels.peers import Collective
 class DecodeRuns:
     """Decodes with draft tokens, grouped by sequence.
 
-    The step has the last query_starts[s + 1] - query_starts[s] tokens of sequence s, at most
-    `AttentionMetadata.max_decode_run`. Tokens from query_starts[S] on are padding.
+    The queries of sequence s are tokens query_starts[s] to query_starts[s + 1] - 1 of the step, at
+    most `AttentionMetadata.max_decode_run` tokens. Tokens from query_starts[S] on are padding.
     """
 
     block_table_indices: Tensor  # [S] int64
@@ -28,18 +28,18 @@ class DecodeRuns:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """Tokens of a step, N per rank of `group` in rank order; padding has the padding slot."""
+    """The tokens of a step, N tokens of each rank of `group`, in rank order."""
 
     group: Collective
     positions: Tensor  # [ranks * N] int64
-    token_slots: Tensor  # [ranks * N] int64, row of block_tables of each token's sequence
+    token_slots: Tensor  # [ranks * N] int64, as in `AttentionMetadata`
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The T tokens of a step, as input of a mixture of experts; by default there is no padding."""
+    """Data about the T tokens of a step that a mixture of experts reads."""
 
-    num_actual_tokens: Tensor | None = None  # all fields are those of `AttentionMetadata`
+    num_actual_tokens: Tensor | None = None  # see `AttentionMetadata` for all fields
     # positions select the copy of an expert that a token uses; None: all positions are 0
     positions: Tensor | None = None
     most_tokens: int | None = None
@@ -53,15 +53,15 @@ class AttentionMetadata:
     A sequence's queries are its last tokens. The first `num_decodes` sequences have one query each,
     the other sequences have several. Sequence s has queries query_starts[s] to query_starts[s + 1]
     - 1, and its blocks are block_tables[block_table_indices[s]]. Tensors are on the device of the
-    caches. The host plans with the `host_` copies, which are () during graph capture. On GPUs they
-    are upper bounds while draft tokens of an earlier step are being verified.
+    caches. The host plans with the `host_` copies, which are () during graph capture. On GPUs the
+    `host_` lengths are upper bounds while draft tokens of an earlier step are being verified.
     """
 
     positions: Tensor  # [T] int64
-    token_slots: Tensor  # [T] int64, row of block_tables of each token's sequence
+    token_slots: Tensor  # [T] int64, index of the row of block_tables of each token's sequence
     block_tables: Tensor  # [slots, max_blocks] int32 or int64
     block_table_indices: Tensor  # [S] int64
-    # [S] int32, lengths including this step; a length of 0 is padding, whose output is 0
+    # [S] int32, lengths including this step; length 0 marks a padding sequence, whose output is 0
     seq_lens: Tensor
     query_starts: Tensor  # [S + 1] int32
     num_decodes: int
@@ -71,17 +71,17 @@ class AttentionMetadata:
     num_actual_tokens: Tensor | None = None
     # upper bound of the tokens that a rank has in this step; None: all ranks have T tokens
     most_tokens: int | None = None
-    is_share: bool = False  # context-parallel ranks have different tokens of this step
+    is_share: bool = False  # whether context-parallel ranks have different tokens of this step
     # the tokens of all context-parallel ranks; None: the step's tokens are not split over ranks
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
-    # Limit of the adjacent decodes that may belong to one sequence; a decode is one token longer
-    # than the previous one. Set if only the device holds the lengths of decodes with draft tokens.
+    # At most this number of adjacent decodes belong to one sequence, at consecutive positions. The
+    # number is above 1 if only the device holds the lengths of decodes with draft tokens.
     max_decode_run: int = 1
     # The decodes grouped by sequence, for kernels that read the keys of a sequence once. None: the
     # groups are unknown, or each sequence has one decode.
     decode_runs: DecodeRuns | None = None
-    # by kind of attention, the plan that all layers of this kind share in this step
+    # plan of each kind of attention; all layers of a kind share the plan in this step
     prepared: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -110,7 +110,7 @@ class AttentionMetadata:
         return self._part(self.num_decodes, self.block_table_indices.shape[0])
 
     def used_tables(self, block_size: int) -> Tensor:
-        """Return the tables [S, blocks] int64, as wide as the longest host length needs."""
+        """Return tables [S, blocks] int64; `blocks` suffices for the longest host length."""
         width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
         return self.block_tables[:, :width].index_select(0, self.block_table_indices).long()
 
@@ -139,8 +139,8 @@ class CacheShard:
     """The blocks of keys and values that a rank holds.
 
     If several ranks have copies of a KV head, each rank holds every `ranks`-th block of the pool.
-    Block b of the pool is block b // ranks + 1 of rank b % ranks. Block 0 of each rank is the
-    padding block.
+    Rank b % ranks holds block b of the pool at its own index b // ranks + 1. Index 0 of each rank
+    is the padding block.
     """
 
     rank: int = 0
@@ -159,7 +159,7 @@ class PagedShape:
     block_size: int
     cache: CacheShard = field(default=WHOLE_CACHE, kw_only=True)
     dtype: torch.dtype = field(default=torch.bfloat16, kw_only=True)  # dtype of queries
-    quantize: bool = field(default=False, kw_only=True)  # also return FP8; on GPUs only
+    quantize: bool = field(default=False, kw_only=True)  # whether GPU kernels also return FP8
 
 
 def attention_metadata(
@@ -172,7 +172,7 @@ def attention_metadata(
 ) -> AttentionMetadata:
     """Build the metadata of the last query_lens[s] tokens of sequences of seq_lens[s] tokens.
 
-    The blocks of sequence s are block_tables[s], or block_tables[indices[s]].
+    The blocks of sequence s are block_tables[s], or block_tables[indices[s]] if `indices` is given.
     """
     device = block_tables.device
     rows = range(len(seq_lens)) if indices is None else indices

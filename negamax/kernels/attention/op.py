@@ -47,8 +47,8 @@ def prepare_qk_norm(
 def split_heads(qkv: Tensor, *, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split qkv [T, (heads + 2 kv_heads) * head_dim] into q, k, v [T, heads, head_dim] fp32.
 
-    NaN and infinity of qkv become finite. If a cache block is reused, attention multiplies its
-    masked values by a probability of 0, and 0 * NaN would be NaN.
+    NaN and infinity in qkv are replaced by finite values. If a cache block is reused, attention
+    multiplies its masked values by a probability of 0, and 0 * NaN would be NaN.
     """
     finite = qkv.nan_to_num().float().unflatten(1, (heads + 2 * kv_heads, -1))
     q, k, v = torch.split(finite, [heads, kv_heads, kv_heads], dim=1)

@@ -14,7 +14,7 @@ class DecodeSplit:
     block_n: int = 64  # keys of a tile
     min_tiles: int = 1  # tiles of a split
     programs: float = 3  # programs per multiprocessor
-    split_programs: float = 1.5  # programs per multiprocessor if each has one split of a sequence
+    split_programs: float = 1.5  # programs per multiprocessor if a program has one split
     # least splits of a sequence if each program has one split of up to 16 rows; with fewer splits,
     # some splits would be twice as long as others
     min_splits: int = 3
@@ -24,18 +24,18 @@ class DecodeSplit:
 
 DECODE = DecodeSplit()
 _SHORT = 4096  # tokens of a sequence; for longer sequences large tiles read the keys less often
-_FEW = 64  # queries of a step; so few queries do not fill large tiles
+_FEW = 64  # up to this number of queries, a step does not fill large tiles
 
 
 class AttentionTiles:
     """Unmeasured sizes with two stages, which need at most 64 KB of shared memory."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
-        """Return the launch for caches of `cache_bytes` per element, tiles of `block_m` rows."""
+        """Return launch sizes for tiles of `block_m` rows, with `cache_bytes` per cache element."""
         return Launch(num_warps=4, num_stages=2)
 
     def prefill_block_m(self, longest: int, num_tokens: int) -> int:
-        """Return the queries per program; small tiles compute fewer masked scores."""
+        """Return the number of queries per program; small tiles compute fewer masked scores."""
         return 64
 
     def prefill_programs(self, block_m: int) -> int:
@@ -43,7 +43,7 @@ class AttentionTiles:
         return 128 // block_m
 
     def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
-        """Return the launch for tiles of `block_m` queries, caches of `cache_bytes` per element."""
+        """Return launch sizes for tiles of `block_m` queries, and `cache_bytes` per cache value."""
         return Launch(block_n=32, num_warps=4, num_stages=2)
 
 
@@ -71,8 +71,8 @@ def tiles_for(device: torch.device) -> AttentionTiles:
 def choose_decode_programs(
     num_seqs: int, kv_heads: int, multiprocessors: int, *, num_rows: int = 1, min_splits: int = 1
 ) -> tuple[int, bool]:
-    """Return the programs per KV head, and SPLIT_KV: whether each program has one split of one
-    sequence, which needs `min_splits` programs per sequence. A tile has `num_rows` rows.
+    """Return the number of programs per KV head, and SPLIT_KV (whether each program has one split
+    of one sequence). SPLIT_KV needs `min_splits` programs per sequence. A tile has `num_rows` rows.
     """
     runs = DECODE.programs if num_rows <= 16 else DECODE.wide_programs
     split, many = (

@@ -239,8 +239,8 @@ def _decode_kernel(
 ):
     """Attend to one split of a sequence (SPLIT_KV) or to a run of tiles of several sequences.
 
-    A program waits only for programs that come later in the plan. Later programs have smaller ids,
-    so these programs are running or have ended. PREFETCH_KV requires that every sequence has one
+    A program waits only for programs that come later in the plan. These programs have smaller
+    program ids, so they are running or have ended. PREFETCH_KV requires that every sequence has one
     new key in this step; older keys are read before the predecessor kernel has ended.
     """
     head, programs = tl.program_id(0), tl.num_programs(1)
@@ -282,7 +282,7 @@ def _decode_kernel(
 
 
 def _all_programs_run(device: torch.device, block_m: int) -> bool:
-    """Return whether all SPLIT_KV programs run at once: two fit into a multiprocessor's memory."""
+    """Return whether all SPLIT_KV programs run at once: shared memory has room for two programs."""
     assert DECODE.split_programs <= 2
     needed = 84 if block_m == 16 else 100
     return platform.platform_of(device).shared_memory >= 2 * needed * 1024
@@ -295,7 +295,7 @@ def has_one_new_key(plan: DecodePlan) -> bool:
 
 
 def decode_kernels(op: AnyOp, run: Any, plan: Any) -> tuple[AnyKernel, AnyKernel]:
-    """Return kernels that reduce splits in one launch by spin waits, and in a second launch."""
+    """Return a kernel that reduces splits by spin waits, and one that needs a second launch."""
     later = partial(plan, reduce_later=True)
     return (
         triton_kernel(op, run, plan, requires={Feature.SPIN_WAIT}),
@@ -319,7 +319,7 @@ def launch_decode(
     lse: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> None:
-    """Run `decode` into `output`, lse [T, heads]; `lengths` [S] int32 replace planned lengths."""
+    """Run `decode` and write `output` and lse [T, heads]; `lengths` [S] replace planned lengths."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

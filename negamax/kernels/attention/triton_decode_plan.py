@@ -54,7 +54,7 @@ class DecodePlan:
     dependent: bool = True  # see `launch_options`
 
 
-# workspaces by thread, device and words; never released, because captured graphs write to them
+# workspaces by thread, device and size; never released, because captured graphs write to them
 WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
@@ -74,7 +74,7 @@ class PlannedSequence(NamedTuple):
     first_tile: tl.tensor
     end_tile: tl.tensor
     length: tl.tensor  # length in tokens
-    table_index: tl.tensor  # row of the block tables
+    table_index: tl.tensor  # index of the sequence's row in the block tables
     first_program: tl.tensor
     num_splits: tl.tensor
 
@@ -107,8 +107,8 @@ def replace_length(sequence, lengths, seq, C: tl.constexpr):
 
 @triton.jit
 def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
-    """Return the numbers of _BLOCK_S sequences from `start` on, whether they exist, their lengths,
-    and their tiles. A sequence without keys has one tile, whose program writes zeros.
+    """Return the indices of _BLOCK_S sequences from `start` on, whether they exist, their lengths,
+    and their numbers of tiles. A sequence without keys has one tile, whose program writes zeros.
     """
     seq = start + tl.arange(0, _BLOCK_S)
     live = seq < num_seqs
@@ -120,8 +120,8 @@ def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
 def _find_program_tiles(
     seq_lens, num_seqs, programs, split_kv, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the limit of tiles of a program, and the number of tiles of all sequences. With
-    `split_kv` bisection finds the smallest limit for which there are enough programs.
+    """Return the most tiles that a program gets, and the number of tiles of all sequences. With
+    `split_kv` bisection finds the smallest such limit for which there are enough programs.
     """
     _, _, _, tiles = _load_tiles(seq_lens, 0, num_seqs, BLOCK_N)
     total, most = tl.sum(tiles, axis=0), tl.max(tiles, axis=0)
@@ -159,7 +159,7 @@ def _plan_decode_kernel(
     BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS_POW2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write `sequences` and `work` in one program, _BLOCK_S sequences at a time. Grid (1,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`, because layers read the plan before a wait
+    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read the plan before they wait
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
         # no work
@@ -182,8 +182,8 @@ def _plan_decode_kernel(
         num_splits = tl.where(split_kv != 0, splits, (end - 1) // most - first_program + 1)
         sequence = PlannedSequence(first, end, length, table_index, first_program, num_splits)
         _store_sequence(sequences + seq * SEQUENCE_WORDS, sequence, live)
-        # Write `work` of the programs whose work begins in a sequence. Without SPLIT_KV the first
-        # tiles of a sequence may belong to a program that began in an earlier sequence.
+        # Write the `work` of all programs whose first tile is in the sequence. Without SPLIT_KV the
+        # first tiles of a sequence may belong to a program that began in an earlier one.
         begins = tl.where(split_kv != 0, first_program, tl.cdiv(first, most))
         number = tl.where(live, first_program + num_splits - begins, 0)
         size = tl.where(split_kv != 0, tl.cdiv(tiles, tl.maximum(splits, 1)), most)
@@ -219,8 +219,8 @@ def plan_splits(
 ) -> Splits:
     """Plan tiles of `block_n` keys for sequences of seq_lens [S] int32 tokens.
 
-    block_table_indices [S] int64 are the sequences' rows of the block tables. A tile has `num_rows`
-    query rows. `choose_decode_programs` defines `min_splits`.
+    block_table_indices [S] int64 are the indices of the sequences' rows in the block tables. A tile
+    has `num_rows` query rows. `choose_decode_programs` defines `min_splits`.
     """
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     multiprocessors = platform.platform_of(device).multiprocessors
@@ -245,7 +245,7 @@ def plan_splits(
 def plan_decode(
     queries: AttentionMetadata, shape: PagedShape, *, reduce_later: bool = False
 ) -> DecodePlan:
-    """Plan one query per sequence, or runs of queries. Only the device reads the lengths.
+    """Plan one or several queries per sequence. Only the device reads the lengths.
 
     With `reduce_later` programs do not wait for each other; a second launch reduces the partial
     results.

@@ -6,8 +6,8 @@ A split writes its normalized partial result and the log2-sum-exp2 of its scores
         acc / l_i         [PARTIAL_ROWS, BLOCK_D]   bits of fp32
         m_i + log2(l_i)   [PARTIAL_ROWS]            bits of fp32; 3 of the 4 columns are not used
 
-As in the LL protocol, a reader recognizes that a word has arrived by its value, which is never
-EMPTY. Counters and fences are not needed. The reader sets the words to EMPTY for the next layer.
+A reader polls each word until it is no longer EMPTY, as in NCCL's LL protocol, so the kernel needs
+no counters and fences. The reader then sets the words to EMPTY for the next layer.
 
 The program of a sequence's first tile waits for the other splits and reduces all splits. With
 PARALLEL_REDUCE each program of the sequence reduces some of the rows, so each program reads less.
@@ -47,8 +47,8 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
     """Add rows `row` [rows] of partial results slot + start to slot + count - 1 to the caller's own
     m_i, l_i [rows] and acc [rows, BLOCK_D]. The caller divides acc by l_i.
 
-    Reads are bound by latency, so 32 rows of partial results are read at a time. Every warp reads
-    the lse of all 32 rows, one per lane, and waits for them, so the results are read first.
+    Reads are bound by latency, so 32 rows of partial results are read at a time. The results are
+    read before the lse, because every warp waits for the lse of all 32 rows (one per lane).
     """
     PARTIALS: tl.constexpr = 32 // row.shape[0]
     column = tl.arange(0, C.BLOCK_D)
@@ -135,7 +135,7 @@ def reduce_kernel(
     programs,
     C: tl.constexpr,
 ):
-    """Reduce the partial results, if any, of one sequence and KV head. Grid (kv_heads, S)."""
+    """Reduce the partial results of one sequence and KV head. Grid (kv_heads, S)."""
     ROWS: tl.constexpr = C.PARTIAL_ROWS
     BLOCK_D: tl.constexpr = C.BLOCK_D
     head, seq = tl.program_id(0), tl.program_id(1)

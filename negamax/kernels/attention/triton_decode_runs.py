@@ -27,13 +27,13 @@ class Run(NamedTuple):
 
     token: tl.tensor  # token of the first query
     num_queries: tl.tensor
-    num_real: tl.tensor  # queries from this number on are padding
+    num_real: tl.tensor  # queries with this index or a larger one are padding
     shift: tl.tensor  # distance from a sequence's tokens to its padding tokens
 
 
 @triton.jit
 def load_run(query_starts, num_tokens, seq, C: tl.constexpr):
-    """Return the run of sequence `seq` of the plan."""
+    """Return the queries of sequence number `seq` of the plan."""
     if C.QUERIES == 1:
         run = Run(seq, 1, 1, 0)
     else:

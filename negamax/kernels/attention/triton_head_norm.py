@@ -40,7 +40,7 @@ class IndexHeads(NamedTuple):
     cache: Tensor  # [blocks * block size, INDEX_DIM], written
     rank: int
     ranks: int  # number of shards of the index keys; each rank holds one
-    rows: Tensor | None  # [T] int64, rows of `cache`; None: derived from the slot mapping
+    rows: Tensor | None  # [T] int64, row indices in `cache`; None: derived from the slot mapping
 
 
 class HeadNormConstants(NamedTuple):
@@ -65,10 +65,9 @@ def _load_rotated(
     x, weight, angles, head, is_there, is_key, is_plain, eps,
     DIM: tl.constexpr, BLOCK_REST: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Load the heads `head` [BLOCK_H] at x and rotate them; return their parts, columns and masks.
-
-    If `weight` [2, DIM] is given, row `is_key` is the norm weight of a head. Heads with `is_plain`
-    are not changed.
+    """Load the heads `head` [BLOCK_H] at x and rotate them; return tiles, columns and masks. If
+    `weight` [2, DIM] is given, heads are normalized first, by weight[1] for keys, else weight[0].
+    Heads with `is_plain` are not changed.
     """
     BLOCK_H: tl.constexpr = C.BLOCK_H  # Triton 3.6 does not accept a field of a struct in a shape
     cos, sin = angles
@@ -127,7 +126,7 @@ def _write_index(
     """Process and write a tile of the index heads at x."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_q, is_k = head < C.INDEX_HEADS, head == C.INDEX_HEADS
-    if rows is None:  # the index key has the block and place of the first KV head's key
+    if rows is None:  # the index key has the block and offset of the first KV head's key
         slot = tl.load(slots)
         block = slot // (C.KV_HEADS * C.BLOCK_SIZE)
         row = block // C.INDEX_RANKS * C.BLOCK_SIZE + slot % C.BLOCK_SIZE
@@ -158,12 +157,12 @@ def _head_norm_rope_write_kernel(
     v_cache,
     index_cache,  # [blocks * BLOCK_SIZE, INDEX_DIM], written
     slot_mapping,  # [T * KV_HEADS] int64, rows of k_cache and v_cache
-    index_rows,  # [T] int64, rows of index_cache; None: derived from slot_mapping
+    index_rows,  # [T] int64, row indices in index_cache; None: derived from slot_mapping
     eps,
     inverse_k_scale,
     inverse_v_scale,
     stride,  # row stride of `projected`
-    rank,  # number of this rank among INDEX_RANKS
+    rank,  # index of this rank among INDEX_RANKS
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):

@@ -12,7 +12,7 @@ from negamax.kernels.launch.triton import e4m3_max
 
 
 def block_of_rest(dim: int, half: int) -> int:
-    """Return the padded number of columns of the rest of a head; 0 if there is no rest."""
+    """Return the padded number of columns of a head that are not rotated; 0 if all are rotated."""
     return int(triton.next_power_of_2(dim - 2 * half)) if dim > 2 * half else 0
 
 
@@ -38,7 +38,7 @@ def split_columns(
     is_head, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Return columns [1, columns] of each tile, from part * HALF, and masks [heads, columns]."""
+    """Return columns [1, columns], counted from part * HALF, and masks [heads, columns] by tile."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = is_head[:, None] & (i < HALF)
     columns, masks = (i, i), (mask, mask)

@@ -22,7 +22,7 @@ _CHUNK = 1024  # blocks that the planning program loads together
 class OwnBlocks:
     """The blocks of S sequences that a rank holds, ascending."""
 
-    blocks: Tensor  # [S, 2, max_blocks] int32, block numbers in the sequence, then on the rank
+    blocks: Tensor  # [S, 2, max_blocks] int32, indices in the sequence, then on the rank
     held: Tensor  # [S, max_blocks] int32, number of held blocks up to each block of the sequence
     tokens: Tensor  # [S] int32, tokens of all held blocks if the last block is counted as full
     keys: Tensor  # [S] int32, keys of the sequence in held blocks
@@ -44,7 +44,7 @@ def _own_blocks_kernel(
     width,
     rank,
     RANKS: tl.constexpr,
-    FIRST: tl.constexpr,  # number of blocks of the rank before the sharded blocks
+    FIRST: tl.constexpr,  # index of the rank's first sharded block
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -80,7 +80,7 @@ def plan_own_blocks(
     block_size: int,
     first: int = 0,
 ) -> OwnBlocks:
-    """List the rank's blocks of sequences of `lengths` [S]; b has number b // ranks + first."""
+    """List the blocks that a rank holds; block b of the pool has index b // ranks + first there."""
     num_seqs, tables = lengths.shape[0], metadata.block_tables
     width = tables.shape[1]
     blocks = torch.empty(num_seqs, 2, width, dtype=torch.int32, device=tables.device)

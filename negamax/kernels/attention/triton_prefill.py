@@ -9,13 +9,13 @@ positions, BLOCK_N keys at a time.
              by the sequence's block table         |            |          |    start .. end - 1
 
 The host lists the tiles in descending order of their keys. If only the device holds the lengths, a
-device operation lists the tiles. One tile may have room for the queries of all heads of a KV head,
-such as for one token in a captured step. The first head's program then attends for all these heads.
+device operation lists the tiles. If a tile has few queries, such as one token in a captured step,
+its rows have room for all query heads of a KV head. The first head's program then attends for all
+these heads.
 
-A few queries after a long prefix make too few tiles to fill the GPU. The keys of a tile are then
-split between several programs, in proportion to the tile's share of the step's keys. A second
-launch merges the results. The device computes the splits, so a captured step handles prefixes of
-any length.
+If a few queries follow a long prefix, there are too few tiles to fill the GPU. Several programs, in
+proportion to the number of keys, then split the keys of a tile. A second launch merges their
+results. The device computes the splits, so a captured step handles prefixes of any length.
 """
 
 from dataclasses import dataclass
@@ -51,13 +51,13 @@ _WORDS = tl.constexpr(7)  # words of a record of `SplitTiles`
 
 @dataclass(frozen=True)
 class SplitTiles:
-    """The splits of the tiles' keys, and the places of their partial results."""
+    """The splits of the tiles' keys, and the indices of their partial results."""
 
-    # [programs, 7] int32: split number, the tile (4 words), number of splits of the tile, place of
-    # its first split; a record with 0 queries is unused
+    # [programs, 7] int32: index of the split, the tile (4 words), number of splits of the tile,
+    # index of its first partial result; a record with 0 queries is unused
     work: Tensor
     merged: Tensor  # [tiles, 7] int32: the first split of each tile with several splits
-    places: int  # limit of the splits of tiles with several splits
+    places: int  # number of partial results per head that `partials` has room for
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ class PrefillPlan:
 
 
 def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
-    """Plan a run of queries per sequence, each at the last positions of its sequence."""
+    """Plan prefills; the queries of a sequence are its last tokens."""
     device, num_tokens = queries.seq_lens.device, queries.positions.shape[0]
     tiles, on_device = tiles_for(device), queries.is_captured or not queries.is_exact
     longest = num_tokens if on_device else max(queries.host_seq_lens, default=0)
     size = tiles.prefill_block_m(longest, num_tokens)
     programs = tiles.prefill_programs(size) * platform.platform_of(device).multiprocessors
     listed, split = list_query_tiles(queries, size), None
-    # more tiles keep all multiprocessors busy without splits
+    # a larger number of tiles keeps all multiprocessors busy without splits
     if len(listed) and num_tokens // size * shape.kv_heads * shape.group < 4 * programs:
         split = _split_tiles(listed, shape, size=size, programs=programs)
     return PrefillPlan(queries, shape, size, listed, split)
 
 
 def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) -> SplitTiles:
-    """Assign `programs` to tiles of at most `size` queries, in proportion to their keys."""
+    """Distribute `programs` over tiles of at most `size` queries, in proportion to their keys."""
     places = programs // shape.kv_heads
     rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
     work, merged = rows.split([len(tiles) + places, places // 2])
@@ -102,7 +102,7 @@ def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) 
 
 @triton.jit
 def _load_tile(record, mask=None):
-    """Return a tile's first query, number of queries, position of the first, and sequence."""
+    """Return a tile's first query, number of queries, position of the first query, and sequence."""
     return (
         tl.load(record, mask=mask),
         tl.load(record + 1, mask=mask),
@@ -167,7 +167,7 @@ def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
 
 
 def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
-    """List the tiles [T / size + S, 4] of sequences whose counts only the device holds.
+    """List the tiles [T / size + S, 4] of sequences whose query counts only the device holds.
 
     The last tiles may be empty. The tiles of a sequence are in descending order of their keys.
     """
@@ -189,8 +189,8 @@ def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 @triton.jit
 def _find_last_own_key(held, position, is_row, C: tl.constexpr):
-    """Return the index, among the keys of a rank's blocks, of the last key up to `position`; -1 if
-    the rank has no such key.
+    """Number the keys that a rank holds of a sequence; return the number of the last key up to
+    `position`, or -1 if the rank has no such key.
     """
     block = position // C.BLOCK_SIZE
     until = tl.load(held + block, mask=is_row, other=0)
@@ -201,8 +201,8 @@ def _find_last_own_key(held, position, is_row, C: tl.constexpr):
 
 @triton.jit
 def _place_rows(row, first, count, query_head, C: tl.constexpr):
-    """Return the query of each row of a tile, and its output row (token * heads + head). The rows
-    belong to one head, or to all heads of a KV head if the tile has room for them.
+    """Return each row's query in the tile, and index in the output (token * heads + head). The rows
+    belong to one head, or to all query heads of a KV head if the tile has room for these.
     """
     is_folded = count * C.GROUP <= C.BLOCK_M
     query = tl.where(is_folded, row // C.GROUP, row)
@@ -299,7 +299,7 @@ def _prefill_kernel(
 
 @triton.jit
 def _locate_partials(partials, place, places, C: tl.constexpr):
-    """Return a pointer to the partial results from `place` on for the head of this program."""
+    """Return a pointer to partial result number `place` of this program's head."""
     at = tl.program_id(0).to(tl.int64) * places + place
     return partials + at * (C.BLOCK_M * (C.BLOCK_D + 2))
 
@@ -334,7 +334,7 @@ def prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> Tensor | QuantizedA
 def launch_prefill(
     q: Tensor, cache: KvCache, plan: PrefillPlan, output: Outputs, *, lse: Tensor | None = None
 ) -> None:
-    """Run `prefill` into `output` and lse [T, heads]."""
+    """Write the result of `prefill` to `output` and lse [T, heads]."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

@@ -122,7 +122,7 @@ def _qk_norm_rope_write_kernel(
     q_out,  # [T, HEADS * DIM], written
     k_cache,  # [blocks * KV_HEADS * BLOCK_SIZE, DIM], written
     v_cache,
-    slot_mapping,  # [T * KV_HEADS] int64, rows of the caches
+    slot_mapping,  # [T * KV_HEADS] int64, indices of rows of the caches
     sums,  # [T, 2] fp32, read if HAS_SUMS
     addresses,  # addresses of a `PeerRegion`, read if WORLD > 1
     flags,
@@ -186,9 +186,8 @@ def qk_norm_rope_write(
     qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
     """Run `attention.qk_norm_rope_write`; `qkv` is not changed, and negative slots are not written.
-
-    Several ranks need one launch if their symmetric memory has a row for every token. Otherwise
-    several ranks need two launches with an all-reduce of the group in between.
+    One launch suffices for several ranks if their symmetric memory has a row for every token.
+    Otherwise several ranks need two launches with an all-reduce of the group in between.
     """
     assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
     num_tokens, head_dim, half = qkv.shape[0], cache.k.shape[-1], at.cos.shape[-1] // 2

@@ -29,8 +29,8 @@ class AttentionConstants(NamedTuple):
     BLOCK_D: int  # DIM, padded to a power of two
     QUANTIZE: bool  # also write the output in FP8
     DOT: tl.dtype  # dtype of products
-    SPLIT_KV: bool = False  # programs attend to splits of the keys, whose results are merged
-    # only decodes use the fields below, see triton_decode
+    SPLIT_KV: bool = False  # a program attends to one split of the keys
+    # only decodes use the fields below (`triton_decode.py`)
     WARPS: int = 0
     PARTIAL_ROWS: int = 0  # QUERIES * GROUP, padded to the rows of a partial result
     QUERIES: int = 1  # queries of a sequence that one program attends with
@@ -38,7 +38,7 @@ class AttentionConstants(NamedTuple):
     PREFETCH_KV: bool = False
     PARALLEL_REDUCE: bool = False
     REDUCE_LATER: bool = False
-    FEWER_KEYS: bool = False  # sequences may have fewer keys than planned
+    FEWER_KEYS: bool = False  # `lengths` may be below the planned lengths
 
 
 def attention_constants(
@@ -72,7 +72,7 @@ def score_scale(head_dim: int, scale: float) -> float:
 
 
 def dot_dtype(dtype: torch.dtype, cache: torch.dtype) -> tl.dtype:
-    """Return the dtype of products; the interpreter multiplies fp32 only."""
+    """Return the dtype of the operands of `tl.dot`; the interpreter multiplies fp32 only."""
     if INTERPRETED:
         return tl.float32
     return tl.float16 if FP8 in (cache, dtype) or dtype == torch.float16 else tl.bfloat16
@@ -88,7 +88,7 @@ def head_outputs(q: Tensor, *, quantize: bool) -> Outputs:
 
 @triton.jit
 def write_heads(x, row, column, mask, output, C: tl.constexpr):
-    """Write x [rows, BLOCK_D] fp32 to the heads `row` (token * heads + head) of `output`."""
+    """Write x [rows, BLOCK_D] fp32 to `output`; row indices `row` are token * heads + head."""
     out, values, scales = output
     at = row[:, None] * C.DIM + column[None, :]
     inside = mask[:, None] & (column < C.DIM)[None, :]
@@ -106,7 +106,7 @@ def write_heads(x, row, column, mask, output, C: tl.constexpr):
 
 @triton.jit
 def write_lse(m_i, l_i, row, mask, lse):
-    """Write m_i + log2(l_i), or -inf for rows without keys, to heads `row` of lse if not None."""
+    """Write m_i + log2(l_i) (-inf for rows without keys) to lse[row]; do nothing if lse is None."""
     if lse is not None:
         tl.store(lse + row, m_i + tl.log2(l_i), mask=mask)
 
@@ -146,8 +146,8 @@ def clamp_empty_max(m_i):
 
 @triton.jit
 def softmax_step(scores, scale, m_i):
-    """Update the softmax by scores [..., rows, keys] of a tile and m_i [..., rows] -> p, alpha and
-    the new m_i, in units of scores * scale and with base 2.
+    """Update a base-2 online softmax by scores [..., rows, keys] of a tile and the maxima m_i [...,
+    rows]. Return p, alpha and the new m_i, in units of scores * scale.
     """
     axis: tl.constexpr = len(scores.shape) - 1
     new = tl.maximum(m_i, tl.max(scores, axis=axis) * scale)

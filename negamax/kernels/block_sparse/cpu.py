@@ -1,13 +1,13 @@
 """Block-sparse attention on the CPU, batch-invariant.
 
 Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
-tiles of `attention/cpu.py`. For all other tokens, each pair of a token and a KV head is a sequence
-of dense decode attention. The block table of this sequence is the pages of the selected blocks, and
-its length depends only on the token's position. A query's result therefore does not depend on the
-batch or on chunk borders.
+tiles of `attention/cpu.py`. For all other tokens, dense decode attention treats each pair of a
+token and a KV head as a sequence. The block table of this sequence lists the pages of the selected
+blocks. Its length depends only on the token's position. A query's result therefore does not depend
+on the batch or on chunk borders.
 
-Scores need no masks, because a token attends to whole blocks before its local block, and the local
-block is always selected.
+Scores need no masks: all keys of the blocks before a token's local block are visible, and the local
+block is selected without a score.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
-_SCORES = 2**21  # limit of the scores of tokens that are computed at a time; bounds memory
+_SCORES = 2**21  # limit of the number of scores that are computed at a time; bounds memory
 
 # --- selection -----------------------------------------------------------------------------------
 
@@ -54,12 +54,12 @@ class ScoredTokens:
     rows: Tensor  # [S, n] int64, indices among the step's tokens, n tokens of each sequence
     tables: Tensor  # [S, blocks of the cache] int64
     positions: Tensor  # [S * n] int64
-    before: Tensor  # [S * n] int64, sparse blocks of the tables before the token's own
+    before: Tensor  # [S * n] int64, number of sparse blocks before the token's own
 
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """Scored tokens with only the blocks whose index keys this rank holds."""
+    """Scored tokens whose tables list only the blocks of which this rank holds the index keys."""
 
     tokens: ScoredTokens  # `tables` of these tokens refer to the rank's own cache
     # [S, sparse blocks] int64, ascending block numbers in the sequence, then NO_BLOCK
@@ -102,8 +102,8 @@ def plan_select_shard(queries: AttentionMetadata, shape: SparseShape) -> SelectS
 
 
 def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> ScoredShard:
-    """Find the shard's blocks of each sequence. Shorter rows are padded with other blocks, whose
-    number is NO_BLOCK.
+    """List the shard's blocks of each sequence. The list of a sequence with fewer blocks is padded
+    with other blocks, whose number is NO_BLOCK.
     """
     shard, per_block = shape.shard, shape.block_size // shape.sparse_block_size
     is_mine = tokens.tables % shard.ranks == shard.rank
@@ -151,7 +151,7 @@ def _scored(
 
 
 def _padded_blocks(length: int, block_size: int) -> int:
-    """Return the blocks of `length` tokens, rounded up to eight steps per power of two."""
+    """Return the block count of `length` tokens, rounded up to eight steps per power of two."""
     blocks, step = -(-length // block_size), 1
     while blocks > 8 * step:
         step *= 2
@@ -159,7 +159,8 @@ def _padded_blocks(length: int, block_size: int) -> int:
 
 
 # Arguments: index_q [S, n, heads, dim], the index cache, the tokens, the size of a sparse block.
-# Result: scores [S, n, heads, sparse blocks] fp32, defined for the blocks before a token's own.
+# Result: scores [S, n, heads, sparse blocks] fp32. Only the scores of blocks before a token's own
+# are defined.
 Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 
@@ -201,7 +202,7 @@ def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyK
 
 
 def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
-    """Score blocks by a GEMM per sequence."""
+    """Compute the scores of blocks by one GEMM per sequence."""
     (sequences, count, heads, dim), tables = index_q.shape, tokens.tables
     stored = index_cache.view(torch.uint8)  # index_select does not support FP8
     keys = stored.index_select(0, tables.flatten()).view(index_cache.dtype).float()
@@ -244,7 +245,7 @@ class BlockSparseDecodePlan:
 
 @dataclass(frozen=True)
 class BlockSparsePrefillPlan:
-    """The step's tokens in a dense and a paged part; the plan of an empty part is None."""
+    """The tokens of a step in a dense and a paged part; the plan of an empty part is None."""
 
     dense: tuple[dense.PrefillRun, ...] | None
     dense_rows: Tensor  # [n] int64, the dense part's indices among the T tokens
@@ -309,7 +310,7 @@ def attention_kernels(
 
 
 def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.PrefillRun, ...]:
-    """Plan the tokens of each run that attend to all blocks up to their position."""
+    """Plan the tokens of each sequence that attend to all blocks up to their position."""
     runs = [
         (sequence, min(length, shape.dense_tokens), length - count)
         for sequence, (length, count) in enumerate(
@@ -332,7 +333,7 @@ def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.P
 
 
 def _plan_buckets(lengths: Tensor, shape: SparseShape) -> tuple[dense.DecodeBucket, ...]:
-    """Plan buckets whose blocks are indices into block tables [rows, topk_blocks]."""
+    """Plan buckets whose blocks are indices into flattened block tables [rows, topk_blocks]."""
     rows = len(lengths)
     pages = PagedShape(1, shape.group, shape.sparse_block_size, dtype=shape.dtype)
     places = torch.arange(rows * shape.topk_blocks).view(rows, -1)

@@ -51,13 +51,13 @@ class SparseHeadNorm:
 
     @property
     def index_heads(self) -> int:
-        """Number of index heads: with an index shard those of all ranks, else this rank's."""
+        """Number of index heads: of all ranks if ranks shard the index keys, else of this rank."""
         return self.shard.heads or self.kv_heads
 
 
 @dataclass(frozen=True)
 class SparseHeads:
-    """The parts, in order, of a projection [T, sum of (heads * width) of the parts], in fp32."""
+    """The parts of a projection [T, sum of (heads * width) of the parts], in order, in fp32."""
 
     q: Tensor  # [T, heads, head_dim]
     k: Tensor  # [T, kv_heads, head_dim]
@@ -67,7 +67,7 @@ class SparseHeads:
 
 
 def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
-    """Split a projection; NaN and infinity become finite, as in `attention.op.split_heads`."""
+    """Split a projection; replace NaN and infinity as in `attention.op.split_heads`."""
     (_, head_dim), (_, index_dim) = norm.weight.shape, norm.index_weight.shape
     counts = (norm.heads, norm.kv_heads, norm.kv_heads, norm.index_heads, 1)
     widths = (head_dim, head_dim, head_dim, index_dim, index_dim)
@@ -77,7 +77,7 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
 
 
 def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
-    """Return a rank's index-cache rows [T] for key rows [T * kv_heads]; -1: another rank's."""
+    """Map row indices of keys to row indices [T] in a rank's index cache; -1: on another rank."""
     first = rows[::kv_heads]
     block = first // (kv_heads * block_size)
     own = block // shard.ranks * block_size + first % block_size
@@ -98,9 +98,9 @@ def norm_rope_write(
 
     Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` has the
     parts of `SparseHeads`; a kernel may overwrite it. index_cache is [num_blocks, 1, block_size,
-    index_dim]. `index_rows` [T] are the rows of the index keys in this cache (-1: not written); by
-    default they follow from the rows of k. Arithmetic is fp32 and rounds once, at the end. The
-    index key is not scaled.
+    index_dim]. `index_rows` [T] are the row indices of the index keys in this cache (-1: not
+    written); by default they are derived from the row indices of k. Arithmetic is fp32 and rounds
+    once, at the end. The index key is not scaled.
     """
     own = split_sparse_heads(projected, norm)
     q, k, index_q, index_k = (
@@ -124,7 +124,7 @@ def norm_rope_write(
 
 @dataclass(frozen=True)
 class BlockSparsePlan:
-    """The plan of the reference: queries and sizes, unchanged."""
+    """The plan of the reference implementation: the unchanged queries and sizes."""
 
     queries: AttentionMetadata
     shape: SparseShape
@@ -180,11 +180,11 @@ def _block_scores(
 
 
 def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Tensor:
-    """Find the best blocks of this rank's shard of the index keys, for all index heads.
+    """Find the highest-scoring blocks in this rank's shard of the index keys, for all index heads.
 
     index_q [T, index_heads, index_dim], index_cache [blocks of the shard, 1, block_size, index_dim]
-    -> keys [1, T, index_heads, topk_blocks] int64 (`best_keys`). The keys of tokens that attend to
-    all blocks are undefined.
+    -> keys [1, T, index_heads, topk_blocks] int64 (`best_keys`). The result is undefined for tokens
+    that attend to all blocks.
     """
     shape, shard = plan.shape, plan.shape.shard
     keys = index_q.new_zeros(1, *index_q.shape[:2], shape.topk_blocks, dtype=torch.int64)
@@ -200,7 +200,7 @@ def select_shard(index_q: Tensor, index_cache: Tensor, plan: Prepared, /) -> Ten
 
 
 def merge_shards(keys: Tensor, plan: Prepared, group: Collective | None, /) -> BlockSelection:
-    """Select blocks for this rank's heads among the best blocks of all shards.
+    """Select blocks for this rank's heads among the highest-scoring blocks of all shards.
 
     keys [shards, T, index_heads, topk_blocks] are results of `select_shard`: the result of this
     rank if `group` is given, else the results of all ranks.

@@ -2,12 +2,13 @@
 
 A sequence is divided into sparse blocks of `sparse_block_size` tokens. A token sees the blocks up
 to the local block, which holds the token. The token attends to `topk_blocks` of these blocks: the
-first `init_blocks`, the last `local_blocks`, and the other blocks with the highest scores. Of
-blocks with equal scores the lower block is selected. Each KV head has its own selection.
+first `init_blocks`, the last `local_blocks`, and the other blocks with the highest scores. Among
+blocks with equal scores the block with the lower number is selected. Each KV head has its own
+selection.
 
 A cache block holds one or more sparse blocks. A cache [num_blocks, kv_heads, block_size, width]
-viewed as [num_pages, 1, sparse_block_size, width] has one page per sparse block and head. A token
-and KV head attend like a sequence whose block table lists the pages of the selected blocks in
+viewed as [num_pages, 1, sparse_block_size, width] has one page per sparse block and head. Kernels
+handle a token and KV head as a sequence whose block table lists the pages of the selected blocks in
 ascending order. Only the last page is partly filled.
 """
 
@@ -25,11 +26,11 @@ NO_KEY = -(2**63)  # below the key of any block
 
 @dataclass(frozen=True)
 class IndexShard:
-    """The index keys that a rank holds: block b of the pool is block b // ranks of b % ranks."""
+    """The index keys of a rank: rank b % ranks holds block b of the pool at index b // ranks."""
 
     rank: int = 0
     ranks: int = 1  # 1: the rank holds all keys
-    heads: int = 0  # with several ranks: index heads of all ranks, whose queries each rank has
+    heads: int = 0  # if several ranks shard the keys: number of index heads of all ranks
     first_head: int = 0  # first index head of this rank
 
 
@@ -54,7 +55,7 @@ class SparseShape(PagedShape):
 
     @property
     def dense_tokens(self) -> int:
-        """The largest number of visible tokens at which a token attends to all visible tokens."""
+        """A token that sees at most this number of tokens attends to all of them."""
         return self.topk_blocks * self.sparse_block_size
 
 
@@ -63,7 +64,7 @@ class BlockSelection:
     """The selected blocks of T tokens."""
 
     # [T, kv_heads, topk_blocks] int32, block numbers in the token's sequence in ascending order
-    # (the local block is last); unused entries and rows of padding are -1
+    # (the local block is last); unused entries and padding tokens have -1
     ids: Tensor
     pages: Tensor  # [T, kv_heads, topk_blocks] int32, pages of `ids`; 0 where `ids` is -1
 
@@ -92,11 +93,11 @@ def choose(scores: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
 
 
 def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """Return the keys [T, heads, topk_blocks] int64 of the best blocks that a rank holds.
+    """Return sort keys [T, heads, topk_blocks] int64 of the best blocks that a rank holds.
 
     scores [T, heads, blocks] fp32 belong to the blocks `numbers` [T, blocks]; blocks after a
-    token's local block are ignored. The upper half of a key is the score as an integer that sorts
-    in the same order; the lower half is the negated block number. Missing keys are NO_KEY.
+    token's local block are ignored. The upper half of a sort key is the score as an integer that
+    sorts in the same order. The lower half is the negated block number. Other entries are NO_KEY.
     """
     numbers, local = numbers.unsqueeze(1), (positions // shape.sparse_block_size).view(-1, 1, 1)
     is_forced = (numbers < shape.init_blocks) | (numbers > local - shape.local_blocks)
@@ -108,7 +109,7 @@ def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseS
 
 
 def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
-    """Select the `ids` of a `BlockSelection` from the best keys [T, kv_heads, n] of all blocks.
+    """Select the `ids` of a `BlockSelection` by sort keys [T, kv_heads, n] from `best_keys`.
 
     Keys are ignored for tokens at `positions` [T] that attend to all blocks up to their own.
     """
@@ -120,7 +121,7 @@ def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tenso
 
 
 def pages_of(ids: Tensor, tables: Tensor, shape: SparseShape) -> Tensor:
-    """Return the pages of `ids` [T, kv_heads, topk_blocks] by block tables [T, blocks]."""
+    """Return the pages of blocks `ids` [T, kv_heads, topk_blocks] in block tables [T, blocks]."""
     per_block = shape.block_size // shape.sparse_block_size
     known = ids.clamp_min(0).long()
     blocks = tables.long().gather(1, (known // per_block).flatten(1)).view_as(known)

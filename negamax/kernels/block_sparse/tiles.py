@@ -1,5 +1,5 @@
-"""Sizes of the block-sparse attention kernels by architecture. Those in `H200SelectionTiles` were
-measured; all other sizes are estimates. Nothing is tuned at run time.
+"""Sizes of the block-sparse attention kernels by architecture. The sizes in `H200SelectionTiles`
+were measured; all other sizes are estimates. Nothing is tuned at run time.
 """
 
 import torch
@@ -14,7 +14,7 @@ class SelectionTiles:
     attend_prefill = Launch(block_n=32, num_warps=4, num_stages=2)
 
     def select_decode(self, cache_bytes: int) -> Launch:
-        """Return the launch for index keys of `cache_bytes` per element."""
+        """Return the launch sizes for index keys with `cache_bytes` per element."""
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
     def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:
@@ -22,11 +22,11 @@ class SelectionTiles:
         return True
 
     def select_block_m(self, rows: int) -> int:
-        """Return the index queries per program of a prefill with `rows` index queries."""
+        """Return the tile size in index queries for a prefill with `rows` index queries."""
         return 64
 
     def select_prefill(self, block_m: int, cache_bytes: int) -> Launch:
-        """Return the launch for tiles of `block_m` index queries, `cache_bytes` per key element."""
+        """Return launch sizes for `block_m` index queries and `cache_bytes` per cache value."""
         return Launch(num_warps=4, num_stages=2 if cache_bytes == 1 else 1)
 
 
@@ -40,9 +40,9 @@ class H200SelectionTiles(SelectionTiles):
         return Launch(num_warps=4, num_stages=3 if cache_bytes > 1 else 4)
 
     def decode_is_dependent(self, num_tokens: int, *, kv_heads: int) -> bool:
-        """Return whether a dependent launch is faster. After a selection for few tokens an ordinary
-        launch is faster, most likely because waiting programs would occupy multiprocessors that
-        score blocks. With two KV heads a dependent launch is always faster.
+        """Return whether a dependent launch (see `launch_options`) is faster. After a selection for
+        few tokens an ordinary launch is faster, most likely because waiting programs would occupy
+        multiprocessors that score blocks. With two KV heads a dependent launch is always faster.
         """
         return kv_heads > 1 or num_tokens > 4
 

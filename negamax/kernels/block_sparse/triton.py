@@ -45,7 +45,7 @@ def sparse_norm_rope_write(
     *,
     index_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run `block_sparse.norm_rope_write`; tokens with negative rows are not written."""
+    """Run `block_sparse.norm_rope_write`; tokens with negative row indices are not written."""
     index_q = projected.new_empty(len(projected), norm.index_heads, norm.index_weight.shape[1])
     index = IndexHeads(
         norm.index_weight, index_q, index_cache, norm.shard.rank, norm.shard.ranks, index_rows
@@ -57,7 +57,7 @@ def sparse_norm_rope_write(
 
 @dataclass(frozen=True)
 class SelectPlan:
-    """The plan of the first `num_decodes` queries, and that of the other queries."""
+    """The selection plan of the first `num_decodes` queries, and the plan of the other queries."""
 
     shape: SparseShape
     num_decodes: int
@@ -66,7 +66,7 @@ class SelectPlan:
 
 
 def plan_select(queries: AttentionMetadata, shape: SparseShape) -> SelectPlan:
-    """Plan the selection. Sequences with few queries (draft tokens) are planned like decodes."""
+    """Plan the selection; sequences with few queries (draft tokens) are planned like decodes."""
     decodes, prefills, rest = queries.decodes, queries.prefills, None
     if prefills:
         few = not prefills.is_captured and max(prefills.host_query_lens) <= MOST_QUERIES
@@ -76,14 +76,14 @@ def plan_select(queries: AttentionMetadata, shape: SparseShape) -> SelectPlan:
 
 
 def select(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> BlockSelection:
-    """Run `block_sparse.select`. Rows after the last query are undefined."""
+    """Run `block_sparse.select`. The result is undefined for padding tokens."""
     choice = BlockSelection.empty(len(index_q), plan.shape, index_q.device)
     _select(index_q, index_cache, plan, choice.ids, choice.pages)
     return choice
 
 
 def select_shard(index_q: Tensor, index_cache: Tensor, plan: SelectPlan) -> Tensor:
-    """Run `block_sparse.select_shard`. Rows after the last query are undefined."""
+    """Run `block_sparse.select_shard`. The result is undefined for padding tokens."""
     size = (1, *index_q.shape[:2], plan.shape.topk_blocks)
     keys = torch.empty(size, dtype=torch.int64, device=index_q.device)
     _select(index_q, index_cache, plan, keys[0])

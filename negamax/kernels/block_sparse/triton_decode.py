@@ -25,7 +25,7 @@ _TOKENS = 128  # tokens of a program that counts keys
 
 @dataclass(frozen=True)
 class SparseDecodePlan:
-    """The plan of the paged decode attention; each layer adds the block tables of a selection."""
+    """The plan of paged decode attention; each layer adds block tables of selected blocks."""
 
     shape: SparseShape
     paged: DecodePlan
@@ -47,7 +47,7 @@ def _count_keys_kernel(
     IS_SINGLE: tl.constexpr,  # every sequence has one query
     HEADS: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Count the keys that each token attends to; 0 for padding. Grid (T / TOKENS,)."""
+    """Count the keys that each token attends to; write 0 for padding tokens. Grid (T / TOKENS,)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if IS_SINGLE:
         seen = tl.load(seq_lens + token, mask=token < num_tokens, other=0)
@@ -84,7 +84,7 @@ def plan_sparse_decode(
         num_decodes=num_rows,
         max_decode_run=1,  # no two of these sequences have the same keys
         decode_runs=None,
-        # upper bounds; given host lengths also prevent the prefetch of keys before the selection
+        # upper bounds; if host lengths are given, no keys are prefetched before the selection
         host_seq_lens=(shape.dense_tokens,) * num_rows,
         host_query_lens=(1,) * num_rows,
         is_exact=False,

@@ -6,8 +6,8 @@ states which queries selected the block.
     unions   per tile and KV head           | block 0, 0011 | block 4, 1111 | ...
 
 Neighboring queries select nearly the same blocks, so a key is read once for most queries of a tile.
-Four queries of 16 heads fill a product on the tensor cores. If every query attends to all tokens
-of its sequence, the dense prefill runs instead.
+Four queries of 16 heads fill the 64 rows of a tensor-core instruction. If every query attends to
+all tokens of its sequence, the dense prefill runs instead.
 """
 
 from dataclasses import dataclass, field
@@ -42,13 +42,13 @@ from negamax.kernels.quantize.native import Outputs, result
 
 _UNION = 128  # limit of the blocks that the queries of a tile select
 _MOST_QUERIES = 16  # limit of the queries of a tile
-# words of a block in a union: number, mask of its queries, page, and one word for `_unite_kernel`
+# words per block of a union: block number, mask of its queries, page, a word for `_unite_kernel`
 _WORDS = tl.constexpr(4)
 
 
 @dataclass(frozen=True)
 class SparsePrefillPlan:
-    """The tiles of queries of a step, and workspaces. All layers share a plan."""
+    """The tiles of queries of a step, and workspaces. All layers of a step share the plan."""
 
     queries: AttentionMetadata
     shape: SparseShape
@@ -60,14 +60,14 @@ class SparsePrefillPlan:
 def plan_sparse_prefill(
     queries: AttentionMetadata, shape: SparseShape
 ) -> SparsePrefillPlan | PrefillPlan:
-    """Plan a run of queries per sequence, at the last positions of the sequence."""
+    """Plan prefills; the queries of a sequence are its last tokens."""
     if not queries.is_captured and max(queries.host_seq_lens) <= shape.dense_tokens:
         return plan_prefill(queries, shape)
     return plan_chosen_prefill(queries, shape)
 
 
 def plan_chosen_prefill(queries: AttentionMetadata, shape: SparseShape) -> SparsePrefillPlan:
-    """Plan attention by selections, even if each query selects all blocks up to its position."""
+    """Plan block-sparse attention, even if each query selects all blocks up to its position."""
     rows = tiles_for(queries.seq_lens.device).prefill_rows
     topk = triton.next_power_of_2(shape.topk_blocks)
     size = max(1, min(rows // shape.group, _UNION // topk, _MOST_QUERIES))
@@ -87,7 +87,7 @@ def _unite_kernel(
     pages,  # [T, HEADS, TOPK] int32
     tiles,  # [tiles, 4] int32
     unions,  # [tiles * HEADS, QUERIES * TOPK_POW2, _WORDS] int32, written
-    sizes,  # [tiles * HEADS] int32, written: blocks of each union
+    sizes,  # [tiles * HEADS] int32, written: number of blocks of each union
     HEADS: tl.constexpr,
     TOPK: tl.constexpr,
     QUERIES: tl.constexpr,  # queries of a tile, padded to a power of two
@@ -95,9 +95,9 @@ def _unite_kernel(
 ):
     """List the blocks that the queries of a tile selected, in ascending order. Grid (HEADS, tiles).
 
-    Each block is compared with the blocks of one query after the other. The first pass finds the
-    queries that selected the block. The second pass counts the smaller blocks of the union; a block
-    that several queries selected is counted once.
+    In a loop over the queries, each block is compared with all blocks that a query selected. The
+    first pass finds the queries that selected the block. The second pass counts the blocks of the
+    union with smaller numbers; a block that several queries selected is counted once.
     """
     head, tile = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
@@ -210,7 +210,7 @@ def launch_sparse_prefill(
     *,
     lse: Tensor | None = None,
 ) -> None:
-    """Write the result of `sparse_prefill` to `output`, and of `write_lse` to lse [T, heads]."""
+    """Write the results of `sparse_prefill` to `output` and of `write_lse` to lse [T, heads]."""
     assert q.is_contiguous() and cache.k.is_contiguous() and cache.v.is_contiguous()
     if q.shape[0] == 0:
         return

@@ -3,15 +3,16 @@
 The queries of a sequence (several if the step verifies draft tokens) are scored together, so each
 index key is read once for all queries and index heads. Each program has a run of blocks
 (`attention/triton_decode_plan`): blocks of several sequences, or part of one long sequence. The
-program writes the scores of its blocks. The last program of a sequence to finish selects blocks.
+program writes the scores of its blocks. The program that finishes a sequence last selects its
+blocks.
 
     blocks of a sequence     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | ... |
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
     the last program                                                 -> ids, pages
 
-If a sequence has few blocks, their scores are sorted. With more blocks the kernel searches for the
-score of rank TOPK by bisection. With many blocks it first finds the groups of blocks with the
-highest scores. Sequences of at most TOPK blocks are not scored.
+If a sequence has few blocks, their scores are sorted. With more blocks the kernel finds the TOPK-th
+highest score by bisection. With many blocks it first finds the groups of blocks with the highest
+scores. Sequences of at most TOPK blocks are not scored.
 """
 
 from dataclasses import dataclass, field
@@ -52,19 +53,19 @@ from negamax.kernels.block_sparse.triton_selection import (
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # limit of the queries of a sequence that are scored together
-# limits of one comparison: blocks of a row, scores of all rows
+# limits of one comparison: number of blocks of a row, number of scores of all rows
 MOST_COMPARED, MOST_SCORES = 2048, 4096
-_FEW = tl.constexpr(256)  # up to this number of blocks scores are sorted
+_FEW = tl.constexpr(256)  # the scores of up to this number of blocks are sorted
 _NUM_GROUPS = tl.constexpr(512)  # groups of blocks if not all blocks are compared at once
 _MOST_ROWS = tl.constexpr(4)  # limit of the index queries that are processed at a time
-_MOST_MEMBERS = tl.constexpr(16)  # limit of a group's blocks read at a time, over all rows
+_MOST_MEMBERS = tl.constexpr(16)  # limit of the blocks of a group that all rows read at a time
 
 
 class Queries(NamedTuple):
     """The queries of a sequence, as a program reads them."""
 
     first: tl.tensor  # index of the first query among the T tokens
-    count: tl.tensor  # number of queries; 0: another record includes these queries
+    count: tl.tensor  # number of queries; 0: the record of an earlier sequence includes the queries
     length: tl.tensor  # tokens of the sequence up to the last query
 
 
@@ -78,7 +79,7 @@ class SelectDecodePlan:
     queries: Tensor  # [S, 4] int32: `Queries`
     arrivals: Tensor  # [S] int32, 0 between launches
     splits: Splits
-    own: OwnBlocks | None  # the scored blocks of a shard; None: all blocks are scored
+    own: OwnBlocks | None  # the blocks that this rank scores; None: all blocks are scored
     # buffers of scores by their number of elements; the first layer allocates them
     scores: dict[int, Tensor] = field(default_factory=dict)
 
@@ -121,7 +122,7 @@ def _plan_queries_kernel(
     arrivals,  # [S] int32, set to 0
     num_seqs,
     DENSE_TOKENS: tl.constexpr,
-    MERGE: tl.constexpr,  # limit of single-query "sequences" that are merged; 1: no merge
+    MERGE: tl.constexpr,  # at most this number of single-query "sequences" are merged into one
     SEQS_POW2: tl.constexpr,
 ):
     """Write the queries of each sequence and how many of its tokens are scored. Grid (1,)."""
@@ -150,7 +151,7 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
     """Plan 1 to MOST_QUERIES queries per sequence. Only the device reads the lengths."""
     num_seqs, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
     # The queries of one sequence may be listed as several "sequences" of one query each. The limit
-    # of their number is known only while a graph is captured.
+    # of the number of these "sequences" is known only while a graph is captured.
     is_single = metadata.positions.shape[0] == num_seqs
     unknown = MOST_QUERIES if num_seqs > 1 else 1
     longest = metadata.max_decode_run if metadata.is_captured else unknown
@@ -184,7 +185,7 @@ def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> Selec
 def _score_blocks(
     index_q, cache, table, numbers, scores, width, queries, first, until, C: tl.constexpr
 ):
-    """Score the scored blocks first to until - 1 for all index queries of `queries`."""
+    """Compute the scores of scored blocks first to until - 1 for all index queries of `queries`."""
     row, key = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK)
     is_row = row < queries.count * C.HEADS
     first_row = queries.first.to(tl.int64) * C.HEADS
@@ -209,7 +210,7 @@ def _load_order(
 ):
     """Return `order_scores` of the scored blocks at the indices `i` for the index queries `row`,
     and the block numbers; indices from `num_scored` on give NO_BLOCK. `row` and `i` are broadcast.
-    With IN_RUNS `i` has runs of neighbors; masks do not split a run, so a run is read in one load.
+    With IN_RUNS `i` consists of runs of adjacent indices, each of which one load reads.
     """
     block = i
     if C.RANKS > 1:
@@ -225,7 +226,7 @@ def _load_order(
 
 @triton.jit
 def _locate_rows(queries, start, ROWS: tl.constexpr, C: tl.constexpr):
-    """Return ROWS index queries from number `start` on, their validity, and their last block."""
+    """Return indices of ROWS index queries, whether they exist, and their last visible blocks."""
     row = start + tl.arange(0, ROWS)
     is_there = row < queries.count * C.HEADS
     position = queries.length - queries.count + row // C.HEADS
@@ -314,7 +315,7 @@ def _choose(
     scores, table, numbers, num_scored, width, queries, ids, pages, ROWS: tl.constexpr,
     COMPARED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select blocks for all index queries of `queries`; the number of blocks selects the method."""
+    """Select blocks for all index queries of `queries`, by a method for this number of blocks."""
     num_rows = queries.count * C.HEADS
     if num_scored <= _FEW:
         for start in range(0, num_rows, ROWS):
@@ -329,7 +330,8 @@ def _choose(
                     _FEW << level, C,
                 )  # fmt: skip
     elif GROUP > 0:
-        # one row at a time unless ROWS is four: only four rows together were measured to be faster
+        # if ROWS is not 4, process one row at a time: only four rows together were measured to be
+        # faster
         MANY: tl.constexpr = ROWS if ROWS == _MOST_ROWS else 1
         for start in range(0, num_rows, MANY):
             _choose_of_many(
@@ -361,8 +363,8 @@ def _select_decode_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Score one program's run of blocks, which may belong to several sequences; select blocks for
-    each sequence whose last scores this program wrote.
+    """Compute the scores of one program's run of blocks, which may belong to several sequences.
+    Then select blocks for each sequence whose last scores this program wrote.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     work += tl.program_id(0) * WORK_WORDS
@@ -416,7 +418,7 @@ def select_decode(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks and store them to `ids` and `pages`; for a shard store keys to `ids`."""
+    """Select blocks; store their numbers to `ids` and pages to `pages`, or their keys to `ids`."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

@@ -1,16 +1,16 @@
 """Top-k block selection for prefills: scores on the tensor cores, the best blocks in registers.
 
-A program has a tile of neighboring queries of a sequence with all their index heads, and scores the
-blocks up to the queries' positions. If there are few tiles, several programs split the blocks of a
-tile. Scores are not written to memory. After every TOPK_POW2 blocks the program merges the keys of
-these blocks with the best keys of each row.
+A program computes the scores of all blocks up to the positions of a tile of neighboring queries of
+a sequence, for all index heads. If there are few tiles, several programs split the blocks of a
+tile. Scores are not written to memory. After every TOPK_POW2 blocks the program merges the sort
+keys of these blocks with the highest sort keys that each row has so far.
 
     index keys    | block 0 | block 1 | ...            -> products [BLOCK_M, BLOCK], their maximum
     TOPK_POW2 blocks                                    -> keys [BLOCK_M, TOPK_POW2]
     so far                                              -> best [BLOCK_M, TOPK_POW2]
 
-The memory therefore does not grow with the context. Queries with at most TOPK blocks up to their
-position are not scored.
+The memory of a program therefore does not grow with the context. Queries with at most TOPK blocks
+up to their position are not scored.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from negamax.kernels.block_sparse.triton_selection import (
 )
 
 _MOST_SPLITS = 16
-_MERGED_ROWS = 16  # index queries for which one program merges the splits
+_MERGED_ROWS = 16  # number of index queries for which one program merges the splits
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class SelectPrefillPlan:
     shape: SparseShape
     block_m: int  # limit of the index queries of a tile
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
-    splits: int  # programs that split the blocks of a tile
-    own: OwnBlocks | None  # the scored blocks of a shard; None: all blocks are scored
+    splits: int  # number of programs that split the blocks of a tile
+    own: OwnBlocks | None  # the blocks that this rank scores; None: all blocks are scored
 
 
 def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> SelectPrefillPlan:
-    """Plan a run of queries per sequence, at the last positions of the sequence."""
+    """Plan prefills; the queries of a sequence are its last tokens."""
     num_tokens, device = metadata.positions.shape[0], metadata.positions.device
     heads = shape.index_heads
     block_m = max(tiles_for(device).select_block_m(num_tokens * heads), heads)
@@ -83,7 +83,7 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
 
 @triton.jit
 def _merge(best, order, numbers, C: tl.constexpr):
-    """Merge the keys of blocks `numbers` [1, TOPK_POW2] into `best`, which keeps the highest."""
+    """Return the highest TOPK_POW2 of the keys in `best` and of blocks `numbers` [1, TOPK_POW2]."""
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 does not accept a field of a struct in a shape
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     key = make_key(order, numbers)
@@ -93,7 +93,7 @@ def _merge(best, order, numbers, C: tl.constexpr):
 
 @triton.jit
 def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constexpr):
-    """Return the best keys [BLOCK_M, TOPK_POW2] of a tile among scored blocks begin to end - 1."""
+    """Return each row's highest keys [BLOCK_M, TOPK_POW2] among scored blocks begin to end - 1."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     first, count, start = tile
@@ -193,8 +193,8 @@ def _merge_splits_kernel(
     table_stride,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select blocks for ROWS index queries from the best blocks of all splits. Grid (BLOCK_M /
-    ROWS, tiles).
+    """Select blocks for ROWS index queries from the highest-scoring blocks of all splits. Grid
+    (BLOCK_M / ROWS, tiles).
     """
     record = tiles + tl.program_id(1) * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -218,7 +218,7 @@ def select_prefill(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks and store them to `ids` and `pages`; for a shard store keys to `ids`."""
+    """Select blocks; store their numbers to `ids` and pages to `pages`, or their keys to `ids`."""
     (num_tokens, heads, dim), shape, splits = index_q.shape, plan.shape, plan.splits
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

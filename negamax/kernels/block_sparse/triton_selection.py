@@ -1,9 +1,9 @@
 """Top-k block selection from scores: functions that decode and prefill share.
 
-The upper half of a block's key is the score as an integer that sorts in the same order. The lower
-half is the negated block number. Of equal scores the lower block therefore has the larger key, and
-no two keys are equal. A bitonic sort (`tl.topk`) finds the largest keys, and a second sort orders
-their blocks.
+The upper half of a block's sort key is the score as an integer that sorts in the same order. The
+lower half is the negated block number. Among blocks with equal scores the block with the lower
+number therefore has the larger key, and no two keys are equal. A bitonic sort (`tl.topk`) finds the
+largest keys, and a second sort orders their blocks.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ NO_KEY = tl.constexpr(-0x80000000 << 32)
 class SelectionConstants(NamedTuple):
     """Constants of the selection kernels, passed as one argument `C: tl.constexpr`."""
 
-    HEADS: int  # number of index heads: of this rank, or with shards of all ranks
+    HEADS: int  # number of index heads: of this rank, or of all ranks if ranks shard the keys
     DIM: int  # dimension of an index head
     BLOCK: int  # tokens of a sparse block
     PER_BLOCK: int  # sparse blocks of a block of the cache
@@ -33,7 +33,7 @@ class SelectionConstants(NamedTuple):
     LOCAL: int  # number of last blocks that are always selected
     BLOCK_M: int  # index queries (token, head) of a tile
     BLOCK_D: int  # DIM, padded to a power of two
-    DOT: tl.dtype  # dtype of products
+    DOT: tl.dtype  # dtype of the operands of tl.dot
     RANKS: int  # number of shards of the index keys; each rank holds one
 
 
@@ -59,7 +59,7 @@ def selection_constants(
 
 @triton.jit
 def find_last_block(position, BLOCK: tl.constexpr):
-    """Return the block of `position`; -1 for position -1."""
+    """Return the number of the block that holds `position`; -1 for position -1."""
     return (position + BLOCK) // BLOCK - 1
 
 
@@ -104,7 +104,7 @@ def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constex
 
 @triton.jit
 def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constexpr):
-    """Store blocks [rows, n] where `mask` to the places `place` of the selections of `row`."""
+    """Store blocks [rows, n] where `mask` at the indices `place` in the selections of `row`."""
     at = row.to(tl.int64)[:, None] * C.TOPK + place
     is_block = block != NO_BLOCK
     cache_block = tl.load(table + block // C.PER_BLOCK, mask=mask & is_block, other=0).to(tl.int32)
@@ -115,7 +115,7 @@ def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.conste
 
 @triton.jit
 def find_scored_block(numbers, i, C: tl.constexpr):
-    """Return the number of the i-th scored block: i, or for a shard a block listed in `numbers`."""
+    """Return the block number of scored block i: i itself, or for a shard one of `numbers`."""
     if C.RANKS == 1:
         return i
     else:
@@ -124,7 +124,7 @@ def find_scored_block(numbers, i, C: tl.constexpr):
 
 @triton.jit
 def load_index_queries(index_q, first_row, is_row, C: tl.constexpr):
-    """Load index queries [BLOCK_M, BLOCK_D] from `first_row` (int64) on; 0 where not `is_row`."""
+    """Load index queries [BLOCK_M, BLOCK_D] from `first_row` on; load 0 where not `is_row`."""
     row, column = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK_D)
     at = index_q + (first_row + row)[:, None] * C.DIM + column[None, :]
     mask = is_row[:, None] & (column < C.DIM)[None, :]
@@ -154,8 +154,8 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
 
 @triton.jit
 def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
-    """Store the blocks of the best keys `best` [rows, TOPK_POW2] by `store_selection`. For a shard
-    store the keys themselves to `ids` [T, HEADS, TOPK] int64.
+    """Store the blocks of the sort keys `best` [rows, TOPK_POW2] by `store_selection`. For a shard
+    store the sort keys themselves to `ids` [T, HEADS, TOPK] int64.
     """
     column = tl.arange(0, C.TOPK_POW2)[None, :]
     if C.RANKS == 1:
@@ -169,10 +169,10 @@ def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
 @triton.jit
 def find_highest(order, TOPK: tl.constexpr):
     """Return whether each entry of `order` [rows, N] int32 is among the TOPK highest of its row.
-    NO_SCORE is never selected. Of equal entries the first are selected.
+    NO_SCORE is never selected. Among equal entries the first ones are selected.
 
-    The search finds the TOPK-th value two bits at a time. A sort would need thousands of
-    instructions, and each of these would run only once.
+    The search finds the TOPK-th value two bits at a time. An unrolled sort would need thousands of
+    instructions.
     """
     least = tl.full([order.shape[0]], NO_SCORE, tl.int32)
     for i in range(16):
@@ -196,7 +196,7 @@ def find_highest(order, TOPK: tl.constexpr):
 def store_highest(order, block, row, head, table, is_there, ids, pages, C: tl.constexpr):
     """Select and store blocks for the index queries `row` [rows]. `order` is a result of
     `order_scores`; `block` [rows, N] are ascending block numbers; other arguments are those of
-    `store_selection`. For a shard store the selected keys to `ids` [T, HEADS, TOPK] int64.
+    `store_selection`. For a shard store the sort keys to `ids` [T, HEADS, TOPK] int64.
     """
     chosen = find_highest(order, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1

@@ -1,10 +1,10 @@
 """Top-k block selection if each rank holds a shard of the index keys.
 
-A rank scores the blocks that it holds (`attention/triton_own_blocks`). The rank sends its best keys
-of each index head to the ranks that have the head, which select blocks. If the region of peer
-memory has a row for each token, one launch with a program per token exchanges the keys by the LL
-protocol. Otherwise an all-gather precedes the launch. Keys of tokens that attend to all blocks up
-to their own are not exchanged.
+A rank scores the blocks that it holds (`attention/triton_own_blocks`). For each index head, the
+rank sends its highest sort keys to the ranks that have this head. These ranks select the blocks. If
+the region of peer memory has a row for each token, one launch with a program per token exchanges
+the sort keys by the LL protocol. Otherwise an all-gather precedes the launch. Tokens that attend to
+all blocks up to their own need no exchange.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from negamax.kernels.peers import Collective, find_region
 
 @dataclass(frozen=True)
 class MergePlan:
-    """The positions of the tokens of a step, and constants."""
+    """The metadata of the tokens of a step, and constants."""
 
     metadata: AttentionMetadata
     shape: SparseShape
@@ -61,14 +61,14 @@ def _merge_shards_kernel(
     first_head,  # first index head of this rank
     INDEX_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, SHARDS: tl.constexpr,
     SHARDS_POW2: tl.constexpr,
-    WORLD: tl.constexpr,  # ranks that send keys; 1: all keys are local
+    WORLD: tl.constexpr,  # number of ranks that send keys; 1: all keys are local
     ROWS: tl.constexpr,  # rows of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Select blocks for this rank's heads of one token. Grid (T,). A row of the region has the keys
-    of the reader's heads.
+    """Select blocks for this rank's heads of one token. Grid (T,). A row of the region holds the
+    sort keys of the reading rank's heads.
     """
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     HEADS: tl.constexpr = C.HEADS
@@ -123,7 +123,7 @@ def _merge_shards_kernel(
 
 
 def merge_shards(keys: Tensor, plan: MergePlan, group: Collective | None) -> BlockSelection:
-    """Run `block_sparse.merge_shards`. Rows of padding at the end are undefined."""
+    """Run `block_sparse.merge_shards`. The result is undefined for padding tokens."""
     shape, metadata, device = plan.shape, plan.metadata, keys.device
     num_tokens, index_heads = keys.shape[1:3]
     choice = BlockSelection.empty(num_tokens, shape, device)
