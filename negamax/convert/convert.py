@@ -25,7 +25,7 @@ from negamax.config.quantization import PROVENANCE, rotation_file
 from negamax.convert.layout import Piece, is_other_e4m3, pieces
 from negamax.convert.neuron import file_name, neuron_pieces
 from negamax.convert.shards import Shard, make_shards
-from negamax.convert.source import Source, is_linear
+from negamax.convert.source import VISION_MODULES, Source, is_linear
 from negamax.convert.targets import Target
 from negamax.convert.threads import run_in_order
 from negamax.convert.writer import ConversionRecord, Planned, TensorFile, differences, write_json
@@ -104,6 +104,8 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     for reason in dict.fromkeys(reason for reason, _ in source.skipped):
         left = [name for why, name in source.skipped if why == reason]
         logger.warning("%d tensors are not copied: %s (%s)", len(left), list_first(left), reason)
+    if source.has_vision and conversion.target is not None and conversion.target.is_neuron:
+        logger.warning("the vision tower is not copied: the Neuron SDK reads the text model only")
     plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
     with _alone(destination), _disk_errors(destination):
@@ -426,5 +428,29 @@ def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any])
             config["dtype"] = "bfloat16"
             if "torch_dtype" in config:
                 config["torch_dtype"] = "bfloat16"
+    if source.has_vision and not (target and target.is_neuron):
+        config = _with_vision(source.config, config, is_same=target is None)
     config[PROVENANCE] = dict(identity)
     return config
+
+
+def _with_vision(
+    whole: Mapping[str, Any], text: dict[str, Any], *, is_same: bool
+) -> dict[str, Any]:
+    """Return the vision-language config.json `whole` with another text model.
+
+    `is_same`: the weights are quantized as before.
+    """
+    quantization = text.pop("quantization_config", None)
+    if is_same:
+        quantization = whole.get("quantization_config") or quantization
+    elif quantization is not None:  # the tower is not quantized
+        for key, pattern in (("ignore", "re:.*{}.*"), ("modules_to_not_convert", "{}")):
+            if key in quantization:
+                tower = [pattern.format(module) for module in VISION_MODULES]
+                quantization[key] = [*quantization[key], *tower]
+    left = ("auto_map", "quantization_config")
+    config = {key: value for key, value in whole.items() if key not in left}
+    dtypes = {key: text[key] for key in ("dtype", "torch_dtype") if key in text and key in whole}
+    quantized = {} if quantization is None else {"quantization_config": quantization}
+    return {**config, **dtypes, "text_config": text, **quantized}

@@ -29,6 +29,8 @@ from negamax.quantization.detect import detect
 
 # Scales of keys, values and queries, which the loader may skip and other engines need.
 _OF_ATTENTION = re.compile(r"\.self_attn\.(?!.*(weight|input)_).*(scale|offset|zero_point)$")
+VISION_MODULES = ("vision_tower", "multi_modal_projector", "patch_merge_mlp")
+_OF_VISION = re.compile(rf"(?:^|\.)(?:{'|'.join(VISION_MODULES)})\.")
 
 
 def is_linear(spec: WeightSpec, layer: int | None) -> bool:
@@ -122,8 +124,9 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config: dict[str, Any] = read_json_object(folder / "config.json")
-        # A conversion covers the text model only.
-        self.spec: ModelSpec = replace(read_spec(self.config, folder), vision=None)
+        whole = read_spec(self.config, folder)
+        # Only the text model is converted. A vision tower is copied unchanged.
+        self.spec: ModelSpec = replace(whole, vision=None)
         self.scheme = detect(self.spec.quantization)
         names = import_names(self.spec)
         specs = {name: spec for spec in names.weights(self.spec) for name in spec.names()}
@@ -146,7 +149,11 @@ class Source:
         self.carried: dict[int | None, list[TensorEntry]] = {}
         for name, placement in names.place(scales, num_layers=self.spec.num_layers).items():
             self.carried.setdefault(names.layer_of(placement.slots[0]), []).append(entries[name])
-        self.skipped = [(why, name) for why, name in left if name not in scales]
+        tower = [name for _, name in left if whole.vision and _OF_VISION.search(name)]
+        self.has_vision = bool(tower)
+        self.carried.setdefault(None, []).extend(entries[name] for name in tower)
+        copied = {*scales, *tower}
+        self.skipped = [(why, name) for why, name in left if name not in copied]
 
     def _format(self, name: str, spec: WeightSpec) -> TensorFormat:
         if self.scheme is None or len(spec.shape) != 2 or spec.is_table or spec.dtype:
