@@ -88,11 +88,11 @@ class ChatTemplate:
     def from_folder(cls, path: Path, override: Path | None = None) -> Self | None:
         """Read the chat template of the checkpoint folder `path`, or return None if it has none.
 
-        The first of these sources counts: the file `override`, `chat_template.jinja`, the field
-        `chat_template` of chat_template.json, and this field of tokenizer_config.json. If a field
-        lists several templates, the one named "default" counts. Raises `ConfigError` if a template
-        file cannot be read. Raises `CheckpointError` if a JSON file is malformed, or if a list of
-        several templates has no default.
+        The first of these sources that exists is used: the file `override`, `chat_template.jinja`,
+        the field `chat_template` of chat_template.json, and this field of tokenizer_config.json. If
+        a field lists several templates, the template named "default" is used. Raises `ConfigError`
+        if a template file cannot be read. Raises `CheckpointError` if a JSON file is malformed, or
+        if a list of several templates has no default.
         """
         is_trusted = path in EMBEDDED.values()
         config_file = path / "tokenizer_config.json"
@@ -148,7 +148,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def has_root_role(self) -> bool:
-        """Whether the template shows messages of the role root, which M3 ranks above system."""
+        """Whether the template renders the role root, which ranks above the role system in M3."""
         mark = "text-of-the-root"
         try:
             return mark in self.render(
@@ -159,7 +159,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def shows_earlier_thinking(self) -> bool:
-        """Whether the template shows reasoning from before the last user message, as M3's does."""
+        """Whether the template renders reasoning before the last user message, as M3's does."""
         mark, user = "what-was-thought", {"role": "user", "content": "text"}
         answer = {"role": "assistant", "content": "text", "reasoning_content": mark}
         try:

@@ -33,7 +33,7 @@ def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
     is (folder). An "image decoder" has no `setup`.
     """
     if kind == confined.IMAGE_DECODER:
-        from negamax.images.decode import decode_image  # imports Pillow, which only this kind needs
+        from negamax.images.decode import decode_image  # imports Pillow; other kinds do not need it
 
         return None, decode_image
     if kind == "tokenizer":
@@ -75,7 +75,7 @@ def main(fd: int) -> None:
             handle = recv_handle(control)
             if os.fork() == 0:
                 control.close()
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide messages of failing libraries
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the error output of libraries
                 serve(Connection(handle), setup[0], function)
             os.close(handle)
 
@@ -94,7 +94,7 @@ def serve(connection: Connection, kind: str, function: Callable[..., bytes]) -> 
             if len(answer) > most:
                 break
             connection.send_bytes(answer)
-    except BaseException:  # panics of Rust libraries are no `Exception`
+    except BaseException:  # a panic of a Rust library is a `BaseException` but not an `Exception`
         pass
     exit_now(1)
 

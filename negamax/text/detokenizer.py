@@ -13,10 +13,10 @@ from negamax.text.tokenizer import Tokenizer
 
 class TextPiece(msgspec.Struct, frozen=True, gc=False):
     text: str
-    token_id: int | None  # set if the piece is the whole text of this token
+    token_id: int | None  # id of the token if the piece is the whole text of one token
 
 
-# Token id -> piece, for tokens whose bytes are whole characters. Each token is decoded once.
+# Cache: token id -> piece, for tokens whose bytes are whole characters.
 _whole_pieces: WeakKeyDictionary[Tokenizer, dict[int, TextPiece]] = WeakKeyDictionary()
 
 
@@ -25,8 +25,9 @@ class Detokenizer:
 
     The joined pieces are `tokenizer.decode` of all ids, truncated at the first stop string. A stop
     string may begin and end within tokens. If two stop strings end at the same character, the
-    longer one counts. Stop strings that end before token `min_tokens` are ignored. Text is held
-    back only while it may become a stop string. After `matched_stop` is set, no piece follows.
+    longer stop string is the match. A stop string that ends within the first `min_tokens` tokens is
+    ignored. Text is held back while it may become a stop string. After `matched_stop` is set, no
+    piece follows.
     """
 
     __slots__ = (

@@ -1,7 +1,7 @@
 """Cache of token ids, so that only the new part of a conversation is tokenized.
 
-The prompt of a turn repeats all earlier turns. No token spans the border of a control token, so the
-token ids of the parts between control tokens can be cached separately.
+The prompt of a turn repeats all earlier turns. No token crosses the start or end of a control
+token, so the token ids of the parts between control tokens can be cached separately.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CACHE_BYTES = 64 << 20
 
 _RUN_CHARS = 1024  # texts between control tokens are joined to parts of about this length
 _DIGEST_BYTES = 32
-_ENTRY_BYTES = 512  # size of an entry without its token ids, rounded up
+_ENTRY_BYTES = 512  # upper bound of the bytes of an entry without its token ids
 
 
 class EncodingCache:
-    """Encodes with `tokenizer`, and caches long parts of texts. This class is thread-safe."""
+    """Encodes texts and caches the ids of long parts. This class is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = CACHE_BYTES) -> None:
         """`max_bytes` limits the memory of all entries."""
@@ -77,7 +77,7 @@ class EncodingCache:
         parts, except for the last one.
         """
         assert self._tokenizer.cuts is not None
-        # `start` begins the current part, `stretch` the text since the last control token.
+        # `start` is the start of the current part; `stretch` is the end of the last control token.
         start = stretch = 0
         for token in find_all(self._tokenizer.cuts, text, longest=self._tokenizer.longest_added):
             if token.start() - stretch > KEPT_CHARS:
@@ -102,7 +102,7 @@ class EncodingCache:
         return known
 
     def _keep(self, digest: bytes, ids: array[int]) -> None:
-        """Add an entry and evict the oldest entries. Skip an entry above half of the limit."""
+        """Add an entry of at most `max_bytes` / 2, and evict the oldest entries."""
         if _count_bytes(ids) > self._max_bytes // 2:
             return
         with self._lock:

@@ -31,7 +31,7 @@ class TokenEscaper:
     """
 
     def __init__(self, added: Iterable[str], *, structure: Iterable[str]) -> None:
-        """`added` are the texts of all added tokens, `structure` those of tags in answers."""
+        """`added` holds texts of all added tokens, `structure` the texts of tags in answers."""
         texts = frozenset(added) - {""}
         self._all = _Spellings(texts)
         self._control = _Spellings(texts - frozenset(structure))
@@ -56,7 +56,7 @@ class TokenEscaper:
 
 
 class _Spellings:
-    """Finds texts of tokens: whole within a string, and parts of a text at the string's ends."""
+    """Finds token texts within a string, and parts of token texts at the ends of the string."""
 
     def __init__(self, texts: frozenset[str]) -> None:
         longest_first = sorted(texts, key=len, reverse=True)

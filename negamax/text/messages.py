@@ -20,11 +20,11 @@ _REASONING = ("reasoning", "reasoning_text", "reasoning_details", "thinking", "t
 _KIND_CHARS = 60  # longest type of a part that is shown in a note
 _QUOTES = tuple("`'\"“‘«")
 
-# type of a part -> field with its text
+# type of a part -> field that holds the text of the part
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 RAW_ARGUMENTS = "arguments"  # name of the parameter for arguments that are not a JSON object
 
-# types of parts that other servers and client libraries write
+# part types of reasoning, calls and results in other servers and client libraries
 _THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoning_text")
 _CALLS = ("tool_use", "tool_call", "tool-call", "function_call")
 _RESULTS = ("tool_result", "tool-result", "function_call_output")
@@ -40,7 +40,7 @@ _NOTES = {
 }
 _LONGEST = "max_long_side_pixel"
 _IMAGE_FIELDS = ("image_url", "source", "data", "url")
-_UNSEEN = {  # type of a part in any dialect -> key of `_NOTES`
+_UNSEEN = {  # type of a part in any API -> key of `_NOTES`
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
     **dict.fromkeys(("document", "file", "input_file", "container_upload"), "document"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "recording"),
@@ -51,7 +51,7 @@ _UNSEEN = {  # type of a part in any dialect -> key of `_NOTES`
 @dataclass(frozen=True, slots=True)
 class ImagePart:
     source: str  # data URL or URL, not checked yet
-    place: str  # path of the part in the request
+    place: str  # JSON path of the part in the request
     longest: int | None = None  # most pixels of the longer side after resizing
 
 
@@ -62,7 +62,7 @@ def normalize_messages(
     family: ChatFamily | None = None,
     images: list[ImagePart] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return messages in the form that MiniMax's templates render without loss.
+    """Convert messages to the form that MiniMax's templates render without loss.
 
     - Root, system and developer messages at the start become one system message. Root texts come
       first, and empty lines separate the texts. If the template has the role root (`has_root`),
@@ -74,20 +74,19 @@ def normalize_messages(
     - Null or missing content becomes "". Parts with text become parts of type text. Images become
       parts of type image and are appended to `images` in the order of the prompt. If `images` is
       None, the server does not read images.
-    - Other images, documents, recordings and videos become notes (`unseen_note`), unless models of
-      `family` can read such parts. Other parts without text become notes in messages of users and
-      tools, and are left out of answers.
+    - Other images, documents, recordings and videos become notes (`unseen_note`), or are refused if
+      models of `family` can read such parts. Other parts without text become notes in messages of
+      users and tools, and are left out of answers.
     - Reasoning in `reasoning_content`, in a similar field, in reasoning parts or in a think block
       at the start of the content becomes `reasoning_content`.
     - Parts that are tool calls become `tool_calls` if the message has no `tool_calls`. Parts that
       are tool results become tool messages.
-    - Arguments of tool calls become mappings; empty text and null become empty mappings. Other
-      values, such as truncated JSON, become one parameter with the text (`RAW_ARGUMENTS`).
+    - Arguments of tool calls become mappings; empty text and null become empty mappings. Arguments
+      that are not a JSON object become one parameter `RAW_ARGUMENTS` with the text.
     - Tool results follow their calls in the order of the calls. Instructions between tool results
-      follow the last result.
+      are moved after the last result.
 
-    Raises `InvalidRequestError`, which names the message, for input that a template would drop,
-    misplace or change.
+    Raises `InvalidRequestError`, which names the message, for input that a template would change.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
@@ -111,7 +110,7 @@ def normalize_messages(
 
 
 def find_image(part: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """Return an image part of any dialect in normal form, or None for other parts.
+    """Convert an image part of any API to the normal form, or return None for other parts.
 
     `place` is the path of the part, which begins with the message. Raises `InvalidRequestError`
     that names this path.
@@ -153,16 +152,16 @@ def _has_images(content: str | list[Any]) -> bool:
 
 
 def system_note(text: str) -> str:
-    """Return the user text for an instruction in the middle of a conversation."""
+    """Return the text of a user message that replaces an instruction within a conversation."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = "") -> str | None:
     """Return the note that replaces a part of type `kind`, or None if `kind` is not in `_UNSEEN`.
 
-    A refusal of the part would end the session, and a note lets the session continue. But if models
-    of `family` can read such a part, the function raises `InvalidRequestError` that names `place`,
-    because an answer to a note would be wrong.
+    With a note the session continues. A refusal of the part would end the session. If models of
+    `family` can read such a part, raises `InvalidRequestError` with `place`, because the client
+    expects an answer to the part and not to a note.
     """
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:
@@ -184,7 +183,7 @@ def is_unseen(value: Mapping[str, Any]) -> bool:
 
 
 def find_text(part: Mapping[str, Any], fields: Sequence[str] = _CONTENT_FIELDS) -> str:
-    """Return the text of a part or item of any type: the first of `fields` with text, or "".
+    """Return the text of a part or item: the first of `fields` that has text, or "".
 
     The value of a field may be text, an object with the field "text", or a list of both.
     """
@@ -211,8 +210,8 @@ def show_unknown(part: Mapping[str, Any]) -> str:
 def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     """Split an answer with reasoning tags in its content into reasoning and content.
 
-    A think block at the start is the reasoning. A later think block is a quotation, and so is a
-    closing tag after a quotation mark if no opening tag precedes it. The reasoning is "" for a
+    A think block at the start is the reasoning. A later think block is a quotation. A closing tag
+    without an opening tag is a quotation if it follows a quotation mark. The reasoning is "" for a
     quotation, so that templates do not split the content at its tags. The reasoning is None for
     other content, which a template may split itself.
     """
@@ -242,7 +241,7 @@ def _check_message(
     checked = {key: value for key, value in message.items() if key not in _REASONING}
     given = message.get("content")
     if role != "assistant":
-        # Templates separate the parts of a tool result, so its notes need no line of their own.
+        # Templates separate the parts of a tool result, so its notes need no line breaks.
         joins = role != "tool"
         checked["content"] = _read_content(
             given, i, family, joins_notes=joins, takes_images=takes_images
@@ -296,7 +295,7 @@ def _split_results(message: Any) -> list[Any]:
 
 
 def _find_calls(content: Any) -> list[dict[str, Any]]:
-    """Return the parts of an answer that are tool calls, in the form of `tool_calls`."""
+    """Return the tool calls among the parts of an answer, in the form of `tool_calls`."""
     calls = []
     for part in content if isinstance(content, list) else ():
         if isinstance(part, Mapping) and part.get("type") in _CALLS:
@@ -375,7 +374,7 @@ def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
 
 
 def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
-    """Return the first reasoning that has text, or "" if all are empty, or None without any."""
+    """Return the first text of reasoning, "" if all texts are empty, or None without reasoning."""
     named: list[str] = []
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)
@@ -406,7 +405,7 @@ def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
         if isinstance(call, Mapping) and isinstance(custom := call.get("custom"), Mapping):
             arguments = {
                 "input": custom.get("input")
-            }  # the form of custom tools in the Responses API
+            }  # form of a custom tool call in the Responses API
             function = {"name": custom.get("name"), "arguments": arguments}
         if not isinstance(function, Mapping):
             _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
@@ -446,7 +445,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _refuse(i, f"answers no call; {problem}")
         ordered.append(message)
         i += 1
-        if "tool_calls" in message and i < len(messages):  # calls at the end need no results
+        if "tool_calls" in message and i < len(messages):  # the last calls need no results
             end = i
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1

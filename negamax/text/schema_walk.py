@@ -6,7 +6,7 @@ from urllib.parse import unquote
 
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 
-# type of a value that `json` parsed -> JSON type; other values are objects
+# Python type from `json` -> JSON type; values of other Python types are objects
 _TYPE_NAMES = {
     type(None): "null",
     bool: "boolean",
@@ -110,7 +110,7 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def infer_type(node: Mapping[str, Any]) -> str | None:
-    """Return the JSON type that all keywords of `node` apply to, or None without a single type."""
+    """Return the only JSON type that the keywords of `node` apply to, or None for several types."""
     found = {name for name, keywords in _KEYWORDS.items() if not keywords.isdisjoint(node)}
     return found.pop() if len(found) == 1 else None
 

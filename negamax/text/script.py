@@ -29,18 +29,18 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An answer, and conditions for it. A condition that is absent always holds."""
+    """An answer and the conditions of its use. An absent condition always holds."""
 
     # "tool": tool results follow the last answer of the prompt; "user": only user messages follow
     role: Literal["user", "tool"] | None = None
-    message: str | None = None  # regular expression for the messages after the last answer
-    prompt: str | None = None  # regular expression for the prompt, with tools and system prompt
+    message: str | None = None  # regular expression that the messages after the last answer contain
+    prompt: str | None = None  # regular expression that the whole prompt contains
     thinking: str = ""
     content: str = ""
     calls: list[ScriptedCall] = msgspec.field(name="call", default_factory=list)
 
     def fits(self, prompt: str, *, role: str, message: str) -> bool:
-        """Return whether the conditions hold for `prompt`, whose new messages are `message`."""
+        """Return whether the conditions hold. `message` is the text of the new messages."""
         return (
             self.role in (None, role)
             and (self.message is None or re.search(self.message, message) is not None)
@@ -50,8 +50,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: list[Rule] = msgspec.field(name="rule")
-    context_length: int = 196_608  # tokens of prompt and output together
-    tokens_per_second: float = 60.0  # rate of each stream
+    context_length: int = 196_608  # limit of the tokens of prompt and output together
+    tokens_per_second: float = 60.0  # output rate of each stream
 
 
 def read_script(name: str) -> Script:
@@ -80,7 +80,7 @@ def read_script(name: str) -> Script:
 
 
 class ScriptedAnswers:
-    """Answers prompts by the rules of a script. The model's template writes the answers."""
+    """Answers prompts by the rules of a script. The model's chat template renders the answers."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ScriptedAnswers:
         self._bodies = [_render_body(rule, template, output_format) for rule in script.rules]
 
     def answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens of the answer and the end token, or only the latter if no rule fits."""
+        """Return the tokens of the answer and the end token, or only the end token."""
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
         role, message = find_new_messages(prompt, self._format)
         for rule, body in zip(self._script.rules, self._bodies, strict=True):
@@ -107,17 +107,17 @@ class ScriptedAnswers:
         return [self._eos]
 
     def _open(self, rule: Rule, body: str, prompt: str) -> str:
-        """Return the text that follows `prompt`. `body` begins with the closing think tag."""
+        """Return the answer to `prompt`. `body` begins with the closing think tag."""
         if self._format.opens_reasoning(prompt):
             return rule.thinking + body
         return body.partition(self._format.think_close)[2].lstrip("\n")
 
 
 def find_new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
-    """Return role and text of the messages after the last answer. Tool results give "tool"."""
+    """Return role and text of the messages after the last answer."""
     turns = [turn.partition("\n") for turn in prompt.split(output_format.turn_open)[1:]]
     if turns and turns[-1][0] == output_format.assistant:
-        turns.pop()  # the open turn, in which the answer will be
+        turns.pop()  # the open turn of the assistant
     last_answer = max(
         (i for i, (role, _, _) in enumerate(turns) if role == output_format.assistant), default=-1
     )

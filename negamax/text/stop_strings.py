@@ -9,8 +9,7 @@ from negamax.base.errors import InvalidRequestError
 class StopMatcher:
     """Aho-Corasick automaton of the stop strings, with one step per character.
 
-    A state stands for the longest suffix of the text that begins a stop string. State 0 stands for
-    the empty suffix.
+    A state stands for the longest suffix of the text that begins a stop string; 0 for no suffix.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -19,10 +18,10 @@ class StopMatcher:
             raise InvalidRequestError(
                 "stop has an empty string; give each stop string at least 1 character", param="stop"
             )
-        self._next: list[dict[str, int]] = [{}]  # by state: character -> next state
-        self._fallback = [0]  # by state: state of the longest proper suffix
-        self._depth = [0]  # by state: length of the suffix
-        self._match: list[str | None] = [None]  # by state: longest stop string that ends there
+        self._next: list[dict[str, int]] = [{}]  # state -> character -> next state
+        self._fallback = [0]  # state -> state of the longest proper suffix
+        self._depth = [0]  # state -> length of the state's suffix
+        self._match: list[str | None] = [None]  # state -> longest stop string at its end
         for stop in stops:
             self._insert(stop)
         queue = deque(self._next[0].values())
@@ -35,13 +34,13 @@ class StopMatcher:
                 queue.append(child)
 
     def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
-        """Read `text`. Return the first stop string (or None), where it ends, and the new state."""
+        """Read `text`. Return the first stop string (or None), its end, and the new state."""
         for offset, char in enumerate(text):
             state = self._step(state, char)
             matched = self._match[state]
             if matched is not None and may_match:
                 return matched, offset + 1, state
-        # After a complete stop string that was ignored, only a shorter suffix may become another.
+        # After an ignored stop string, only a shorter suffix may become another stop string.
         while state and not self._next[state]:
             state = self._fallback[state]
         return None, len(text), state
@@ -117,7 +116,7 @@ class StoppableText:
         self._state = 0
 
     def begin(self, *, is_before_word: bool) -> None:
-        """Begin or continue content. After `is_before_word`, leading space is in no stop string."""
+        """Begin or continue content. With `is_before_word`, stop strings exclude leading space."""
         self.release()
         self._is_before_word = is_before_word
 

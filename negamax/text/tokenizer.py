@@ -22,19 +22,19 @@ from negamax.config.json_file import read_file, read_json_object
 from negamax.text.confined import Confined
 from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 
-# Tokens of an answer's structure. The parser needs these tokens, so they stay in the text even if a
-# checkpoint flags them as control tokens.
+# Tags in answers. The parser needs these tokens, so they stay in the text even if a checkpoint
+# flags them as control tokens.
 STRUCTURE_TOKENS = frozenset({
     "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>", "<mm:think>",
     "</mm:think>", "]<]minimax[>[",
 })  # fmt: skip
 
-# Types of parts of a tokenizer that process each text between added tokens separately.
+# Normalizers and pre-tokenizers that process each text between added tokens separately.
 _LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
 _LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
 _POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # do not change ids
 
-# Limits, because every text of a conversation is compared with parts of all added tokens.
+# Limits of added tokens, because every text of a conversation is compared with each of them.
 MAX_ADDED_TOKENS, MAX_ADDED_CHARS = 4096, 65_536
 
 _REMEDY = "download the checkpoint again, or copy the file from the original repository"
@@ -53,11 +53,11 @@ class Tokenizer:
         self, definition: str, *, config: Mapping[str, Any], source: str = "tokenizer.json"
     ) -> None:
         """`definition` is the text of tokenizer.json, `config` the object in
-        tokenizer_config.json. `source` names the definition in messages. Errors: `CheckpointError`.
+        tokenizer_config.json. Errors call the definition `source`. Errors: `CheckpointError`.
         """
         try:
             self._backend = tokenizers.Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises bare Exception for every defect
+        except Exception as error:  # the library raises `Exception` for every defect
             raise CheckpointError(
                 f"{source} is not a valid tokenizer: {error}", hint=_REMEDY
             ) from error
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether another process encodes, so that event loops should call `encode` in a thread."""
+        """Whether `encode` waits for another process, so event loops must call it in a thread."""
         return self._confined is not None
 
     def encode(
@@ -114,9 +114,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of `text`, without added start or end tokens.
 
-        The text of an added token (`[e~[`, `<think>`, …) becomes this token, or ordinary text with
-        `allow_special=False`. A lone surrogate becomes U+FFFD. Raises `TooManyTokensError`, and the
-        errors of `Confined.call`.
+        The text of an added token (`[e~[`, `<think>`, …) becomes the id of this token. With
+        `allow_special=False` it is encoded as ordinary text. A lone surrogate becomes U+FFFD.
+        Raises `TooManyTokensError`, and the errors of `Confined.call`.
         """
         if self._confined is not None:
             assert allow_special
@@ -124,14 +124,14 @@ class Tokenizer:
         backend = self._backend if allow_special else self._plain_backend
         # `encode_batch_fast` computes no offsets
         (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
-        _check_count(len(encoding), max_tokens)  # checked before `ids` makes a long list
+        _check_count(len(encoding), max_tokens)  # check this before `ids` builds a long list
         return encoding.ids
 
     def encode_escaped(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of an escaped prompt (`text.escaping`). Raises errors as `encode`.
 
-        The text of an added token without escapes becomes this token. All other text is encoded as
-        ordinary text without its escapes.
+        The text of an added token that contains no escape becomes the id of this token. All other
+        text is encoded as ordinary text without its escapes.
         """
         if self._confined is not None:
             return self.encode_parts([text], max_tokens=max_tokens)[0].tolist()
@@ -169,7 +169,7 @@ class Tokenizer:
         return TokenEscaper(self._added_ids, structure=STRUCTURE_TOKENS)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids` without control tokens. Invalid UTF-8 becomes U+FFFD."""
+        """Decode `ids` to text without control tokens. Invalid UTF-8 becomes U+FFFD."""
         kept = (i for i in ids if not (skip_special_tokens and i in self._special))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
 
@@ -231,13 +231,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Pattern of all added tokens, longest first, which matches nothing if there are none."""
+        """Pattern of all added tokens, longest first. Without added tokens it matches nothing."""
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The same BPE without added tokens. It shares the vocabulary and needs little memory."""
+        """The BPE tokenizer without added tokens. It shares the vocabulary with `_backend`."""
         plain = tokenizers.Tokenizer(self._backend.model)
         if self._backend.normalizer is not None:
             plain.normalizer = self._backend.normalizer
@@ -254,7 +254,7 @@ class Tokenizer:
         if token_id is None:
             shown = value if text is None else text
             raise CheckpointError(
-                f"{field} in tokenizer_config.json is {shown!r}, which is no token of {source}",
+                f"{field} in tokenizer_config.json is {shown!r}, which is not a token of {source}",
                 hint=_REMEDY,
             )
         return token_id
@@ -266,7 +266,7 @@ def _check_count(count: int, max_tokens: int | None) -> None:
 
 
 def _make_byte_alphabet() -> dict[str, int]:
-    """Map the characters of byte-level spellings (printable Latin-1, and U+0100 on) to bytes."""
+    """Map each character of byte-level spellings (printable Latin-1, U+0100 on) to its byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     moved = {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -277,7 +277,7 @@ _BYTE_OF = _make_byte_alphabet()
 
 
 def _decode_spelling(spelling: str) -> bytes:
-    """Return the bytes of a byte-level spelling, or its UTF-8 if a character stands for no byte."""
+    """Return the bytes of a byte-level spelling, or its UTF-8 if one character maps to no byte."""
     try:
         return bytes([_BYTE_OF[char] for char in spelling])
     except KeyError:
@@ -297,7 +297,7 @@ def _check_byte_level(definition: Mapping[str, Any], *, source: str) -> None:
 
 
 def _works_locally(definition: Mapping[str, Any]) -> bool:
-    """Return whether text before an added token never changes the tokens after it."""
+    """Return whether the tokens after an added token never depend on the text before it."""
     changes_all = definition.get("truncation") or definition.get("padding")
     if changes_all or definition["model"].get("dropout"):
         return False

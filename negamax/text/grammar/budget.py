@@ -9,12 +9,12 @@ from negamax.config.grammar import refuse_grammar
 MAX_NODES = 50_000
 MAX_BYTES = 4 << 20
 # Compiling a grammar beyond one of these sizes may take long, or end the process.
-RISKY_BYTES = 512 << 10  # bytes of a structural tag, which 80 KB of tool schemas can give
-RISKY_CHOICES = 64 << 10  # bytes of choices
+RISKY_BYTES = 512 << 10  # bytes of a structural tag; 80 KB of tool schemas can expand to this size
+RISKY_CHOICES = 64 << 10  # bytes of all strings of a choice grammar
 RISKY_LEVELS = 1000  # levels of nested rules
 RISKY_LITERAL = 16 << 10  # characters of a literal
 RISKY_FORMATS = 200  # formats in a client's structural tag
-MAX_REFUSALS = 8  # refused schemas of tools whose cost is returned to the budget
+MAX_REFUSALS = 8  # number of refused tool schemas whose cost is returned to the budget
 
 
 class Budget:
@@ -29,10 +29,10 @@ class Budget:
 
     @contextmanager
     def restore_on_refusal(self, *, is_final: bool) -> Iterator[list[str]]:
-        """Catch a refusal, append its message to the list, and undo what the block spent.
+        """Catch a refusal within the `with` block, list its message, and return the block's cost.
 
-        With `is_final` the refusal is raised again. From `MAX_REFUSALS` refusals on, nothing is
-        undone, so that many large schemas together exceed the budget.
+        With `is_final` the refusal is raised again. From refusal `MAX_REFUSALS` on, the cost is not
+        returned, so that many large schemas together exceed the budget.
         """
         spent, refusals = (self._nodes, self._bytes), list[str]()
         try:
@@ -46,7 +46,7 @@ class Budget:
                 self._nodes, self._bytes = spent
 
     def note_format(self, *, is_harmless: bool) -> None:
-        """Count a format of a client's structural tag. Many alternatives compile slowly."""
+        """Count a format of a client's structural tag. Tags with many formats compile slowly."""
         self._formats += 1
         self.is_risky |= not is_harmless or self._formats > RISKY_FORMATS
 

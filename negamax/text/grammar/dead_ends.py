@@ -11,8 +11,8 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# Versions of serialized grammars that xgrammar 0.2.8 and 0.2.9 write. Fields that this module reads
-# are equal in "v16" and "v18".
+# Versions of serialized grammars that xgrammar 0.2.8 and 0.2.9 write. Both versions have the fields
+# that this module reads, with the same meaning.
 VERSIONS = ("v16", "v18")
 
 RuleT = TypeVar("RuleT", bound=Hashable)
@@ -25,13 +25,13 @@ class _Kind(IntEnum):
 
     STRING = 0  # bytes
     CHARACTERS = 1  # 1 if the class is negated; first and last character of each range
-    ANY_CHARACTERS = 2  # any number of characters of a class; integers as in CHARACTERS
+    ANY_CHARACTERS = 2  # any number of characters of a class; the integers of CHARACTERS
     EMPTY = 3
     RULE = 4  # number of the rule
     SEQUENCE = 5  # expressions
     CHOICES = 6  # expressions
     TAG_DISPATCH = 7  # (trigger, rule) of each tag; 1 if more tags may follow; excluded texts
-    REPEAT = 8  # a rule; least and most times
+    REPEAT = 8  # a rule, and the least and the largest number of repeats
     TOKEN = 9  # the allowed tokens
     # number of tags; (token, rule) of each tag; 1 if more tags may follow; excluded tokens
     TOKEN_TAG_DISPATCH = 11
@@ -42,15 +42,15 @@ class _Symbol(NamedTuple):
 
     rule: int | None = None
     is_optional: bool = False
-    can_end: bool = True  # text or tokens can be produced
-    writes: bool = True  # the produced text is not empty
+    can_end: bool = True  # the part has a finite text
+    writes: bool = True  # the part has a text that is not empty
 
 
 def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:
     """Return a message if an output can reach a dead end, else None.
 
-    At a dead end the output cannot end and may have no allowed token. The grammar does not use
-    `stop_token_ids` as tags. The search takes time linear in the size of the grammar.
+    At a dead end the output cannot end and may have no allowed token. Tokens in `stop_token_ids`
+    are not treated as tags of the grammar. The search takes time linear in the size of the grammar.
     """
     grammar = json.loads(serialized)
     if grammar["__VERSION__"] not in VERSIONS:

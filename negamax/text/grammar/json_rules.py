@@ -1,8 +1,8 @@
 """Writer of GBNF grammars for JSON that follows a schema, and for texts of a regular language.
 
 Numbers have no needless fractions and exponents. Members of objects are in the order of the schema.
-Strings with length limits have only the escapes that JSON requires, so that rules can count their
-characters.
+Strings with length limits contain only the escapes that JSON requires, so that rules can count the
+characters of a string.
 """
 
 import json
@@ -39,9 +39,9 @@ _LITERAL: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST_CH
 _RAW: Ranges = ((0x01, 0xD7FF), (0xE000, LAST_CHARACTER))  # NUL would end a text in xgrammar
 _HEX = "0123456789abcdef"
 
-_BLOCK = 8  # characters per block of a long run
-_MAX_CHAIN = 3 * _BLOCK  # longer runs are written as repeated blocks
-_MAX_PLAIN_STATES = 128  # a language with more states is written as an expression if it has one
+_BLOCK = 8  # a long run of one character class is written in blocks of this many characters
+_MAX_CHAIN = 3 * _BLOCK  # characters; a longer run is written as repeated blocks
+_MAX_PLAIN_STATES = 128  # a language with more states becomes a regular expression if possible
 
 _COMMON = r"""
 text ::= "\"" letters
@@ -64,8 +64,8 @@ class Rules:
     """The rules of one grammar.
 
     For JSON, `ahead` is a lookahead expression of the text that follows a string or number. With
-    `ahead` the compiler decides in advance about tokens that extend beyond a value. Without `ahead`
-    the matcher tries each such token for every mask.
+    `ahead` the compiler decides which tokens that extend beyond a value are allowed. Without
+    `ahead` the matcher tries each of these tokens for every mask.
     """
 
     def __init__(self, languages: Languages, *, ahead: str | None = None) -> None:
@@ -176,7 +176,7 @@ class Rules:
         return f"{start}_{length}"
 
     def _spell(self, part: int) -> str:
-        """Return the GBNF of the expression `part`, which has no markers and complements."""
+        """Return the GBNF of the expression `part`, which has no markers and no complements."""
         pieces = []
         while True:
             match self._languages.nodes[part]:
@@ -368,7 +368,7 @@ class JsonRules:
             return _Alternative(f"{lead} {text} {following}", (*needed, following))
 
         def write_end(count: int) -> list[_Alternative]:
-            """Return the alternatives after the listed entries, of which `count` were written."""
+            """Return the alternatives after the listed entries. `count` entries were written."""
             ways = [_Alternative(self._space if count else '""')] if count >= least else []
             if other is None or (most is not None and count >= most):
                 return ways
@@ -391,8 +391,7 @@ class JsonRules:
             skipped = name_of(place + 1, count)
             return ways if is_required else [*ways, _Alternative(skipped, (skipped,))]
 
-        # The first rule lists all entries that may come first, because a chain of rules that may be
-        # empty is slow to compile.
+        # The first rule lists all first entries, because a chain of optional rules compiles slowly.
         first = next((place for place, (_, needed) in enumerate(entries) if needed), length)
         begin = [] if is_tuple or most == 0 else [write_entry(place, 0) for place in range(first)]
         rules.define(name_of(0, 0), [*begin, *write_rest(0 if is_tuple else first, 0)])
@@ -403,7 +402,7 @@ class JsonRules:
         return name_of(0, 0)
 
     def _write_other(self, shape: ObjectShape) -> str | None:
-        """Add a rule for one member that is not listed, or return None if there can be none."""
+        """Add a rule for one unlisted member. Return None if the schema forbids such members."""
         ways = []
         for language, nodes in shape.others:
             value = self._name(nodes)

@@ -53,7 +53,7 @@ MAX_LEVELS = 100  # levels of nested references and alternatives
 MAX_DIGITS = 40  # digits of a bound of numbers
 MAX_PATTERNS = 4  # patterns for names of members of one object
 MAX_EXCLUDED = 400  # characters of names that an automaton excludes
-_MAX_COMPARED_LEVELS = 3  # levels of schemas that are compared to tell alternatives apart
+_MAX_COMPARED_LEVELS = 3  # nesting levels to which two alternatives are compared
 
 
 class Schemas:
@@ -69,15 +69,15 @@ class Schemas:
         self._patterns: dict[str, Language | None] = {}
         self._made: dict[tuple[object, ...], Any] = {}  # origin -> derived schema
         self._kept: list[Nodes] = []  # keeps schemas alive, because keys contain their `id`
-        self._choices: list[list[list[Nodes]]] = []  # branches of oneOf that are not compared yet
+        self._choices: list[list[list[Nodes]]] = []  # uncompared branches of each oneOf
         self._compared: set[int] = set()
         self._level = 0
 
     def shapes(self, nodes: Nodes) -> list[Shape]:
-        """Return the shapes of values that follow all `nodes`. No shape means no such value.
+        """Return the shapes of values that follow all `nodes`, or [] if no value does.
 
-        Raises `InvalidRequestError` above the budget, and in a strict schema for a reference
-        without a target and for a keyword that cannot be enforced.
+        Raises `InvalidRequestError` if the schemas exceed the budget. In a strict schema, a
+        reference without a target or a keyword that cannot be enforced raises this error too.
         """
         key = frozenset(map(id, nodes))
         found = self._shapes.get(key)
@@ -105,7 +105,7 @@ class Schemas:
     # --- alternatives ---
 
     def _expand(self, node: Any, path: tuple[int, ...]) -> list[Nodes]:
-        """Return the alternatives of `node`: groups of schemas that a value follows together."""
+        """Return the alternatives of `node`. An alternative consists of schemas that all apply."""
         if not isinstance(node, Mapping):
             if self.strict and not isinstance(node, bool):
                 refuse_grammar(
@@ -181,7 +181,7 @@ class Schemas:
         )
 
     def _close(self, node: Mapping[str, Any], branch: Nodes) -> Nodes:
-        """Return `branch` of `node` with a schema for members and items not in `branch`."""
+        """Return `branch` with a schema for the members and items that it does not list."""
         for part in branch:
             for keyword in ("anyOf", "if"):
                 if self.strict and keyword in part:
@@ -205,7 +205,7 @@ class Schemas:
         return (*branch, made)
 
     def _made_of(self, kind: str, origin: Any, make: Callable[[], Any]) -> Any:
-        """Return the schema that `make` derives from `origin`, and always the same object."""
+        """Return the schema that `make` derives from `origin`. Equal calls return one object."""
         parts = origin if isinstance(origin, tuple) else (origin,)
         key = (kind, *(frozenset(map(id, p)) if isinstance(p, tuple) else id(p) for p in parts))
         if key not in self._made:
@@ -407,7 +407,7 @@ class Schemas:
         listed: dict[str, Nodes],
         choose: Callable[[str | None, Iterable[str]], Nodes],
     ) -> list[tuple[Language | None, Nodes]]:
-        """Return languages of names that are not listed, each with the schemas of such members."""
+        """Return languages of unlisted names, each with the schemas of their members."""
         languages = self.languages
         base: list[Language] = []
         if allowed:
@@ -437,7 +437,7 @@ class Schemas:
         return self.languages.whole(self.languages.text(text))
 
     def _exclude(self, names: Iterable[str]) -> Language | None:
-        """Return all texts except `names`. Long names exclude all texts that begin like a name."""
+        """Return all texts except `names` and, if `names` are long, texts that begin like them."""
         languages, texts = self.languages, list(names)
         if not texts:
             return None
@@ -509,7 +509,7 @@ class Schemas:
         self._level -= 1
 
     def _are_apart(self, one: Shape, other: Shape) -> bool:
-        """Return whether certainly no value has both shapes."""
+        """Return True if no value can have both shapes, and False if this is not certain."""
         kinds = {one.type, other.type}
         if len(kinds) > 1 and kinds != {"integer", "number"}:
             return True
@@ -546,7 +546,7 @@ _ANNOTATIONS = {
 
 
 def _cross(groups: list[list[Nodes]], budget: Budget) -> list[Nodes]:
-    """Return every combination of one branch per group, each joined to one branch."""
+    """Return every choice of one branch per group, with the schemas of its branches joined."""
     found: list[Nodes] = [()]
     for group in groups:
         if len(group) > 1 or len(found) > 1:

@@ -1,8 +1,9 @@
 """Regular languages with intersections and complements, computed by derivatives.
 
 An expression is an integer that a `Languages` object assigns; equal expressions have the same
-integer. Anchors of patterns are markers, characters beyond Unicode: `BEGIN` and `END`.
-Source: Owens, Reppy, Turon, "Regular-expression derivatives re-examined" (2009).
+integer. Markers stand for the anchors of patterns. Markers are integers outside the range of
+Unicode: `BEGIN` and `END`. Source: Owens, Reppy, Turon, "Regular-expression derivatives
+re-examined" (2009).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,14 +13,14 @@ Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint, both ends included
 
 BEGIN, LAST_CHARACTER, END = -1, 0x10FFFF, 0x110000
 MAX_STATES = 1000  # states of one automaton
-MAX_STEPS = 30_000  # transitions of one automaton, counted by ranges of characters
+MAX_STEPS = 30_000  # transitions of one automaton; a range of characters counts as one
 
 
 class Language(NamedTuple):
     """A set of texts."""
 
-    ended: int  # expression of the texts, each followed by the marker `END`
-    plain: int | None = None  # expression without markers and complements; None: not known
+    ended: int  # expression that matches each text of the set followed by the marker `END`
+    plain: int | None = None  # the set as an expression without markers and complements
 
 
 class State(NamedTuple):
@@ -35,7 +36,7 @@ class Languages:
         self._known: dict[tuple[object, ...], int] = {}
         self._derived: dict[tuple[int, int], int] = {}
         self._cuts: dict[int, frozenset[int]] = {}
-        # expression -> states of its automaton, or a number of states that it exceeds
+        # expression -> states of its automaton, or a number of states that the automaton exceeds
         self._automata: dict[int, list[State] | int] = {}
         self.none = self._intern(("set", ()), is_nullable=False)
         self.empty = self._intern(("empty",), is_nullable=True)
@@ -168,7 +169,7 @@ class Languages:
         return self.nullable[self.derive(state, END)]
 
     def find_automaton(self, language: Language, *, most: int = MAX_STATES) -> list[State] | None:
-        """Return the states from which an end can be reached. The start state is first.
+        """Return all states from which an end state can be reached, with the start state first.
 
         An empty language has no states. Returns None if there are more than `most` states.
         """
@@ -178,7 +179,7 @@ class Languages:
         return None if isinstance(known, int) else known
 
     def _find_states(self, start: int, most: int) -> list[State] | int:
-        """Return the states, or a number that the states exceed."""
+        """Return the states, or a limit that the number of states exceeds."""
         numbers, order, num_steps = {start: 0}, [start], 0
         steps: list[list[tuple[Ranges, int]]] = []
         for state in order:  # `order` grows within the loop
@@ -199,7 +200,7 @@ class Languages:
         return _keep_live([self.nullable[self.derive(state, END)] for state in order], steps)
 
     def derive(self, part: int, char: int) -> int:
-        """Return the derivative: the expression of texts that may follow a first `char`."""
+        """Return the derivative: the expression that matches what may follow a first `char`."""
         key = (part, char)
         known = self._derived.get(key)
         if known is None:
@@ -271,7 +272,7 @@ class Languages:
         return ranges
 
     def read_run(self, language: Language) -> tuple[Ranges, int, int | None] | None:
-        """Return class, least and most count of a repeated class of characters, else None."""
+        """Return the character class that a language repeats and its limits, else None."""
         if language.plain is None:
             return None
         match self.nodes[language.plain]:

@@ -1,6 +1,6 @@
 """Compiler of grammars for one vocabulary, and matcher of tokens, both by xgrammar.
 
-Only the grammar process imports this module, because xgrammar imports torch and transformers, which
+Only the grammar process imports this module, because xgrammar's import of torch and transformers
 takes seconds.
 """
 
@@ -19,9 +19,9 @@ from negamax.text.tokenizer import Tokenizer
 CACHE_BYTES = 512 << 20
 CACHE_ENTRIES = 512
 
-Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], bit i of byte j: token 8 j + i may come next
+Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)] bytes; bit i of byte j allows token 8 j + i
 
-_TAG_PREFIX = b"\xff\xff"  # invalid UTF-8, which no grammar of texts can match
+_TAG_PREFIX = b"\xff\xff"  # bytes of invalid UTF-8, which no grammar of texts can match
 
 
 class GrammarCompiler:
@@ -36,7 +36,7 @@ class GrammarCompiler:
         num_threads: int,
         token_tags: Collection[str],
     ) -> None:
-        """`vocab_size` may include padding. `token_tags` are tags that match only as tokens."""
+        """`vocab_size` may include padding. `token_tags` are tags that match tokens only."""
         self.vocab_size = vocab_size
         vocabulary = [_spell(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(
@@ -85,11 +85,9 @@ class GrammarCompiler:
 
 
 class TagBits:
-    """Mask bits of the tags that are tokens.
-
-    In raw text that ends at a closing tag, xgrammar allows every token and so all tags. Where the
-    grammar requires a tag, the mask does not allow all tags. So a mask that allows all tags belongs
-    to raw text.
+    """Mask bits of the tags that are tokens. In raw text up to a closing tag, xgrammar allows every
+    token, including all tags. Where the grammar requires a tag, the mask does not allow all tags.
+    So a mask that allows all tags belongs to raw text.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -110,7 +108,7 @@ class GrammarMatcher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the output followed the grammar to an end and then took an end token."""
+        """Whether the output followed the grammar to an end and was ended by an end token."""
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:
@@ -138,7 +136,7 @@ class GrammarMatcher:
 
 
 def _spell(tokenizer: Tokenizer, token_id: int, token_tags: Collection[str]) -> bytes:
-    """Return a token's bytes: b"" for control tokens, bytes outside UTF-8 for `token_tags`."""
+    """Return a token's bytes: b"" for control tokens, invalid UTF-8 for `token_tags`."""
     text = tokenizer.token_bytes(token_id)
     if not tokenizer.is_added(token_id):
         return text

@@ -24,7 +24,7 @@ from negamax.text.grammar.languages import (
 
 MAX_CHARS = 4000  # characters of a pattern
 MAX_GROUPS = 50  # levels of nested groups
-MAX_REPEATS = 100_000  # product of the limits of nested repeats
+MAX_REPEATS = 100_000  # largest product of the upper limits of nested repeats
 MAX_PLACES = 20  # decimal places of `multipleOf`
 MAX_ENDINGS = 100  # different last digits of the multiples of a number
 
@@ -75,7 +75,7 @@ class _PatternReader:
         self._text, self._languages = pattern, languages
         self._place = 0
         self._level = 0
-        self._sizes: dict[int, int] = {}  # expression -> product of the limits of its repeats
+        self._sizes: dict[int, int] = {}  # expression -> product of the limits of nested repeats
         if len(pattern) > MAX_CHARS:
             self._refuse(f"has {len(pattern)} characters; at most {MAX_CHARS} are allowed")
         alternatives = [self._read_whole()]
@@ -219,7 +219,7 @@ class _PatternReader:
             name = found[2] or found[3]
             ranges = _list_categories().get(_CATEGORIES.get(name, name))
             if ranges is None:
-                self._refuse(f"has the Unicode property {name!r}, which is no general category")
+                self._refuse(f"has the Unicode property {name!r}, which is not a general category")
             return ranges if found[1] == "p" else invert(ranges)
         if found := self._match(_CODE):
             code = int(found[1] or found[2] or found[3], 16)
@@ -263,9 +263,9 @@ def read_number_bounds(
     high: Bound | None,
     steps: Iterable[str],
 ) -> Language:
-    """Return the language of decimal numbers without exponents from `low` to `high`.
+    """Return the language of the numbers from `low` to `high` in decimal without exponents.
 
-    The absolute value matches each pattern in `steps`, which `write_multiples` returns.
+    The absolute value of a number matches each pattern in `steps` (from `write_multiples`).
     """
     magnitude = languages.both(
         _read_digits(text, languages)
@@ -294,7 +294,7 @@ def read_number_bounds(
 
 
 def write_multiples(step: Decimal) -> str | None:
-    """Return a pattern of the unsigned multiples of `step`, or None if it would be too large."""
+    """Return a pattern of the unsigned multiples of `step`. Return None for a large pattern."""
     step = step.normalize()
     exponent = int(step.as_tuple().exponent)
     if -MAX_PLACES <= exponent < 0 and step == Decimal(1).scaleb(exponent):
@@ -316,7 +316,7 @@ def _read_digits(pattern: str, languages: Languages) -> int:
 
 
 def _write_at_least(bound: Decimal, is_open: bool) -> str:
-    """Return a pattern of unsigned numbers from `bound` on, without `bound` if `is_open`."""
+    """Return a pattern of the unsigned numbers >= `bound`, or > `bound` if `is_open`."""
     whole, _, part = f"{bound:f}".partition(".")
     part = part.rstrip("0")
     above = [f"[1-9][0-9]{{{len(whole)},}}"]

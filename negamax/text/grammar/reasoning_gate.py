@@ -18,9 +18,9 @@ class _GateState(enum.Enum):
 class ReasoningGate:
     """Follows the reasoning of one output.
 
-    After `budget` tokens of reasoning the closing tokens are due. With `calls_end_it`, the opener
-    of a call block ends an open reasoning. `token_bytes` is required if a marker is not a single
-    token.
+    After `budget` tokens of reasoning the gate requires the closing tokens. With `calls_end_it`,
+    the opener of a call block also ends an open reasoning. `token_bytes` is required if a marker is
+    not a single token.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class ReasoningGate:
         self._token_bytes = token_bytes
         self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
         self._state = _GateState.OPEN if reasoning.state == "open" else _GateState.UNDECIDED
-        self._num_tokens = 0  # tokens of reasoning so far
-        # while undecided: all text so far; within reasoning: text that may begin a marker
+        self._num_tokens = 0  # number of tokens of reasoning so far
+        # UNDECIDED: all text so far; OPEN: the last text, which may be the start of a marker
         self._text = b""
         self._due: deque[int] = deque()
         self._spend()
 
     @property
     def is_open(self) -> bool:
-        """Whether the output is within its reasoning, and not still undecided."""
+        """Whether the output is certainly within its reasoning."""
         return self._state is _GateState.OPEN
 
     @property
@@ -58,7 +58,7 @@ class ReasoningGate:
         return self._state is _GateState.CLOSED and not self._due
 
     def fork(self) -> Self:
-        """Return a copy that can take tokens without a change of this gate."""
+        """Return an independent copy of this gate."""
         forked = copy(self)
         forked._due = self._due.copy()
         return forked
@@ -82,7 +82,7 @@ class ReasoningGate:
         return token_id if self._reasoning.state == "optional" else passed
 
     def _spend(self) -> None:
-        """Make the closing tokens due if the budget is spent."""
+        """Require the closing tokens if the budget is spent."""
         if (
             self._state is not _GateState.CLOSED
             and not self._due
@@ -92,7 +92,7 @@ class ReasoningGate:
             self._budget = None
 
     def _decide(self, token_id: int) -> None:
-        """Decide whether the output begins with the opener, and otherwise treat it as content."""
+        """Open the reasoning if the output begins with the opener, and otherwise close it."""
         opener = self._reasoning.opener
         if opener.token_id is not None:
             self._state = _GateState.OPEN if token_id == opener.token_id else _GateState.CLOSED
@@ -133,7 +133,7 @@ class ReasoningGate:
 
 
 def needs_text(reasoning: Reasoning) -> bool:
-    """Return whether a gate needs the text of tokens, because a marker may be several tokens."""
+    """Return whether a marker is not a single token, so that a gate needs the bytes of tokens."""
     markers: list[Marker] = [reasoning.closer, reasoning.call_opener]
     if reasoning.state == "optional":
         markers.append(reasoning.opener)

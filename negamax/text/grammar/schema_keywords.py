@@ -7,7 +7,7 @@ from typing import Any
 
 from negamax.text.grammar.shapes import Nodes
 
-_LARGEST = Decimal("1e308")  # a bound beyond this number is ignored
+_LARGEST = Decimal("1e308")  # lower bounds <= -_LARGEST and upper bounds >= _LARGEST are ignored
 MAX_COUNT = 1_000_000_000  # a larger upper limit is ignored
 
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
@@ -38,7 +38,7 @@ FORMATS = {
 
 
 def find_members(node: Mapping[str, Any], name: str | None, matched: Iterable[str]) -> Nodes:
-    """Return the schemas of member `name` (None: unlisted), which matches patterns `matched`."""
+    """Return the schemas of member `name` (None: unlisted) that matches patterns `matched`."""
     found = []
     if name is not None and name in (listed := get_map(node, "properties")):
         found.append(listed[name])
@@ -66,7 +66,7 @@ def get_list(node: Mapping[str, Any], keyword: str) -> list[Any]:
 
 
 def read_items(node: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Return the schemas of the first items, and the schema of other items (None: any value)."""
+    """Return the schemas of the first items, and the schema of later items (None: any value)."""
     items = node.get("items")
     if isinstance(items, list):  # drafts before 2020-12 list the first items here
         return items, node.get("additionalItems")

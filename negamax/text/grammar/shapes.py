@@ -32,12 +32,12 @@ class TextShape:
 @dataclass(frozen=True, eq=False)
 class NumberShape:
     type: str  # "number" or "integer"
-    language: Language | None  # texts of the allowed numbers; None: any number
+    language: Language | None  # texts that spell the allowed numbers; None: any number
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayShape:
-    """An array of `least` to `most` items: schemas of the `first` items, and of other items."""
+    """An array of `least` to `most` items, with schemas of the `first` items and of later items."""
 
     first: tuple[Nodes, ...]
     others: Nodes
@@ -52,7 +52,7 @@ class ObjectShape:
 
     listed: dict[str, Nodes]  # name -> schemas, in the order of the schema
     required: frozenset[str]
-    # schemas of members that are not listed, by the language of their names; None: any name
+    # (language of names, schemas) of unlisted members; language None: any name
     others: list[tuple[Language | None, Nodes]]
     least: int
     most: int | None

@@ -22,13 +22,13 @@ from negamax.text.grammar.tag_formats import (
 )
 from negamax.text.grammar.tool_calls import CallStyles, calls_format, read_rules
 
-# formats in a client's structural tag that compile in linear time, because nothing is repeated
+# formats of a client's structural tag that compile in linear time, because they repeat nothing
 _HARMLESS = (
     "const_string", "sequence", "or", "optional", "tag", "token", "exclude_token",
     "triggered_tags", "tags_with_separator",
 )  # fmt: skip
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d+)(?:,(\d*))?\}")
-# Literals of `json_rules` contain no "|" and no line break, because `json_rules` escapes these.
+# Literals of `json_rules` contain no "|" and no line break, because `json_rules` escapes them.
 _LONG_LITERAL = re.compile(rf'"[^"|\n]{{{RISKY_LITERAL}}}')
 
 
@@ -54,7 +54,7 @@ def structural_tag(
 
 
 def _has_long_literal(part: Any) -> bool:
-    """Return whether a format has a long literal, whose compilation takes quadratic time."""
+    """Return whether a format has a long literal. Compiling a literal takes quadratic time."""
     if isinstance(part, list):
         return any(map(_has_long_literal, part))
     if not isinstance(part, dict):
@@ -65,7 +65,7 @@ def _has_long_literal(part: Any) -> bool:
 
 
 def is_simple(pattern: str) -> bool:
-    """Return whether matching a regular expression certainly needs few states at a time."""
+    """Return True if a match of a regular expression certainly needs few states at a time."""
     if len(pattern) > 1000 or "){" in pattern:
         return False
     found = list(_QUANTIFIER.finditer(pattern))

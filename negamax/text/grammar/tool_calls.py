@@ -36,20 +36,20 @@ from negamax.text.schema_walk import TYPES
 
 logger = get_logger(__name__)
 
-MAX_NAME_CHARS = 512  # longest name of a tool or argument that parsers read
+MAX_NAME_CHARS = 512  # longest name of a tool or argument that the parsers accept
 
 
 class CallStyle(ABC):
-    """A model family's syntax of calls. The methods return formats and spend the `budget`."""
+    """A model family's syntax of calls. The methods return formats and count them in `budget`."""
 
     name: str
     end_of_text: str  # text that ends a raw string
-    # pattern of argument names that no schema lists: class of the first character, class of the
-    # other characters, and the largest number of other characters
+    # pattern of argument names that no schema lists: class of the first character, class of each
+    # later character, and the largest number of later characters
     free_key: tuple[str, str, int | None]
     call_tags: tuple[str, str]  # opener and closer of a call, with {} in place of the tool's name
     argument_tags: tuple[str, str]  # opener and closer of an argument, with {} in place of its name
-    lead: Format | None = None  # white space allowed before the first block
+    lead: Format | None = None  # format of the white space allowed before the first block
     tag_ids: Mapping[str, int]  # ids of the tags that are written as tokens
 
     def __init__(
@@ -64,9 +64,9 @@ class CallStyle(ABC):
 
     @abstractmethod
     def embed_in_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        """Return the format of text that may contain `block`, at most one block if `once`.
+        """Return the format of text that may contain blocks, or at most one block if `once`.
 
-        With `no_other_calls`, the text must not call tools in any other block.
+        With `no_other_calls`, the text contains no calls outside the format `block`.
         """
 
     @abstractmethod
@@ -76,7 +76,7 @@ class CallStyle(ABC):
     def nest(
         self, shape: ArrayShape | ObjectShape, schemas: Schemas, *, depth: int
     ) -> Format | None:
-        """Return the format of an object or array in tags, or None if it is written as JSON."""
+        """Return the format of an object or array that is written in tags, or None for JSON."""
         return None
 
     def invoke(self, name: str, arguments: Format) -> Format:
@@ -170,7 +170,7 @@ class CallStyle(ABC):
                 case _:
                     in_json.append(shape)
         if self.raw() in texts:
-            texts = [self.raw()]  # raw text includes all JSON
+            texts = [self.raw()]  # the format of raw text also matches JSON
             if {shape.type for shape in shapes} >= _ALL_KINDS:
                 return self.raw()
         elif in_json:
@@ -195,8 +195,8 @@ class CallStyle(ABC):
         least, most = shape.least, shape.most
         if not least:
             return self.raw(most=most)
-        # The required characters must not begin a closing tag, which the tag's first two characters
-        # exclude.
+        # The required characters must not begin a closing tag, so they exclude the tag's first two
+        # characters in a row.
         first, second = (f"\\u{ord(char):04x}" for char in self.end_of_text[:2])
         room = None if most is None else most - least
         ways = [sequence([{"type": "regex", "pattern": f"[^{first}]"}, self.raw(most=room)])]
@@ -228,13 +228,13 @@ def tool_grammar(
 ) -> Grammar | None:
     """Return the grammar of an answer that may or must call `tools`, or None if none is needed.
 
-    `choice` is "auto", "required" or "function". With "function", the answer calls the tool `name`
-    once. Only `allowed` tools may be called. Without `parallel` there is at most one call.
+    `choice` is "auto", "required" or "function". With choice "function", the answer calls the tool
+    `name` once. Only `allowed` tools may be called. Without `parallel` there is at most one call.
     `content` is the grammar of an answer without a call.
 
-    Arguments follow their schema if the call is forced or the tool is strict. If a grammar cannot
-    enforce a schema, `calls_format` refuses a strict tool, and does not limit the arguments of
-    another tool. The caller has checked `name` and `allowed`.
+    Arguments follow the tool's schema if a call is required or the tool is strict. If a grammar
+    cannot enforce a schema, `calls_format` refuses a strict tool. The arguments of a tool that is
+    not strict are then unlimited. The caller has checked `name` and `allowed`.
     """
     functions = [tool.get("function", tool) for tool in tools]
     forced = choice != "auto"
@@ -295,8 +295,8 @@ def calls_format(
 ) -> Format:
     """Return the format of an answer that follows `rules`.
 
-    `content` is the format of an answer without a call. Raises `InvalidRequestError` above the
-    `budget`, and if a grammar cannot enforce the schema of a strict tool.
+    `content` is the format of an answer without a call. Raises `InvalidRequestError` if the schemas
+    exceed the `budget`, or if a grammar cannot enforce the schema of a strict tool.
     """
     style = styles[rules.style](rules.tag_ids, budget)
     calls = any_of([_format_call(function, style) for function in rules.functions])

@@ -1,7 +1,7 @@
-"""Readers of calls and arguments that the model wrote in another syntax than its own.
+"""Readers of calls and arguments that the model wrote in a syntax that is not its own.
 
-If any argument cannot be read, the call is not made, because a tool must not run with a part of its
-arguments.
+If one argument cannot be read, the call is dropped, because a tool must not run with some arguments
+missing.
 """
 
 import re
@@ -19,7 +19,7 @@ from negamax.text.parser.schema_values import (
 from negamax.text.parser.tag_names import quoted_name
 
 _MAX_DEPTH = 16  # levels of nested elements
-WRAPPERS = ("arguments", "parameters", "args", "input")  # names of an object of all arguments
+WRAPPERS = ("arguments", "parameters", "args", "input")  # names of the object with all arguments
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _ELEMENT = re.compile(r"\s*<([^<>/\s=]+)(\s[^<>]*)?>")
 _OPEN_TAG = re.compile(r"\s*<?parameter\s+name\s*=\s*[\"']([^\"'<>\n]+)[\"']")
@@ -27,10 +27,10 @@ _NAMED = re.compile(r"(?<![\w.-])[\w.-]++(?=[\"']?\s*[:=>])")
 
 
 def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str, str]]]:
-    """Return the calls in `text`, each with its arguments as JSON by name.
+    """Return the calls in `text`: the name of the tool, and JSON of each argument by name.
 
-    The calls are JSON objects with the name of a declared tool and arguments, in a list or one per
-    line. If `text` contains anything else, return an empty list.
+    A call is a JSON object with the name of a declared tool and with arguments. The calls are in a
+    list, or each line contains one call. If `text` contains anything else, return an empty list.
     """
     text = _strip_fence(text)
     if not text.startswith(("{", "[")):
@@ -55,7 +55,7 @@ def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str
 
 
 def read_members(text: str, schema: ValueSchema) -> dict[str, str] | None:
-    """Return the members of a JSON object or of elements as JSON, or None for other text."""
+    """Return the JSON of each member of an object (JSON or elements), or None for other text."""
     text = _strip_fence(text)
     if not text.startswith("{"):
         return _read_elements(text, schema, depth=0)
@@ -76,14 +76,14 @@ def read_value(text: str, schema: ValueSchema) -> str:
 
 
 def may_hold_argument(text: str, schema: ValueSchema) -> bool:
-    """Return whether `text` looks like an argument and not like words beside a call."""
+    """Return whether `text` looks like an argument. False means that it looks like prose."""
     if text.lstrip().startswith(("{", "[", "<")):
         return True
     return any(name == "name" or schema.lists(name) for name in _NAMED.findall(text))
 
 
 def find_key(text: str, schema: ValueSchema, taken: Iterable[str]) -> tuple[str, str]:
-    """Find key and value in the text before a closing tag whose opening tag is damaged.
+    """Find key and value in the text from a damaged opening tag to a closing tag.
 
     The rest of the opening tag contains the key: `parameter name="path">a.txt`. The key is "" if
     the schema lists no such member.

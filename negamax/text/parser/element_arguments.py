@@ -2,14 +2,14 @@
 
 The schema decides the type of an element. Without a schema, an element with children is an object,
 or an array if all children are items. An element with text is a string, except for the bare words
-true, false and null. White space between elements is ignored, and other text there is dropped.
-Strings, and objects and arrays of a known type, are written while they grow.
+true, false and null. White space and other text between elements are dropped. Strings, and objects
+and arrays of a known type, are written while they grow.
 
 A member of unknown type in a nested object is written at the end of this object, because a repeated
-name makes a list. Text where an array is allowed is written at the end too, because arrays and
-items of one name are joined. The next element with the name of a written array adds items to the
-array. If another element is between the array and this element, the whole array is written again.
-Any other member with a repeated name is written twice, and common JSON readers take the last value.
+name makes a list. If the schema allows an array, text is written at the end too, because arrays and
+items of one name are joined. If the element after an array has the same name, it adds items to the
+array. If other elements are between them, the array with all items is written again at the end. Any
+other member with a repeated name is written twice. Common JSON readers use the last value.
 
 If text in a container begins with a marker, the model left out the opener of an element. The name
 of the element is then the name in its closer.
@@ -38,7 +38,7 @@ _WORDS = ("true", "false", "null")  # if the type is unknown, these words are no
 
 
 class _Shape(enum.Enum):
-    """The decided type of an element. The children of a tree decide if it is an object or array."""
+    """The decided type of an element. A TREE's children decide if it is an object or array."""
 
     UNDECIDED = "text, or nothing yet"
     STRING = "a string that is being written"
@@ -57,7 +57,7 @@ class _Element:
     name: str
     key: str | None  # key of the element's value; None in an array
     schema: ValueSchema
-    waits: bool  # the value is written at the end of the container
+    waits: bool  # the value is stored, and written at the end of the container
     is_collected: bool  # the element is written as a whole when it ends
     shape: _Shape = _UNDECIDED
     text: list[str] = field(default_factory=list)  # text that is not written yet
@@ -72,11 +72,11 @@ class _Element:
     may_be_over: bool = False  # a closer with another name followed the last child
     is_implied: bool = False  # the element is an item without an item tag
     is_marked: bool = False  # the text begins with a marker
-    mark: int = 0  # place of the opening bracket in the arguments
+    mark: int = 0  # index of the opening bracket in the written arguments
     ended: "_Element | None" = None  # last member, an array whose bracket is not closed yet
     # an ended array of the same name to which this element adds items
     resumed: "_Element | None" = None
-    arrays: dict[str, str] = field(default_factory=dict)  # name of a closed array -> its items
+    arrays: dict[str, str] = field(default_factory=dict)  # name of a closed array -> items as JSON
     waiting: set[str] = field(default_factory=set)  # names of `values`
 
 
@@ -98,7 +98,7 @@ class ElementArguments:
 
     @property
     def is_in_text(self) -> bool:
-        """Whether the innermost open element may contain text."""
+        """Whether the innermost open element is text, or empty so far."""
         return self._open[-1].shape in (_UNDECIDED, _STRING)
 
     @property
@@ -130,7 +130,7 @@ class ElementArguments:
         return self._open[-1].schema.lists(name)
 
     def add_text(self, text: str) -> None:
-        """Take text. In a container, the next tag decides about the text."""
+        """Take text. In a container, the next tag decides whether the text is dropped."""
         element = self._open[-1]
         if element.shape is _STRING:
             self._calls.string_text(text)
@@ -171,9 +171,9 @@ class ElementArguments:
     def close(self, name: str, tag: str) -> None:
         """Take the closer of the element `name`. `tag` is the text of the closer.
 
-        A closer with another name ends an open text, and the correct closer may follow. The closer
-        of an outer element closes all inner elements too. Any other closer without an open element
-        is dropped.
+        A closer with a wrong name also ends an element with text. The correct closer may follow.
+        The closer of an outer element closes all inner elements too. Any other closer of an element
+        that is not open is dropped.
         """
         wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
         element = self._open[-1]
@@ -211,8 +211,8 @@ class ElementArguments:
     def _drop_text(self, element: _Element, *, before: str | None = None) -> None:
         """Drop the text of a container, unless the text contains arguments.
 
-        A marker before the element `before` may be the rest of an opener. If the element fits into
-        exactly one listed member, the opener of this member is assumed.
+        A marker before the element `before` may be the rest of an opener. If exactly one listed
+        member can contain the element `before`, this member is opened.
         """
         text, element.text = "".join(element.text), []
         is_marked, is_blank = element.is_marked, element.is_blank
@@ -257,7 +257,7 @@ class ElementArguments:
         return can_hold and (element.is_marked or element.schema.lists(name))
 
     def _add_unopened(self, element: _Element, name: str) -> None:
-        """Add the text of the container `element` as its member `name`."""
+        """Add the text of the container `element` as the member `name` of this container."""
         text, element.text = "".join(element.text), []
         is_marked, element.is_marked = element.is_marked, False
         element.is_blank = True
@@ -265,7 +265,7 @@ class ElementArguments:
             self._become_container(element)
         self._begin(name)
         text = text.lstrip().removeprefix(self._marker) if is_marked else text.strip()
-        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # what is left of the opener
+        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # rests of the opener
         self.add_text(text.removeprefix(next(filter(text.startswith, left), "")))
         self._close()
 
@@ -281,7 +281,7 @@ class ElementArguments:
     def _level_for(self, name: str, *, may_guess: bool) -> int | None:
         """Return the level of the innermost outer container in which `name` may begin, or None.
 
-        With `may_guess`, the next outer container counts even if its schema lists no members.
+        With `may_guess`, the next outer container is allowed even if its schema lists no members.
         """
         last = len(self._open) - 1
         for level in range(last - 1, -1, -1):
@@ -330,7 +330,7 @@ class ElementArguments:
         container.may_be_over = False
         if container.shape is _Shape.ARRAY:
             schema = container.schema.item(container.num_children)
-            # A member of an item's object begins the item, if the item tag was left out.
+            # If the model left out the item tag, a member of the item's object begins the item.
             if name != ITEM and schema.lists(name):
                 self._push(ITEM, schema, shape=_Shape.OBJECT).is_implied = True
                 self._begin(name)
@@ -422,11 +422,11 @@ class ElementArguments:
         return element.name
 
     def _read_text(self, element: _Element) -> WaitingMember:
-        """Return the value of an element without children, which may be items of an array."""
+        """Return the value of an element without children. The value may be items of an array."""
         text, schema = "".join(element.text), element.schema
         if element.is_marked and schema.types and "string" not in schema.types:
             text = text.lstrip().removeprefix(self._marker)
-        if schema.types and "string" not in schema.types:  # drop a closer without its marker
+        if schema.types and "string" not in schema.types:  # drop a closing tag without its marker
             text = text.removesuffix(f"</{element.name}>")
         value = _convert_text(text, schema)
         if "array" not in schema.types:
@@ -435,7 +435,7 @@ class ElementArguments:
         return WaitingMember(element.name, value, items)
 
     def _continue(self, array: _Element, element: _Element) -> None:
-        """Add the text of `element` to `array`, which ended before."""
+        """Add the text of `element` as items to `array`, which was the element before it."""
         self._open[-1].ended = array
         if element.is_blank:
             return
@@ -451,7 +451,7 @@ class ElementArguments:
             self._calls.close_container()
 
     def _write_brackets(self) -> None:
-        """Write the opening brackets of the open containers before a value within them."""
+        """Write the missing opening brackets of all open containers, before a value is written."""
         if self._open[-1].is_written:
             return
         for element in self._open:
@@ -462,7 +462,7 @@ class ElementArguments:
 
 
 def _may_be_word(text: str, types: frozenset[str]) -> bool:
-    """Return whether a text that begins with `text` may become a word that is not a string."""
+    """Return whether `text` may be the start of a word such as null, which is not a string."""
     if not types:
         return any(word.startswith(text.strip()) for word in _WORDS)
     return "null" in types and "null".startswith(text)

@@ -42,7 +42,7 @@ ParserEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolArgumentsDelta
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
     name: str
-    arguments: str  # a JSON object; if not `is_whole`, the beginning of a JSON object
+    arguments: str  # a JSON object, or its beginning if `is_whole` is False
     is_whole: bool = True
 
 
@@ -56,7 +56,7 @@ class ParsedOutput:
 
 
 def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
-    """Return the answer that all events of one parser make up."""
+    """Build the whole answer from all events of one parser."""
     reasoning: list[str] = []
     content: list[str] = []
     names: list[str] = []
@@ -83,7 +83,7 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
 
 
 def merged(events: list[ParserEvent]) -> list[ParserEvent]:
-    """Join consecutive text events of one kind, so that a step gives one delta per kind."""
+    """Join consecutive text events of one kind, so that a step yields few deltas."""
     merged: list[ParserEvent] = []
     # Events of two calls have a `ToolCallStart` between them, so arguments are joined correctly.
     for _, group in groupby(events, key=type):

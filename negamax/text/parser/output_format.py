@@ -16,9 +16,9 @@ from negamax.text.tokenizer import Tokenizer
 class CallWriter:
     """Writes tool calls as events. The arguments are the text of one JSON object.
 
-    Values are added to the innermost open container: with a key to an object, with None to an
-    array. The first argument or the end of a call emits its `ToolCallStart`. A call can be
-    discarded until its `ToolCallStart` is emitted.
+    Values are added to the innermost open container. The key is None if the container is an array.
+    The first argument or the end of a call emits its `ToolCallStart`. A call can be discarded until
+    its `ToolCallStart` is emitted.
     """
 
     __slots__ = ("_closers", "_emit", "_has_members", "_index", "_name", "_written", "before_call")
@@ -26,7 +26,7 @@ class CallWriter:
     def __init__(self, emit: Callable[[ParserEvent], None]) -> None:
         self._emit = emit
         self._index = -1
-        self._name = ""  # name of the open call if `ToolCallStart` is not emitted yet
+        self._name = ""  # name of the open call until its `ToolCallStart` is emitted
         self.before_call: Callable[[], None] = lambda: None  # called before each `ToolCallStart`
         self._written: list[str] = []  # text of the arguments within containers so far
         self._closers: list[str] = []  # closing brackets of the open containers in the arguments
@@ -52,7 +52,7 @@ class CallWriter:
         return not self._name
 
     def leave_call(self) -> None:
-        """Discard a call that cannot be read, or leave the call truncated if it was announced."""
+        """Discard a call that cannot be read, or truncate the call if its start was emitted."""
         if self._name:
             self._index -= 1
             self._name = ""
@@ -61,7 +61,7 @@ class CallWriter:
 
     @property
     def mark(self) -> int:
-        """The current number of parts of the arguments, which `text_since` takes."""
+        """The number of written parts of the arguments, an argument of `text_since`."""
         return len(self._written)
 
     def text_since(self, mark: int) -> str:
@@ -72,7 +72,7 @@ class CallWriter:
         self._arguments(self._lead(key) + value)
 
     def open_string(self, key: str | None) -> None:
-        """Begin a string whose parts `string_text` adds."""
+        """Begin a string. `string_text` adds its parts."""
         self._arguments(self._lead(key) + '"')
 
     def string_text(self, text: str) -> None:
@@ -98,7 +98,7 @@ class CallWriter:
         self._emit(ToolCallEnd(self._index))
 
     def cut_call(self) -> None:
-        """End a truncated call. Clients treat "" as complete arguments, so "{" is written."""
+        """End a truncated call. If it has no arguments, write "{", because "" means {}."""
         if not self._has_members and not self._closers:
             self._arguments("{")
 
@@ -128,14 +128,14 @@ class CallBlock(ABC):
     def __init__(
         self, calls: CallWriter, *, schemas: ToolSchemas, opener: str, show: Callable[[str], None]
     ) -> None:
-        """`opener` is "" for a call without a block. `show` receives text that cannot be read."""
+        """`opener` is "" for a call without a block. `show` receives text outside calls."""
         self._calls = calls
         self._schemas = schemas
         self._opener = opener
         self._show = show
         self._has_calls = False
         self._unread: list[str] = []  # text between calls, and calls that cannot be read
-        self._num_tried = 0  # number of parts of `_unread` that contain no calls in JSON
+        self._num_tried = 0  # number of parts of `_unread` that were searched for calls in JSON
         self._raw: list[str] = []  # text of the open call until its `ToolCallStart` is emitted
         calls.before_call = self._begin_calls
 
@@ -157,12 +157,12 @@ class CallBlock(ABC):
         self._show_unread()
 
     def _leave_call(self, text: str) -> None:
-        """Give up the open call, which cannot be read because of `text`."""
+        """Discard the open call, because it contains `text`, which cannot be read."""
         self._unread += [text] if self._calls.is_announced else self._raw
         self._calls.leave_call()
 
     def _make_unread_calls(self) -> None:
-        """Make calls of the text since the last call, if it consists of calls in JSON."""
+        """If the text since the last call consists of calls in JSON, emit these calls."""
         calls = read_json_calls("".join(self._unread[self._num_tried :]), self._schemas)
         if calls:
             del self._unread[self._num_tried :]
@@ -197,8 +197,8 @@ class OutputFormat:
     beginnings: TagBeginnings
     new_block: type[CallBlock]
     may_think_again: bool  # a think opener within content begins reasoning
-    call_closers: tuple[str, ...]  # closing tags of calls that are not in `literals`
-    # tags with {} in place of a name that may contain quotes and angle brackets
+    call_closers: tuple[str, ...]  # closing tags of calls in addition to `literals`
+    # tags of calls; {} stands for a name, which may contain quotes and angle brackets
     name_tags: tuple[TagPattern, ...]
     turn_open: str = "]~b]"  # begins a turn in rendered prompts; the role follows
     turn_close: str = "[e~["
@@ -215,7 +215,7 @@ class OutputFormat:
 
     @property
     def ends_in_content(self) -> bool:
-        """Whether only content can follow the reasoning, and neither calls nor more reasoning."""
+        """Whether only content can follow the reasoning: no calls and no second reasoning."""
         has_calls = any(p.kind is not TagKind.LOOSE_THINK_CLOSE for p in self.patterns)
         return not (has_calls or self.may_think_again or self.call_open in self.literals)
 

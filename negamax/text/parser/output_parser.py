@@ -5,7 +5,7 @@ The events depend only on the text and not on how it is split into pieces, so a 
 whole answer have the same content.
 
 Rules for every format:
-- Reasoning ends at its closer, or at a call block within the reasoning. A second opener before the
+- Reasoning ends at its closing tag or at the start of a call block. A second opener before the
   first word of reasoning is dropped, and so is a second closer before the first word of content. An
   opener before the first word of content begins reasoning. Later think tags are content. With
   `OutputFormat.may_think_again`, a later opener begins reasoning if no quotation mark precedes it.
@@ -15,12 +15,12 @@ Rules for every format:
 - A call in a code block or inline code of Markdown is quoted text.
 - Another family's think closer ends reasoning if a line break or a call follows.
 - Text of a call block that cannot be read becomes content. A call with an argument that cannot be
-  read is not made. If the call was announced already, it stays truncated.
-- A think closer that is a token and closes no reasoning is dropped, because it is no quotation.
+  read is not made. If the start of the call was already emitted, the call stays truncated.
+- A think closer that closes no reasoning is dropped if it is a token (a quoted tag is no token).
 - White space between content and a call block is dropped. Line breaks at the start and end of
   reasoning and before content are dropped too.
-- Calls of undeclared tools are reported like all calls. At the end of the output, the beginning of
-  a tag is text, but dropped within a call block, so that a truncated name gives no call.
+- Calls of undeclared tools are reported too. If the output ends within a tag, the tag is text.
+  Within a call block this tag is dropped, so that a truncated name gives no call.
 - A call that is open at the end of the output is truncated. The arguments of a truncated call stay
   the beginning of a JSON object, so that clients do not run the call.
 """
@@ -61,7 +61,7 @@ class _ParserState(enum.Enum):
     BLOCK = "call block"
 
 
-# A look-up in the enumeration takes ten times as long as these names.
+# Module variables, because reading a member of the enumeration takes ten times as long.
 _REASONING, _CONTENT = _ParserState.REASONING, _ParserState.CONTENT
 
 
@@ -69,12 +69,13 @@ class OutputParser:
     """Parses one answer. Call `feed` with each list of pieces, and `finish` once at the end.
 
     `tools` are the declared tools, whose schemas decide the types of arguments. `in_reasoning`
-    means that the prompt ended within a think block, `continues` that it ended within content. Tags
-    in `tag_ids` (tag text to token id) are recognized only as tokens, other tags by their text.
+    means that the prompt ended within a think block. `continues` means that the prompt ended within
+    content. The parser recognizes tags in `tag_ids` (text -> token id) only as tokens, and other
+    tags by their text.
 
-    A string of `stop` ends the answer if it occurs in the content, but not in reasoning and calls.
-    With `includes_stop` the content includes the stop string. After `matched_stop` is set, no event
-    follows.
+    A string in `stop` ends the answer if it occurs in the content. Reasoning and calls are not
+    searched. With `includes_stop` the content includes the stop string. After `matched_stop` is
+    set, no event follows.
     """
 
     __slots__ = (
@@ -131,8 +132,8 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
-        self._closer = ""  # another family's think closer that the next lexeme decides about
-        # a call opener that the next tag decides about, and the white space after the opener
+        self._closer = ""  # held think closer of another family; the next lexeme decides
+        # held call opener and the white space after it; the next tag decides whether a block begins
         self._opener: list[str] = []
         self._opener_is_loose = False
         self._is_after_block = False  # only white space has followed the last block
@@ -150,7 +151,7 @@ class OutputParser:
         return None if self._stoppable is None else self._stoppable.matched
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Take pieces, and return final events. Unless `may_stop`, stop strings are ignored."""
+        """Take pieces, and return final events. Stop strings are ignored if `may_stop` is False."""
         if self._stoppable is not None:
             self._stoppable.may_match = may_stop
         for lexeme in self._lexer.feed(pieces):
@@ -215,7 +216,7 @@ class OutputParser:
                 self._write(lexeme.text)
 
     def _decide_opener(self, lexeme: Lexeme) -> bool:
-        """Decide by `lexeme` whether the held opener begins a block. White space returns True."""
+        """Decide from `lexeme` whether the held opener begins a block. True for white space."""
         if lexeme.kind is TagKind.TEXT and lexeme.text.isspace():
             self._opener.append(lexeme.text)
             return True
@@ -225,7 +226,7 @@ class OutputParser:
         may_be_empty = self._state is _CONTENT and not self._opener_is_loose
         is_block = lexeme.kind in confirming
         is_block = is_block or (may_be_empty and lexeme.kind is TagKind.BLOCK_CLOSE)
-        # a call in inline code is on the line of its opener
+        # inline code ends at a line break, so a call on a later line is not in it
         if is_block and ("\n" in quoted or not self._channel.code.is_inline()):
             self._open_block(quoted)
         else:
@@ -233,10 +234,11 @@ class OutputParser:
         return False
 
     def _decide_closer(self, lexeme: Lexeme) -> bool:
-        """Decide by the next lexeme whether another family's think closer ends the reasoning.
+        """Decide from the next lexeme whether another family's think closer ends the reasoning.
 
-        Such a closer ends the reasoning before a line break or a call, unless the reasoning's own
-        closer follows. Return True if `lexeme` is white space, which was added to the held closer.
+        Such a closer ends the reasoning if a line break or a call follows, unless the reasoning's
+        own closer follows. Return True if `lexeme` is white space, which was added to the held
+        closer.
         """
         if lexeme.kind is TEXT and lexeme.text.isspace():
             self._closer += lexeme.text
@@ -257,7 +259,7 @@ class OutputParser:
         is_opener = lexeme.kind is TagKind.THINK_OPEN
         is_stray = not is_opener and self._state is _CONTENT and self._closer_is_token
         if is_stray and self._thinking is not Thinking.RAW:
-            return  # drop a closer without an opener; a token is no quotation
+            return  # drop a closer without an opener
         if not self._splits:
             self._write(lexeme.text)
             self._enter(_REASONING if is_opener else _CONTENT)
@@ -299,7 +301,7 @@ class OutputParser:
 
     def _show_unread(self, text: str) -> None:
         """Show text of a call block as content, after a line break."""
-        if self._closer_is_token:  # stray think closers are dropped from all content
+        if self._closer_is_token:  # think closers without an opener are dropped from content
             text = text.replace(self._format.think_close, "")
         lead = "\n" if self._content.has_begun else ""
         self._content.write(lead + text)
@@ -314,7 +316,7 @@ class OutputParser:
         ]
 
     def _enter(self, state: _ParserState) -> None:
-        """Change the state. Stop strings do not continue across a change."""
+        """Change the state. A stop string cannot begin before a change and end after it."""
         if self._stoppable is not None:
             self._stoppable.begin(is_before_word=True)
         self._state = state

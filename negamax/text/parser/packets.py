@@ -1,9 +1,9 @@
 """Resizes the text fragments of a stream to 5 to 200 characters.
 
-MiniMax's acceptance suite counts fragments of fewer than 5 and of more than 200 characters as
-faults. So short text is held back, and long text is split. The last text of a call's arguments
-often has one or two characters. So a fragment of reasoning or arguments is held back until the next
-fragment is complete. Content is not held back that long, because people wait for it.
+MiniMax's acceptance suite requires fragments of 5 to 200 characters. So short text is held back,
+and long text is split. The last fragment of a call's arguments is often shorter. So a complete
+fragment of reasoning or arguments is held back until the next fragment is complete. Content is held
+back only until it has 5 characters, because people wait for it.
 """
 
 import math
@@ -21,14 +21,14 @@ from negamax.text.parser.events import (
 )
 
 MIN_CHARS, MAX_CHARS = 5, 200
-HOLD_SECONDS = 0.05  # longest time that text of a stream is held back
+HOLD_SECONDS = 0.05  # longest time that the text of a stream may be held back
 
 
 class Packets:
     """Resizes the fragments of one choice, and keeps the order of events.
 
-    An event of another kind releases the held text. The caller calls `flush` at the end, and when
-    text was held for too long.
+    Held text is released before an event of another kind. The caller calls `flush` at the end, and
+    when text was held for too long.
     """
 
     __slots__ = ("_held", "_like", "_max_chars", "_min_chars", "_ready")
@@ -36,9 +36,9 @@ class Packets:
     def __init__(self, *, min_chars: int = MIN_CHARS, max_chars: int = MAX_CHARS) -> None:
         self._min_chars = min_chars
         self._max_chars = max_chars
-        # the last text event, which gives the kind of the held text
+        # the last text event; the held text has the same kind
         self._like: ReasoningDelta | ContentDelta | ToolArgumentsDelta | None = None
-        self._ready = ""  # a complete fragment that waits for the next one
+        self._ready = ""  # a complete fragment that waits for the next fragment
         self._held = ""  # the beginning of a fragment
 
     @property
@@ -48,7 +48,7 @@ class Packets:
     def push(self, events: Iterable[ParserEvent]) -> list[ParserEvent]:
         out: list[ParserEvent] = []
         for event in events:
-            # `isinstance` with a union takes several times as long as with a tuple
+            # a tuple, because `isinstance` with a union takes several times as long
             if isinstance(event, (ToolCallStart, ToolCallEnd)):
                 self._release(out)
                 out.append(event)
@@ -68,7 +68,7 @@ class Packets:
         return out
 
     def _complete(self, out: list[ParserEvent]) -> None:
-        """Emit the held text, or make it the fragment that waits for the next one."""
+        """Emit held content. Other held text waits until the next fragment is complete."""
         if isinstance(self._like, ContentDelta):
             self._release(out)
         else:
@@ -85,13 +85,13 @@ class Packets:
         if like is None or not text:
             return
         num_parts = -(-len(text) // self._max_chars)
-        for part in range(num_parts):  # parts of about equal length, so that no part is short
+        for part in range(num_parts):  # parts have about equal lengths, so that none is short
             fragment = text[len(text) * part // num_parts : len(text) * (part + 1) // num_parts]
             out.append(structs.replace(like, text=fragment))
 
 
 class PacedPackets:
-    """`Packets` for one choice of a stream, with a limit of time.
+    """Resizes the fragments of one choice, and limits the time that text is held back.
 
     All text is sent at once if it is the first text, if outputs arrive more than `HOLD_SECONDS`
     apart, or if text was held for `HOLD_SECONDS`.
@@ -111,7 +111,7 @@ class PacedPackets:
         """Take the events of an output at `now` (monotonic seconds), and return events to send."""
         was_holding = self._packets.is_holding
         out = self._packets.push(events)
-        if out or not was_holding:  # held text, if any, arrived in this call
+        if out or not was_holding:  # any text that is held arrived in this call
             self._held_since = now
         is_slow = now - self._last_output >= HOLD_SECONDS
         self._last_output = now

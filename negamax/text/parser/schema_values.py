@@ -1,7 +1,6 @@
 """Schemas of the declared tools, and conversion of arguments to JSON.
 
-The call formats write arguments as bare text, so only the JSON schema decides whether `5` is a
-number or a string.
+Models write arguments as bare text, so only the schema decides whether `5` is a number or a string.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import Any
 
 from negamax.text.schema_walk import find_types, walk_alternatives
 
-# If a schema allows only these types, the argument is written as a string while it is generated.
+# If a schema allows only these types, the argument is streamed as a string.
 TEXT_TYPES = frozenset({"string", "null"})
 
 CONTAINERS = frozenset({"object", "array"})
 _ODD = re.compile(r"(?=.*[<>\"]).{1,512}", re.DOTALL)
-# Characters of all names that match _ODD. The tags of further names end at an angle bracket.
+# Limit of the characters of all names that match _ODD. Tags with later names end at the first ">".
 _MAX_ODD_CHARS = 20_000
-_MAX_DIGITS = 4300  # Python's readers of JSON refuse integers with more digits
-# null, booleans and numbers, as templates write them
+_MAX_DIGITS = 4300  # `json.loads` refuses integers with more digits
+# null, booleans and numbers in the spelling of chat templates
 _LITERAL = re.compile(
     r"(?P<null>null)|(?P<boolean>true|false)|(?P<integer>-?(?:0|[1-9][0-9]*))"
     r"|(?P<number>-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
@@ -51,7 +50,7 @@ class ToolSchemas:
                     self._folded.setdefault(name.casefold(), []).append(name)
 
     def list_names(self) -> tuple[list[str], list[str]]:
-        """Return names of tools, and of members at any depth, with angle brackets or quotes."""
+        """Return the names of tools, and of members at any depth, that contain <, > or "."""
         members: dict[str, None] = {}
         stack = list(self._roots.values())
         while stack:
@@ -69,7 +68,7 @@ class ToolSchemas:
         return tool in self._roots
 
     def declared_name(self, name: str) -> str | None:
-        """Return the declared tool `name`, or else the only tool that differs in letter case."""
+        """Return the declared tool `name`, or the only tool with this name in other letter case."""
         if name in self._roots:
             return name
         alike = self._folded.get(name.casefold(), ())
@@ -94,14 +93,14 @@ class ValueSchema:
         self, schemas: Sequence[Any], *, root: Any, known: dict[tuple[int, ...], ValueSchema]
     ) -> None:
         """`root` is the document that references refer to. `known` caches the objects of a root."""
-        # JSON types that the schema allows; empty: unknown, then the value is text
+        # JSON types that the schema allows; empty: unknown, and the value is text
         self.types = find_types(schemas, root=root)
         self._root = root
         self._known = known
         self._listed: dict[str, list[Any]] = {}
         self._members: dict[str, ValueSchema] = {}  # name -> schema, made on demand
         self._others: list[Any] = []
-        # schemas of the first items, and the schema of other items, for each alternative
+        # for each alternative: schemas of the first items, and the schema of all later items
         self._arrays: list[tuple[list[Any], Any]] = []
         self._texts: set[str] = set()  # strings in enum and const
         self._required: set[str] = set()
@@ -124,7 +123,7 @@ class ValueSchema:
             self._texts.update(value for value in values if isinstance(value, str))
 
     def missing(self, given: Collection[str]) -> str:
-        """Return the only listed member that is not `given`, or the only required one, or ""."""
+        """Return the only listed or only required member that is not in `given`, or ""."""
         listed = [name for name in self._listed if name not in given]
         required = [name for name in listed if name in self._required]
         return next((only[0] for only in (listed, required) if len(only) == 1), "")
@@ -163,7 +162,7 @@ class ValueSchema:
 
     def _view(self, schemas: list[Any]) -> ValueSchema:
         schemas = [schema for schema in schemas if isinstance(schema, Mapping)]
-        key = tuple(map(id, schemas))  # `id` is unique, because the root keeps the schemas alive
+        key = tuple(map(id, schemas))  # ids stay unique, because the root keeps the schemas alive
         view = self._known.get(key)
         if view is None:
             view = self._known[key] = ValueSchema(schemas, root=self._root, known=self._known)
@@ -183,7 +182,7 @@ class WaitingMember:
 
     name: str
     json: str
-    json_in_list: str  # JSON of the value's items, used if the name repeats
+    json_in_list: str  # JSON of the value's items for a list, if the name repeats
 
 
 def group_members(members: Iterable[WaitingMember]) -> Iterator[tuple[str, str]]:
@@ -228,7 +227,7 @@ def json_string_body(text: str) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse strict JSON. Raises `ValueError`, also for NaN, infinities and deep nesting."""
+    """Parse strict JSON. Raises `ValueError` for invalid JSON, NaN, infinities and deep nesting."""
     try:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_finite)
     except RecursionError as error:
@@ -240,7 +239,7 @@ def write_json(value: Any) -> str:
     written = _encode(value)
     try:
         written.encode()
-    except UnicodeEncodeError:  # a lone surrogate can only be written as an escape
+    except UnicodeEncodeError:  # UTF-8 cannot encode a lone surrogate, so it is escaped
         return json.dumps(value)
     return written
 

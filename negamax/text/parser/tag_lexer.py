@@ -1,4 +1,4 @@
-"""Splits generated text into tags and text. The result does not depend on the pieces of text."""
+"""Splits generated text into tags and text. The result does not depend on how the text arrives."""
 
 import enum
 import re
@@ -10,7 +10,7 @@ import msgspec
 
 from negamax.text.detokenizer import TextPiece
 
-MAX_ATTRIBUTE_CHARS = 512  # limit of held text; a longer tag is ordinary text
+MAX_ATTRIBUTE_CHARS = 512  # length limit of a tag with attributes; longer text is ordinary text
 _MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # longest tag
 _NEVER = "(?!)"
 
@@ -18,9 +18,9 @@ _NEVER = "(?!)"
 class TagKind(enum.Enum):
     """Kind of a part of the output.
 
-    CUT is the beginning of a tag at the end of the output. A LOOSE tag belongs to another family,
-    or lacks the marker of its format. A LOOSE tag is text except where only a tag is possible. HELD
-    is a whole tag that the next text may make longer.
+    CUT means that the output ends within a tag. A LOOSE tag belongs to another family, or lacks the
+    marker of its format. The parser treats a LOOSE tag as text unless only a tag is possible there.
+    HELD means a whole tag that the next text may extend to a longer tag.
     """
 
     TEXT = "text"
@@ -40,11 +40,11 @@ class TagKind(enum.Enum):
     CUT = "cut"
     HELD = "held"
 
-    # Members are compared by identity. The hash of `Enum` would cost a call of a Python function.
+    # Members are compared by identity. The hash of `Enum` is a slow Python function.
     __hash__ = object.__hash__
 
 
-TEXT = TagKind.TEXT  # a look-up in the enumeration takes ten times as long as this name
+TEXT = TagKind.TEXT  # reading the member of the enumeration takes ten times as long
 
 
 class Lexeme(msgspec.Struct, frozen=True, gc=False):
@@ -67,9 +67,10 @@ class TagPattern:
 class TagBeginnings:
     """Texts that may still become a tag, in addition to the beginnings of literal tags.
 
-    Texts that may become a tag are beginnings of `words`, whole words, and matches of `growing`,
-    which contain one of the `anchors`. `growing` must match beginnings of all tags. A match of
-    `inside` remains a possible tag up to MAX_ATTRIBUTE_CHARS characters, unless `<` or `>` follows.
+    Such a text is a word of `words`, the beginning of such a word, or a match of `growing`.
+    `growing` must match the beginnings of all tags. Its matches contain one of the `anchors`. A
+    match of `inside` may become a tag until it has MAX_ATTRIBUTE_CHARS characters or `<` or `>`
+    follows.
     """
 
     words: tuple[str, ...]
@@ -79,7 +80,7 @@ class TagBeginnings:
 
 
 class _Tables:
-    """Tables that all lexers of the same tags share, so that they stay in processor caches."""
+    """Tables for a set of tags. All lexers of these tags share the tables."""
 
     def __init__(
         self,
@@ -111,8 +112,9 @@ class _Tables:
             word[:length] for word in words for length in range(1, len(word) + 1)
         )
         self.last_chars = frozenset(start[-1] for start in self.starts)
-        # First characters of words, each with its largest count in one word. If a character occurs
-        # at most n times in a word, only its last n occurrences in a text can begin a word.
+        # First character of each word -> largest count of this character in one word. If a
+        # character occurs n times in a word, only its last n occurrences in a text can begin the
+        # word.
         self.first_chars = {
             word[0]: max(other.count(word[0]) for other in words if other[0] == word[0])
             for word in words
@@ -131,11 +133,11 @@ _tables = lru_cache(maxsize=32)(_Tables)
 class TagLexer:
     """Finds tags in a stream of pieces, and holds back only text that may still become a tag.
 
-    `literals` are tags with a fixed text that ends with `>`. Tags in `token_ids` are recognized
-    only as tokens. The lexer searches the text for all other tags and for the `patterns`.
-    `list_named` returns tags with a literal `rest`, whose names have angle brackets or quotes;
-    these tags take precedence over the patterns. `list_named` is called when an anchor first
-    occurs.
+    `literals` are tags with a fixed text that ends with `>`. The lexer recognizes tags in
+    `token_ids` only as tokens. It searches the text for all other tags and for the `patterns`.
+    `list_named` returns tags whose names contain angle brackets or quotes. These tags have a
+    literal `rest` and take precedence over the patterns. The first anchor in the text causes the
+    call of `list_named`.
     """
 
     __slots__ = ("_held", "_is_inside", "_is_tag", "_list_named", "_tables", "_tables_with")
@@ -181,7 +183,7 @@ class TagLexer:
         return lexemes
 
     def finish(self) -> list[Lexeme]:
-        """End the output. Return tags that could have become longer, and a truncated tag as CUT."""
+        """End the output. Return the held tags, and a truncated tag as CUT."""
         lexemes: list[Lexeme] = []
         rest = self._release(lexemes)
         end = self._find_beginning(rest, 0) if ">" in rest else 0
@@ -225,7 +227,7 @@ class TagLexer:
     def _split(self, text: str, lexemes: list[Lexeme], *, is_last: bool = False) -> int:
         """Append the tags of `text` and the text between them. Return the end of the last tag.
 
-        Unless `is_last` is set, a tag that the next text may make longer is held.
+        Unless `is_last` is set, a tag that may become a longer tag is held.
         """
         tables, start = self._tables, 0
         kinds, tag = (tables.last_kinds, tables.last_tag) if is_last else (tables.kinds, tables.tag)
@@ -234,7 +236,7 @@ class TagLexer:
             kind, begin = kinds[match.lastindex - 1], match.start()
             may_grow = not is_last and len(text) - begin < tables.longest_named
             is_held = kind is TagKind.HELD or (may_grow and text[begin:] in tables.named_starts)
-            if is_held:  # the tag may be within the beginning of another tag
+            if is_held:  # the tag may be part of a longer tag that began before it
                 begin = min(begin, self._find_beginning(text, start))
             if begin > start:
                 lexemes.append(Lexeme(TEXT, text[start:begin]))
@@ -270,7 +272,7 @@ class TagLexer:
 
 
 def _join_patterns(patterns: Sequence[TagPattern]) -> tuple[list[TagKind], re.Pattern[str]]:
-    """Return the kinds of tags, and an expression with a group per tag and shared prefixes."""
+    """Return the kinds of tags, and a regular expression with one group per tag."""
     kinds: list[TagKind] = []
     families: list[str] = []
     for prefix in dict.fromkeys(pattern.prefix for pattern in patterns):

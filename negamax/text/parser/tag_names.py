@@ -30,7 +30,7 @@ def tag_name(tag: str) -> str:
 
 
 def argument_name(tag: str, schema: ValueSchema) -> str:
-    """Return the name in a parameter tag. In malformed tags, a name that `schema` lists counts."""
+    """Return the name in a parameter tag. A malformed tag gives a name that `schema` lists."""
     exact = _EXACT_NAME.fullmatch(tag)
     if exact and '"' not in exact[1]:
         return exact[1]
@@ -40,9 +40,9 @@ def argument_name(tag: str, schema: ValueSchema) -> str:
 def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
     """Return the name of the tool in an invoke tag, or "" if there is no name.
 
-    `readings` are the possible texts of the tag, the likeliest first. The first name of a declared
-    tool counts; its letter case may differ. Without such a name, the name in the first reading
-    counts.
+    `readings` lists the possible texts of the tag, most likely first. The result is the first name
+    that equals the name of a declared tool, up to letter case. If no name does, the result is the
+    name in the first reading.
     """
     for candidate in _list_candidates(readings):
         declared = schemas.declared_name(candidate)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 _QUOTES = frozenset("`'\"“‘«")
 _FENCE = re.compile(r"[ \t>*+-]*(?:\d+[.)][ \t]+)?(`{3,}|~{3,})(.*)")
 _LAST_FENCE = re.compile(r"[^`]*[^`](`{3,})([\w+.-]*)")
-_MAX_LINE_CHARS = 300  # characters of a line that are searched for a fence
-_MAX_PARTS = 4096  # pieces of text that are kept before they are processed
+_MAX_LINE_CHARS = 300  # only the first characters of a line are searched for a code fence
+_MAX_PARTS = 4096  # limit of the pieces of text that wait to be processed
 
 
 class MarkdownCode:
-    """Decides whether the end of a text is within code of Markdown."""
+    """Decides whether the end of a Markdown text is within code."""
 
     __slots__ = ("_fence", "_line", "_parts")
 
@@ -33,7 +33,7 @@ class MarkdownCode:
             return bool(_next_fence(line, self._fence))
         words = line.lstrip()
         indent = line[: len(line) - len(words)].expandtabs(4)
-        # In an indented line, only tags count as code.
+        # Tags in an indented line are code. Other text in this line is not treated as code.
         return len(indent) >= 4 and (not words or words.startswith(("<", "]<]")))
 
     def is_inline(self) -> bool:
@@ -52,7 +52,7 @@ class MarkdownCode:
 def _next_fence(line: str, fence: str) -> str:
     """Return the fence of the code block that is open after `line`, or "".
 
-    A fence at the end of a line of text counts too, because models write such fences.
+    A fence at the end of a line of text also opens a block, because models write such fences.
     """
     line = line.rstrip()
     if fence:
@@ -64,7 +64,7 @@ def _next_fence(line: str, fence: str) -> str:
 
 
 class TextChannel:
-    """Writes text to `out`. Drops line breaks at the start, and holds back space at the end."""
+    """Writes text to `out`, without line breaks at the start and white space at the end."""
 
     __slots__ = (
         "_holds_space", "_is_verbatim", "_last_char", "_out", "_space", "code", "has_begun",
@@ -79,7 +79,7 @@ class TextChannel:
         self._space: list[str] = []
         self._last_char = ""
         self.has_begun = False
-        self.code = MarkdownCode()  # stays empty unless `holds_space`
+        self.code = MarkdownCode()  # not updated unless `holds_space`
 
     def write(self, text: str) -> None:
         if self._holds_space:
@@ -112,7 +112,7 @@ class TextChannel:
         self._space = []
 
     def flush(self) -> None:
-        """Write the held white space at the end of the text. White space alone is not written."""
+        """Write the white space at the end of the text, unless the text is only white space."""
         if self.has_begun and self._space:
             self._out("".join(self._space))
         self._space = []
