@@ -33,7 +33,7 @@ from negamax.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
 Prompt = str | Sequence[int]
-# (position of the prompt, request, stream of its outputs).
+# (index of the prompt, request, stream that converts updates to outputs).
 _Sequence = tuple[int, GenerateRequest, ChoiceStream]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -42,7 +42,7 @@ Messages = Sequence[Mapping[str, Any]]
 class Completion:
     index: int
     text: str = ""
-    # Pieces of the text with their token ids.
+    # Pieces of `text`, each with a token id if a single token contains the piece.
     pieces: list[TextPiece] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
@@ -67,7 +67,7 @@ class LLMOptions(EngineOptions):
 def _takes_fields_of(
     options: Callable[P, LLMOptions],
 ) -> Callable[[Callable[[LLM, LLMOptions], None]], Callable[Concatenate[LLM, P], None]]:
-    """Give an `__init__` the parameters of a dataclass, which type checkers and editors see."""
+    """Give an `__init__` the parameters of a dataclass, visible to type checkers and editors."""
 
     def decorate(init: Callable[[LLM, LLMOptions], None]) -> Callable[Concatenate[LLM, P], None]:
         def wrapper(self: LLM, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -86,8 +86,8 @@ def _takes_fields_of(
 
 
 class LLM:
-    """A model in this process. The keywords are the fields of `EngineOptions` and `chat_template`,
-    a file that replaces the checkpoint's template. vLLM's values such as `dtype="half"` are valid.
+    """A model in this process. Keyword arguments are the fields of `EngineOptions`, also with
+    vLLM's values such as `dtype="half"`, and `chat_template`, a file that replaces the model's.
 
     An `LLM` is a context manager; `shutdown` ends the workers. An `LLM` is not thread-safe. Raises
     `ConfigError` or `ResourceError` for a model or options that cannot work on this machine.
@@ -119,7 +119,7 @@ class LLM:
         )
         self._seeds = random.Random(self._options.seed)
         self._request_numbers = count()
-        # Updates by request id, because several streams take turns to run the loop.
+        # Updates by request id: each stream runs the loop, which returns updates of all requests.
         self._updates: dict[str, deque[SequenceUpdate]] = {}
 
     def __enter__(self) -> LLM:
@@ -142,7 +142,7 @@ class LLM:
     ) -> list[Generation]:
         """Continue each prompt (text or token ids). Results are in the order of the prompts.
 
-        Give one `sampling_params` for all prompts or one per prompt; the default is the model's.
+        `sampling_params` is one object for all prompts or one per prompt (default: the model's).
         Raises `InvalidRequestError` before the first step if a prompt or parameter is invalid, and
         `EngineError` if the engine fails.
         """
@@ -170,7 +170,7 @@ class LLM:
         **template_options: Any,
     ) -> list[Generation]:
         """Answer one or several conversations; `outputs[i].message` holds reasoning, content and
-        tool calls. Stop strings count in the content only.
+        tool calls. Stop strings apply to the content only.
 
         `template_options` are variables of the chat template. Raises the errors of `generate`,
         and `InvalidRequestError` for messages that the template cannot express.
@@ -235,8 +235,8 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_options: Any,
     ) -> str:
-        """Render a conversation to its prompt text. If a message contains control tokens as text,
-        `generate` would read them as control tokens, while `chat` keeps them as text.
+        """Render a conversation to its prompt text. If a message contains the text of a control
+        token, `generate` reads a token, while `chat` reads text.
         """
         return unescape(self._render(messages, tools, [], **template_options))
 
@@ -305,11 +305,11 @@ class LLM:
         parsers: Sequence[Sequence[OutputParser]] | None = None,
         images: Sequence[list[ImageInput]] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Run the loop until all choices have ended. Yield (position of the prompt, output)."""
+        """Run the loop until all choices have ended. Yield (index of the prompt, output)."""
         waiting = deque(self._sequences(prompts, params, parsers, images))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         updates: deque[SequenceUpdate] = deque()
-        # Further choices of a prompt, by id of its first choice, which fills the prefix cache.
+        # Choices that start after the first choice has filled the prefix cache, by its request id.
         held: dict[str, list[_Sequence]] = {}
 
         def start(sequence: _Sequence) -> None:
@@ -343,7 +343,7 @@ class LLM:
                         raise EngineError(update.error)
                     output = stream.push(update)
                     if stream.finished:
-                        end([update.request_id])  # The loop does not know stop strings.
+                        end([update.request_id])  # The loop ignores stop strings.
                     yield position, output
         finally:
             end(list(running))

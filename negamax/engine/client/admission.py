@@ -8,7 +8,7 @@ from negamax.base.shared_numbers import SharedNumbers
 
 _RATE_SECONDS = 20.0  # Time constant of the average rate of finished sequences.
 _LONGEST_RETRY = 120.0  # Seconds.
-_POOLS_WAITING = 4  # Default limit of waiting tokens, as a multiple of the tokens in KV caches.
+_POOLS_WAITING = 4  # Default limit of waiting tokens, in multiples of the KV caches' size.
 
 # Server processes share these columns: totals, then the waiting sequences and tokens of each group
 # of tenants. Tenants whose names hash to the same group count as one tenant.
@@ -23,11 +23,11 @@ class Admission:
 
     A sequence waits from `enter` until `start`, and is open until `leave`. If no other prompt
     waits, a prompt of any length is admitted. Times are monotonic seconds. If tenants share the
-    queue, a tenant may hold at most as much of the queue as is free after its request: one tenant
-    alone gets half of the queue, and two tenants get a third each.
+    queue, a request is refused if its tenant would then hold more of the queue than remains free.
+    One tenant alone gets half of the queue, and two tenants get a third each.
 
-    Each server process counts in its row of `numbers` and compares the totals with the limits.
-    Simultaneous requests to several processes may exceed a limit.
+    Each server process counts its sequences in one row of `numbers`, and checks the sums of all
+    rows. Requests that reach several processes at the same time can exceed a limit.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Admission:
         numbers: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """Set the limits; KV caches hold `pool_tokens`. This process writes row `index`."""
+        """Set the limits; the KV caches hold `pool_tokens`. This process writes row `index`."""
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
         self.resize(max_running=max_running, pool_tokens=pool_tokens)
@@ -79,7 +79,7 @@ class Admission:
         """Check the room for `num_sequences` sequences with `num_tokens` prompt tokens in total.
 
         Raises `InvalidRequestError` if the limits never allow so many sequences, and
-        `OverloadedError` if the queue is too full now. `sharer` is the tenant in a shared queue.
+        `OverloadedError` if the queue is too full now. `sharer` is the tenant if tenants share it.
         """
         most = (
             self._max_open if sharer is None else self._max_running + (self._max_waiting + 1) // 2
@@ -111,7 +111,7 @@ class Admission:
             self._check_share(sharer, num_sequences, num_tokens, now=now)
 
     def _check_share(self, tenant: str, num_sequences: int, num_tokens: int, *, now: float) -> None:
-        """Refuse a tenant that would hold more of the queue than is then free, plus one place."""
+        """Refuse a request if its tenant would hold more of the queue than is free plus one."""
         group = _hash_tenant(tenant)
         held = int(self._numbers.total(_GROUP_WAITING + group))
         num_open = self.num_open
@@ -133,7 +133,7 @@ class Admission:
 
     def _make_share_error(self, held: str, asked: str, *, left: int, now: float) -> OverloadedError:
         return OverloadedError(
-            f"{held} of this API key wait, and the request adds {asked}, which leaves {left} for "
+            f"{held} of this API key wait, and the request adds {asked}, leaving {left} for "
             "other keys; a key may hold at most as much of the queue as it leaves free",
             hint="retry later",
             code="queue_share_full",
@@ -154,7 +154,7 @@ class Admission:
         self._publish()
 
     def start(self, sequence_id: str) -> None:
-        """Count a waiting sequence as running. Ignore the ids of other sequences."""
+        """Count a waiting sequence as running. Ignore the id of a sequence that does not wait."""
         if self._stop_waiting(sequence_id):
             self._running.add(sequence_id)
             self._publish()

@@ -24,15 +24,15 @@ logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
-# An engine counts as hung after this time or --engine-hang-timeout without a heartbeat.
+# An engine counts as hung after this time without a heartbeat, or after --engine-hang-timeout.
 BEAT_TIMEOUT_SECONDS = 30.0
-# An engine with other nodes counts as hung after this time without a heartbeat. Other nodes end
-# their ranks after `engine.nodes.wire.SILENCE_SECONDS`. Clients then see an error within 3 s.
+# Time without a heartbeat until an engine on several nodes counts as hung. It exceeds the limit
+# between nodes, `engine.nodes.wire.SILENCE_SECONDS`. Clients see an error within 3 s.
 NODES_BEAT_SECONDS = 2.4
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 5.0  # Longest wait for messages that an ended process has sent.
-_FRAMES_PER_TURN = 32  # Messages handled at a time, before the event loop handles other events.
+_FRAMES_PER_TURN = 32  # Most messages that are handled before the event loop handles other events.
 
 Receive = Callable[[list[wire.StepOutputs]], None]
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class EngineChannel:
         self._from_engine = self._context.socket(zmq.PULL)
         for socket in (self._to_engine, self._from_engine):
             socket.linger = 0
-            socket.set_hwm(0)  # No limit, as admission bounds the number of messages in flight.
+            socket.set_hwm(0)  # No limit: admission bounds the number of messages.
         self._to_engine.bind(address.requests(server))
         self._from_engine.bind(address.outputs(server))
         self._fd = int(self._from_engine.FD)
@@ -76,7 +76,7 @@ class EngineChannel:
 
     @property
     def can_send(self) -> bool:
-        """Return whether the engine has connected. Messages that are sent earlier are lost."""
+        """Return whether the engine has connected. Messages sent before the connection are lost."""
         return bool(self._to_engine.poll(0, zmq.POLLOUT))
 
     def receive_first(self) -> wire.FromEngine | None:
@@ -94,12 +94,12 @@ class EngineChannel:
     def send(self, message: wire.ToEngine | wire.StartEngine) -> None:
         """Send a message without waiting. Drop the message if the engine has ended."""
         if self.is_open:
-            # zmq.Again means that the engine has just died, which closed its socket.
+            # zmq.Again means that the engine has just died and that its socket is closed.
             with contextlib.suppress(zmq.Again):
                 self._to_engine.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def drain(self) -> None:
-        """Pass on all messages that have arrived; the socket reports new messages only once."""
+        """Handle all messages that have arrived; the socket reports each message only once."""
         steps: list[wire.StepOutputs] = []
         for _ in range(_FRAMES_PER_TURN):
             if (
@@ -140,7 +140,7 @@ class EngineChannel:
         self._context.destroy(linger=0)
 
     def _take_stats(self, stats: wire.EngineStats) -> None:
-        """Keep `stats` if they are the latest. Heartbeats may arrive after later steps."""
+        """Store `stats` unless newer statistics are stored, as a heartbeat can arrive late."""
         if self.stats is None or stats.at >= self.stats.at:
             self.stats = stats
 
@@ -192,7 +192,7 @@ class EngineConnection:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code, which is -N after signal N; None while the process runs."""
+        """Return the exit code (-N if signal N ended the process); None while it runs."""
         return self._process.exit_code
 
     async def handshake(self) -> wire.ModelInfo:
@@ -244,7 +244,7 @@ class EngineConnection:
         return found
 
     async def _find_last(self, look: Callable[[], T]) -> T:
-        """Wait for a last message of an ended process. A killed process has sent no message."""
+        """Wait for the last message of an ended process. A killed process sends none."""
         was_killed = (self._process.exit_code or 0) < 0
         deadline = time.monotonic() + (0.0 if was_killed else _LAST_WORDS_SECONDS)
         while not (found := look()) and time.monotonic() < deadline:

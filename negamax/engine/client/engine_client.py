@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SharedQueue:
-    """Numbers that all server processes of the same engines share."""
+    """Tables of numbers that all server processes of a server share."""
 
     numbers: SharedNumbers  # Used by `Admission`.
     loads: SharedNumbers  # Used by `ReplicaLoad`.
@@ -48,7 +48,7 @@ class SharedQueue:
     def of(
         cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
     ) -> "SharedQueue":
-        """Share the numbers through files in `folder`; without, keep them in this process."""
+        """Share the numbers through files in `folder`; if it is None, do not share them."""
 
         def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
             path = None if folder is None else folder / name
@@ -66,10 +66,10 @@ class SharedQueue:
 
 
 class AsyncEngine:
-    """The engines of a server, and the requests of this process, for use by its event loop only.
+    """The engines of a server, and the requests of this process. Only its event loop may use them.
 
     Several server processes, each with an `index`, may share the engines and the count of requests.
-    A request goes to the replica where it costs least, unless the request names a replica.
+    A request that names no replica goes to the replica where it costs least.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.info: wire.ModelInfo  # Properties that all engines have in common.
-        # Resolves with the reason when all engines are dead and are not started again.
+        # Resolves with the reason when all engines are dead and none of them will be restarted.
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         queue = queue or SharedQueue.of(options.num_replicas)
         self.admission = Admission(
@@ -149,7 +149,7 @@ class AsyncEngine:
         return self.info.data_parallel_size * len(self.replicas)
 
     def check_responsive(self) -> None:
-        """Raise `UnavailableError` if every running engine, or a rank of it, is silent."""
+        """Raise `UnavailableError` if every running engine is silent or has a silent rank."""
         self.check_alive()
         silences = [replica.silence for replica in self.replicas if replica.alive]
         if None not in silences:
@@ -182,7 +182,7 @@ class AsyncEngine:
     def prefill_tokens(
         self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
     ) -> list[int]:
-        """Return how many prompt tokens each choice computes. Later choices may use the cache."""
+        """Return how many prompt tokens each choice computes; later choices can use caches."""
         shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
         others = 1 if shares_prompt else num_prompt_tokens
         return [num_prompt_tokens, *[others] * (num_choices - 1)]
@@ -207,11 +207,11 @@ class AsyncEngine:
     ) -> OpenRequest:
         """Admit a request to continue a prompt. The caller must run or close the `OpenRequest`.
 
-        The outputs of the request's `n` choices arrive interleaved. `interval` is the number of
-        tokens per output. `data_parallel_rank` counts ranks replica by replica; None means any.
-        `deadline` is a value of `time.monotonic()`. Each choice may have a reader in `readers` that
-        finds stop strings; without readers, stop strings count in the whole text. `GenerateRequest`
-        describes `lease_id`, `remote` and `images`. Raises `InvalidRequestError`,
+        The outputs of the request's `n` choices arrive interleaved. `interval` is the least number
+        of tokens per output. `data_parallel_rank` counts the ranks of all replicas; None allows any
+        rank. `deadline` is a value of `time.monotonic()`. Each choice may have a reader in
+        `readers` that finds stop strings; without readers, a stop string anywhere ends the choice.
+        `GenerateRequest` describes `lease_id`, `remote` and `images`. Raises `InvalidRequestError`,
         `ContextLengthError`, `OverloadedError` or `UnavailableError`.
         """
         self.check_alive()
@@ -275,7 +275,7 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """Abort the open sequences whose owner `is_meant`, and return the number of sequences."""
+        """Abort the open sequences of owners for which `is_meant` is true; return their number."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
@@ -333,12 +333,13 @@ class AsyncEngine:
             )
 
     def _place(self, request: GenerateRequest, *, named: int | None) -> tuple[Replica, int]:
-        """Return replica `named`, or else the replica where the request costs least, and the number
-        of prompt tokens that the replica probably computes. Raises `UnavailableError` or
-        `EngineDeadError` if the named replica does not run.
+        """Return a replica, and the number of prompt tokens that the replica probably computes.
+
+        The replica is `named`, or else the one where the request costs least. Raises
+        `UnavailableError` or `EngineDeadError` if the named replica does not run.
         """
         if len(self.replicas) == 1:
-            return self.replicas[0], 0  # Without other replicas no costs are compared.
+            return self.replicas[0], 0  # With a single replica, no costs are compared.
         running = [replica for replica in self.replicas if replica.alive]
         possible = [replica for replica in running if replica.silence is None] or running
         if named is not None:

@@ -26,9 +26,9 @@ from negamax.scheduler.request import ImageInput
 from negamax.text.confined import IMAGE_DECODER, Confined
 from negamax.text.messages import ImagePart
 
-MAX_IMAGES = 200  # Images in a request.
+MAX_IMAGES = 200  # Most images in a request.
 MAX_IMAGE_BYTES = 30_000_000
-MAX_REQUEST_PIXELS = 512_000_000  # Pixels of all images of a request before resizing.
+MAX_REQUEST_PIXELS = 512_000_000  # Most pixels of a request's images before resizing.
 _RULE_VERSION = b"minimax-m3-1"
 _NUM_THREADS = max(2, min(8, env.usable_cores()))
 _PER_REQUEST = 2  # Images of one request that are decoded in parallel.
@@ -74,8 +74,8 @@ class ImageLoader:
     ) -> list[ImageInput]:
         """Return the images in order, without offsets, and with pixels if `needs_pixels` is set.
 
-        Raises `InvalidRequestError` or `PayloadTooLargeError` with the image's place,
-        `ContextLengthError`, or `UnavailableError` if the decoder process cannot be started.
+        Raises `InvalidRequestError` or `PayloadTooLargeError` with the position of the image,
+        `ContextLengthError`, and `UnavailableError` if the decoder process cannot be started.
         """
         if len(parts) > MAX_IMAGES:
             raise InvalidRequestError(
@@ -103,16 +103,16 @@ class ImageLoader:
     def expand(
         self, token_ids: Sequence[int], images: Sequence[ImageInput]
     ) -> tuple[list[int], list[ImageInput]]:
-        """Replace the single token that the template has for an image by markers and all tokens.
+        """Replace the single token of an image by a start marker, all its tokens and an end marker.
 
-        Raises `InvalidRequestError` unless the prompt has one such token for each image.
+        Raises `InvalidRequestError` unless the prompt has one image token for each image.
         """
         vision = self._vision
         count = token_ids.count(vision.image_token_id)
         if count != len(images):
             raise InvalidRequestError(
                 f"the prompt has {count} image tokens for {len(images)} images",
-                hint="the template must show each image once; texts must not contain image tokens",
+                hint="the template must add one token per image, and texts none",
                 param="messages",
                 code="image_count",
             )
@@ -135,7 +135,7 @@ class ImageLoader:
         return self._threads.submit(asyncio.run, self.load(parts)).result()
 
     async def _map(self, work: Callable[[T], _Image], items: Sequence[T]) -> list[_Image]:
-        """Call `work` in threads, with `_PER_REQUEST` items of a request at a time."""
+        """Call `work` in threads, for `_PER_REQUEST` items at a time."""
         free = asyncio.Semaphore(_PER_REQUEST)
         loop = asyncio.get_running_loop()
 
@@ -211,13 +211,13 @@ class ImageLoader:
 
 
 def build_bytes_error(num_bytes: int) -> PayloadTooLargeError:
-    """Return the error of an image with too many bytes; the caller adds the image's place."""
+    """Return the error of an image with too many bytes; the caller adds the image's position."""
     return PayloadTooLargeError(
         f"the image has {num_bytes} bytes; allowed: {MAX_IMAGE_BYTES}", code="image_too_large"
     )
 
 
 def _place(error: ErrorT, part: ImagePart) -> ErrorT:
-    """Add the place of an image to an error message."""
+    """Add the position of an image to an error message."""
     error.message, error.param = f"{part.place}: {error.message}", part.place
     return error

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-Take = Callable[[int, RequestOutput], object]  # Called with a prompt's index and an output.
+Take = Callable[[int, RequestOutput], object]  # Takes a prompt's index and an output.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Owner:
     """The sender of a request."""
 
     tenant: str = ""
-    names: frozenset[str] = frozenset()  # Names by which a client may abort the request.
+    names: frozenset[str] = frozenset()  # Names that a client may use to abort the request.
     shares_queue: bool = False  # Whether several tenants share the queue.
 
 
@@ -54,8 +54,8 @@ class Observer(Protocol):
 class OpenRequest:
     """The choices of one prompt. One user in the event loop must `run` or `close` the request.
 
-    During a pause, updates of a choice are joined, so a backlog needs memory for token ids only.
-    Outputs of fewer than `interval` tokens are joined, except the first and the last output.
+    During a pause, the updates of a choice are joined into one update to save memory. Consecutive
+    outputs are joined until they have `interval` tokens, except the first and the last output.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class OpenRequest:
         self._deadline = deadline
         self._observer = observer
         self._interval = interval
-        self._waiting: dict[int, RequestOutput] = {}  # Outputs with less than `interval` tokens.
+        self._waiting: dict[int, RequestOutput] = {}  # Outputs with too few tokens.
         self._unsent: Sequence[GenerateRequest] = ()
         self._updates: dict[str, SequenceUpdate] = {}  # Updates that the user has not received.
-        self._failure: Exception | None = None  # Ends the request after the user has `_updates`.
+        self._failure: Exception | None = None  # Raised after `_updates` are delivered.
         self._take: Take | None = None
         self._is_paused = False
         self._arrival: asyncio.Future[None] | None = None
@@ -138,7 +138,7 @@ class OpenRequest:
         self._hand_kept()
 
     def abort(self) -> None:
-        """End the choices that were not sent; `Replica.abort` aborts all others."""
+        """End the choices that were not sent; `Replica.abort` aborts the choices that were sent."""
         self.is_told_to_end = True
         unsent, self._unsent = self._unsent, ()
         for request in unsent:
@@ -193,7 +193,7 @@ class OpenRequest:
             self._arrival.set_result(None)
 
     def _hand_kept(self) -> None:
-        """Unless the request is paused, pass stored updates to the user, then the error."""
+        """Unless the request is paused, deliver stored updates, then the stored error."""
         if self._take is None or self._is_paused:
             return
         updates, self._updates = self._updates, {}
@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice; other choices follow its first token and use the cached prompt."""
+        """Send the first choice; the others use its cached prompt after its first output."""
         if self._has_started:
             return
         self._has_started = True
@@ -267,7 +267,7 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Several prompts of one HTTP request, for a single user."""
+    """Several prompts of one HTTP request."""
 
     def __init__(self, parts: Sequence[OpenRequest]) -> None:
         self._parts = parts
@@ -275,7 +275,7 @@ class OpenRequests:
             part.prompt_index = index
 
     async def first_output(self) -> None:
-        """Send all prompts and wait for the first output. Raises the error of a prompt."""
+        """Send all prompts and wait for the first output. Raises the first error of a prompt."""
         waits = [asyncio.ensure_future(part.first_output()) for part in self._parts]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class TextReader(Protocol):
-    """Reads the text of a choice, and finds stop strings in the parts of the text that count."""
+    """Reads the text of a choice, and finds stop strings in the content of the text."""
 
     @property
     def matched_stop(self) -> str | None:
@@ -25,24 +25,24 @@ class TextReader(Protocol):
         """Read pieces of text. If `may_stop` is False, ignore stop strings that end in `pieces`."""
 
     def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
-        """End the text. `is_truncated` means that the model did not end the text itself."""
+        """End the text. `is_truncated` means that the text ended before the model ended it."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     index: int  # Index of the choice, 0 to n - 1.
     token_ids: list[int]
-    pieces: list[TextPiece]  # Printable text, with a token id if one token contains the piece.
+    pieces: list[TextPiece]  # Text, and the token id if one token contains all of it.
     logprobs: list[TokenLogprobs] | None  # One entry per token in token_ids.
     # One entry per prompt token after the first, in the first output only.
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None: not finished.
     stop_reason: int | str | None  # The stop token id or the stop string.
     num_prompt_tokens: int
-    num_output_tokens: int  # Number of output tokens up to this output.
+    num_output_tokens: int  # Output tokens of the choice so far, these included.
     num_cached_tokens: int
     error: str | None
-    drafts: tuple[int, int, int] | None = None  # Described in `SequenceUpdate`.
+    drafts: tuple[int, int, int] | None = None  # As in `SequenceUpdate`.
     events: list[ParserEvent] | None = None  # Events of the choice's reader; None without a reader.
 
     @property
@@ -72,7 +72,7 @@ def join_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
 class ChoiceStream:
     """Converts the updates of one sequence to outputs, for one user.
 
-    Stop strings count in the whole text, unless the choice has a `reader`, which finds them.
+    A stop string anywhere in the text ends the choice, unless a `reader` finds stop strings.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ChoiceStream:
         self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._keep_stop_token = sampling.include_stop_str_in_output
         self._has_stop_strings = bool(sampling.stop)
-        # Without stop strings, the owner of the reader passes many tokens at a time to the reader.
+        # Without stop strings, the reader's owner calls it itself, with many tokens at a time.
         self._reader = reader if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._detokenizer = Detokenizer(
@@ -177,7 +177,7 @@ class ChoiceStream:
 
 
 def check_served(update: SequenceUpdate) -> None:
-    """Raise `InvalidRequestError` if the request was refused, `UnavailableError` if it is lost."""
+    """Raise `InvalidRequestError` for a refused request, `UnavailableError` for a lost one."""
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="no_grammar_process", retry_after=1.0)
     if update.lacks_prompt:

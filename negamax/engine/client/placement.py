@@ -1,4 +1,4 @@
-"""Choose a replica for a request by load and by earlier prompts, without a message to an engine.
+"""Choose a replica for a request by load and by earlier prompts, without asking an engine.
 
 `negamax route` chooses servers for requests in the same way.
 """
@@ -15,15 +15,15 @@ from negamax.scheduler.step import SequenceUpdate
 # prompt tokens of open sequences, and prompt tokens of all sequences ever sent.
 _ROWS, _PENDING, _CONTEXT, _SENT = range(4)
 NUM_COLUMNS = 4
-MAX_BLOCKS = 1 << 15  # Prompt blocks stored for a replica; a smaller KV cache lowers the number.
-_TAG_BYTES = 6  # Bytes of a block's hash; a float64 stores an integer of 6 bytes exactly.
+MAX_BLOCKS = 1 << 15  # Most block hashes stored for a replica, even if its KV cache is larger.
+_TAG_BYTES = 6  # Bytes of a stored block hash; a float64 stores an integer of 6 bytes exactly.
 
 
 class ReplicaLoad:
     """The load that all server processes put on one replica. Each process writes its own row."""
 
     def __init__(self, numbers: SharedNumbers, *, replica: int, index: int) -> None:
-        """Use `NUM_COLUMNS` columns of `numbers` for the replica, in row `index` for writing."""
+        """Use `NUM_COLUMNS` columns of `numbers` for the replica, and write to row `index` only."""
         self.replica = replica
         self._numbers = numbers
         self._start = replica * NUM_COLUMNS
@@ -60,9 +60,10 @@ class ReplicaLoad:
             self._row[_PENDING] -= self._pending.pop(sequence_id, 0)
 
     def cost(self, own: int, *, num_ranks: int) -> tuple[float, float]:
-        """Return the cost of `own` further prompt tokens on this replica, and a tie breaker: the
-        tokens ever sent. The cost is in prompt tokens, as in `Scheduler.cost_of`. The data-parallel
-        ranks of the replica share its load.
+        """Return the cost of `own` further prompt tokens on this replica, and a tie breaker.
+
+        The cost is in prompt tokens, as in `Scheduler.cost_of`. The data-parallel ranks share the
+        load. The tie breaker is the number of tokens ever sent to the replica.
         """
         rows, pending, context, sent = (
             self._numbers.total(self._start + column) for column in range(NUM_COLUMNS)
@@ -72,8 +73,8 @@ class ReplicaLoad:
 
 
 class PrefixTable:
-    """Hashes of prompt blocks sent to each replica. Processes share the table without locks, as an
-    entry is one number and a wrong entry only costs time. Hashes of later blocks replace entries.
+    """Hashes of prompt blocks sent to each replica; a later block may overwrite an earlier one.
+    Processes share the table without locks, because a wrong entry affects speed only.
     """
 
     def __init__(self, numbers: SharedNumbers) -> None:
@@ -88,7 +89,7 @@ class PrefixTable:
         self._tags[replica][:] = [0.0] * MAX_BLOCKS
 
     def matches(self, tags: Sequence[int], replica: int) -> int:
-        """Return how many leading blocks of a prompt (`hash_blocks`) the replica has received."""
+        """Return how many leading blocks of the prompt with hashes `tags` the replica received."""
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
         for index in range(len(tags) - 1, -1, -1):  # A block's hash covers all earlier blocks.
             if row[tags[index] % num_blocks] == tags[index]:
@@ -112,8 +113,8 @@ def choose_replica(
 ) -> tuple[int, int]:
     """Choose the candidate where a prompt costs least, and record the prompt's blocks there.
 
-    The cost is the tokens to compute plus the load, so the longest known prefix wins until its
-    replica has more load than the prefix saves. Return the position of the chosen replica in
+    The cost is the load plus the prompt tokens to compute. A replica with a longer cached prefix
+    wins unless its extra load exceeds the saved tokens. Return the position of the replica in
     `candidates`, and the number of prompt tokens that the replica probably computes.
     """
     own = [num_tokens - block_size * prefixes.matches(tags, each.replica) for each in candidates]
@@ -126,7 +127,7 @@ def choose_replica(
 
 
 def hash_blocks(request: GenerateRequest, *, block_size: int) -> list[int]:
-    """Return the hashes of a prompt's full blocks, without the last token of the prompt."""
+    """Return the hashes of the full blocks of a prompt, after dropping the last token."""
     tokens = list(request.prompt_token_ids)
     hashes = BlockHashes(tokens, block_size=block_size, salt=request.cache_salt)
     num_blocks = (len(tokens) - 1) // block_size

@@ -20,7 +20,7 @@ State = Literal["ok", "silent", "restarting", "failed"]
 
 
 class Replica:
-    """One engine and its open sequences of this process, for use by the event loop only."""
+    """One engine and this process's open sequences. Only the event loop may use it."""
 
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
         self.index = index
@@ -32,9 +32,9 @@ class Replica:
         self.on_steps: Callable[[list[int]], None] | None = None
         self._admission = admission
         self._channel: EngineChannel | None = None
-        self._past: wire.EngineStats | None = None  # Counters of engines that died.
+        self._past: wire.EngineStats | None = None  # Counters of this replica's dead engines.
         self._death = "the engine is not running"
-        self._next_ready = 0.0  # Monotonic second at which the current start should end.
+        self._next_ready = 0.0  # Expected end of the current start, in monotonic seconds.
         self.has_failed = False
         # Futures of `RecordExperts` commands without an answer, by number of the command.
         self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
@@ -61,7 +61,7 @@ class Replica:
         return None
 
     def unavailable(self) -> EngineDeadError | UnavailableError:
-        """Return the error for requests while the engine does not run, with a time to retry."""
+        """Return the error of requests that arrive while the engine does not run."""
         if self.has_failed:
             return EngineDeadError(self._death, code="engine_dead")
         wait = max(1.0, self._next_ready - time.monotonic())
@@ -71,14 +71,14 @@ class Replica:
 
     @property
     def stats(self) -> wire.EngineStats:
-        """Return the latest statistics. Without an engine, gauges are zero and counters stay."""
+        """Return the latest statistics; while no engine runs, gauges are 0 and counters stay."""
         latest = None if self._channel is None else self._channel.stats
         if latest is not None and not self.alive:
             latest = wire.drop_gauges(latest)
         return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
-        """Open sequences with `tokens[i]` prompt tokens each; the first computes `pending`."""
+        """Open sequences with `tokens[i]` prompt tokens; the first computes `pending` tokens."""
         for sequence, num_tokens in zip(request.requests, tokens, strict=True):
             self.open[sequence.request_id] = request
             self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)
@@ -160,7 +160,7 @@ class Replica:
         self.has_failed = True
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Pass on the updates of steps that arrived together, joined to one per sequence."""
+        """Join the updates of steps that arrived together to one per sequence, and deliver them."""
         for step in steps:
             for sequence_id, at in step.admitted:
                 request = self.open.get(sequence_id)

@@ -81,11 +81,11 @@ class EngineSupervisor:
         listener: EngineListener | None = None,
         parent: ParentPulse | None = None,
     ) -> "EngineSupervisor":
-        """Start the engine processes, which run `module`, and wait until all are ready.
+        """Start the engine processes, which run `module`, and wait until all engines are ready.
 
         The engines serve `engine` and the `num_servers` - 1 clients of `listener`. `parent` is the
-        heartbeat of this process; if it stops, the engine kills this process. Raises `ConfigError`
-        with the message of the engine that refuses to start, after ending all engines.
+        heartbeat of this process; if the heartbeat stops, the engine kills this process. If an
+        engine refuses to start, end all engines and raise `ConfigError` with its message.
         """
         supervisor = cls(options, _Servers(engine, num_servers, listener, parent, limits, module))
         starts = [asyncio.create_task(each.start()) for each in supervisor._engines]
@@ -136,7 +136,7 @@ class _SupervisedEngine:
         self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)
 
     async def start(self) -> None:
-        """Start a process, wait until it is ready, and supervise it. Errors: see `_connect`."""
+        """Start a process, await its readiness, and supervise it. Raises errors of `_connect`."""
         await self._connect()
         self._task = asyncio.create_task(self._supervise())
 
@@ -173,7 +173,7 @@ class _SupervisedEngine:
             servers.listener.on_engine_ready(self._replica, connection.address, info)
 
     async def _supervise(self) -> None:
-        """Whenever the engine ends, fail its open requests, and restart the engine if allowed."""
+        """When the engine ends, fail its open requests, and restart it if the limits allow."""
         servers, policy = self._servers, RestartPolicy(self._servers.limits)
         assert self._connection is not None
         reason = self._name + await asyncio.shield(self._connection.ended)

@@ -46,7 +46,7 @@ CONNECT_SECONDS = 60.0  # Time limit for a started rank to connect to the execut
 _REMINDER_SECONDS = 30.0  # Time between log lines about ranks that are loading.
 
 
-# A call waits for the result of each plan, or raises the error that stopped the whole step.
+# A function that waits for the results of a step, or raises the error that stopped the step.
 Results = Callable[[], list[StepResult]]
 
 
@@ -66,11 +66,11 @@ class Executor(Protocol):
         ...
 
     def death(self) -> str | None:
-        """Return how the first dead rank process ended; None if all rank processes run."""
+        """Describe how the first dead rank process ended; return None if all run."""
         return None
 
     def longest_silence(self) -> tuple[int, float]:
-        """Return `RankHost.longest_silence`, or (0, 0.0) without rank processes."""
+        """Return the result of `RankHost.longest_silence`, or (0, 0.0) without rank processes."""
         return 0, 0.0
 
     def shutdown(self, *, restarts: bool = False) -> None:
@@ -114,7 +114,7 @@ class InProcessExecutor(Executor):
 
 
 class RowFailureLog:
-    """Stores errors of rows by slot, until a slot is assigned to another sequence."""
+    """Stores the error of each failed row by slot, until the slot gets another sequence."""
 
     def __init__(self) -> None:
         self._slots: deque[list[int]] = deque()  # Slots of each plan that has no result yet.
@@ -134,7 +134,7 @@ class RowFailureLog:
                 self._errors.setdefault(slot, error)
 
     def complete(self, result: StepResult) -> StepResult:
-        """Return the result of the oldest plan with the errors of its rows."""
+        """Add the errors of failed rows to `result`, which is the result of the oldest plan."""
         slots = self._slots.popleft()
         if not self._errors:
             return result
@@ -143,7 +143,7 @@ class RowFailureLog:
 
 
 class FileProgressLog:
-    """Stores the latest report of each rank in a group about its cache files."""
+    """Stores, for each rank of a group, the latest report about its cache files."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._latest = {rank: FileProgress(rank) for rank in ranks}
@@ -154,7 +154,7 @@ class FileProgressLog:
         self._missing.update(progress.missing)
 
     def complete(self, result: StepResult) -> StepResult:
-        """Return the result with the progress of all ranks in the group."""
+        """Replace the file progress of one rank in `result` by the progress of the group."""
         if result.files is None:
             return result
         self.add(result.files)
@@ -181,7 +181,7 @@ class RankHost(Protocol):
         ...
 
     def death(self) -> str | None:
-        """Return how the first dead rank ended; None if all ranks run. Thread-safe."""
+        """Describe how the first dead rank ended; return None if all ranks run. Thread-safe."""
         ...
 
     def longest_silence(self) -> tuple[int, float]:
@@ -192,17 +192,17 @@ class RankHost(Protocol):
         """Abort kernels that wait for other ranks."""
 
     def expect_end(self) -> None:
-        """Stop counting ranks that end as dead, because all ranks will be asked to end."""
+        """Treat the end of a rank as normal from now on, because all ranks will be asked to end."""
 
     def stop(self, *, timeout: float, restarts: bool) -> None:
-        """Wait `timeout` seconds for the end of the ranks, then kill the ranks that still run."""
+        """Wait at most `timeout` seconds for the ranks to end, then kill the remaining ranks."""
 
 
 class RemoteRanks(RankHost, Protocol):
     """Starts, watches and ends the ranks of other machines."""
 
     def limit_connections(self, socket: zmq.Socket[bytes]) -> None:
-        """Limit the connections to `socket`, before the bind."""
+        """Limit the number of connections to `socket`, which is not yet bound."""
 
 
 class LocalRanks(RankHost):
@@ -253,7 +253,7 @@ class MultiProcessExecutor:
         *,
         others: RemoteRanks | None = None,
     ) -> None:
-        """Start the ranks and wait until they are ready. `others` starts ranks of other nodes."""
+        """Start all ranks and await their readiness. `others` starts ranks on other nodes."""
         layout, world_size = config.layout, config.layout.world_size
         self._folder = PrivateFolder()
         addresses = addresses or RankAddresses.local(self._folder.path, layout)
@@ -282,7 +282,7 @@ class MultiProcessExecutor:
             for endpoint in addresses.plans:
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
-                # Without a limit, a send returns at once and fails only if the rank is gone.
+                # With no queue limit, a send returns at once and fails only if the rank is gone.
                 socket.sndhwm = 0
                 if others is not None:
                     others.limit_connections(socket)
@@ -300,7 +300,7 @@ class MultiProcessExecutor:
                     self._sockets[rank].send(msgspec.msgpack.encode(own), zmq.NOBLOCK)
             readies = self._wait_ready(layout)
         except BaseException:
-            # The ranks get no time to end, because they may wait for a failed rank.
+            # Kill the ranks at once, because some may wait for a failed rank.
             self._close(timeout=0.0, restarts=True)
             raise
         blocks = {ready.num_kv_blocks for ready in readies}
@@ -334,7 +334,7 @@ class MultiProcessExecutor:
         ]
 
     def receive(self, dp_rank: int = 0) -> StepResult:
-        """Receive the next result, with the reports of other ranks. Raises `EngineDeadError`."""
+        """Receive the next result; add the reports of other ranks. Raises `EngineDeadError`."""
         failures, files = self._row_failures[dp_rank], self._file_progress[dp_rank]
         while True:
             frame = self._receive(self._result_sockets[dp_rank], self._result_pollers[dp_rank])
@@ -364,7 +364,7 @@ class MultiProcessExecutor:
         self._close(timeout=SHUTDOWN_SECONDS, restarts=restarts)
 
     def _close(self, *, timeout: float, restarts: bool) -> None:
-        """Wait `timeout` seconds for the end of the ranks, then kill them. Close all sockets."""
+        """Wait at most `timeout` s for the ranks to end, kill those left, close all sockets."""
         for machine in self._machines:
             machine.stop(timeout=timeout, restarts=restarts)
         self._context.destroy(linger=0)  # Also closes the sockets' monitors.
@@ -421,7 +421,7 @@ class MultiProcessExecutor:
         return socket.recv()
 
     def _poller(self, sockets: list[zmq.Socket[bytes]], event: int) -> zmq.Poller:
-        """Return a poller that reports `event` on `sockets`, and the end of any rank."""
+        """Return a poller that reports `event` on `sockets` and also reports the end of a rank."""
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, event)
@@ -439,7 +439,7 @@ class MultiProcessExecutor:
             ready = dict(poller.poll(milliseconds))
             if not ready:
                 raise TimeoutError
-            for socket in sockets:  # A rank's frames count even if the rank has ended since then.
+            for socket in sockets:  # Accept frames even from a rank that has ended.
                 if socket in ready:
                     return socket
             death = self.death()
@@ -448,7 +448,7 @@ class MultiProcessExecutor:
 
 
 def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
-    """Return the time of each captured step on its slowest rank, as all ranks wait for it."""
+    """Return the time of each captured step on the rank where the step takes longest."""
     found: dict[tuple[int, int], float] = {}
     for rows, drafts, seconds in (each for ready in readies for each in ready.step_seconds):
         found[rows, drafts] = max(seconds, found.get((rows, drafts), 0.0))
@@ -456,7 +456,7 @@ def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
 
 
 def start_executor(config: WorkerConfig) -> Executor:
-    """Start an executor in this process for one rank, or with rank processes for several."""
+    """Return an executor that runs a single rank in this process, or several in rank processes."""
     if config.layout.world_size == 1:
         return InProcessExecutor(config)
     return MultiProcessExecutor(config)

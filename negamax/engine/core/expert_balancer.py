@@ -1,7 +1,7 @@
 """Count how often each expert is selected, and move experts between ranks (EPLB).
 
-A rebalance starts with the least balanced layer, and moves a few experts in each step. The balancer
-already counts moves of launched steps, which ranks have yet to run.
+A rebalance starts with the least balanced layer, and moves a few experts in each step. The
+balancer's placement includes the moves of launched steps that ranks have not run yet.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from negamax.scheduler.step import ExpertMove, ExpertStep
 logger = get_logger(__name__)
 
 COUNT_STEPS = 100  # Largest number of steps between two counts.
-# Share by which the load of a layer's busiest rank must fall, or else the layer is not changed.
+# Least relative reduction of the busiest rank's load that justifies moving experts of a layer.
 LEAST_GAIN = 0.02
 
 
@@ -39,7 +39,7 @@ class ExpertBalancer:
         self._shape = num_layers, num_experts
         self._slots = [list(layout.expert_slots(num_experts, at)) for at in range(num_layers)]
         self._num_steps = 0
-        # Selections per expert up to the latest count, warmup included; None before the first.
+        # Selections per expert since the start, warmup included; None before the first count.
         self._total: NDArray[np.int64] | None = None
         self._interval = COUNT_STEPS
         if config is not None:
@@ -54,11 +54,11 @@ class ExpertBalancer:
         self._target: list[int] | None = None  # New placement of the first layer in `_due`.
         self._num_moved_before = 0
         self.stats = ExpertStats()
-        # Counts at the start of a record, and at the stop of a stopped record.
+        # Counts at the start of a recording and, once it was stopped, at its stop.
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """Return the moves and counts of experts in the next step, or None without any."""
+        """Return the moves and counts of experts for the next step; None if there are none."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []
@@ -68,7 +68,7 @@ class ExpertBalancer:
         return ExpertStep(self._version, is_due, moves)
 
     def take(self, counts: bytes) -> None:
-        """Use the counts since the start of the ranks, which the result of a step contains."""
+        """Use `counts` from the result of a step: the selections since the ranks started."""
         before, total = self._total, np.frombuffer(counts, dtype=np.int64).reshape(self._shape)
         self._total = total
         if before is None:
@@ -86,7 +86,7 @@ class ExpertBalancer:
             self._begin(config)
 
     def record(self, action: str, counts: bytes) -> ExpertDump | None:
-        """Start, stop or dump a record of `counts`. Raises `InvalidRequestError`."""
+        """Start, stop or dump a recording of expert selections. Raises `InvalidRequestError`."""
         now = np.frombuffer(counts, dtype=np.int64).reshape(self._shape)
         if action == "start":
             self._record = [now]
@@ -115,7 +115,7 @@ class ExpertBalancer:
         self._num_moved_before = self.stats.num_moved
 
     def _next_moves(self) -> list[ExpertMove]:
-        """Return the next moves of the first due layer, after computing its new placement."""
+        """Return the next moves of the first layer in `_due`; compute its placement if needed."""
         layer = self._due[0]
         slots = self._slots[layer]
         if self._target is None:
@@ -154,13 +154,13 @@ class ExpertBalancer:
         )
 
     def _balancedness(self, loads: NDArray[np.int64]) -> float:
-        """Return the mean load of the ranks divided by the largest, both summed over layers."""
+        """Return the ranks' mean load over the busiest rank's load, each summed over layers."""
         of_ranks = self._rank_loads(loads)
         busiest = float(of_ranks.max(axis=1).sum())
         return float(of_ranks.mean(axis=1).sum()) / busiest if busiest else 1.0
 
     def _rank_loads(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the load of each rank [layers, ranks] for loads of experts [layers, experts]."""
+        """Convert loads of experts [layers, experts] to loads of ranks [layers, ranks]."""
         slots = np.array(self._slots)
         copies = np.zeros(self._shape)
         np.add.at(copies, (np.arange(len(slots))[:, None], slots), 1)

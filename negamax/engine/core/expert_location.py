@@ -1,5 +1,5 @@
 """Place experts at start by `--init-expert-location`, which has SGLang's name and JSON fields. A
-dump of this server's record is valid JSON for the option.
+dump of this server's recording is a valid value.
 """
 
 from collections import Counter
@@ -17,20 +17,20 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.scheduler.expert_placement import best_placement
 
 _FLAG = "--init-expert-location"
-_MAX_BYTES = 64 * 2**20  # Size of the largest accepted file.
+_MAX_BYTES = 64 * 2**20  # Size limit of the JSON file.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # Number of selections of an expert.
 _Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # One list for each layer.
 
 
 class _Location(msgspec.Struct, frozen=True):
-    """The JSON value of the option, of which other fields are ignored."""
+    """The JSON value of the option; fields that are not listed here are ignored."""
 
     logical_count: _Table | None = None  # Number of selections of each expert.
     physical_to_logical_map: _Table | None = None  # Index of the expert in each slot.
 
 
 def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> ParallelLayout:
-    """Place experts by `location`, which is IN_ORDER, a JSON file or JSON. Raises `ConfigError`."""
+    """Place experts by `location`: IN_ORDER, JSON, or a JSON file. Raises `ConfigError`."""
     if location == IN_ORDER:
         return layout
     sizes = spec.expert_sizes()
@@ -126,7 +126,7 @@ def _check_slots(
     where = f"{_FLAG}: in layer {layer} of physical_to_logical_map"
     if unknown := [expert for expert in slots if expert >= num_experts]:
         most = num_experts - 1
-        raise ConfigError(f"{where} a slot has expert {unknown[0]}; allowed: 0 to {most}")
+        raise ConfigError(f"{where} a slot holds expert {unknown[0]}; allowed: 0 to {most}")
     if missing := sorted(set(range(num_experts)) - set(slots)):
         raise ConfigError(f"{where} expert {missing[0]} has no slot", hint=hint)
     per_rank = len(slots) // layout.ep
@@ -134,5 +134,5 @@ def _check_slots(
         ((expert, count),) = Counter(slots[rank * per_rank :][:per_rank]).most_common(1)
         if count > 1:
             raise ConfigError(
-                f"{where} rank {rank} of {layout.ep} has expert {expert} {count} times", hint=hint
+                f"{where} rank {rank} of {layout.ep} holds expert {expert} {count} times", hint=hint
             )

@@ -2,8 +2,8 @@
 
 The engine loop passes the changes of a step to `EventPublisher.publish`, which takes microseconds.
 A thread converts the changes to events and sends batches of events. A slow or absent subscriber
-loses batches and sees a gap in the sequence numbers. If the thread falls behind, it drops and
-counts changes and sends an `AllBlocksCleared` event, so subscribers never know wrong blocks.
+loses batches and sees a gap in the sequence numbers. If the thread falls behind, it drops changes
+and sends an `AllBlocksCleared` event, so subscribers never use stale entries.
 """
 
 import threading
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 # vLLM's names of the cache levels; "GPU" stands for the KV cache on any device.
 KV, HOST, FILES = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-# Steps for which a removed block's tokens are kept, as a copy to host memory may complete later.
+# Number of steps that keep a removed block's tokens, which a later copy to host memory may need.
 KEPT_STEPS = 128
 _LOST, _STOP = "lost", "stop"
 _LINGER_MS = 500
@@ -39,20 +39,20 @@ _MOST_BYTES = 65536  # Size limit of a frame that a subscriber sends.
 
 
 class KvEvent(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """The base class of events. A message is a map that has the event's class in "type"."""
+    """The base class of events. A message is a map whose "type" names the class of the event."""
 
 
 class BlockStored(KvEvent, kw_only=True):
-    """Consecutive blocks of a chain, which have been stored in the cache."""
+    """Consecutive blocks of a hash chain that the cache has stored."""
 
     block_hashes: list[int]
     parent_block_hash: int | None  # None if the first block starts the chain.
-    token_ids: msgspec.Raw  # Token ids of all these blocks, a list of integers.
+    token_ids: msgspec.Raw  # A list with the token ids of all blocks.
     block_size: int
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[list[str] | None] | None = None  # Cache salt of a block that starts a chain.
+    extra_keys: list[list[str] | None] | None = None  # [salt] if a block starts a chain.
     group_idx: int
     kv_cache_spec_kind: str
 
@@ -75,27 +75,27 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive blocks of a chain that were indexed together."""
+    """Consecutive blocks of a hash chain that entered the prefix cache together."""
 
     parent: bytes | None
     hashes: list[bytes]
-    tokens: msgspec.Raw  # Encoded token ids, which need little memory and are encoded only once.
+    tokens: msgspec.Raw  # Token ids in MessagePack, to save memory and time.
     salt: str  # Cache salt if the first block starts the chain, else "".
     block_size: int
 
 
 class CacheMirror:
-    """The cached blocks of a rank that subscribers know from events, for use by one thread.
+    """The cached blocks of a rank as subscribers know them, for use by one thread.
 
-    Built-in functions do the work per block, because the engine loop waits for the GIL.
+    Per-block work uses built-in functions, to hold the GIL briefly.
     """
 
     def __init__(self) -> None:
         self._runs: dict[bytes, _Run] = {}  # Maps the hash of each block to its run.
         self._cached: dict[str, set[bytes]] = {KV: set(), HOST: set(), FILES: set()}
-        # Cached blocks of each level whose tokens are not known yet, in the order of the changes.
+        # For each level, cached blocks whose tokens are not known yet, oldest first.
         self._unknown: dict[str, dict[bytes, None]] = {KV: {}, HOST: {}, FILES: {}}
-        self._touched: deque[set[bytes]] = deque()  # Changed blocks of each of the latest steps.
+        self._touched: deque[set[bytes]] = deque()  # Blocks that each recent step changed.
 
     def clear(self) -> list[KvEvent]:
         """Remove all blocks, and return the event for subscribers."""
@@ -106,7 +106,7 @@ class CacheMirror:
         return [AllBlocksCleared()]
 
     def apply(self, changes: CacheLog) -> list[KvEvent]:
-        """Return the events of a step's changes. Blocks with unknown tokens get no event."""
+        """Return the events of a step's changes. A block without known tokens gets no event."""
         learned = [
             block_hash
             for chain, first, stop in changes.chains
@@ -114,7 +114,7 @@ class CacheMirror:
         ]
         touched, events = set(learned), list[KvEvent]()
         levels = (changes.kv, changes.host, changes.files)
-        # The KV cache comes first, because it has the parents of all learned blocks.
+        # Handle the KV cache first, because it contains the parents of all blocks in `learned`.
         for (medium, unknown), of_medium in zip(self._unknown.items(), levels, strict=True):
             found = [block_hash for block_hash in learned if block_hash in unknown]
             events += self._store(found, medium)
@@ -134,7 +134,7 @@ class CacheMirror:
         return events if any(self._cached.values()) or not events else [AllBlocksCleared()]
 
     def _learn(self, chain: BlockHashes, first: int, stop: int) -> list[bytes]:
-        """Store blocks `first` to `stop` from the first unknown block on; return their hashes."""
+        """Store those of blocks `first` to `stop` that are unknown, and return their hashes."""
         hashes = chain.computed(first, stop)
         num_known = next(
             (at for at, one in enumerate(hashes) if one not in self._runs), len(hashes)
@@ -149,7 +149,7 @@ class CacheMirror:
         return hashes
 
     def _store(self, hashes: list[bytes], medium: str) -> Iterator[BlockStored]:
-        """Add blocks to a cache level. Yield an event for each part of a run among the blocks."""
+        """Add blocks to a cache level. Yield one event for adjacent blocks of the same run."""
         start = 0
         while start < len(hashes):
             run = self._runs.get(hashes[start])
@@ -160,7 +160,7 @@ class CacheMirror:
             place = run.hashes.index(hashes[start])
             stop = start + len(run.hashes) - place
             while hashes[start:stop] != run.hashes[place : place + len(hashes[start:stop])]:
-                stop = (start + min(stop, len(hashes))) // 2  # Parts of the run are cached.
+                stop = (start + min(stop, len(hashes))) // 2  # Only a part of the run is cached.
             part = hashes[start:stop]
             self._cached[medium].update(part)
             yield _describe(run, place, part, medium)
@@ -203,20 +203,20 @@ def _encode_tokens(tokens: list[int]) -> msgspec.Raw:
 
 
 def _shorten(hashes: list[bytes]) -> list[int]:
-    """Return 64 bits of each hash, as vLLM does, because some subscribers read only integers."""
+    """Shorten each hash to 64 bits, as in vLLM, because some subscribers read only integers."""
     return array("Q", b"".join(hashes))[:: HASH_BYTES // 8].tolist()
 
 
 class EventPublisher:
-    """Publishes the events of a rank with one thread for events and one for replays."""
+    """Publishes the events of a rank; one thread sends events, another answers replay requests."""
 
     def __init__(self, config: KvEventsConfig, rank: int) -> None:
-        """Open the sockets of data-parallel rank `rank` of all replicas. Raises `ConfigError`."""
+        """Open the sockets; `rank` counts the ranks of all replicas. Raises `ConfigError`."""
         self.num_batches = 0  # Number of sent batches.
         self.num_dropped = 0  # Number of steps whose changes were dropped.
         self._config, self._rank = config.add_rank(rank), rank
         self._topic = config.topic.encode()
-        # `_LOST` stands for changes that were dropped.
+        # In the queue, `_LOST` marks where changes were dropped.
         self._queue: SimpleQueue[CacheLog | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
@@ -228,7 +228,7 @@ class EventPublisher:
         self._events.set_hwm(config.hwm)
         self._events.linger = _LINGER_MS
         self._replays = self._context.socket(zmq.ROUTER)
-        self._replays.set_hwm(config.buffer_steps + 1)  # Number of messages in a full replay.
+        self._replays.set_hwm(config.buffer_steps + 1)  # A full replay has so many messages.
         self._replays.linger = 0
         self._events.maxmsgsize = self._replays.maxmsgsize = _MOST_BYTES
         self._threads = [
@@ -244,7 +244,7 @@ class EventPublisher:
             raise
 
     def start(self) -> None:
-        """Start to send. First tell subscribers that the blocks of an earlier process are gone."""
+        """Tell subscribers that the blocks of an earlier process are gone; start the threads."""
         self._send([AllBlocksCleared()])
         for thread in self._threads:
             thread.start()
@@ -291,7 +291,7 @@ class EventPublisher:
         if not events:
             return
         if not self._has_blocks and isinstance(events[0], BlockStored):
-            # This event reaches subscribers that connected after `start` had sent its event.
+            # Repeat the event of `start` for subscribers that have connected since then.
             events.insert(0, AllBlocksCleared())
             self._has_blocks = True
         sequence = self.num_batches.to_bytes(8, "big")
@@ -301,7 +301,7 @@ class EventPublisher:
         self.num_batches += 1
 
     def _answer_replays(self) -> None:
-        """Answer each request with the stored batches from a sequence number on, and a marker."""
+        """Answer each request with the stored batches from a sequence number on and an end mark."""
         with self._replays, suppress(zmq.ContextTerminated):
             while True:
                 *route, first = self._replays.recv_multipart()

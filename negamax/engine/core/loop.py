@@ -1,4 +1,4 @@
-"""Run the step loop. While step N runs, the loop commits step N - 1 (N - P with P stages)."""
+"""Run the step loop. While step N runs, the loop commits step N - P of P pipeline stages."""
 
 import dataclasses
 import time
@@ -30,7 +30,7 @@ from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
-# Number of entries kept for the next report; the embedded LLM never calls `report`.
+# Most entries kept for the next report. The limit is needed because `LLM` never calls `report`.
 _REPORT_ENTRIES = 4096
 WAIT_SECONDS = 0.005  # Time between polls for new requests while all requests wait for grammars.
 FLUSH_SECONDS = 2.0  # Time limit for writing KV blocks to files at shutdown.
@@ -72,7 +72,7 @@ class EngineLoop:
         self._sockets = transfers  # Sockets to other engines; None without --kv-transfer-config.
         self._transfers = None if transfers is None else transfers.transfers
         self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # Plans for a crash dump.
-        # Launched steps that are not committed, oldest first; None for a round without a plan.
+        # Launched steps that are not committed, oldest first; None marks a round without a plan.
         self._in_flight: deque[_InFlight | None] = deque()
         self._num_stages = num_stages
         self._pending_updates: list[SequenceUpdate] = []
@@ -80,7 +80,7 @@ class EngineLoop:
         self._prefill_tokens = 0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
-        self._committed_at = 0.0  # Monotonic second at which a step or debug command ended.
+        self._committed_at = 0.0  # End of the latest step or debug command (monotonic).
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
         self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
 
@@ -96,7 +96,7 @@ class EngineLoop:
         )
 
     def await_request(self, requests: zmq.Socket[bytes]) -> bool:
-        """Wait until there may be work. Return whether the caller should receive a request."""
+        """Wait for work. Return whether the work is a request that the caller should receive."""
         if self._sockets is None:
             return True  # The caller's receive waits for a request.
         has_request = self._sockets.wait(requests)
@@ -104,7 +104,7 @@ class EngineLoop:
         return has_request
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. A refused request gets an update with finish_reason "error"."""
+        """Queue a request. If it is refused, its update has finish_reason "error"."""
         if request.request_id in self._grammars:
             error = f"request id {request.request_id!r} is in use; choose another id"
             self._end_with_error(request.request_id, error)
@@ -122,7 +122,7 @@ class EngineLoop:
             self._take_in(request, self._scheduler.add)
 
     def abort(self, request_ids: list[str]) -> None:
-        """End requests at once. Ignore unknown ids and ids of finished requests."""
+        """Abort requests at once. Ignore unknown ids and ids of finished requests."""
         for request_id in request_ids:
             is_pulled = self._transfers is not None and self._transfers.abort(request_id)
             if is_pulled or self._grammars.close(request_id):
@@ -141,7 +141,7 @@ class EngineLoop:
         self._publish_cache()
 
     def step(self) -> list[SequenceUpdate]:
-        """Launch the next step, commit the oldest step that is due, and return the updates."""
+        """Launch a step, commit the oldest launched step if it is due, return its updates."""
         if self._sockets is not None:
             self._sockets.poll()
             self._add_transferred(self._sockets.transfers)
@@ -157,7 +157,7 @@ class EngineLoop:
             self._admitted.extend(
                 (request_id, launched.started) for request_id in self._scheduler.take_admitted()
             )
-            self._publish_cache()  # Publishers work while this thread waits for results.
+            self._publish_cache()  # Publish while the step runs.
         updates, self._pending_updates = self._pending_updates, []
         if launched is None and not any(self._in_flight) and not updates:
             self._wait()
@@ -177,7 +177,7 @@ class EngineLoop:
         return updates
 
     def report(self, updates: list[SequenceUpdate]) -> StepOutputs:
-        """Return the updates with statistics, started requests and tokens since the last report."""
+        """Add statistics to `updates`, and what has started or run since the last report."""
         report = StepOutputs(updates, self.stats(), list(self._admitted), list(self._step_tokens))
         self._admitted.clear()
         self._step_tokens.clear()
@@ -196,14 +196,14 @@ class EngineLoop:
         )
 
     def _publish_cache(self) -> None:
-        """Pass the changes of the prefix caches to the publishers."""
+        """Pass the latest changes of the prefix caches to the publishers of KV events."""
         for publisher, rank in zip(self._publishers, self._scheduler.ranks, strict=False):
             changes = rank.cache_log and rank.cache_log.take()
             if changes is not None:
                 publisher.publish(changes)
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
-        """Return statistics by rank. Requests without a rank count as waiting at the first rank."""
+        """Return statistics by rank. The first rank counts requests that wait without a rank."""
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
         on_none += len(self._grammars.opening_ids())
@@ -247,7 +247,7 @@ class EngineLoop:
         )
 
     def record_experts(self, action: str) -> ExpertDump | None:
-        """Call `ExpertBalancer.record` with current counts. Raises `InvalidRequestError`."""
+        """Start, stop or dump a recording of expert selections. Raises `InvalidRequestError`."""
         if self._experts is None:
             raise InvalidRequestError(
                 "experts are not counted",
@@ -259,17 +259,17 @@ class EngineLoop:
         return self._experts.record(action, counts)
 
     def run_debug_command(self, name: str, argument: int = 0) -> list[DebugResult]:
-        """Run a command on all ranks after the launched steps. Return the results by rank."""
+        """Run a command on all ranks after the steps launched so far; return results by rank."""
         try:
             return self.executor.run_debug_command(DebugCommand(name, argument))
         finally:
-            self._committed_at = time.monotonic()  # Exclude the command from the time of a step.
+            self._committed_at = time.monotonic()  # Exclude the command from step times.
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """Stop the grammar processes, the executor, the sockets and Ray's machines. Unless another
+        """Stop grammar processes, executor and sockets, and release Ray's machines. Unless another
         engine follows (`restarts`), first write KV blocks to files, for at most FLUSH_SECONDS.
         """
         end = time.monotonic() + FLUSH_SECONDS
@@ -319,7 +319,7 @@ class EngineLoop:
         self._pending_updates.append(end)
 
     def _add_transferred(self, transfers: Transfers) -> None:
-        """Queue requests whose blocks have arrived, and end requests whose blocks cannot arrive."""
+        """Queue requests whose transfer has ended, and fail requests whose prompt was lost."""
         ready, transfers.ready = transfers.ready, []
         for request in ready:
             self._queue(request)
@@ -374,7 +374,7 @@ class EngineLoop:
         if self._grammars.is_waiting:
             self._grammars.wait(WAIT_SECONDS)
         elif self._transfers is not None and self._transfers.shared.holds_kv_blocks:
-            time.sleep(WAIT_SECONDS)  # Leases of other engines hold the KV blocks.
+            time.sleep(WAIT_SECONDS)  # KV blocks are reserved for other engines.
         elif self._scheduler.has_unfinished:
             raise EngineError("the scheduler has waiting requests and cannot run any of them")
 
@@ -397,12 +397,12 @@ class EngineLoop:
             self._experts.take(results[0].expert_counts)
         now = time.monotonic()
         device_seconds = max(result.device_seconds for result in results)
-        # The time of a step is the longer of the device's time and the host's time.
+        # The time of a step is the larger of its time on the device and on the host.
         seconds = max(device_seconds, now - max(step.started, self._committed_at))
         self._committed_at = now
         self._step_count += 1
         num_tokens = sum(plan.num_tokens for plan in plans)
-        if num_tokens:  # Other steps only wait for KV blocks from host memory.
+        if num_tokens:  # A step without tokens only waits for KV blocks from host memory.
             self._step_tokens.append(num_tokens)
         self._prefill_tokens += sum(
             count
@@ -420,5 +420,5 @@ class EngineLoop:
 
 
 def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
-    """Mark the final update of a request as refused or as lost with its grammar process."""
+    """State in the last update whether the request was refused or lost its grammar process."""
     return msgspec.structs.replace(end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost)

@@ -14,14 +14,14 @@ from negamax.planner.plan import Candidate, Hardware, make_plan
 
 logger = get_logger(__name__)
 
-# A single request, and the default batch of a server.
+# Two workloads: a single request, and the default batch of a server.
 _LOADS = (Workload(1), Workload(256))
 
 
 def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) -> EngineOptions:
-    """Return `options` with the best parallel sizes for the performance mode, if `options` sets no
-    size and the machine has several GPUs. Unless `one_engine` is set, several replicas may use the
-    GPUs. Raises `ConfigError` if no split of the model fits, and the errors of `locate`.
+    """Choose the best parallel sizes for the performance mode, unless `options` sets a size or the
+    machine has one GPU. Unless `one_engine` is set, several replicas may use the GPUs. Raises
+    `ConfigError` if no split of the model fits, and the errors of `locate`.
     """
     mode = options.performance_mode
     if mode == "balanced" or options.device == "cpu" or options.script is not None:
@@ -32,7 +32,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
         return options
     try:
         gpus = visible_gpus()
-    except ConfigError as error:  # The planner has no data of these GPUs.
+    except ConfigError as error:  # The planner does not know these GPUs.
         logger.warning("--performance-mode %s chooses no parallel size: %s", mode, error)
         return options
     if len(gpus) < 2:
@@ -75,7 +75,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
 
 
 def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
-    """Return whether `options` allow a candidate, which must not shard caches unless asked."""
+    """Return whether `options` allow a candidate. A candidate must not shard caches unasked."""
     if candidate.topology.dcp > 1:
         return False
     if candidate.shards_index and options.index_cache_sharding != "on":

@@ -1,7 +1,7 @@
 """Run an engine process, which `engine.client.connection` starts.
 
 The first message holds the options. Server processes send requests, and get updates after each
-step. One thread sends heartbeats and watches ranks; another watches the first server process.
+step. One thread sends heartbeats and watches ranks. Another thread watches the server.
 """
 
 import gc
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 LOOK_SECONDS = 0.1  # Time between two checks of the ranks.
-# Time that a waiting loop has to notice a dead rank before the heartbeat thread reports it.
+# Time for the engine loop to report a dead rank before the heartbeat thread reports it.
 LAST_STEP_SECONDS = 0.3
 RECONNECT_MS = 10  # Time between attempts to connect to a server process.
 
@@ -75,11 +75,11 @@ def _serve(
         dumps.write("the engine cannot start", details=dict, error=error)
         outbox.send_first(wire.EngineFailed(f"the engine cannot start: {error!r}", 1))
         return 1
-    # Objects of the start live as long as the process, so later garbage collections skip them.
+    # Objects created so far live as long as the process, so garbage collections can skip them.
     gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
-    restarts = True  # False once `serve` has returned because of a requested stop.
+    restarts = True  # False after a requested stop.
     try:
         with pulse.beating(context, address, num_servers=start.num_servers):
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)
@@ -111,11 +111,11 @@ class Outbox(AbstractContextManager["Outbox"]):
     def __init__(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int, linger: int
     ) -> None:
-        """Connect to all server processes. At the end, unsent messages get `linger` ms."""
+        """Connect to all server processes. A close waits up to `linger` ms for unsent messages."""
         self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
         for server, socket in enumerate(self._sockets):
             socket.linger = linger
-            socket.set_hwm(0)  # Without a limit, a send never blocks.
+            socket.set_hwm(0)  # No queue limit: a send never blocks.
             socket.reconnect_ivl = RECONNECT_MS
             socket.connect(address.outputs(server))
 
@@ -163,12 +163,12 @@ def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
 
 
 def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, pulse: "Pulse") -> None:
-    """Receive requests, run steps and send updates until a stop. Wait while there is no work."""
+    """Receive requests, run steps and send updates until a stop is requested."""
     while True:
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work
             if pulse.is_idle and not loop.await_request(requests):
-                continue  # Check for work again: a message of another engine has arrived.
+                continue  # Another engine may have sent work.
             frame = requests.recv()
             pulse.is_idle = False
             try:
@@ -204,7 +204,7 @@ def _record(loop: EngineLoop, message: wire.RecordExperts) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """The state of the loop that heartbeats report. Only the loop's thread changes the state."""
+    """The state of the loop, which heartbeats report. Only the loop's thread changes it."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
@@ -215,7 +215,7 @@ class Pulse:
     def beating(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Run a thread that sends heartbeats, and reports a dead rank if the loop does not."""
+        """Run a thread that sends heartbeats and, unless the loop does so, reports a dead rank."""
         stop = threading.Event()
 
         def beat() -> None:

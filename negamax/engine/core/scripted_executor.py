@@ -53,7 +53,7 @@ class ScriptedExecutor(Executor):
         self._step_seconds = 1.0 / script.tokens_per_second
         self._rows: dict[int, _Row] = {}
         self._due = 0.0  # Monotonic seconds.
-        # Grammar masks by row, and rows with late masks, of the plan that was launched last.
+        # For the latest plan: grammar masks by row, and the rows whose masks are late.
         self._masks: dict[int, bytes] = {}
         self._postponed: list[int] = []
         self.ready = WorkerReady(
@@ -66,7 +66,7 @@ class ScriptedExecutor(Executor):
         )
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:
-        """Delay the work until the result is requested, when the plan's bitmask has arrived."""
+        """Return a function that does the work later, after the plan's bitmask has arrived."""
         (plan,) = plans
         self._masks, self._postponed = {}, []
         return partial(self._run, plan, self._masks, self._postponed)
@@ -115,7 +115,7 @@ class ScriptedExecutor(Executor):
         return [StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)]
 
     def _next(self, row: _Row, position: int, mask: bytes | None) -> int | None:
-        """Return the answer's token at `position`, or else EOS or any token that `mask` allows."""
+        """Return the answer's token at `position`; if `mask` forbids it, EOS or another token."""
         token = row.answer[position] if position < len(row.answer) else self._eos
         if mask is None:
             return token

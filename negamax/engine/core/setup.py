@@ -56,12 +56,12 @@ from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
-ENCODER_TOKENS = 32_768  # Default number of image token rows that a CPU rank keeps.
+ENCODER_TOKENS = 32_768  # Default number of image token embeddings that a CPU rank caches.
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
 def start_loop(options: EngineOptions, *, replica: int = 0) -> tuple[EngineLoop, ModelInfo]:
-    """Start the executor and the scheduler of a replica. On an error, end all started processes."""
+    """Start the executor and the scheduler of a replica. On an error, end the started processes."""
     with ExitStack() as started:
         loop, info = _start_loop(options, started, replica)
         started.pop_all()  # The loop's shutdown ends all that was started.
@@ -71,7 +71,7 @@ def start_loop(options: EngineOptions, *, replica: int = 0) -> tuple[EngineLoop,
 def _start_loop(
     options: EngineOptions, started: ExitStack, replica: int
 ) -> tuple[EngineLoop, ModelInfo]:
-    """Start the loop. `started` collects the callbacks that end processes after an error."""
+    """Start the loop. `started` collects callbacks that end the started processes on an error."""
     launcher = None  # With Ray, an object that starts the agents of other nodes.
     if options.distributed_executor_backend == RAY:
         launcher = RayLauncher(options)
@@ -195,7 +195,7 @@ def _open_transfers(
 def _make_worker_config(
     options: EngineOptions, source: ModelSource, script: Script | None
 ) -> WorkerConfig:
-    """Return the configuration of the ranks. Raises `ConfigError` if options and model conflict."""
+    """Return the configuration of the ranks. Raises `ConfigError` for options the model forbids."""
     spec = source.spec
     if script is not None:
         spec = replace(spec, max_position_embeddings=script.context_length)
@@ -247,7 +247,7 @@ def _make_worker_config(
         num_kv_blocks=options.num_kv_blocks,
         kv_cache_memory=options.kv_cache_memory,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        # Kernels that the user selects may wait for the device, which graphs cannot capture.
+        # User-selected kernels may wait for the device, and a graph cannot capture such a wait.
         cudagraph_size=0
         if options.enforce_eager or options.kernels
         else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
@@ -269,8 +269,8 @@ def _make_worker_config(
 
 
 def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Spec:
-    """Convert MXFP8 weights to FP8 blocks on GPUs that multiply FP8 blocks (Hopper), unless
-    `--quantization` names a format.
+    """Choose the FP8 block format for MXFP8 weights on GPUs that multiply FP8 blocks (Hopper),
+    unless `--quantization` names a format.
     """
     if device == "cpu" or spec.quantization is None or check_name(options.quantization):
         return spec
@@ -279,7 +279,7 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
     if not multiplies_blocks(device) or (blocks := find_blocks_spec(spec.quantization)) is None:
         return spec
     logger.info(
-        "MXFP8 weights of %s become FP8 blocks of 128 x 128 (--quantization mxfp8 keeps MXFP8)",
+        "MXFP8 weights of %s become FP8 in 128 x 128 blocks (--quantization mxfp8 prevents it)",
         spec.architecture,
     )
     return replace(spec, quantization=blocks)
@@ -289,7 +289,7 @@ def _choose_vision(
     options: EngineOptions, source: ModelSource, spec: Spec, layout: ParallelLayout, device: str
 ) -> Spec:
     """Remove the vision tower from `spec` if the files lack it or if the options exclude images.
-    The server then refuses requests with images.
+    Without a vision tower the server refuses images.
     """
     folder = source.weights_folder
     if spec.vision is None:
@@ -317,16 +317,16 @@ def _choose_vision(
 
 
 def _count_encoder_tokens(options: EngineOptions, device: str) -> int:
-    """Return the number of image token rows that a rank keeps, in whole pages."""
+    """Return the number of image token embeddings that a rank caches, in whole pages."""
     chosen = options.encoder_cache_tokens
     default = ENCODER_TOKENS if device == "cpu" else 0
     return (default if chosen is None else chosen) // ROWS_PER_PAGE * ROWS_PER_PAGE
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Set whether `draft` has its own embedding and head or uses those of `target` in `folder`
-    (None with synthetic weights). Raises `CheckpointError`, or `ConfigError` if the draft cannot
-    use the target's tensors because of their width or rotation.
+    """Set whether `draft` has its own embedding and head or uses the target's (files in `folder`).
+    Raises `CheckpointError`, or `ConfigError` if the target's tensors have another width or are
+    rotated.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
@@ -381,14 +381,14 @@ def _log_ready(ready: WorkerReady, *, block_size: int, dp: int) -> None:
         logger.info("%s", ready.memory_summary)
     if ready.num_host_blocks:
         logger.info(
-            "main memory keeps %d more tokens of KV cache (%d blocks), %.2f GiB on all ranks",
+            "main memory keeps the KV cache of %d more tokens (%d blocks, %.2f GiB on all ranks)",
             dp * ready.num_host_blocks * block_size,
             dp * ready.num_host_blocks,
             dp * ready.num_host_blocks * ready.host_block_bytes / 2**30,
         )
     if ready.num_file_blocks:
         logger.info(
-            "files hold up to %d tokens of KV cache; the existing files hold %d tokens",
+            "files can hold the KV cache of %d tokens; existing files hold %d tokens",
             ready.num_file_blocks * block_size,
             len(ready.file_hashes) // HASH_BYTES * block_size,
         )
@@ -427,7 +427,7 @@ def _make_scheduler(
         block_size=config.block_size,
         num_blocks=ready.num_kv_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
-        # The server's client refuses requests at a lower limit.
+        # The server refuses requests earlier, at a lower limit.
         max_queued_requests=2 * (options.max_queued_requests + num_rows),
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,
@@ -474,7 +474,7 @@ def choose_chunk_length(
         max_model_len=max_model_len,
     )
     logger.info(
-        "chunks of prompts take equal time: the first has %d tokens, the last of the longest %d",
+        "prompt chunks take equal time: the first has %d tokens, the last of the longest prompt %d",
         most,
         length.fit(max_model_len, most, most)[0],
     )
@@ -482,7 +482,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """Return this machine's GPU, or a measured one, as only ratios of its times are used."""
+    """Return this machine's GPU, or a known GPU instead, because only ratios of times matter."""
     if device == "cpu":
         return MEASURED
     try:
@@ -496,7 +496,7 @@ def _count_dp_ranks(options: EngineOptions, config: WorkerConfig) -> int:
 
 
 def _make_balancer(options: EngineOptions, config: WorkerConfig) -> ExpertBalancer | None:
-    """Create the balancer. Return None if experts are neither counted nor moved."""
+    """Create the expert balancer; return None if no option counts or moves experts."""
     sizes = config.spec.expert_sizes()
     if config.experts == FIXED or sizes is None:
         return None
@@ -553,7 +553,7 @@ def _describe_model(
 
 
 def choose_num_threads(options: EngineOptions, layout: ParallelLayout) -> int:
-    """Return the number of CPU threads per rank. All engines of this machine share its cores."""
+    """Return the number of CPU threads per rank. All engines of a machine share its cores."""
     return options.num_threads or default_num_threads(layout.ranks_per_node * options.num_replicas)
 
 
@@ -561,16 +561,16 @@ def default_num_threads(num_ranks: int) -> int:
     """Return the default number of CPU threads per rank, which is the cores divided by the ranks.
     With three cores or more, one core stays free for the server and the scheduler.
 
-    With more threads than free cores, threads wait for whole ticks of the system's scheduler: if
-    one of 2 cores is busy, a GEMM of 25 us takes 4 to 8 ms on 2 threads. On 2 idle cores, 2 threads
-    decode up to 1.4 times as fast as one thread.
+    With more threads than free cores, threads wait for whole time slices of the operating system:
+    if one of 2 cores is busy, a GEMM of 25 us takes 4 to 8 ms on 2 threads. On 2 idle cores, 2
+    threads decode up to 1.4 times as fast as one thread.
     """
     cores = env.usable_cores()
     return max(1, (cores - (cores > 2)) // num_ranks)
 
 
 def _limit_context_length(max_model_len: int, pool_tokens: int) -> int:
-    """Limit the context length to the cached tokens plus one, as the last token is not cached."""
+    """Limit the context length to `pool_tokens` + 1, because the last token is not cached."""
     if max_model_len > pool_tokens + 1:
         logger.warning(
             "the KV cache holds %d tokens, so the context length is %d instead of %d",

@@ -36,7 +36,7 @@ DRAFT_FOLDER = "dspark"  # Name of the draft's folder in a model's folder.
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's configuration and folders. A bundled spec has only a folder with a tokenizer."""
+    """A model's configuration and folders. A bundled spec has no folder of weights."""
 
     spec: ModelSpec
     generation: GenerationDefaults
@@ -48,8 +48,8 @@ class ModelSource:
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find or download a model, and read its configuration. For a draft that names its verifier,
-    use the verifier with this draft, as in vLLM. Raises `ConfigError` or `CheckpointError`.
+    """Find or download a model, and read its configuration. If the model is a draft, use the target
+    model that it names with this draft. Raises `ConfigError` or `CheckpointError`.
     """
     try:
         source = _locate_target(options)
@@ -94,14 +94,14 @@ def check_model(options: EngineOptions) -> None:
 
 
 def check_start(options: EngineOptions) -> None:
-    """Run the checks of a start that need no download. Raises the errors of `locate`."""
+    """Check everything that a start needs except files to download. Raises errors of `locate`."""
     check_model(options)
     if not _is_bundled(options.model) and check_model_name(options.model) is None:
         return
     spec = _locate_target(options).spec
     if options.script is None:
         choose_context_length(options, spec)
-    if options.performance_mode == "balanced":  # Other modes choose sizes for the GPUs.
+    if options.performance_mode == "balanced":  # Other modes choose the sizes later.
         check_split(ParallelLayout.of(options.parallel, nodes=options.nnodes), spec)
 
 
@@ -123,7 +123,7 @@ def _is_bundled(model: str) -> bool:
 
 
 def _locate_target(options: EngineOptions) -> ModelSource:
-    check_model(options)  # Refuses wrong names before a download.
+    check_model(options)  # Refuse wrong names before a download.
     if _is_bundled(options.model):
         spec = _keep_layers(bundled_spec(options.model), options.num_hidden_layers)
         spec = _apply_quantization(spec, options)

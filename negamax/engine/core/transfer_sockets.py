@@ -1,4 +1,4 @@
-"""Connect `Transfers` to other engines, and to the lanes of this engine's ranks.
+"""Connect `Transfers` to other engines and to this engine's lanes (one socket per rank).
 
 Other engines connect to one socket of this engine. This engine opens a socket to each engine that
 it reads from. ZeroMQ's thread sends heartbeats, so connections survive long steps of an engine.
@@ -27,8 +27,8 @@ logger = get_logger(__name__)
 
 TICK_SECONDS = 0.2  # Time between two checks of time limits.
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
-MOST_PEERS = 200  # Engines that this engine can read from; ZeroMQ allows about 340 sockets.
-MOST_UNSENT = 100_000  # Messages that wait until another engine can receive.
+MOST_PEERS = 200  # Most engines to read from; ZeroMQ allows about 340 sockets.
+MOST_UNSENT = 100_000  # Most messages queued for an engine.
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -51,7 +51,7 @@ def check_transfer_address(config: KvTransferConfig) -> None:
 
 
 class TransferSockets:
-    """Sends and receives the messages of `Transfers`, for use by the engine loop only."""
+    """Sends and receives the messages of `Transfers`. Only the engine loop may use it."""
 
     def __init__(
         self, config: KvTransferConfig, imports: Sequence[str], *, folder: PrivateFolder
@@ -66,7 +66,7 @@ class TransferSockets:
         self._context = zmq.Context()
         self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # Sockets and their monitors.
         self._answered: set[PullPeer] = set()  # Peers that have answered.
-        self._lost: dict[PullPeer, None] = {}  # Lost peers; the next `poll` ends their pulls.
+        self._lost: dict[PullPeer, None] = {}  # Lost peers; `poll` ends their pulls.
         self._server: Socket = self._context.socket(zmq.ROUTER)
         self._server.heartbeat_ivl, self._server.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
         self._lanes: list[Socket] = []
@@ -91,7 +91,7 @@ class TransferSockets:
             if peer not in self._peers:
                 self._open(*peer)
             self._peers[peer][0].send(frame, zmq.NOBLOCK)
-        except (ConnectionError, zmq.ZMQError) as error:  # The client's request names the peer.
+        except (ConnectionError, zmq.ZMQError) as error:  # A client chose the peer.
             logger.warning("no message can be sent to %r, port %d: %s", *peer, error)
             self._lose(peer)
 
@@ -144,7 +144,7 @@ class TransferSockets:
         """Connect to an engine. Raises `ConnectionError` or `ZMQError`."""
         if self._config.is_loopback and not _is_loopback(host):
             raise ConnectionError("the host is another machine, but kv_ip is a loopback address")
-        if len(self._peers) == MOST_PEERS:  # Close the oldest connection that never had an answer.
+        if len(self._peers) == MOST_PEERS:  # Close an unanswered one.
             silent = [peer for peer in self._peers if peer not in self._answered]
             if not silent:
                 raise ConnectionError(f"{MOST_PEERS} engines are connected, which is the limit")

@@ -1,4 +1,4 @@
-"""Messages between engines that prefill prompts and engines that decode."""
+"""Messages between engines that prefill prompts and engines that decode them."""
 
 import msgspec
 
@@ -9,8 +9,8 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """
 
     lease_id: str
-    engine_id: str  # Engine that has the lease; "" if the prompt may not be computed yet.
-    fingerprint: str  # Digest of the model, its caches and the version.
+    engine_id: str  # Engine that holds the blocks; "" if not known yet.
+    fingerprint: str  # Digest of model, caches and version.
     prompt_hash: bytes  # Result of `hash_prompt`.
     num_blocks: int
 
@@ -19,8 +19,8 @@ class LeaseOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
     lease_id: str
     lanes: list[str]  # Endpoints of the ranks that send the blocks.
     places: list[int]  # Indices of the host blocks, in the order of the prompt.
-    step_id: int  # Step whose copies to host memory must be complete before a read.
-    num_cached_tokens: int  # Prompt tokens that the prefix cache already had.
+    step_id: int  # Blocks can be read when this step has copied them to host memory.
+    num_cached_tokens: int  # Prompt tokens found in the prefix cache.
 
 
 class LeaseRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -29,7 +29,7 @@ class LeaseRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class RenewLeases(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """The decoding engine sends this message several times before a lease would expire."""
+    """The decoding engine sends this message regularly, so that its leases do not expire."""
 
     lease_ids: list[str]
 

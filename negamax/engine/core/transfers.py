@@ -1,12 +1,12 @@
-"""Transfer KV blocks of prompts between engines. A lease lets another engine read, a pull reads.
+"""Transfer KV blocks of prompts between engines: a lease lets another engine read, a pull reads.
 
 A pull has four phases. First, the prefilling engine confirms the lease. Second, this engine
 allocates host blocks. Third, the ranks of this engine copy the prompt's blocks into host blocks.
-Fourth, the prefilling engine confirms that it kept its blocks until the end of the copy; then the
-host blocks are valid. If a phase fails, this engine computes the prompt, or ends the request.
+Fourth, the prefilling engine confirms that it kept its blocks until the copy ended, so the copies
+are valid. If a phase fails, this engine computes the prompt or fails the request.
 
-Host blocks of a pull stay allocated until every rank has reported the end of its copy, also after
-an abort. This module is deterministic: callers pass the time and messages as arguments.
+Even after an abort, host blocks of a pull stay allocated until every rank has ended its copy. This
+module is deterministic: callers pass the time and messages as arguments.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,9 +35,9 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 
 logger = get_logger(__name__)
 
-UNREAD_SECONDS = 2.0  # Age from which a lease that no engine has asked for may be ended.
+UNREAD_SECONDS = 2.0  # Least age at which a lease may end because no engine has asked for it.
 RENEWALS = 6  # Number of renewals within the duration of a lease.
-MOST_ARRIVED = 256  # Number of complete pulls that are stored for further choices.
+MOST_ARRIVED = 256  # Complete pulls kept for later choices of a request.
 PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
 Peer = PullPeer | bytes  # Bytes identify a decoding engine.
 
@@ -77,7 +77,7 @@ class _WaitingOpen:
 
 @dataclass
 class TransferCounts:
-    """Counters since the start, with the names of fields in `RankStats`."""
+    """Counters since the start, named like the fields of `RankStats`."""
 
     num_remote_prefills: int = 0
     num_failed_prefills: int = 0
@@ -99,17 +99,17 @@ class Transfers:
     send: Callable[[Peer, Message], None]
     copy: Callable[[ImportBlocks], None]  # Sends a copy command to every rank.
     counts: TransferCounts = field(default_factory=TransferCounts)
-    # The loop takes requests from `ready`, with or without arrived blocks, and from `failed`.
+    # The loop takes requests from `ready` (their blocks may not have arrived) and from `failed`.
     ready: list[GenerateRequest] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)  # Request ids and problems.
     _pulls: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    # Latest complete pulls, because further choices of a request may arrive late.
+    # Latest complete pulls, for choices of the same request that arrive later.
     _arrived: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    _copies: dict[int, _Pull] = field(default_factory=dict)  # Pulls by the number of the copy.
+    _copies: dict[int, _Pull] = field(default_factory=dict)  # Pulls by copy number.
     _num_copies: int = 0
     _held: dict[str, list[int]] = field(default_factory=dict)  # Host blocks by request id.
     _prefills: dict[str, str] = field(default_factory=dict)  # Lease id by id of an open request.
-    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # Messages by lease id.
+    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # By lease id.
     _next_renewal: float = 0.0
 
     @property
@@ -130,7 +130,7 @@ class Transfers:
         return [one.request_id for pull in self._pulls.values() for one in pull.requests]
 
     def begin(self, request: GenerateRequest, *, now: float) -> None:
-        """Begin a new request, which appears in `ready` or `failed` at once or after a pull."""
+        """Begin a new request. It enters `ready` or `failed` at once or when its pull has ended."""
         remote, size = request.remote, self.block_size
         if request.lease_id:
             self._prefills[request.request_id] = request.lease_id
@@ -147,7 +147,7 @@ class Transfers:
         prompt_hash = hash_prompt(tokens, block_size=size)
         key = (peer, remote.lease_id)
         pull = self._pulls.get(key) or self._arrived.get(key)
-        if pull is not None:  # The request is a further choice of the same prompt.
+        if pull is not None:  # This is another choice of the same prompt.
             if (pull.prompt_hash, pull.cache_salt) != (prompt_hash, request.cache_salt):
                 self._fail([request], f"lease {remote.lease_id} is read for another prompt")
             elif key in self._pulls:
@@ -181,7 +181,7 @@ class Transfers:
         return False
 
     def take_updates(self, updates: Iterable[SequenceUpdate]) -> None:
-        """Release blocks and leases of requests that, by `updates`, have started or ended."""
+        """Release the blocks and leases of requests that `updates` report as started or ended."""
         for update in updates:
             places = self._held.pop(update.request_id, None)
             if places is not None:  # The request has loaded its KV blocks, or has ended.
@@ -228,7 +228,7 @@ class Transfers:
                 self._finish(pull, problem)
 
     def advance(self, *, now: float) -> None:
-        """Answer engines that wait for a lease, begin copies, renew leases, apply time limits."""
+        """Answer waiting engines, begin copies, renew leases and apply time limits."""
         for lease in list(self.shared.leases.values()):
             if lease.expires == inf:
                 lease.expires = now + self.config.lease_seconds
@@ -245,7 +245,7 @@ class Transfers:
         for lease_id, opens in list(self._waiting.items()):
             left = [each for each in opens if each.deadline > now]
             if not left:
-                del self._waiting[lease_id]  # The decoding engines reach the same time limit.
+                del self._waiting[lease_id]  # The decoding engine has the same limit.
             elif len(left) < len(opens):
                 self._waiting[lease_id] = left
         for pull in list(self._pulls.values()):
@@ -336,7 +336,7 @@ class Transfers:
             self._finish(pull, "" if message.was_held else "the lease ended during the copy")
 
     def _allocate(self, *, now: float) -> None:
-        """Begin copies in the order of the pulls, until host memory has no room for a copy."""
+        """Begin copies in the order of the pulls, while host memory has room for the next copy."""
         for pull in [one for one in self._pulls.values() if one.phase is Phase.ALLOCATING]:
             assert pull.opened is not None
             found = self.shared.begin_import(pull.hashes)

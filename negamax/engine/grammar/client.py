@@ -18,7 +18,7 @@ RECONNECT_MS = 10  # Time between attempts to connect to a grammar process.
 START_SECONDS = 60.0  # Longest wait for the first answer of a grammar process.
 SILENT_SECONDS = 10.0  # Time without a heartbeat until a process with work counts as hung.
 STOPPED_SECONDS = 1.0  # Time until a process that a signal has stopped counts as hung.
-LOOK_SECONDS = 0.1  # Silence after which the engine checks whether a signal stopped the process.
+LOOK_SECONDS = 0.1  # Silence until the engine checks whether a signal stopped the process.
 
 
 class GrammarHost:
@@ -39,7 +39,7 @@ class GrammarHost:
         return self.process.exit_code is None
 
     def fork(self, request: wire.Fork, channel: socket.socket) -> None:
-        """Fork a process, which ends when the other end of `channel` closes. Raises `OSError`."""
+        """Fork a process that ends when the other end of `channel` closes. Raises `OSError`."""
         frame = msgspec.msgpack.encode(request)
         socket.send_fds(self._requests, [frame], [channel.fileno()], socket.MSG_DONTWAIT)
 
@@ -52,8 +52,8 @@ class GrammarHost:
 class GrammarClient:
     """One grammar process. Only the engine loop's thread may use an instance.
 
-    A worker process compiles one risky grammar, `spec`. The process with `spec` None compiles all
-    harmless grammars. A process with `is_spent` set is ended when no output uses its grammars.
+    A worker process compiles one risky grammar, `spec`. If `spec` is None, the process compiles all
+    grammars that are not risky. If `is_spent` is set, the process ends with its last output.
     """
 
     def __init__(self, host: GrammarHost, *, spec: wire.GrammarSpec | None = None) -> None:
@@ -62,12 +62,12 @@ class GrammarClient:
         self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
-        self._channel, theirs = socket.socketpair()  # The end of either process closes the channel.
+        self._channel, theirs = socket.socketpair()  # Closed when one of the processes ends.
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
             self.socket.linger = 0
-            # Without limits, a send of the engine loop never blocks.
+            # Without queue limits, the engine loop never blocks while it sends.
             self.socket.sndhwm = self.socket.rcvhwm = 0
             self.socket.reconnect_ivl = RECONNECT_MS
             # The engine connects, because a bound socket without a peer blocks its sender.
@@ -80,12 +80,12 @@ class GrammarClient:
         self._pid: int | None = None
         self._is_gone = False
         self.is_ready = False
-        self._stopped: float | None = None  # Monotonic second since which the process is stopped.
+        self._stopped: float | None = None  # Monotonic second of the stop by a signal.
         self._heard = time.monotonic()
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the grammar process; None if it is not forked yet."""
+        """Return the process id of the grammar process, or None if it is not forked yet."""
         with contextlib.suppress(BlockingIOError):
             while not self._is_gone:
                 try:
@@ -106,7 +106,7 @@ class GrammarClient:
         return supervision.is_stopped(self.pid or self._host.process.pid)
 
     def is_silent(self, since: float) -> bool:
-        """Return whether the process, with work since second `since`, is silent for too long."""
+        """Return whether the process, which has had work since `since`, is silent for too long."""
         now = time.monotonic()
         seconds = now - max(since, self._heard)
         if seconds > (SILENT_SECONDS if self.is_ready else START_SECONDS):
@@ -141,6 +141,6 @@ class GrammarClient:
         self._clear_away()
 
     def _clear_away(self) -> None:
-        self._channel.close()  # Also ends a process that the host has yet to fork.
+        self._channel.close()  # A process that is forked later also ends.
         self._context.destroy(linger=0)
         self._folder.remove()

@@ -1,6 +1,5 @@
-"""Manage the constraints of running requests: grammars and token budgets of reasoning. One grammar
-process computes the masks of all harmless grammars. A risky grammar, which may be slow or end its
-process, gets its own worker process.
+"""Manage the constraints of running requests: grammars and token budgets of reasoning. One process
+computes the masks of most grammars. A grammar that may be slow or crash gets its own worker.
 """
 
 import contextlib
@@ -41,24 +40,24 @@ MAX_ATTEMPTS = 2  # Attempts to compile a grammar whose process dies during the 
 MAX_WORKERS = 32
 MAX_IDLE_WORKERS = 2
 WAIT_SECONDS = 60.0  # Longest wait of a risky grammar for a worker.
-KEEP_SECONDS = 5.0  # Compile time from which a worker is not kept for later requests.
-MAX_REMEMBERED = 1024  # Number of stored refusals of slow or deadly grammars.
+KEEP_SECONDS = 5.0  # A worker whose grammar took longer to compile is not reused.
+MAX_REMEMBERED = 1024  # Most stored refusals of grammars that were slow or crashed.
 REMEMBERED_SECONDS = 600.0
 _NOTHING: Mapping[str, list[int]] = {}
 
 
 @dataclass(eq=False)
 class RequestGrammar:
-    """The constraints of one output, and the answers of its grammar process."""
+    """The constraints of one output, and what its grammar process has answered."""
 
     request: GenerateRequest
-    key: int  # Key of the output in the grammar process.
+    key: int  # Id of the output in messages.
     gate: ReasoningGate | None = None
     client: GrammarClient | None = None
-    is_open: bool = False  # The grammar is compiled, or the request has no grammar.
+    is_open: bool = False  # Whether the grammar, if any, is compiled.
     refusal: str | None = None  # Why the request is invalid.
     attempts: int = 0
-    # Masks of the grammar: after all answered parts, then after each draft token.
+    # Masks of the grammar: first for the next token, then after each draft token.
     masks: list[Mask] = field(default_factory=list)
     # Draft tokens that the next step may verify; -1 where there is no draft token.
     drafts: list[int] = field(default_factory=list)
@@ -67,8 +66,8 @@ class RequestGrammar:
     kept_back: frozenset[int] = frozenset()  # Tokens forbidden during reasoning.
     has_ended: bool = False
     error: str | None = None
-    is_lost: bool = False  # The grammar lost its process, or got no process in time.
-    is_late: bool = False  # A step has run without the mask of this output.
+    is_lost: bool = False  # Its process died, or was not free in time.
+    is_late: bool = False  # Whether a step ran without the mask.
 
     @property
     def problem(self) -> str | None:
@@ -81,13 +80,13 @@ class RequestGrammar:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether the mask of the next token depends on an answer that is missing."""
+        """Return whether the mask of the next token needs an answer that has not arrived."""
         if self.num_asked == 0 or self.problem is not None or self.has_ended:
             return False
         return not self.is_reasoning_at(self.gate) and (self.gate is None or self.gate.due is None)
 
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """Return whether the output is reasoning after `gate`'s tokens, without a grammar."""
+        """Return whether the output still reasons (without a grammar) at the state of `gate`."""
         reasoning = self.request.sampling.reasoning
         return (
             gate is not None
@@ -97,7 +96,7 @@ class RequestGrammar:
         )
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Add a committed token. Return the part of the token that belongs to the content."""
+        """Add a committed token. Return the part of it that belongs to the content."""
         return token_id if self.gate is None else self.gate.push(token_id)
 
     def lose(self, message: str) -> None:
@@ -158,13 +157,13 @@ class GrammarManager:
         return request_id in self._rules
 
     def start(self) -> GrammarClient:
-        """Return the process for harmless grammars, which the first call starts (in seconds)."""
+        """Return the process for grammars that are not risky. The first call starts the process."""
         if self._client is None:
             self._client = self._fork()
         return self._client
 
     def _fork(self, spec: wire.GrammarSpec | None = None) -> GrammarClient:
-        """Fork a process. Start a host first if no host runs, or if the host is ending."""
+        """Fork a process from the host process. Start a new host if none runs or it is ending."""
         if self._host is not None and self._host.is_alive:
             with contextlib.suppress(ConnectionError):
                 return GrammarClient(self._host, spec=spec)
@@ -178,7 +177,7 @@ class GrammarManager:
             self._host = None
 
     def open(self, request: GenerateRequest) -> None:
-        """Prepare the constraints of `request`. `opened` returns the constraints when ready."""
+        """Prepare the constraints of `request`, which `opened` returns when they are ready."""
         rule = self._rules[request.request_id] = RequestGrammar(request, next(self._keys))
         self._by_key[rule.key] = rule
         self._opening.append(rule)
@@ -194,7 +193,7 @@ class GrammarManager:
             self._send_open(rule)
 
     def opened(self) -> list[RequestGrammar]:
-        """Return new constraints that are ready or refused, after a call of `take_lost`."""
+        """Return constraints that became ready or refused. Call `take_lost` before."""
         done = [
             rule
             for rule in self._opening
@@ -207,7 +206,7 @@ class GrammarManager:
         return done
 
     def close(self, request_id: str) -> bool:
-        """Drop the constraints of a request; return True if the constraints were not ready."""
+        """Drop the constraints of a request, and return whether they were still being prepared."""
         rule = self._rules.get(request_id)
         if rule is None:
             return False
@@ -220,7 +219,7 @@ class GrammarManager:
     def advance(
         self, updates: Sequence[SequenceUpdate], proposed: Mapping[str, list[int]] = _NOTHING
     ) -> list[str]:
-        """Send committed and draft tokens. Return ids of requests that lose their constraints."""
+        """Send committed and draft tokens. Return ids of requests that need no constraints now."""
         if not self._rules:
             return []
         released: list[str] = []
@@ -249,7 +248,7 @@ class GrammarManager:
         return released
 
     def take_lost(self) -> list[RequestGrammar]:
-        """Receive answers. Return the constraints that lost their process since the last call."""
+        """Receive answers. Return the constraints whose process has died since the last call."""
         if self._rules:
             self._receive()
             self._end_waits()
@@ -257,7 +256,7 @@ class GrammarManager:
         return [rule for rule in lost if rule.request.request_id in self._rules]
 
     def arrived(self) -> list[str]:
-        """Return the ids of postponed requests whose mask has arrived (after `take_lost`)."""
+        """Return ids of postponed requests whose mask has arrived. Call `take_lost` before."""
         found = [rule for rule in self._rules.values() if rule.is_late and not rule.is_awaited]
         for rule in found:
             rule.is_late = False
@@ -266,9 +265,9 @@ class GrammarManager:
     def bitmask(
         self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool
     ) -> tuple[GrammarBitmask, list[RequestGrammar]]:
-        """Return the bitmask for `rows` of a launched step, with late rows postponed, and the
-        constraints of requests that must end because of an error or the end of their grammar. Wait
-        longer if `may_wait` is set, as all rows of the step have a grammar.
+        """Return the bitmask for `rows` of a launched step, and the constraints of requests that
+        must end because of an error or the end of their grammar. Postpone rows whose mask is late.
+        Wait longer if `may_wait` is set.
         """
         ruled = [
             (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None
@@ -279,7 +278,7 @@ class GrammarManager:
         ):
             self.wait(left)
         found: list[Mask] = []
-        places: dict[int, int] = {}  # Index by identity of a mask, as rows may share a mask.
+        places: dict[int, int] = {}  # Index of a mask by its id(), as rows share masks.
         ended: list[RequestGrammar] = []
         bitmask = GrammarBitmask(step_id, [], [], [], [])
         for row, rule in ruled:
@@ -321,12 +320,12 @@ class GrammarManager:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _masks(self, rule: RequestGrammar, row: GrammarRow) -> list[Mask | None]:
-        """Return the known masks of a row's samples. None stands for a mask of all tokens."""
+        """Return the masks that are known for a row's samples; None allows all tokens."""
         gate = None if rule.gate is None else rule.gate.fork()
-        # While answers are missing, the known masks belong to earlier positions.
+        # While answers are missing, `rule.masks` belong to earlier positions.
         of_grammar = [] if rule.num_asked else rule.masks
         found: list[Mask | None] = []
-        num_taken = 0  # Number of draft tokens that the grammar has processed.
+        num_taken = 0  # Draft tokens that the grammar accepts so far.
         sampling = rule.request.sampling
         while len(found) <= row.num_drafts:
             too_early: frozenset[int] = frozenset()  # Tokens that would end the output too early.
@@ -348,7 +347,7 @@ class GrammarManager:
                 break
             draft = rule.drafts[len(found) - 1]
             if draft < 0 or (mask is not None and not allows(mask, draft)):
-                # The model rejects this draft token, so the later samples are not used.
+                # This draft token will be rejected, so later samples are not used.
                 return [*found, *[None] * (row.num_drafts + 1 - len(found))]
             num_taken += gate is None or gate.push(draft) is not None
         assert found
@@ -380,7 +379,7 @@ class GrammarManager:
             rule.lose("the grammar process ended while it compiled this grammar")
             return
         rule.client, rule.asked = None, time.monotonic()
-        if rule.attempts > 1:  # This grammar may have ended its process.
+        if rule.attempts > 1:  # This grammar may have crashed its process.
             self._risky.append(rule)
             self._assign_workers()
             return
@@ -398,8 +397,8 @@ class GrammarManager:
         rule.error = f"the grammar process cannot be started: {error}"
 
     def _assign_workers(self) -> None:
-        """Give risky grammars to workers, to the tenant with the fewest workers first. The last
-        free worker is reserved for a tenant without a worker.
+        """Assign workers to risky grammars, first for the tenant with the fewest workers. Reserve
+        the last free worker for a tenant without a worker.
         """
         while self._risky:
             used = {(r.client, r.request.tenant) for r in self._rules.values() if r.client}
@@ -426,7 +425,7 @@ class GrammarManager:
                 self._fail_start(rule, error)
 
     def _end_waits(self) -> None:
-        """Fail requests that wait too long for a worker. Long outputs may use all workers."""
+        """Fail requests that wait too long for a worker: long outputs can occupy all workers."""
         since = time.monotonic() - WAIT_SECONDS
         for rule in [rule for rule in self._risky if rule.asked < since]:
             self._risky.remove(rule)
@@ -438,7 +437,7 @@ class GrammarManager:
     def _receive(self) -> None:
         for client in self._clients():
             if client not in self._clients():
-                continue  # A message of another process has ended this process.
+                continue  # A message of another client ended this one.
             for message in client.receive():
                 self._handle(message, client)
             if client not in self._clients():
@@ -490,7 +489,7 @@ class GrammarManager:
             self._remember(rule, message)
 
     def _is_refused(self, rule: RequestGrammar) -> bool:
-        """Return whether the grammar is refused because of an earlier refusal."""
+        """Return whether an earlier refusal of the same grammar is still valid."""
         until, message = self._refused.get(_digest(rule.spec[0]), (0.0, ""))
         if time.monotonic() < until:
             rule.refusal = message
@@ -506,7 +505,7 @@ class GrammarManager:
             self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, cause: str) -> None:
-        """End a dead or hung process, fail its open outputs, compile its other grammars again."""
+        """End a dead or hung process, fail its running outputs, compile its new grammars again."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
@@ -514,7 +513,7 @@ class GrammarManager:
         else:
             self._workers.remove(client)
         client.kill()
-        if not client.is_ready:  # The host may hang and never have forked the process.
+        if not client.is_ready:  # The host may hang before the fork.
             self._end_host()
         for rule in self._followed_by(client):
             if client.spec is not None and client.is_ready and rule.problem is None:
@@ -532,7 +531,7 @@ class GrammarManager:
         self._assign_workers()
 
     def _unanswered(self, client: GrammarClient) -> float | None:
-        """Return the monotonic second since which the process has work; None without work."""
+        """Return the monotonic second of the oldest unanswered message; None without one."""
         asked = [
             rule.asked
             for rule in self._followed_by(client)
@@ -541,7 +540,7 @@ class GrammarManager:
         return min(asked, default=None)
 
     def _followed_by(self, client: GrammarClient) -> list[RequestGrammar]:
-        """Return the constraints whose grammars are in a process."""
+        """Return the constraints whose grammars `client` compiles or has compiled."""
         return [rule for rule in self._rules.values() if rule.client is client]
 
     def _clients(self) -> list[GrammarClient]:
@@ -553,13 +552,13 @@ class GrammarManager:
             self._risky.remove(rule)
         client = rule.client
         if client is not None and client in self._clients():
-            if client.spec is not None and rule.problem is None:  # The worker's threads may hang.
+            if client.spec is not None and rule.problem is None:  # A thread may hang.
                 client.is_spent |= rule.num_asked > 0 or not rule.is_open
             client.send(wire.CloseGrammars([rule.key]))
             self._end_if_free(client)
 
     def _end_if_free(self, client: GrammarClient) -> None:
-        """End a process that no output uses, if its threads may hang or workers are too many."""
+        """End a process without outputs if its threads may hang or if too many workers are idle."""
         if self._followed_by(client):
             return
         if client is self._client:
@@ -575,7 +574,7 @@ class GrammarManager:
         return [worker for worker in self._workers if not self._followed_by(worker)]
 
     def _end_idle(self, worker: GrammarClient | None = None) -> bool:
-        """End an idle worker, by default the oldest. Return whether a worker was ended."""
+        """End `worker`, or else the oldest idle worker. Return whether a worker was ended."""
         for idle in [worker] if worker is not None else self._idle_workers()[:1]:
             self._workers.remove(idle)
             idle.kill()

@@ -1,9 +1,8 @@
 """Compile grammars and compute masks in grammar processes, which the engine starts.
 
 The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
-interrupted. The first process loads the compiler and forks other processes. One forked process
-handles all harmless grammars. Each other one compiles a risky grammar, with limits and a low
-priority.
+interrupted. The first process loads the compiler and forks the others. One forked process handles
+most grammars. The others compile one risky grammar each, with limits and low priority.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-MAX_THREADS = 64  # Exceeds the number of cores, because some threads may hang.
-SLOW_SECONDS = 0.02  # Time from which a mask counts as slow; the engine does not wait for it.
-MEMORY_SHARE = 1 / 4  # Share of main memory that the process for harmless grammars may use.
+MAX_THREADS = 64  # More than the cores, because some threads may hang.
+SLOW_SECONDS = 0.02  # A mask that takes longer is slow; the engine does not wait for it.
+MEMORY_SHARE = 1 / 4  # Share of main memory that the process of most grammars may use.
 WORKER_BYTES = 2 << 30  # Bytes of memory that a worker may use.
 WORKER_NICENESS = 5
 POLL_MS = 2  # Time between two checks for finished work.
@@ -64,7 +63,7 @@ class _Job:
         self.started: float | None = None  # Monotonic seconds.
         self.compiled: xgrammar.CompiledGrammar | None = None
         self.problem: str | None = None
-        self.is_risky = False  # The grammar is not compiled, because it needs a worker.
+        self.is_risky = False  # True if the grammar needs a worker process.
 
     @property
     def is_done(self) -> bool:
@@ -88,22 +87,22 @@ class _Job:
 
 
 class _FollowedOutput:
-    """One output with a grammar. A turn is work on the next mask; turns do not overlap."""
+    """One output with a grammar. A turn computes the next mask; turns do not overlap."""
 
     def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
         self.key = key
         self.compiled = compiled
         self.matcher: GrammarMatcher | None = None  # The first turn creates the matcher.
-        # Parts and draft tokens that later turns will process.
+        # Output parts and draft tokens that later turns will process.
         self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
-        self.turn_started: float | None = None  # Monotonic second at which a thread began the turn.
+        self.turn_started: float | None = None  # Start of the turn, monotonic.
         self.is_slow = False  # Whether the last turn was slow.
         self.is_open = False
 
 
 class GrammarServer:
-    """Answers one engine. The serving thread never blocks for long, as other threads compute."""
+    """Answers one engine. Other threads compute, so the serving thread never blocks for long."""
 
     def __init__(
         self,
@@ -208,7 +207,7 @@ class GrammarServer:
         self._collect()
 
     def _take_turns(self, turns: deque[tuple[_FollowedOutput, list[wire.Part], list[int]]]) -> None:
-        """Compute several masks per thread, because waking a thread costs more than a fast mask."""
+        """Compute several masks per thread, because a thread switch costs more than a fast mask."""
         total = len(turns)
         over: list[None] = []
         all_over = threading.Event()
@@ -225,11 +224,11 @@ class GrammarServer:
             self._threads.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
-                while True:  # Other threads compute the masks that wait behind a slow mask.
+                while True:  # Give masks that wait for a slow mask to other threads.
                     self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:
-        """Let a thread compute the stream's next mask, unless a thread already works on it."""
+        """Let a thread compute the stream's next mask, unless a thread computes it already."""
         if stream.has_turn:
             return
         stream.has_turn, stream.turn_started = True, None
@@ -267,7 +266,7 @@ class GrammarServer:
     def _masks_after_drafts(
         self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]
     ) -> list[bytes]:
-        """Return the mask after each draft token. `mask` applies to the first draft token."""
+        """Return the masks after each draft token. `mask` is the mask of the first draft token."""
         assert self._compiler is not None
         masks: list[bytes] = []
         num_taken = 0
@@ -307,7 +306,7 @@ class GrammarServer:
             self._refuse(stream.key, message or "")
 
     def _end_slow_turns(self) -> None:
-        """Refuse grammars of outputs whose turn takes too long. Threads cannot be stopped."""
+        """Refuse grammars of outputs whose mask takes too long. Their threads keep running."""
         now = time.monotonic()
         for stream in list(self._streams.values()):
             started = stream.turn_started
@@ -327,7 +326,7 @@ class GrammarServer:
 
 
 def load_compiler(setup: wire.Setup) -> GrammarCompiler | None:
-    """Load the compiler, in a few seconds. Return None if the compiler is not installed."""
+    """Load the compiler, which takes seconds. Return None if it is not installed."""
     try:
         with large_imports():
             from negamax.text.grammar.matcher import GrammarCompiler
@@ -335,7 +334,7 @@ def load_compiler(setup: wire.Setup) -> GrammarCompiler | None:
         logger.warning("%s: %s", _NOT_INSTALLED, error)
         return None
     return GrammarCompiler(
-        # The tokenizer is trusted: the server has checked it, and this process encodes no text.
+        # The tokenizer is trusted, because the server has checked it and no text is encoded here.
         Tokenizer.from_folder(Path(setup.tokenizer_folder), is_trusted=True),
         vocab_size=setup.vocab_size,
         eos_token_ids=setup.eos_token_ids,

@@ -4,7 +4,7 @@ import msgspec
 
 from negamax.config.grammar import Grammar, Reasoning
 
-Part = int | bytes  # Part of an output's content: a token id, or bytes inside a token.
+Part = int | bytes  # A part of an output's content: a token id, or some bytes of a token.
 GrammarSpec = tuple[Grammar, Reasoning | None]
 
 
@@ -17,11 +17,11 @@ class Setup(msgspec.Struct, frozen=True):
     num_threads: int
     compile_seconds: float  # Time limit for compiling a grammar.
     mask_seconds: float  # Time limit for computing a mask.
-    draft_seconds: float  # Time after a message in which masks after draft tokens may begin.
+    draft_seconds: float  # Time limit to begin masks after draft tokens.
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host to fork a process. The message carries the new process's standard input."""
+    """Asks the host to fork a process. A descriptor in the message becomes its standard input."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.
@@ -36,7 +36,7 @@ class OpenGrammar(msgspec.Struct, frozen=True, tag="open"):
 
 
 class AdvanceGrammars(msgspec.Struct, frozen=True, tag="advance"):
-    parts: list[tuple[int, list[Part], list[int]]]  # (key, new parts, draft tokens after them)
+    parts: list[tuple[int, list[Part], list[int]]]  # (key, new parts, next draft tokens)
 
 
 class CloseGrammars(msgspec.Struct, frozen=True, tag="close"):
@@ -53,26 +53,26 @@ class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
-    """The grammar of the outputs `keys` may be slow or end its process, so it needs a worker."""
+    """The grammar of outputs `keys` may be slow or crash its process, so it needs a worker."""
 
     keys: list[int]
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The process refuses the grammar of output `key`, before or after the output has begun."""
+    """The process refuses the grammar of output `key`, which may have begun already."""
 
     key: int
     message: str
-    is_timeout: bool = False  # Whether a thread still works on the grammar after a time limit.
+    is_timeout: bool = False  # Whether a thread exceeded a time limit and still runs.
 
 
 class NextMask(msgspec.Struct, frozen=True, array_like=True):
-    """The mask of an output after all its parts that the engine has sent."""
+    """The mask for the next token of an output, after all parts that the engine has sent."""
 
     key: int
     mask: bytes | None  # None if the grammar has ended, or failed with `error`.
-    error: str | None = None  # Set with a mask if the grammar allows no token.
-    # Masks after each draft token; the grammar or the time limit may end the list.
+    error: str | None = None  # Error; with a mask, no token is allowed.
+    # Masks after each draft token. The list is shorter if a draft is rejected or time is up.
     after_drafts: list[bytes] = []
 
 
