@@ -104,9 +104,13 @@ def _rename(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
 
 
 def _switch(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Set a Negamax switch if the foreign switch is set or has the value `disabled`."""
+    """Set a Negamax option if the foreign switch is set or has the value `disabled`.
+
+    `entry.argument` is a switch, or an option and its value with `=` between them.
+    """
     if value is True or value == "disabled":
-        return Translation(((entry.argument, ""),))
+        name, _, own = entry.argument.partition("=")
+        return Translation(((name, own),))
     return Translation(note=None if value is False else entry.reason)
 
 
