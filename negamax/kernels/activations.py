@@ -1,6 +1,6 @@
 """Activations between kernels: plain values, and an FP8 copy if the next GEMM reads FP8.
 
-A norm or attention kernel writes both forms if its consumer multiplies FP8 blocks, which saves a
+If the next GEMM reads FP8, the norm or attention kernel writes the FP8 copy itself, which saves a
 launch. Layers pass the result of a kernel on unchanged.
 """
 
@@ -38,8 +38,8 @@ class SwiGlu:
     ) -> Tensor:
         """Activate gate_up [T, 2 * width], gate first, to [T, width] in its dtype.
 
-        The default constants round silu(g) and the product. Other constants round the result only.
-        `sigmoid` computes in fp32.
+        With the default constants, silu(g) and its product with u are rounded. With other
+        constants, only the result is rounded. `sigmoid` computes in fp32.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         if self == SILU:
@@ -69,8 +69,7 @@ class QuantizedActivations:
 
 @dataclass(frozen=True)
 class ShardedActivations(QuantizedActivations):
-    """Activations of many tokens, sharded by rows over the ranks of `group`; the next all-reduce
-    overwrites them.
+    """Activations whose rows are sharded over `group`. The next all-reduce overwrites them.
 
     `q` and `scale` have all rows. `hidden` has only this rank's rows, from row `first` on.
     """

@@ -22,7 +22,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """|actual - expected| <= atol + rtol * |expected|, and the reason for this size."""
+    """Bound of an error: |actual - expected| <= atol + rtol * |expected|, and its `reason`."""
 
     atol: float
     rtol: float
@@ -30,7 +30,7 @@ class Tolerance:
 
 
 class Op(str, Generic[P, R]):
-    """The contract of an operation, made by the function `op`. The string is the op's name.
+    """The contract of an operation, made by the function `op`. As a string, it is the op's name.
 
     `P` and `R` are the signatures of `prepare` and `run` in the reference and in every provider.
     """
@@ -38,7 +38,7 @@ class Op(str, Generic[P, R]):
     summary: str
     reference: "Kernel[P, R]"
     tolerance: Mapping[torch.dtype, Tolerance]
-    sequence: tuple[str, ...]  # names of the ops that this one fuses
+    sequence: tuple[str, ...]  # names of the ops that this op fuses, in order
     wide_error: float  # allowed ||out - reference|| / ||reference|| at the sizes of real models
 
 
@@ -46,9 +46,9 @@ class Op(str, Generic[P, R]):
 class Kernel(Generic[P, R]):
     """One implementation of an op.
 
-    The forward pass calls `run`. `prepare` converts inputs that change rarely to the form that
-    `run` reads: a weight at load, block tables once per step. A kernel is chosen only on platforms
-    with all features in `requires`. `reads` returns whether the kernel supports a weight format.
+    The forward pass calls `run`. `prepare` converts rarely changing inputs to the form that `run`
+    reads: weights at load, block tables once per step. A kernel is chosen only on platforms with
+    all features in `requires`. `reads` returns whether the kernel supports a weight format.
     `activation` is the form of the input that the kernel needs in addition to the plain values.
     """
 
@@ -65,7 +65,7 @@ class Kernel(Generic[P, R]):
 
     @property
     def multiplies_8_bits(self) -> bool:
-        """Whether the kernel multiplies 8 bits with 8 bits, at twice the rate of 16 bits."""
+        """Whether both operands have 8 bits, which doubles the rate of 16-bit multiplications."""
         return self.activation is not None or self.provider == W8A8
 
 
@@ -93,7 +93,7 @@ def op(
 
 
 def rounding_tolerance(*, scale: float = 1.0, reason: str) -> dict[torch.dtype, Tolerance]:
-    """Return the tolerance of a result of magnitude `scale`, rounded to its dtype a few times."""
+    """Return tolerances by dtype for results of magnitude `scale` that are rounded a few times."""
     return {
         torch.float32: Tolerance(1e-5 * scale, 1e-5, reason),
         torch.bfloat16: Tolerance(2e-2 * scale, 2e-2, reason),

@@ -24,11 +24,11 @@ class PeerRegion:
     peer has pushed epoch e + 1, and a peer pushes e + 1 after it has read epoch e.
     """
 
-    # [world + 1] int64, addresses for this rank: each rank's copy, then `PollControl.words`
+    # [world + 1] int64, this rank's pointers to each rank's copy, then to `PollControl.words`
     addresses: Tensor
     flags: Tensor  # [rows] int32, last epoch of each row, local to this rank
     rows: int
-    words: int  # per row and sender
+    words: int  # words per row and sender
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class ShardRegion:
                    [T, 2 * words] e4m3, [T, 2 * words / 128] fp32 scales and, from the next multiple
                    of 16 bytes on, the outputs of `moe.route` for the rows
 
-    There are no flags: a `barrier` after each of the two writing kernels suffices. A writer of
-    `partials` has passed the second barrier of the previous call, which the readers of `partials`
-    reach after reading. A writer of `gathered` has passed the first barrier of this call, which
-    every rank reaches after it has read the previous call's `gathered`.
+    There are no flags: a `barrier` after each of the two writing kernels suffices. A rank writes
+    `partials` after the second barrier of the previous call, which all ranks reach after reading
+    `partials`. A rank writes `gathered` after the first barrier of this call, which all ranks reach
+    after reading the `gathered` of the previous call.
     """
 
     partials: Tensor  # [world] int64, addresses of the ranks' copies in this rank's address space
-    gathered: Tensor  # [world] int64, addresses like those of `partials`
+    gathered: Tensor  # [world] int64, addresses of the ranks' copies of `gathered`
     own_gathered: Tensor  # uint8, this rank's copy of `gathered`
-    rows: int  # limit of the rows of a call
-    words: int  # words of a row; a word has two values
+    rows: int  # maximum number of rows in a call
+    words: int  # 32-bit words per row; a word holds two values
     # barrier on the stream, after which all earlier writes of all ranks are visible
     barrier: Callable[[], None]
 
@@ -69,11 +69,11 @@ class PeerMemory:
 
     rank: int
     world: int
-    reduce: PeerRegion  # rows of hidden states, two bf16 a word
+    reduce: PeerRegion  # rows of hidden states, two bf16 values per word
     stats: PeerRegion  # two fp32 sums per token
     pick: PeerRegion  # best value and token of a sampled row, or the leading values and tokens
     shards: ShardRegion | None = None  # None: large sums use the group's collectives
-    tokens: PeerRegion | None = None  # rows dispatched to experts; None: use the collectives
+    tokens: PeerRegion | None = None  # rows dispatched to experts; None: dispatch uses collectives
     owner: object = None  # keeps the memory behind the addresses alive
 
 
@@ -96,7 +96,7 @@ class Collective(Protocol):
     def exchange(
         self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
     ) -> None:
-        """Send a tensor to one rank of the group and receive one from another."""
+        """Send a tensor to one rank of the group, and receive a tensor from another rank."""
 
 
 def find_region(
@@ -105,7 +105,7 @@ def find_region(
     rows: int,
     words: int,
 ) -> PeerRegion | None:
-    """Return the region `name` of the group if it has room for `rows` rows of `words`, or None."""
+    """Return the group's region `name` if it has room for `rows` rows of `words` words, or None."""
     peers = None if group is None else group.peers
     region: PeerRegion | None = None if peers is None else getattr(peers, name)
     fits = region is not None and rows <= region.rows and words <= region.words

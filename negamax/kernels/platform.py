@@ -1,4 +1,4 @@
-"""The platform of a device that PyTorch sees."""
+"""Detect the platform of a PyTorch device."""
 
 import platform
 from functools import cache

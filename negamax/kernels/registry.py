@@ -1,8 +1,8 @@
 """Select the implementation that runs each op.
 
 The selection is resolved once at start into a frozen `KernelTable` and logged. The forward pass
-calls plain functions. To add a kernel, write a function in kernels/<family>/ and list the kernel in
-the `KERNELS` of its file.
+calls plain functions. To add a kernel, write a function in kernels/<family>/ and list it in
+`KERNELS` there.
 """
 
 import difflib
@@ -90,7 +90,7 @@ def gpu_kernels() -> tuple[AnyKernel, ...]:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The kernels of one platform and dtype by op; the preferred kernel is first."""
+    """The kernels of each op on one platform in one dtype, the preferred kernel first."""
 
     platform: Platform
     dtype: torch.dtype
@@ -127,7 +127,7 @@ class KernelTable:
         return None not in (self.choose(LINEAR, stored), self.choose(EXPERTS, stored))
 
     def fusion(self, *sequence: str) -> AnyKernel | None:
-        """Return the kernel that fuses the ops of `sequence`; None if there is only a reference."""
+        """Return the kernel that fuses the ops of `sequence`; None if only the reference does."""
         for op in OPS.values():
             if op.sequence == sequence and self[op].provider != "reference":
                 return self[op]
@@ -153,7 +153,7 @@ class KernelTable:
         return replace(self, candidates={**self.candidates, **chosen})
 
     def _choose_provider(self, op: AnyOp, provider: str) -> dict[AnyOp, tuple[AnyKernel, ...]]:
-        """Return the candidates of `op` by `provider`, and candidates of fused and paired ops."""
+        """Map `op`, and ops fused or paired with it, to their kernels if `provider` runs `op`."""
         providers = dict.fromkeys(kernel.provider for kernel in self.candidates[op])
         if provider not in providers:
             raise _unknown(f"the provider of {op}", provider, providers, choice=f"{op}={provider}")
@@ -169,8 +169,8 @@ class KernelTable:
     def describe(self, formats: Iterable[TensorFormat] = ()) -> str:
         """Describe the table in one line per op: name, provider and summary.
 
-        Below an op there is a line for each of `formats` that a kernel reads as stored. The last
-        line names formats that stay packed because no tensor core multiplies them.
+        If a kernel of an op reads one of `formats` as stored, a line below the op shows it. The
+        last line names formats whose weights stay packed and are dequantized in registers.
         """
         lines = [f"kernels for {self.platform.label}, {str(self.dtype).removeprefix('torch.')}:"]
         for op in sorted(self.candidates):
@@ -196,7 +196,7 @@ def _unknown(what: str, name: str, known: Collection[str], *, choice: str) -> Co
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return ConfigError(
         f"--kernels {choice!r:.80} names {what} {name[:60]!r}; available: {', '.join(known)}",
-        hint=f"did you mean {near[0]}?" if near else "choose one of these",
+        hint=f"did you mean {near[0]}?" if near else "choose one of the available names",
     )
 
 

@@ -4,8 +4,7 @@
     out[i]        = x[i] * cos - x[i + half] * sin
     out[i + half] = x[i + half] * cos + x[i] * sin
 
-Dimensions from rotary_dim on are not rotated. Angles are computed in fp32 from the position,
-without a table.
+Dimensions from rotary_dim on are not rotated. Angles are computed in fp32 without a table.
 """
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 
 def signed_frequencies(rotary_dim: int, theta: float) -> Tensor:
-    """Return [rotary_dim] fp32: negated frequencies, then the same frequencies with plus sign."""
+    """Return [rotary_dim] fp32: the negated frequencies, then the frequencies."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     frequencies = 1.0 / theta**exponents
     return torch.cat([-frequencies, frequencies])

@@ -1,4 +1,4 @@
-"""Verify draft tokens, prepare and record a draft model's passes, attend with block drafts."""
+"""Ops that verify draft tokens, prepare and record draft passes, and attend with draft blocks."""
 
 from typing import NamedTuple
 
@@ -20,11 +20,12 @@ def count_accepted(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Count the draft tokens of each row before the first mismatch, which are accepted.
+    """Count the accepted draft tokens of each row: all before the first mismatch.
 
-    Row i has 1 + num_drafts[i] entries of `sampled` [R] from firsts[i] on, and the first
-    num_drafts[i] tokens of drafts[i] (-1: no token). drafts [rows, K], firsts, num_drafts [rows] ->
-    [rows], all int64. The result is written to `out` if given.
+    The sampled tokens of row i are 1 + num_drafts[i] entries of `sampled` [R] from index firsts[i]
+    on. The row's draft tokens are the first num_drafts[i] entries of drafts[i] (-1: no token).
+    drafts [rows, K], firsts, num_drafts [rows] -> [rows], all int64. The result is written to a
+    given `out`.
     """
     places = torch.arange(drafts.shape[1], device=sampled.device)
     is_draft = (places < num_drafts.unsqueeze(1)) & (drafts >= 0)
@@ -34,9 +35,9 @@ def count_accepted(
 
 
 def advance_rows(
-    accepted: Tensor,  # [rows] int64, accepted draft tokens
-    counts: Tensor,  # [rows] int64, tokens of each row in the step, drafts included; 0: padding
-    seq_lens: Tensor,  # [rows] int64, sequence lengths with all tokens of the step
+    accepted: Tensor,  # [rows] int64, number of accepted draft tokens
+    counts: Tensor,  # [rows] int64, number of tokens per row, drafts included; 0: padding
+    seq_lens: Tensor,  # [rows] int64, sequence lengths that count all tokens of the step
     firsts: Tensor,  # [rows] int64, index of a row's first token in the step
     slots: Tensor,  # [rows] int64
     /,
@@ -54,22 +55,22 @@ def advance_rows(
 
 def record_drafts(
     picked: Tensor,  # [R] int64, -1: no token
-    ids: Tensor,  # [n + 1] int64, the target's ids of the draft model's n tokens, then -1
+    ids: Tensor,  # [n + 1] int64, the target model's id of each of n draft-model tokens, then -1
     slots: Tensor,  # [R] int64
-    lengths: Tensor,  # [R] int64, number of known tokens of each slot, all of them computed
+    lengths: Tensor,  # [R] int64, number of known tokens of each row, all computed
     /,
     *,
     place: int,
     padding_slot: int,
     last: int,
-    drafts: Tensor,  # [R, K] int64, column `place` is written: the target's ids
+    drafts: Tensor,  # [R, K] int64, column `place` receives the target model's ids
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep the draft tokens of a pass, and return the inputs of the next one.
+    """Store the draft tokens of a pass, and return the inputs of the next pass.
 
     The inputs are token ids (0 for no token) and positions (at most `last`), both [R] int64, and
     sequence lengths (0 for the padding slot), [R] int32.
     """
-    proposed = ids[picked.clamp(-1, len(ids) - 2)]  # index -1 selects id -1
+    proposed = ids[picked.clamp(-1, len(ids) - 2)]  # index -1 selects the last id, which is -1
     drafts[:, place] = proposed
     positions = (lengths - 1 + place).clamp(0, last)
     seq_lens = (positions + 1).masked_fill(slots == padding_slot, 0)
@@ -81,7 +82,7 @@ def embed_norms(
     table: Tensor,  # [vocab + 2, width]: a row of zeros, the embeddings, a row of zeros
     hidden: Tensor,  # [T, width]
     embedding_weight: Tensor,  # [width]
-    hidden_weight: Tensor | None,  # [width], None: no norm of the hidden states
+    hidden_weight: Tensor | None,  # [width], None: hidden states are not normalized
     /,
     *,
     eps: float,
@@ -95,27 +96,27 @@ def embed_norms(
 
 
 class BlockContext(NamedTuple):
-    """The cached tokens before R blocks."""
+    """The cached context of R blocks of draft tokens."""
 
     tables: Tensor  # [slots, max_blocks], block tables of the paged caches
-    slots: Tensor  # [R] int64, row of each block in `tables`
+    slots: Tensor  # [R] int64, index in `tables` of each block's row
     lengths: Tensor  # [R] int32, number of cached tokens before each block; 0 for padding
 
 
 def attend_block(
     q: Tensor,  # [R * N, heads, head_dim]
-    own: KvCache,  # keys and values of the rows, [R, kv_heads, N, head_dim], unscaled
+    own: KvCache,  # keys and values of q's rows, [R, kv_heads, N, head_dim], unscaled
     cache: KvCache,
     context: BlockContext,
     /,
     *,
-    sliding_window: int,  # in tokens, including the row's own token; 0: no window
+    sliding_window: int,  # length in tokens, including the row's own token; 0: no window
     is_causal: bool,
 ) -> Tensor:
-    """Attend with R blocks of N rows -> [R * N, heads * head_dim].
+    """Compute attention of R blocks, each with N rows -> [R * N, heads * head_dim].
 
-    A row attends to the context within its window and to all rows of its block. With `is_causal` it
-    attends to no later rows of its block.
+    A row attends to the context within its window and to all rows of its block. With `is_causal` a
+    row does not attend to later rows of its block.
     """
     (num_blocks, kv_heads, rows, head_dim), device = own.k.shape, q.device
     queries = q.view(num_blocks, rows, kv_heads, -1, head_dim).float()

@@ -69,7 +69,7 @@ def count_accepted(
             accepted,
             len(sampled),
             drafts.stride(0),
-            # the block has one place after the last draft token
+            # one more place than draft tokens: at least one place is not accepted
             ROOM_POW2=triton.next_power_of_2(drafts.shape[1] + 1),
             num_warps=1,
         )
@@ -88,7 +88,7 @@ def _advance_rows_kernel(
     ends,  # [rows] int64, written
     PDL: tl.constexpr,
 ):
-    """Advance one row. All rows of padding write the same values. Grid (rows,)."""
+    """Compute the lengths of one row. All padding rows write the same values. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     launch_dependents_then_wait(PDL)
     num_accepted = tl.load(accepted + row)
@@ -182,7 +182,7 @@ def _embed_norms_kernel(
     eps,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm and write a token's embedding (program 0) or hidden state (program 1). Grid (T, 2)."""
+    """Normalize a token's embedding (program 0) or hidden state (program 1). Grid (T, 2)."""
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     index = make_word_indices(BLOCK)
@@ -213,7 +213,7 @@ def embed_norms(
     eps: float,
 ) -> Tensor:
     num_tokens, width = hidden.shape
-    if width % 2:  # rows are not whole words
+    if width % 2:  # the bytes of a row are not a multiple of 4
         return spec.embed_norms(token_ids, table, hidden, embedding_weight, hidden_weight, eps=eps)
     out = hidden.new_empty(num_tokens, 2 * width)
     assert all(tensor.is_contiguous() for tensor in (token_ids, table, hidden))

@@ -1,10 +1,10 @@
-"""Attention of block drafts. The rows of a block attend to the paged context and to each other.
+"""Attention of a draft block, whose rows attend to the paged context and to each other.
 
-Grid (blocks * tiles of rows, kv_heads, splits). A program attends with BLOCK_M rows of one block
-and one KV head (row = place * GROUP + query head of the group) to a split of the context's tiles.
-The last split also attends to the block's own keys. If there are several splits, they write partial
-results, and a second launch merges these. The number of splits depends only on shapes, so a graph
-may capture the launches.
+Grid (blocks * tiles of rows, kv_heads, splits). A program computes attention of BLOCK_M rows to a
+split of the context's tiles. The rows belong to one block and one KV head (row = place * GROUP +
+query head of the group). The last split also attends to the block's own keys. If there are several
+splits, each program writes a partial result, and a second launch merges the partial results. The
+number of splits depends only on shapes, so a graph may capture the launches.
 
     context tiles of BLOCK_N, from the window's start   | split 0 | split 1 | ... | last | own keys
 """
@@ -40,14 +40,14 @@ class BlockConstants(NamedTuple):
     KV_HEADS: int
     GROUP: int  # query heads per KV head
     DIM: int  # dimension of a head
-    BLOCK_SIZE: int  # tokens of a block of the cache
+    BLOCK_SIZE: int  # tokens of a cache block
     WINDOW: int  # tokens of the sliding window; 0: the whole context
     CAUSAL: bool
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_D: int
     BLOCK_OWN: int  # ROWS, padded for tl.dot
-    TILES: int  # tiles of the rows of a block
+    TILES: int  # number of row tiles of a block
     SPLIT_KV: bool
     DOT: tl.dtype
 

@@ -1,21 +1,21 @@
 """Linear layers on the CPU. The bits of a row do not depend on the number of rows.
 
-oneDNN multiplies with a weight in its own blocked layout, which is made at load. One row of [256 ->
-1536] with weights not in cache takes, on two Zen 4 cores, 25 us in bf16 (F.linear 46 us) and 90 us
-in fp32 (F.linear 184 us). For fp32 the layout for a single row must not be used. With AMX the bits
-agree only after `env.set_batch_invariant_gemms`. PyTorch's compiler emits the same two oneDNN ops
-for linear layers on CPUs.
+oneDNN reads weights in its own blocked layout, to which `pack` converts them at load. One row of
+[256 -> 1536] with weights not in cache takes, on two Zen 4 cores, 25 us in bf16 (F.linear 46 us)
+and 90 us in fp32 (F.linear 184 us). For fp32 the layout for a single row must not be used. With AMX
+the bits agree only after `env.set_batch_invariant_gemms`. PyTorch's compiler emits the same two
+oneDNN ops for linear layers on CPUs.
 
 oneDNN compiles a kernel for every row count and weight shape, which takes 0.6 ms and 0.56 MiB of
 heap. oneDNN keeps the last 1024 kernels, and heap fragmentation prevents the release of older ones.
 The process of a small model took 1.5 GiB after a minute of mixed requests, and kept growing. Rows
-are therefore split into tiles of at most 256 rows, padded to one of 80 sizes. The same minute then
-ends at 0.7 GiB and 1.015 times the speed.
+are therefore split into tiles of at most 256 rows, padded to one of 80 sizes. With tiles, the
+process takes 0.7 GiB after the same minute and is 1.015 times as fast.
 
-Without oneDNN, F.linear multiplies fp32. A BLAS uses other code for few rows. With MKL on Zen 4, 1
-to 3, 5 to 7 and 9 to 11 rows have other last bits than all other counts up to 300. Batches of up to
-11 rows are therefore padded to a multiple of 4 (1.35 times the time for one row). F.linear in 16
-bits has the same bits for all counts.
+Without oneDNN, F.linear multiplies fp32 matrices. A BLAS library uses different code for few rows.
+With MKL on Zen 4, the last bits for 1 to 3, 5 to 7 and 9 to 11 rows differ from those for all other
+counts up to 300. Batches of up to 11 rows are therefore padded to a multiple of 4 (1.35 times the
+time for one row). In 16 bits, F.linear returns the same bits for all row counts.
 """
 
 from contextlib import suppress
@@ -37,7 +37,7 @@ _NO_SCALARS: list[float] = []
 TILE_ROWS = 256
 _STEPS = 16  # sizes per power of two: padding is less than a sixteenth of the rows
 _UNPADDED_ROWS = 2 * _STEPS
-_SAFE_ROWS = 12  # from this number of rows on, F.linear in fp32 had the same bits
+_SAFE_ROWS = 12  # from this row count on, F.linear in fp32 returned equal bits for a row
 
 
 def pack(weight: StoredWeight) -> Tensor:
@@ -75,7 +75,7 @@ def _padded_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _runs(dtype: torch.dtype) -> bool:
-    """Return whether this build and machine run both ops in `dtype`, by running them once."""
+    """Run both oneDNN ops in `dtype` once; return whether this build and machine support them."""
     if not torch.backends.mkldnn.is_available():
         return False
     try:

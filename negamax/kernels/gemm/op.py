@@ -25,7 +25,7 @@ LIKE_INPUT, IN_PARTS = LinearOutput(), LinearOutput(in_parts=True)
 
 
 def linear(x: Hidden, weight: Prepared, output: LinearOutput = LIKE_INPUT, /) -> Tensor:
-    """Multiply x [T, in] with weight [out, in] to [T, out]. Values of x in FP8 are not used."""
+    """Multiply x [T, in] with weight [out, in] to [T, out]. The FP8 copy of x is not read."""
     values = unquantized(x)
     dtype = output.dtype or values.dtype
     if weight.dtype != values.dtype:
@@ -53,5 +53,5 @@ LINEAR = op(
     tolerance=rounding_tolerance(
         reason="fp32 sums in another order, one rounding to the dtype; |y| about 1"
     ),
-    wide_error=4e-3,  # one rounding to bf16 is 1.7e-3
+    wide_error=4e-3,  # rounding once to bf16 gives an error of 1.7e-3
 )

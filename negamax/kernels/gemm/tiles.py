@@ -1,5 +1,4 @@
-"""Tile sizes of the GEMMs, measured on an H200 with the shards of MiniMax-M2 on 1, 2 and 4 ranks
-(hidden 3072).
+"""Tile sizes of the GEMMs, measured on an H200 with shards of MiniMax-M2 on 1, 2 and 4 ranks.
 
 The tiles minimize the time of a layer's kernels from norm to o_proj (norm, qkv, QK norm, attention,
 o_proj), with dependent launches and weights that are not in cache. The table lists this time in
@@ -30,11 +29,10 @@ from negamax.kernels.launch.tile import Tile, has_h200_tiles, round_to_power_of_
 from negamax.kernels.weight_only.layout import Packing
 
 GEMV_MAX_M = 1  # limit of M for FP8 products on the CUDA cores
-SPLIT_K_MAX_M = 64  # limit of M for split_k; above, 16-bit weights use cuBLAS
-CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8 products with more multiplications use cuBLAS
+SPLIT_K_MAX_M = 64  # limit of M for split_k; above this limit, 16-bit weights use cuBLAS
+CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8 GEMMs with more multiplications use cuBLAS
 CUBLAS_MULTIPLE = 4  # cuBLAS needs scales of M tokens where M is a multiple of this number
-# large_m: with at most this many weights a dependent launch gains 0.9 us at 100 tokens; with more
-# weights it loses 0.5 us
+# large_m: up to this many weights, a dependent launch gains 0.9 us at 100 tokens (above: -0.5 us)
 PDL_MAX_WEIGHTS = 4096 * 3072
 GROUP_M = 8  # large_m: adjacent programs share the weight for this many tiles of tokens
 
@@ -87,7 +85,7 @@ class GemmTiles:
         return 256 if packing.CODES == 1 else 300
 
     def w8a8(self, *, M: int, N: int) -> Tile:
-        """Return an unmeasured tile for 8-bit products with a scale per row and token."""
+        """Return an unmeasured tile for GEMMs of 8-bit values with scales per row and token."""
         return Tile(64, 128, 128, num_warps=4, num_stages=2)
 
     def _splits(self, M: int, N: int, K: int, block_m: int) -> int:
@@ -133,9 +131,9 @@ class H200GemmTiles(GemmTiles):
         return Tile(64, 128, 64, num_warps=4, num_stages=5)
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
-        """Return a tile for packed weights. Up to 128 tokens K is split into runs of at least 1,536
-        columns if the tiles leave a quarter of the multiprocessors idle. With more than 32 tokens K
-        is split in two, and tokens are not, if two splits of K fill the multiprocessors.
+        """Return a tile for packed weights. For up to 128 tokens, K is split into runs of at least
+        1,536 columns if the tiles leave a quarter of the multiprocessors idle. For 33 to 128
+        tokens, if two splits of K fill the multiprocessors, K is split in two and tokens are not.
         """
         tiles_n = -(-N // 64)
         if M > 128:
@@ -169,7 +167,7 @@ class H200GemmTiles(GemmTiles):
     def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
         """Return a tile for up to 4 tokens. 8-bit weights that do not fit into the registers of all
         multiprocessors have a tile for one token only. A thread holds up to 384 bytes of 4-bit
-        codes in 96 registers.
+        codes.
         """
         row_bytes = packing.K_PACKED // packing.CODES
         if M > 4:
@@ -210,8 +208,8 @@ def tiles_for(device: torch.device) -> GemmTiles:
 
 
 def cublas_is_faster(M: int, num_weights: int) -> bool:
-    """Return whether cuBLAS is faster for FP8. cuBLAS takes 89 us instead of 112 us for 8192
-    tokens, but 16 us instead of 11 us for 512 tokens.
+    """Return whether cuBLAS is faster for FP8. cuBLAS takes 89 us for 8192 tokens (Triton: 112 us),
+    but 16 us for 512 tokens (Triton: 11 us).
     """
     return M % CUBLAS_MULTIPLE == 0 and M * num_weights > CUBLAS_PRODUCTS
 

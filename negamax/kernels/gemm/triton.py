@@ -13,12 +13,12 @@ M is the number of tokens. All matrices are row-major and contiguous. FP8 weight
     large_m  from 65 on       M / BLOCK_M * N / BLOCK_N                all of K, through TMA
     cuBLAS   M N K over 1024 * 2048 * 3072
 
-16-bit weights use split_k with SPLIT_K = 1 up to M = 64, and cuBLAS above. `tiles.py` has the sizes
-of the tiles.
+16-bit weights use split_k with SPLIT_K = 1 up to M = 64, and cuBLAS above. `tiles.py` has the tile
+sizes.
 
-All kernels except gemv multiply FP8 weights with FP8 activations. The tensor cores add up 128
-columns. The sum is then multiplied by both scales and added in fp32. The measured ||error|| / ||y||
-is 1.7e-3 with bf16 results, which is the error of rounding to bf16, and 2.6e-4 with fp16 results.
+All kernels except gemv multiply FP8 weights with FP8 activations. The tensor cores add the products
+of 128 columns. Each sum is multiplied by both scales and added in fp32. The measured ||error|| /
+||y|| is 1.7e-3 with bf16 results, the error of rounding to bf16, and 2.6e-4 with fp16 results.
 """
 
 from dataclasses import dataclass
@@ -54,12 +54,12 @@ from negamax.kernels.quantize.native import to_native
 from negamax.kernels.quantize.triton import quantize
 
 _BLOCK: tl.constexpr = tl.constexpr(GROUP)  # columns that share a scale
-_VECTOR: tl.constexpr = tl.constexpr(16)  # FP8 weights of one load of a thread
+_VECTOR: tl.constexpr = tl.constexpr(16)  # number of FP8 weights that a thread loads at once
 
 
 @dataclass(frozen=True)
 class PreparedLinear:
-    """A weight [N, K] as stored, contiguous, and its scales if it is FP8."""
+    """A contiguous weight [N, K] in its stored dtype, and its scales if it is FP8."""
 
     weight: Tensor  # e4m3, bf16 or fp16
     scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None for 16-bit weights
@@ -124,9 +124,9 @@ def _gemv_kernel(
 
 # `_small_m_kernel` loads a fragment (ROWS rows and NUM_WARPS * 128 columns of x or w) as [ROWS / 8,
 # 2, NUM_WARPS, 8, 64]. A thread has 16 neighboring columns, four threads have 64 columns of a row,
-# and a warp has 8 rows. The tensor cores expect other columns of the row in a thread. The order of
-# the columns does not matter if x and w share it. The kernel therefore renumbers the columns, so
-# that each thread multiplies the values that it loaded, without a pass through shared memory.
+# and a warp has 8 rows. The tensor cores expect a thread to hold other columns of the row. The
+# order of the columns does not matter if x and w share it. The kernel therefore renumbers the
+# columns, so that each thread multiplies the values that it loaded, without shared memory.
 
 
 @triton.jit
@@ -177,8 +177,8 @@ def _small_m_kernel(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_N = 16 rows of w, the tall operand of the tensor cores, with few tokens. The
-    warps split K: the product is batched, one batch entry per warp. A program loads its part of w
+    """Multiply BLOCK_N = 16 rows of w, the left operand of `tl.dot`, with few tokens. The warps
+    split K: the product is batched, with one batch entry per warp. A program loads its part of w
     into registers before the kernel that computes x has ended. All programs run at once, so a
     weight of up to 25 MB arrives while the GPU computes a norm or attention.
 
@@ -204,8 +204,8 @@ def _small_m_kernel(
         has_block = warp < K_BLOCKS - i * NUM_WARPS
         w_scale += (tl.load(w_scale_ptrs + i * NUM_WARPS, mask=has_block, other=0.0),)
     wait_for_predecessor(PDL)
-    # Rows past M wrap around to valid rows. Clamped rows would all read row M - 1, and such reads
-    # wait for each other; masks take registers.
+    # Rows past M wrap around to valid rows. Clamped rows would all read row M - 1 and wait for each
+    # other. Masks would take registers.
     x_ptrs = _point_to_rows(x_ptr + _number_rows(BLOCK_M) % M * K, NUM_WARPS)
     x_scale_ptrs = x_scale_ptr + (offs_m % M)[None, :] * K_BLOCKS + warp[:, None]
     acc = tl.zeros((NUM_WARPS, BLOCK_N, BLOCK_M), tl.float32)
@@ -242,10 +242,10 @@ def _split_k_kernel(
     EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
     PDL: tl.constexpr,
 ):
-    """Multiply one split of a tile of w with BLOCK_M tokens. The tile is the tall operand of the
-    tensor cores and the tokens are the short one, so few tokens waste no rows. If the tiles would
-    leave multiprocessors idle, SPLIT_K programs split the columns of a tile, and the last program
-    to arrive adds up all partial sums in a fixed order.
+    """Multiply one split of a tile of w with BLOCK_M tokens. The left operand of `tl.dot` needs
+    more rows than the right operand needs columns, so w is the left operand and tokens are the
+    columns of the right operand. If the tiles would leave multiprocessors idle, SPLIT_K programs
+    split the columns of a tile, and the last program adds up all partial sums in a fixed order.
 
                 split 0          split 1    ..
         w   +--------------+--------------+----       x [M, K] in tiles of BLOCK_M tokens
@@ -304,7 +304,7 @@ def _large_m_kernel(
     K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[BLOCK_M, BLOCK_N] over all of K by TMA loads; tokens are the tall operand."""
+    """Compute out[BLOCK_M, BLOCK_N] over all of K with TMA loads; x is the left operand."""
     first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m = first_m + tl.arange(0, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -324,7 +324,7 @@ def _large_m_kernel(
 
 
 def prepare(weight: StoredWeight) -> PreparedLinear:
-    """Prepare a weight [N, K]: 16-bit in the activations' dtype, or E4M3 blocks, K % 128 == 0."""
+    """Prepare a weight [N, K]: 16-bit in the activations' dtype, or E4M3 if K % 128 == 0."""
     values, scale = weight.values, None
     if weight.format is not PLAIN:
         K = values.shape[1]
@@ -424,7 +424,7 @@ def _split_k(
     *,
     tile: Tile,
 ) -> None:
-    """Launch split_k. For 16-bit weights `x_scale` and `scale` may be any tensors."""
+    """Launch split_k. 16-bit weights ignore `x_scale` and `scale`."""
     (M, N), K = out.shape, weight.shape[1]
     grid = (triton.cdiv(N, tile.block_n), tile.split_k, triton.cdiv(M, tile.block_m))
     partials = out

@@ -1,8 +1,8 @@
 """GEMMs with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
-`triton_packed_gemv.py` is for a few tokens. With many tokens the weight is dequantized for cuBLAS.
-For other numbers of tokens this kernel dequantizes tiles of w in registers. A tile of w is the tall
-operand of the tensor cores, so each weight is unpacked once for up to 128 tokens.
+`triton_packed_gemv.py` multiplies with few tokens. For many tokens, the whole weight is dequantized
+and passed to cuBLAS. For token counts in between, this kernel dequantizes tiles of w in registers.
+A tile of w is the left operand of `tl.dot`, so a weight is unpacked once for up to 128 tokens.
 `kernels/weight_only/triton.py` describes unpacking and its cost. `tiles.py` has the tile sizes.
 """
 
@@ -51,8 +51,7 @@ def _packed_linear_kernel(
 ):  # fmt: skip
     """Compute out[BLOCK_M, BLOCK_N]. Grid (tiles, SPLIT_K).
 
-    SPLIT_K programs split the columns of a tile if the tiles alone would leave multiprocessors
-    idle.
+    SPLIT_K programs split the columns of a tile if the tiles would leave multiprocessors idle.
     """
     STEPS: tl.constexpr = triton.cdiv(P.K, BLOCK_K)
     first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -78,7 +77,7 @@ def prepare(weight: StoredWeight) -> PreparedPackedLinear:
 
 
 def linear(x: Hidden, prepared: PreparedPackedLinear, output: LinearOutput = LIKE_INPUT) -> Tensor:
-    """Multiply x [M, K] -> [M, N], rounded once. `in_parts` allows parts [M, P, N]."""
+    """Multiply x [M, K] -> [M, N], rounded once. `in_parts` permits P partial sums [M, P, N]."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     packing: Packing = weight.packing
     (dtype, out, in_parts), M, N = output, x.shape[0], weight.num_rows

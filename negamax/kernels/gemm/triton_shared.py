@@ -30,8 +30,8 @@ def store_split(
     acc, out_ptrs, inside, partials_ptr, arrivals_ptr, tile,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Store acc [BLOCK_N, BLOCK_M] of one split of tile number `tile`, transposed, to out_ptrs
-    where `inside`. The last of SPLIT_K programs to arrive adds all partial sums in a fixed order.
+    """Transpose acc [BLOCK_N, BLOCK_M] of tile number `tile` and store it to out_ptrs where
+    `inside`. The last of several splits adds the partial sums in a fixed order.
     """
     if SPLIT_K == 1:
         tl.store(out_ptrs, tl.trans(acc).to(out_ptrs.dtype.element_ty), mask=inside)
@@ -40,7 +40,7 @@ def store_split(
         partial_ptrs = partials_ptr + tile * (SPLIT_K * SIZE)
         partial_ptrs += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tl.store(partial_ptrs + tl.program_id(1) * SIZE, acc)
-        tl.debug_barrier()  # all threads have written before one of them reports
+        tl.debug_barrier()  # all threads have written before the program counts as finished
         if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for split in tl.static_range(SPLIT_K):

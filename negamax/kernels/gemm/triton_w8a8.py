@@ -1,9 +1,9 @@
 """GEMMs of int8 with int8 and of E4M3 with E4M3 in Triton: out[M, N] = x[M, K] w[N, K]^T, with a
-scale per row of w. These kernels round activations, with a scale per token.
+scale per row of w. These kernels round activations to 8 bits with a scale per token.
 
-The kernels run if M is so large that reading the weights is not the bottleneck, because tensor
-cores multiply 8 bits at twice the rate of 16. With fewer tokens `triton_packed.py` dequantizes the
-same layout. `tiles.py` has the tile sizes, which are those of FP8 blocks; others were not measured.
+The kernels are used if M is so large that arithmetic is the bottleneck: tensor cores multiply 8
+bits at twice the rate of 16 bits. With fewer tokens `triton_packed.py` dequantizes the weights. The
+tile sizes in `tiles.py` are the sizes for FP8 blocks; no other sizes were measured.
 """
 
 from functools import partial
@@ -44,7 +44,7 @@ def _w8a8_linear_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[BLOCK_M, BLOCK_N] over all of K, tokens as the tall operand. Grid (tiles,)."""
+    """Compute out[BLOCK_M, BLOCK_N] over all of K; x is the left operand. Grid (tiles,)."""
     first_m, first_n = locate_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     offs_m = first_m + tl.arange(0, BLOCK_M)
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -61,7 +61,7 @@ def _w8a8_linear_kernel(
 
 
 def linear(x: Hidden, prepared: PreparedPackedLinear, output: LinearOutput = LIKE_INPUT) -> Tensor:
-    """Multiply x [M, K] -> [M, N]; round x first if M is above tiles.SPLIT_K_MAX_M."""
+    """Multiply x [M, K] -> [M, N]; round x to 8 bits if M is above tiles.SPLIT_K_MAX_M."""
     x, weight = unquantized(x).contiguous(), prepared.weight
     M, N = x.shape[0], weight.num_rows
     if M <= tiles.SPLIT_K_MAX_M:

@@ -44,7 +44,7 @@ def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
-            "the native row kernels cannot be built, the CPU runs without them: %s", _reason(error)
+            "the C compiler failed; the CPU runs without native row kernels: %s", _reason(error)
         )
         return None
 

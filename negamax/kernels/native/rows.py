@@ -1,4 +1,4 @@
-"""The kernels of `rows.c` with the signatures of their ops: contiguous bf16 or fp32 on the CPU."""
+"""Call `rows.c` with the signatures of the ops, on contiguous bf16 or fp32 tensors of the CPU."""
 
 import ctypes
 from collections.abc import Callable
@@ -167,7 +167,7 @@ def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[Tensor, 
 
 
 def decode(q: Tensor, cache: KvCache, plan: tuple[Tensor, Tensor]) -> Tensor:
-    """Attend with q [S, heads, head_dim] in place; a gather would move three times the bytes."""
+    """Attend with q [S, heads, head_dim] to the cache; a gather would move 3 times the bytes."""
     assert q.is_contiguous()
     assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
     tables, lengths = plan
@@ -229,7 +229,7 @@ def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Te
 
 
 def experts_kernel(linear: AnyKernel) -> AnyKernel:
-    """Make a `moe.experts` kernel: `linear` (`gemm.linear`) runs GEMMs, C code runs other steps."""
+    """Make a `moe.experts` kernel: `linear` (`gemm.linear`) runs GEMMs, C code runs the rest."""
     product = linear.run
 
     def run(x: Hidden, selected: SelectedExperts, experts: SeparateExperts) -> Tensor:

@@ -15,7 +15,7 @@ from negamax.kernels.quantize.op import quantize_activations
 
 @dataclass(frozen=True)
 class NormWeight:
-    """Weight of a norm, and the eps under its root."""
+    """Weight of a norm, and the epsilon under its square root."""
 
     weight: Tensor  # [width]
     eps: float
@@ -26,7 +26,7 @@ class NormWeight:
 def prepare(
     weight: Tensor, eps: float, /, *, quantize: bool = False, gemma: bool = False
 ) -> Prepared:
-    """Wrap weight [width] and the eps under the root."""
+    """Wrap weight [width] and the epsilon under the square root."""
     return NormWeight(weight, eps, quantize, gemma)
 
 

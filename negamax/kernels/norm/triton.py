@@ -8,7 +8,8 @@
     in registers            even [BLOCK] and odd [BLOCK], fp32
 
 A row is read once, and statistics stay in registers. The kernel moves 2 * width bytes per row for
-each part of x, for each read and write of the residual, and for `out`. FP8 adds width + width / 32.
+each part of x, for each read and write of the residual, and for `out`. FP8 adds width + width / 32
+bytes.
 """
 
 import torch
@@ -168,7 +169,7 @@ def prepare(
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | QuantizedActivations:
     """Add x [T, width] or its parts [T, P, width] to the residual in place; return the norm."""
     num_tokens, width = residual.shape
-    if width % 2:  # rows are not whole words
+    if width % 2:  # the bytes of a row are not a multiple of 4
         return spec.add_rms(x, residual, norm)
     written = outputs(torch.empty_like(residual), quantize=norm.quantize)
     if num_tokens == 0:

@@ -19,8 +19,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0 to 7
 class Codes:
     """value[n, k] = (code[n, k] - zero_point[n, g]) * scale[n / rows, g] * global_scale
 
-    g is the column's group: k / columns, or group_of[k]. Codes of floating-point and signed integer
-    dtypes are the numbers. uint8 codes are 4-bit or 8-bit integers, or FP4 codes with `is_e2m1`.
+    g is the column's group: k / columns, or group_of[k]. Codes with a floating-point or signed
+    integer dtype are the numbers themselves. uint8 codes are integers, or FP4 with `is_e2m1`.
     """
 
     values: Tensor  # [..., N, K] float, e4m3, int8 or uint8
@@ -42,7 +42,7 @@ class Codes:
         numbers = self._numbers()
         numbers = numbers.clone() if numbers is self.values else numbers
         height, width = numbers.shape[-2:]
-        # the columns are whole groups, and each group has one scale
+        # whether the columns divide into groups of equal size, each with its own scale
         is_even = self.group_of is None and width % columns == 0 and self.scale.shape[-1] > 1
         grouped = numbers.unflatten(-1, (-1, columns)) if is_even else numbers
 

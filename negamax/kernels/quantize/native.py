@@ -1,6 +1,6 @@
-"""Convert E4M3 to the form that a GPU multiplies: e4m3fn as in checkpoints, on MI300 e4m3fnuz.
+"""Convert E4M3 to the dtype that a GPU multiplies: e4m3fnuz on MI300, otherwise e4m3fn.
 
-In e4m3fnuz the same bits mean half the value, and the bits of -0 mean NaN.
+The same bits mean half the value in e4m3fnuz, and the bits of -0 mean NaN.
 """
 
 import torch
@@ -28,7 +28,7 @@ def empty_e4m3(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def outputs(out: Tensor, *, quantize: bool) -> Outputs:
-    """Return the tensors of a kernel's result: `out`, and with `quantize` its FP8 form."""
+    """Return the tensors that a kernel fills: `out` and, with `quantize`, its FP8 form."""
     return (out, *empty_e4m3(out)) if quantize else (out, None, None)
 
 

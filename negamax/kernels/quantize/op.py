@@ -1,6 +1,6 @@
 """FP8 activations: e4m3 values with one fp32 scale per token and 128 columns.
 
-If the source of a group holds NaN or infinity, all values of the group become NaN.
+If the unquantized values of a group contain NaN or infinity, all its FP8 values become NaN.
 """
 
 import torch
@@ -16,7 +16,7 @@ def quantize_activations(x: Tensor, /) -> QuantizedActivations:
     assert x.shape[1] % GROUP == 0, f"FP8 activations need a multiple of {GROUP} columns: {x.shape}"
     groups = x.float().unflatten(1, (-1, GROUP))  # [T, K / 128, 128]
     largest = groups.abs().amax(dim=-1)
-    # where the quotient underflows to 0, zeros would become NaN
+    # the clamp prevents a scale of 0, with which zeros would become NaN
     scale = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny).where(largest != 0, 1.0)
     q = (groups / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(1)
     return QuantizedActivations(x, q, scale)

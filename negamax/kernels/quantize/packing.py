@@ -11,7 +11,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack(words: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = ()) -> Tensor:
-    """Unpack words int32 to uint8, 32 / bits numbers per entry of dimension `axis`.
+    """Unpack int32 words along dimension `axis`: each word yields 32 / bits numbers in uint8.
 
     Number i of a word begins at bit bits * order[i], or without `order` at bits * i.
     """
@@ -36,7 +36,7 @@ def pack(numbers: Tensor, bits: int, *, axis: int = -1, order: Sequence[int] = (
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """Unpack uint8 [..., K / 2] to codes [..., K]; the low nibble is the even column."""
+    """Unpack uint8 [..., K / 2] to codes [..., K]; the low nibble holds the even column."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 

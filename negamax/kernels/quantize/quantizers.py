@@ -46,8 +46,8 @@ def to_integers(
 def to_e4m3_powers(matrix: Tensor, columns: int, *, rows: int = 1) -> Codes:
     """Quantize matrix [N, K] fp32 to e4m3 with an e8m0 scale per `rows` rows and `columns` columns.
 
-    The scale is the least power of two with which no element exceeds 448. The OCP formula rounds
-    the scale down, so large elements saturate.
+    The scale is the least power of two with which no element exceeds 448. The formula of the OCP
+    standard would round the scale down, and large elements would saturate.
     """
     block = (rows, columns)
     scale = _power_of_two(_largest(matrix, block) / E4M3_MAX)
@@ -80,7 +80,7 @@ def to_e2m1(matrix: Tensor, columns: int) -> Codes:
 
 
 def _largest(matrix: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest magnitude of each block; blocks at the edges may be ragged."""
+    """Return the largest magnitude of each block; blocks at the edges may be smaller."""
     rows, columns = block[0], min(block[1], matrix.shape[1])
     height, width = matrix.shape
     padded = F.pad(matrix.abs(), (0, -width % columns, 0, -height % rows))

@@ -28,19 +28,19 @@ from negamax.kernels.quantize.quantizers import (
 
 
 def dequantize(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the matrix [..., rows, columns] fp32 that is stored in `tensors` (by name)."""
+    """Return the matrix [..., rows, columns] fp32 that is stored in the named `tensors`."""
     return decode(stored, tensors).dequantize()
 
 
 def decode(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Codes:
-    """Return the codes of the matrix, one per element, with its leading dimensions."""
+    """Return the codes of the stored matrix, one per element, with the same leading dimensions."""
     values, spec = _unpack(stored, tensors), stored.find(Role.SCALE)
     if spec is None:
         return Codes(values)
     rows, columns = _block(spec)
     scale = _scale(stored, spec, tensors)
     if stored.packing is CodePacking.ENTRIES:
-        # the tensor has one scale, one per row of all stacked matrices, or one per group of rows
+        # a single scale, one scale per row of all stacked matrices, or one scale per group of rows
         groups = -(-values.shape[-1] // columns) if columns else 1
         scale = scale.reshape(*values.shape[:-2], -1, groups)
     zeros, zero_point = stored.find(Role.ZERO_POINT), None
@@ -53,7 +53,7 @@ def decode(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Codes:
             zero_point = _unpack_words(stored, zeros, tensors, Axis.ROWS)
             zero_point = zero_point[..., : scale.shape[-2], :]
         zero_point = zero_point + stored.zero_offset if stored.zero_offset else zero_point
-    elif values.dtype is torch.uint8 and stored.element != E2M1:  # code + 2^(bits - 1)
+    elif values.dtype is torch.uint8 and stored.element != E2M1:  # holds code + 2^(bits - 1)
         values = values.sub_(1 << _bits(stored) - 1).view(torch.int8)
     order, whole = stored.find(Role.PERMUTATION), stored.find(Role.SCALE, level=2)
     global_scale = None
@@ -129,7 +129,7 @@ def check_entries(
 
 
 def known_entries(stored: StoredTensor, shape: tuple[int, int]) -> Tensor:
-    """Return the entries that a format fixes for a matrix of `shape`."""
+    """Return the entries that the format prescribes for a matrix of `shape`."""
     if stored.known is Known.SHAPE:
         return torch.tensor(shape)
     if stored.known is Known.ZEROS:
@@ -168,14 +168,14 @@ def _unpack_words(
 
 
 def _scale(stored: TensorFormat, spec: StoredTensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the scales of level 1 as factors, [..., rows, columns] if they have two dimensions."""
+    """Return the block scales as factors, [..., rows, columns] if they have two dimensions."""
     scale = tensors[spec.name]
     if spec.dtypes == E8M0:
         return scale.view(torch.float8_e8m0fnu)
     if stored.global_scale is GlobalScale.IS_INCLUDED:
         whole = stored.find(Role.SCALE, level=2)
         assert whole is not None
-        # fp16 models store the bits of fp32 numbers as integers
+        # checkpoints of fp16 models store the bits of fp32 scales as int64
         scale = scale.int().view(torch.float32) if scale.dtype is torch.int64 else scale
         return scale / tensors[whole.name]
     if _is_transposed(spec):

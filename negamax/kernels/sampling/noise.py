@@ -1,16 +1,16 @@
 """Random numbers that depend only on (seed, position, token id), not on the batch or the rank.
 
-A row's key is 64 bits of `seed + golden * (position + 1)` after the SplitMix64 finalizer (public
-domain). For a token, the id is multiplied by a constant, and one half of the key is added. A 32-bit
-finalizer mixes this number, with the other half of the key between its rounds. The multipliers are
-those of MurmurHash3's finalizer and of Knuth's multiplicative hash. Arithmetic is modulo 2^32 or
-2^64, so the Triton kernel computes the same bits.
+The SplitMix64 finalizer (public domain) turns `seed + golden * (position + 1)` into a row's 64-bit
+key. For a token, one half of the key is added to the id times a constant. A 32-bit finalizer mixes
+the sum, with an XOR of the other half of the key between its rounds. The multipliers come from
+MurmurHash3's finalizer and from Knuth's multiplicative hash. Arithmetic is modulo 2^32 or 2^64, so
+the Triton kernel computes the same bits.
 """
 
 import torch
 from torch import Tensor
 
-GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)  # as signed 64-bit numbers
+GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)  # 64-bit constants are stored as signed numbers
 MIX64_A = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX64_B = 0x94D049BB133111EB - (1 << 64)
 MIX32_ID = 0x9E3779B1
@@ -19,11 +19,11 @@ MIX32_B = 0xC2B2AE35
 LARGEST_UNIFORM = 1 - 2.0**-24
 # below this number -log(1 - v) is computed by its series, because 1 - v would lose bits
 SMALL_UNIFORM = 2.0**-7
-LARGEST_SCORE = 3e38  # bounds quotients that overflow
+LARGEST_SCORE = 3e38  # upper bound of logit / T, which may overflow
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two halves of each row's key, [R] int64 of 32 bits; seeds, positions [R] int64."""
+    """Return the 32-bit halves of each row's key, [R] int64, from seeds and positions [R] int64."""
     x = seeds + GOLDEN64 * (positions + 1)
     x = (x ^ _shift64(x, 30)) * MIX64_A
     x = (x ^ _shift64(x, 27)) * MIX64_B
@@ -55,5 +55,5 @@ def exponentials(bits: Tensor) -> Tensor:
 
 
 def _shift64(x: Tensor, bits: int) -> Tensor:
-    """Shift 64-bit numbers right without sign."""
+    """Shift 64-bit numbers right, filling with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

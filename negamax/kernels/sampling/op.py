@@ -1,13 +1,13 @@
 """Define penalties on logits, log-probabilities, and the draw of one token per row.
 
-A row's draw does not depend on other rows. Filters apply in the order temperature, min-p, top-k,
+A row's draw does not depend on other rows. Filters apply in this order: temperature, min-p, top-k,
 top-p.
 
   sample         inverts the cumulative distribution of the tokens, in descending order of
                  probability, at one uniform number per row
   pick           draws from sharded logits without filters by Gumbel-max: P(i) is
                  softmax(logits / T)[i]; ranks exchange one value and one index
-  draw_leading   does the work of `sample` for sharded logits and rows with a small top_k
+  draw_leading   draws like `sample` from sharded logits, for rows with a small top_k
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from negamax.kernels.op import op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.sampling import noise
 
-# Rows with 1 <= top_k <= CANDIDATES are drawn from CANDIDATES leading tokens, other rows from the
-# sorted vocabulary.
+# Rows with 1 <= top_k <= CANDIDATES draw from CANDIDATES leading tokens, others from the
+# vocabulary.
 CANDIDATES = 64
 
 
@@ -40,7 +40,7 @@ def sample(
     *,
     filters: Tensor,  # [R, 4] fp32, as in `RowSampling`, with temperatures above 0
     uniforms: Tensor,  # [R] fp32 in [0, 1)
-    candidates: int,  # number of tokens considered, at least the largest top_k (V without top_k)
+    candidates: int,  # number of tokens to draw from, at least the largest top_k (V without top_k)
 ) -> Tensor:  # [R] int64
     """Draw one token per row from the `candidates` most likely tokens."""
     values, token_ids = torch.topk(logits, candidates, dim=-1)  # descending order
@@ -62,15 +62,14 @@ def draw_from(
     keep = (ranks < limit) & (probs >= min_p.unsqueeze(-1) * probs[:, :1])
     probs = probs * keep
     # top-p applies after top-k and min-p: a token is kept if the sum of probabilities before it is
-    # below top_p of the total
+    # below top_p times the total
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:]
     probs = probs * (cumulative - probs < top_p.unsqueeze(-1) * total)
     cumulative = probs.cumsum(dim=-1)
     target = uniforms.unsqueeze(-1) * cumulative[:, -1:]
     chosen = (cumulative <= target).sum(dim=-1, keepdim=True)
-    # Rounding may make the target equal to the total; the last token with a probability > 0 is
-    # drawn then.
+    # If rounding makes the target equal to the total, draw the last token with a probability > 0.
     last = (probs > 0).sum(dim=-1, keepdim=True) - 1
     return token_ids.gather(1, torch.minimum(chosen, last).clamp_min(0)).squeeze(1)
 
@@ -80,13 +79,13 @@ def pick(
     rows: RowSampling,
     /,
     *,
-    first_id: int,  # the token of the first column
+    first_id: int,  # id of the token in the first column
     group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
 ) -> Tensor:  # [R] int64
     """Pick the token with the largest logit / T + Gumbel(seed, position, token).
 
-    All ranks return the same tokens. Of tied tokens the lowest id wins. A row that has NaN or
-    infinity, or only minus infinity, gets -1.
+    All ranks return the same tokens. Among tied tokens the lowest id is picked. A row whose logits
+    contain NaN or infinity, or only minus infinity, gets -1.
     """
     ids = first_id + torch.arange(logits.shape[1], device=logits.device)
     temperature = rows.filters[rows.slots, :1]
@@ -102,7 +101,7 @@ def pick(
 
 
 def largest(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest of scores [R, N] per row and its lowest id; ids [N] or [R, N]."""
+    """Return each row's largest score in [R, N] and the lowest id with it; ids [N] or [R, N]."""
     best = scores.max(dim=1).values
     of_best = ids.where(scores == best.unsqueeze(1), torch.iinfo(torch.int64).max)
     return best, of_best.min(dim=1).values
@@ -122,14 +121,15 @@ def draw_leading(
     rows: RowSampling,
     /,
     *,
-    first_id: int,  # the token of the first column
+    first_id: int,  # id of the token in the first column
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
 ) -> Tensor:  # [R] int64
     """Draw a token for each row with 1 <= top_k <= CANDIDATES and a temperature above 0.
 
-    All other rows get their token in `otherwise`. All ranks return the same tokens. Tied tokens are
-    ordered by id. A drawn row that has NaN or infinity, or only minus infinity, gets -1.
+    Other rows get their token from `otherwise`. All ranks return the same tokens. Tied tokens are
+    ordered by id. A drawn row whose logits contain NaN or infinity, or only minus infinity, gets
+    -1.
     """
     logits = logits.masked_fill(logits.isnan(), torch.inf)
     values, columns = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -195,7 +195,7 @@ def token_logprobs(
     return chosen.squeeze(1), ranks, ids, logprobs.gather(1, ids)
 
 
-_TOP_ROWS = 32  # the keys of this many rows take 51 MB with 200,000 tokens
+_TOP_ROWS = 32  # the keys of this many rows take 51 MB with a vocabulary of 200,000 tokens
 
 
 def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
@@ -209,7 +209,7 @@ def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
     return keys.topk(num_top, dim=-1, largest=False).values & 0xFFFF_FFFF
 
 
-_NEAR_TIES = 1e-6  # share of rows in which nearly tied tokens may change places
+_NEAR_TIES = 1e-6  # allowed share of rows in which nearly tied tokens change places
 _EXACT = rounding_tolerance(scale=0.0, reason="tokens are compared for equality")
 
 PICK = op(

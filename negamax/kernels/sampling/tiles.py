@@ -9,15 +9,15 @@ from negamax.kernels import platform
 
 @dataclass(frozen=True)
 class SamplingTiles:
-    """Unmeasured sizes."""
+    """Default launch sizes, which were not measured."""
 
     pick_block: int = 1024  # logits of a program
-    strip_block: int = 4096  # logits of a program that keeps the maximum of every strip
+    strip_block: int = 4096  # logits of a program that finds the maximum of every strip
     draw_warps: int = 4  # warps of a program that draws a token of a row
 
 
 _H200 = SamplingTiles(draw_warps=8)  # measured
-_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the interpreter
+_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the Triton interpreter
 
 
 def tiles_for(device: torch.device) -> SamplingTiles:
@@ -25,5 +25,5 @@ def tiles_for(device: torch.device) -> SamplingTiles:
 
 
 def strip(vocab: int) -> int:
-    """Return the logits of a strip; the leading strips together have a few thousand logits."""
+    """Return the number of logits in a strip; the leading strips have a few thousand in total."""
     return 32 if vocab <= 1 << 17 else 64

@@ -112,7 +112,7 @@ def _row_argmax_kernel(
     ids,  # [R, count] int32
     out,  # [R] int64, written
     count,
-    addresses,  # addresses of a `PeerRegion`, read only if WORLD > 1
+    addresses,  # `PeerRegion.addresses`, used only if WORLD > 1
     flags,
     rank,  # not a constant, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
@@ -194,7 +194,7 @@ def pick(
 
 @triton.jit
 def _make_sortable(value):
-    """Convert fp32 to uint32 > 0 that sort in the same order; NaN becomes the largest key."""
+    """Convert fp32 to uint32 keys > 0 that sort in the same order; NaN becomes the largest key."""
     bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (tl.where(value == value, ordered, 0x7FFFFFFF) ^ -(2**31)).to(tl.uint32, bitcast=True)
@@ -211,8 +211,8 @@ def _restore_sortable(key):
 @triton.jit
 def _find_top_places(key, COUNT: tl.constexpr):
     """Number the COUNT largest of the uint32 keys [N] in the order of their indices: return 0 ..
-    COUNT - 1 for these keys and COUNT for all others. Of equal keys the first ones are selected.
-    N is at most 2^15.
+    COUNT - 1 for these keys and COUNT for all others. Among equal keys the first are selected. N <=
+    2^15.
 
     The COUNT-th largest key is found two bits at a time, by counting the keys above a threshold.
     """
@@ -251,13 +251,13 @@ def _strip_max_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
     filters,  # [slots, 4] fp32
     slots,  # [R] int64
-    largest,  # [R, strips] int32, written: the largest `_make_sortable` of every STRIP logits
+    largest,  # [R, strips] int32, written: the largest `_make_sortable` key of every STRIP logits
     stride,
     vocab,
     strips,
     BLOCK_V: tl.constexpr, STRIP: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find the maxima of the strips of BLOCK_V logits of a row. Grid (tiles, R)."""
+    """Find the maximum of each strip in BLOCK_V logits of a row. Grid (tiles, R)."""
     tile, row = tl.program_id(0), tl.program_id(1)
     column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     slot = tl.load(slots + row)
@@ -300,7 +300,7 @@ def _exchange_leading(
 def _draw(key, filters, uniform, COUNT: tl.constexpr):
     """Draw from the leading tokens of one row as `spec.draw_from` does. Return the index of the
     drawn token, or -1 if the largest logit is not finite. Tokens with equal logits must be in the
-    order of their ids; otherwise the order is free.
+    order of their ids; other tokens may be in any order.
     """
     temp, top_k = tl.load(filters), tl.load(filters + 1)
     top_p, min_p = tl.load(filters + 2), tl.load(filters + 3)
@@ -338,7 +338,7 @@ def _draw_leading_kernel(
     vocab,
     strips,
     first_id,
-    addresses,  # addresses of a `PeerRegion`, read only if WORLD > 1
+    addresses,  # `PeerRegion.addresses`, used only if WORLD > 1
     flags,
     rank,
     WORLD: tl.constexpr,

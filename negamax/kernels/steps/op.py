@@ -10,7 +10,7 @@ from negamax.kernels.op import FLOAT_DTYPES, Tolerance, op
 
 def place(
     columns: Tensor,  # int64: token_slots [T], slots [S], token_offsets [T], end_offsets [S], more
-    num_computed: Tensor,  # [slots] int64, positions at which the offsets begin
+    num_computed: Tensor,  # [slots] int64, positions from which the offsets count
     tokens: Tensor,  # [slots, width] int32 or int64; draft tokens are written at their positions
     drafts: Tensor | None,  # [slots, K] int64, -1: no draft token; None: a step without drafts
     /,
@@ -24,7 +24,7 @@ def place(
     """Compute tokens, positions and lengths of a step with T tokens of S sequences.
 
     With drafts, the token at offset p > 0 of a slot is the slot's draft token p - 1. Draft tokens
-    are written after the known tokens.
+    are written to `tokens` after the known tokens.
     """
     size, num_tokens = len(places), len(token_ids)
     torch.add(num_computed[columns[:size]], columns[size : 2 * size], out=places)
@@ -42,9 +42,9 @@ def place(
 
 
 class ImageRows(NamedTuple):
-    """Rows of images that replace the embeddings of tokens."""
+    """Image embeddings that replace the embeddings of tokens."""
 
-    at: Tensor  # [T] int32, row of each token; -1: the token keeps its embedding
+    at: Tensor  # [T] int32, index in `rows` for each token; -1: the token keeps its embedding
     rows: Tensor  # [P, width]
 
 
@@ -53,8 +53,8 @@ def embed(
 ) -> tuple[Tensor, Tensor]:
     """Return the embeddings of token_ids [T] int64 and a residual of zeros, both [T, width].
 
-    Row 1 of table [n + 2, width] is token `first_id`; its first and last row stand for all other
-    tokens. `images` replaces the embeddings of some tokens.
+    Row 1 of table [n + 2, width] is the embedding of token `first_id`. Tokens that the table does
+    not have read its first or last row. `images` replaces the embeddings of some tokens.
     """
     x = table.index_select(0, (token_ids - (first_id - 1)).clamp(0, len(table) - 1))
     if images is not None:
@@ -70,11 +70,11 @@ def store(
     /,
     *,
     tokens: Tensor,  # [slots, width] int32 or int64, written
-    # [slots] int64, written: `ends`; None: draft verification writes it
+    # [slots] int64, written: `ends`; None: draft verification writes this tensor
     num_computed: Tensor | None,
     out: Tensor,  # [T] int64, written: `token_ids`
 ) -> None:
-    """Keep the sampled tokens for the next step and for the host."""
+    """Store the sampled tokens for the next step, and copy them to `out` for the host."""
     tokens[slots, ends] = token_ids.clamp_min(0).to(tokens.dtype)
     if num_computed is not None:
         num_computed[slots] = ends

@@ -14,7 +14,7 @@ from negamax.kernels.op import FLOAT_DTYPES
 from negamax.kernels.steps import op as spec
 from negamax.kernels.steps.op import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS, ImageRows
 
-_BLOCK = 128  # entries of a program
+_BLOCK = 128  # number of entries that a program writes
 
 
 @triton.jit(do_not_specialize=["num_tokens", "size", "num_words", "padding_slot"])
@@ -36,10 +36,10 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write some entries of `places` and of the columns after the first `size`. Grid (blocks,).
+    """Write BLOCK entries of `places`, or of the columns after the first `size`. Grid (blocks,).
 
     A program reads no data that another program writes, except padding, which all programs write
-    with equal values. The kernel starts after its predecessor has ended, so it does not wait.
+    with equal values. The kernel starts after its predecessor has ended, so it needs no wait.
     """
     launch_dependents(PDL)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -92,7 +92,7 @@ def place(
 def _embed_kernel(
     token_ids,  # [T] int64
     table,  # [num_rows, 2 * WORDS]
-    images,  # [T] int32, -1 where the table is read, or None
+    images,  # [T] int32, index in `rows`, or -1 to read `table`; or None
     rows,  # [P, 2 * WORDS], or None
     out,  # [2, T, 2 * WORDS], written: embeddings, and zeros
     num_rows,
@@ -122,7 +122,7 @@ def embed(
     token_ids: Tensor, table: Tensor, images: ImageRows | None = None, *, first_id: int
 ) -> tuple[Tensor, Tensor]:
     num_tokens, (num_rows, width) = len(token_ids), table.shape
-    if width % 2:  # rows are not whole words
+    if width % 2:  # the bytes of a row are not a multiple of 4
         return spec.embed(token_ids, table, images, first_id=first_id)
     assert token_ids.is_contiguous() and table.is_contiguous()
     out = table.new_empty(2, num_tokens, width)
@@ -150,7 +150,7 @@ def _store_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store some of the tokens. Grid (blocks,)."""
+    """Store BLOCK tokens. Grid (blocks,)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < num_tokens
     launch_dependents_then_wait(PDL)
