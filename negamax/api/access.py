@@ -17,7 +17,7 @@ _ALL = "*"
 
 
 class Access:
-    """Identifies the sender of a request by its headers. All holders of one key are one tenant."""
+    """Identifies the sender of a request by its headers. Each API key identifies one tenant."""
 
     def __init__(self, options: ServerOptions) -> None:
         """Raises `ConfigError` if the key file cannot be used."""
@@ -32,8 +32,8 @@ class Access:
         keys = (*self._options.api_keys, *keys_of_file(self._options.api_key_file))
         if self._options.admin_api_key in keys:
             raise ConfigError(
-                "--api-key-file has the key of --admin-api-key",
-                hint="give administrators a key of their own",
+                "--api-key-file contains the key of --admin-api-key",
+                hint="use a separate key for administrators",
             )
         self._keys = [key.encode() for key in keys]
 
@@ -90,7 +90,7 @@ def get_tenant(request: Request) -> str:
 
 
 def get_owner(request: Request, names: Iterable[str] = ()) -> Owner:
-    """Return the owner of a request in the engine; `names` are the client's ids of the request."""
+    """Return the owner of a request. The client can abort the request by each of `names`."""
     return Owner(
         get_tenant(request), frozenset(names), shares_queue=request.scope["state"]["shares_queue"]
     )

@@ -1,6 +1,6 @@
-"""Check the head, host, key, readiness and queue of each request before its route.
+"""Refuse requests before their route runs, by headers, API key, readiness and queue length.
 
-The middleware decides before the body is read, so that a refusal is cheap.
+The middleware checks a request before the body is read, so that a refusal costs little.
 """
 
 import ipaddress
@@ -30,7 +30,7 @@ _Headers = list[tuple[bytes, bytes]]
 
 
 class AuthMiddleware:
-    """Checks each request before its route. Single writer: the event loop."""
+    """Checks each request before its route runs. Single writer: the event loop."""
 
     def __init__(self, app: ASGIApp, *, context: ApiContext) -> None:
         options = context.options
@@ -42,7 +42,7 @@ class AuthMiddleware:
         self._hosts = None if is_open else hosts
         max_bytes = context.body_limits.num_bytes
         self._body_budget = BodyBudget(BODIES_IN_FLIGHT * max_bytes)
-        self._max_packed_bytes = max_bytes  # Limit of one compressed body.
+        self._max_packed_bytes = max_bytes  # Size limit of one compressed body.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,7 +114,7 @@ def _check_size(headers: _Headers, *, url_bytes: int) -> None:
 
 
 def _check_host(headers: _Headers, allowed: set[str]) -> None:
-    """Refuse Host headers that name other machines, because foreign pages may rebind DNS."""
+    """Refuse Host headers that name other machines, which stops DNS rebinding by web pages."""
     for name, value in headers:
         if name == b"host":
             host = _parse_host(value.decode("latin-1"))

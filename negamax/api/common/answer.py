@@ -33,21 +33,21 @@ from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 from negamax.text.parser.packets import PacedPackets
 
-_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # Approximate sizes in JSON.
-Ping = tuple[bytes, float]  # An event, and the seconds of silence before the event is sent.
+_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # Approximate sizes of entries in JSON.
+Ping = tuple[bytes, float]  # An event, and the idle seconds after which a stream sends it.
 _KEEP_ALIVE = b": keep-alive\n\n"  # An SSE comment, which clients ignore.
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """A choice during generation. Single writer: the request's `AnswerWriter`."""
+    """One choice of an answer during generation. Single writer: the request's `AnswerWriter`."""
 
-    index: int  # Number among the choices of all prompts.
+    index: int  # Number of the choice, counted over all prompts.
     reader: ChoiceReader | PlainReader
     prompt_index: int = 0
-    is_prompt_only: bool = False  # The request only caches or scores its prompt.
+    is_prompt_only: bool = False  # True if the request only caches or scores its prompt.
     packets: PacedPackets = field(default_factory=PacedPackets)
-    latest: RequestOutput | None = None  # Latest output, with the choice's token counts.
+    latest: RequestOutput | None = None  # Latest output; contains the choice's token counts.
 
 
 AnswerSource = OpenRequest | OpenRequests
@@ -68,7 +68,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.num_bytes = 0  # Approximate size of a whole answer; threads build large ones.
+        self.num_bytes = 0  # Approximate size of the answer; a thread builds large answers.
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
@@ -79,7 +79,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @abstractmethod
     def chunk(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> bytes:
-        """Add `output` like `take`, and return the bytes that a stream sends, possibly none."""
+        """Add `output` like `take`, and return the bytes to stream, which may be empty."""
 
     @abstractmethod
     def response(self) -> ResponseT:
@@ -104,7 +104,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     @property
     def usage(self) -> Usage:
         """The token counts so far. A prompt's cached tokens are the minimum over its choices."""
-        prompts: dict[int, tuple[int, int]] = {}  # By prompt: tokens and cached tokens.
+        prompts: dict[int, tuple[int, int]] = {}  # Tokens and cached tokens of each prompt.
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
             if (output := choice.latest) is None:
@@ -186,7 +186,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 class _Chunks:
     """Writes the chunks of a stream in order. Single writer: the stream's handler.
 
-    A thread builds each large chunk, and the later chunks wait.
+    A thread builds each large chunk, and later chunks wait until the large chunk is written.
     """
 
     def __init__(self, write: Write) -> None:
@@ -219,9 +219,9 @@ class _Chunks:
 async def start_source(
     request: ApiRequest[EngineRequest], source: AnswerSource, *, has_grammar: bool
 ) -> None:
-    """Wait for the first output of a stream, so that an earlier error still sets the status.
+    """Wait for the first output of a stream, so that an error before it sets the HTTP status.
 
-    A request with a grammar waits without a limit, because compiling may be slow and may fail.
+    If the request has a grammar, the wait has no time limit: compiling may be slow or fail.
     """
     if request.params.stream:
         seconds = None if has_grammar else FIRST_OUTPUT_SECONDS

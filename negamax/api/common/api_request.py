@@ -1,4 +1,4 @@
-"""Read a client's request, check its parameters, and hand its prompts over to the engine."""
+"""Read a client's request, check its parameters, and send its prompts to the engine."""
 
 import re
 import time
@@ -23,7 +23,7 @@ from negamax.engine.client.output import TextReader
 from negamax.scheduler.request import ImageInput, SamplingParams
 
 DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # Header name of vLLM and SGLang.
-MAX_PROMPT_LOGPROBS = 2**22  # Limit of one answer.
+MAX_PROMPT_LOGPROBS = 2**22  # Most prompt logprobs in one answer.
 _WHOLE_INTERVAL = 32  # Tokens between two outputs of an answer that is not streamed.
 _NUMBER = re.compile("[0-9]{1,9}")
 
@@ -34,9 +34,9 @@ ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
 class ApiRequest(Generic[ParamsT_co]):
     http: Request
     params: ParamsT_co
-    num_bytes: int  # Size of the fields read; threads process large requests.
+    num_bytes: int  # Size of the fields that were read; a thread processes large requests.
     arrival: float  # Monotonic seconds.
-    addresses: Mapping[str, str]  # Addresses of the hosts that the request names.
+    addresses: Mapping[str, str]  # Address of each host that the request names.
 
 
 async def read_api_request(
@@ -56,7 +56,7 @@ def get_cache_salt(request: ApiRequest[EngineRequest]) -> str:
 
 
 def check_sampling(context: ApiContext, sampling: SamplingParams) -> None:
-    """Refuse sampling parameters out of range before other work on the request."""
+    """Refuse sampling parameters that are out of range, before other work on the request."""
     info = context.engine.info
     sampling.check(max_logprobs=info.max_logprobs, vocab_size=info.vocab_size)
 
@@ -90,11 +90,11 @@ def generate(
     num_prompts: int = 1,
     images: Sequence[ImageInput] = (),
 ) -> OpenRequest:
-    """Hand prompt number `index` of the request over to the engine.
+    """Send prompt number `index` of the request to the engine.
 
     `names` are the ids by which the client may abort the request. The server's time limit and
-    stream interval apply if the request sets none. Raises the errors of `AsyncEngine.generate`,
-    and `InvalidRequestError` for a priority or a rank that the server does not have.
+    stream interval are the defaults of the request. Raises the errors of `AsyncEngine.generate`,
+    and `InvalidRequestError` for a priority or a rank that the server does not support.
     """
     http, params, options = request.http, request.params, context.options
     record = RequestRecord(

@@ -18,7 +18,7 @@ class BlockKind(enum.Enum):
 class Block:
     """A part of an answer. Single writer: the answer's `BlockWriter`.
 
-    The text of a call is the JSON of its arguments, truncated if the call is not whole.
+    The text of a call is the JSON of its arguments. A truncated call has truncated JSON.
     """
 
     kind: BlockKind
@@ -90,7 +90,7 @@ class BlockWriter:
         yield BlockGrew(self._open, text)
 
     def _interrupt(self) -> Iterator[BlockEvent]:
-        """Close the open block before the next block. A call that is still open is truncated."""
+        """Close the open block. If the block is a call, the call counts as truncated."""
         is_call = self._open is not None and self._open.kind is BlockKind.CALL
         yield from self._close(is_whole=not is_call)
 

@@ -17,7 +17,7 @@ from negamax.text.parser.output_parser import Thinking
 
 
 class ReasoningCounter:
-    """Counts the reasoning tokens of a choice by the token ids of the tags.
+    """Counts a choice's reasoning tokens, which are between the token ids of the think tags.
 
     As in the parser, reasoning ends once, and later think tags are content. A call opener within
     reasoning may be a quotation. The text reader calls `call_began` if the opener starts a call.
@@ -62,7 +62,7 @@ class ReasoningCounter:
         self._num_certain += count
 
     def call_began(self) -> None:
-        """Treat the latest call opener as a call, before which the reasoning ended."""
+        """Treat the latest call opener as a call. The reasoning ended before the opener."""
         self._end(self._num_certain)
 
     def _end(self, count: int) -> None:
@@ -72,11 +72,11 @@ class ReasoningCounter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingRules:
-    # The declared tools; their schemas decide the types of arguments.
+    # The declared tools; their schemas determine the types of arguments.
     tools: Sequence[Mapping[str, Any]] | None = None
     may_call: bool = True  # If False, text that looks like a call is content.
     parallel_calls: bool = True  # If False, only the first call is reported.
-    is_call_forced_by_name: bool = False  # If True, an answer with a call ends with "stop".
+    is_call_forced_by_name: bool = False  # If True, the finish reason of a call is "stop".
     reasoning: ReasoningPlace | None = None  # If None, the server's parser decides.
     stream_reasoning: bool = True  # If False, reasoning is sent in one piece at its end.
     stop: tuple[str, ...] = ()  # Strings in the content that end the answer.
@@ -106,7 +106,7 @@ class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Single writer: the request's handler.
 
     If a request has stop strings, the engine's client calls this reader as a `TextReader`, because
-    the client must know when a stop string ends the answer. The outputs then contain the events.
+    the client must know when a stop string ends the answer. Such outputs contain the parsed events.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class ChoiceReader(_CountingReader):
         return self._parser.matched_stop
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Read the next pieces, and count their reasoning if tags are not single tokens."""
+        """Parse the next pieces. Count reasoning tokens here if the tags are not single tokens."""
         if self._counter.has_tags:
             return self._parser.feed(pieces, may_stop=may_stop)
         events = []

@@ -46,7 +46,7 @@ class CompletionWriter(AnswerWriter[ChoiceT, ResponseT]):
 
     @property
     def _lease(self) -> TransferParams | UnsetType:
-        """Parameters by which a decoding server reads the prompt from this server."""
+        """Parameters with which a decoding server reads the prompt's KV blocks from this server."""
         if not isinstance(self.source, OpenRequest):
             return UNSET
         info, request = self._info, self.source.requests[0]
@@ -54,7 +54,7 @@ class CompletionWriter(AnswerWriter[ChoiceT, ResponseT]):
 
     @property
     def _chunk_usage(self) -> Usage | UnsetType | None:
-        """The token counts in each chunk before the last chunk."""
+        """The field `usage` of each chunk before the last chunk."""
         if self._options.continuous_usage_stats:
             return self.usage
         return None if self._options.reports_usage else UNSET

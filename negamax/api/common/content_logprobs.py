@@ -13,7 +13,7 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # Longer matched text is dropped.
+_COMPACT_CHARS = 65_536  # Matched text is dropped when it is longer.
 _SPACE = re.compile(r"\s*")
 
 
@@ -27,7 +27,7 @@ class ContentLogprobs:
     def __init__(
         self, tokenizer: Tokenizer, chat_format: ChatFormat, *, as_ids: bool = False
     ) -> None:
-        """`convert_chat_logprobs` receives `as_ids`."""
+        """`as_ids` is passed to `convert_chat_logprobs`."""
         self._as_ids = as_ids
         self._closer_id = None
         if chat_format.thinking is not Thinking.RAW:  # No block contains the closing tag.
@@ -38,7 +38,7 @@ class ContentLogprobs:
         self._tag = re.compile("|".join(map(re.escape, tags)))
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_mid_character = False
-        # Start and end of each token in the whole text, and the token.
+        # Start and end position of each token in the whole text, and the token's logprobs.
         self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()
         self._new_texts: list[str] = []  # Texts of new tokens, not yet in `_text`.
         self._text = ""
@@ -109,7 +109,7 @@ class ContentLogprobs:
         return found
 
     def _place(self, text: str, *, is_begun: bool) -> int:
-        """Return the position of `text` after optional white space or tags, or -1."""
+        """Skip white space and tags, and return the position of `text`, or -1 if it is missing."""
         if is_begun and self._text.startswith(text, self._at):
             return self._at
         start = self._at

@@ -26,8 +26,8 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # The start of longer text is tokenized first, as a test.
-_LEAST_TOKENS = 2**18  # Minimum limit, because a client may only want to count tokens.
+_PROBE_CHARS_PER_TOKEN = 8  # Of longer text, the start is tokenized first as a test.
+_LEAST_TOKENS = 2**18  # Lowest limit, which serves requests that only count tokens.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Conversation:
     """A conversation to answer. Messages have OpenAI's shape and are not checked yet."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: list[dict[str, Any]] | None = None  # Tools to show, in the client's key order.
+    tools: list[dict[str, Any]] | None = None  # Tools to show; keys keep the client's order.
     thinking: ThinkingChoice = NO_CHOICE
     template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -49,9 +49,9 @@ def compute_max_tokens(max_model_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation. The answer continues the content `continued`.
+    """A rendered conversation. The answer continues the text `continued`.
 
-    `reasoning` tells whether the answer begins in reasoning, may contain reasoning, or has none.
+    `reasoning` tells whether the answer begins in reasoning, may contain it, or cannot contain it.
     """
 
     text: str
@@ -62,7 +62,7 @@ class ChatPrompt:
 
 
 class PromptBuilder:
-    """Renders conversations and tokenizes text. Threads do long work."""
+    """Renders conversations and tokenizes text. Long work runs in threads."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class PromptBuilder:
         allow_special_tokens_in_text: bool = False,
         images: ImageLoader | None = None,
     ) -> None:
-        """`default_template_kwargs` apply to variables that a request does not set.
+        """`default_template_kwargs` are values of template variables that a request does not set.
 
         With `allow_special_tokens_in_text`, text in a conversation may become control tokens.
         Without `images` the server reads no images.
@@ -134,7 +134,7 @@ class PromptBuilder:
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
     ) -> list[list[int]]:
-        """Tokenize plain prompts, whose text may contain special tokens. Token ids are kept."""
+        """Tokenize plain prompts. Text may contain special tokens. Token ids stay unchanged."""
 
         def build() -> list[list[int]]:
             return [
@@ -194,7 +194,7 @@ class PromptBuilder:
             ) from None
 
     def _check_chars(self, count: int) -> None:
-        """Refuse text that cannot fit the context before copying the text, which holds the GIL."""
+        """Refuse too long text before the text is copied, because copying holds the GIL."""
         allowed = compute_max_chars(self._max_model_len)
         if count > allowed:
             num_tokens = count // _PROBE_CHARS_PER_TOKEN
@@ -213,7 +213,7 @@ class _Mark:
 
     @classmethod
     def put(cls, messages: list[dict[str, Any]]) -> Self:
-        """Append a mark to the last message's text. `cut` removes all text from the mark on."""
+        """Append a mark to the last message's text. `cut` removes the mark and later text."""
         last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             raise InvalidRequestError(

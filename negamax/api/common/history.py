@@ -29,7 +29,7 @@ class AssistantParts:
             self.reasoning.append(thought)
 
     def add_text(self, text: str, *, is_apart: bool = False) -> None:
-        """Add text, as a new paragraph with `is_apart` or after a part of another kind."""
+        """Add text. The text begins a paragraph if `is_apart`, or if the last part is not text."""
         joins = self._is_text_last and not is_apart
         if text:
             self.texts.append(text if joins or not self.texts else f"\n\n{text}")
@@ -43,7 +43,7 @@ class AssistantParts:
         )
 
     def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
-        """Build the message at `place` with the hidden thoughts that `thoughts` can unpack."""
+        """Build the message at `place`. `thoughts` unpacks the hidden thoughts of the message."""
         texts: list[str] = []
         for thought in self.reasoning:
             if not isinstance(thought, HiddenThought):
@@ -65,7 +65,7 @@ class History:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # With message numbers.
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # By message number.
 
     @property
     def is_in_loop(self) -> bool:

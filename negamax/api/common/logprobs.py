@@ -23,7 +23,7 @@ def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _describe(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> tuple[str, list[int]]:
-    """Return the text and the bytes of a token, which many entries share."""
+    """Return the text and the bytes of a token. Many entries share the two objects."""
     return _get_text(tokenizer, token_id, as_ids=as_ids), list(tokenizer.token_bytes(token_id))
 
 
@@ -46,7 +46,7 @@ def convert_chat_logprobs(
 def convert_prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]
 ) -> PromptLogprobs:
-    """Build vLLM's list: null for the first prompt token, then per token an object by token id."""
+    """Build vLLM's list: null first, then one object per prompt token with token ids as keys."""
     answer: PromptLogprobs = [None]
     for entry in entries:
         ranked = dict(zip(entry.top_ids, enumerate(entry.top_logprobs, start=1), strict=True))
@@ -73,7 +73,7 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token with its alternatives. Of equal texts the sampled or likeliest one counts."""
+        """Add a token. If alternatives have equal texts, the sampled or likeliest token wins."""
         chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             texts.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))

@@ -1,7 +1,7 @@
 """Download images from hosts that the operator allows, without reaching private networks.
 
 The server resolves a name once, requires that all its addresses are public, and connects to one of
-these addresses. It uses no redirects, proxies, cookies and compression. Errors quote no answers.
+these addresses. It uses no redirects, proxies, cookies or compression. Errors omit response bodies.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ def _download(
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         if answer.status != 200:
-            _refuse(f"the URL is answered with status {answer.status}; redirects are not followed")
+            _refuse(f"the host answered with status {answer.status}; redirects are not followed")
         if (answer.length or 0) > MAX_IMAGE_BYTES:
             raise build_bytes_error(answer.length or 0)
         body = answer.read(MAX_IMAGE_BYTES + 1)

@@ -1,7 +1,7 @@
-"""Check and resolve the hosts of prefilling servers that requests name.
+"""Check and resolve the host names of prefilling servers in requests.
 
-A few threads resolve names within a time limit, and the engine receives addresses. Therefore the
-engine never waits for DNS, and a name cannot mean another host later.
+A few threads resolve names within a time limit, and the engine receives IP addresses. Therefore
+the engine never waits for DNS, and a name cannot resolve to another host later.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.engine.wire import TransferInfo
 from negamax.options.transfer import PRODUCER, allows_host
 
-RESOLVE_SECONDS = 2.0  # Limit for all names of a request.
-_MOST_THREADS = 4  # Threads that may wait for DNS.
+RESOLVE_SECONDS = 2.0  # Time limit for resolving all names of a request.
+_MOST_THREADS = 4  # Most threads that wait for DNS at once.
 _OPTION = "--kv-transfer-config: kv_connector_extra_config.allowed_hosts"
 _threads = threading.BoundedSemaphore(_MOST_THREADS)
 
@@ -54,7 +54,7 @@ async def find_addresses(params: EngineRequest, info: TransferInfo | None) -> di
 
 
 def _list_hosts(params: EngineRequest) -> list[tuple[str, str]]:
-    """Return the field and host of each server that a prompt is read from."""
+    """Return the field and the host of each server from which the request reads a prompt."""
     if params.bootstrap_room is not None:
         field, given = "bootstrap_host", params.bootstrap_host
         listed: Sequence[Any] = given if isinstance(given, list) else [given]

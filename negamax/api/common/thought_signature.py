@@ -1,6 +1,6 @@
 """Sign thinking blocks. Clients send a signature back with the text or instead of the text.
 
-The signature of a shown thought is a MAC of its text, which is equal on every server of the model.
+The signature of a shown thought is a MAC of its text. All servers of a model compute equal MACs.
 The signature of a hidden thought contains the packed thought, so that the next request returns the
 thought to the model. Signatures protect no secret: anyone with a text can compute its signature,
 and the server also accepts a thought with another signature.
@@ -14,9 +14,9 @@ import zlib
 
 from negamax.base.errors import ContextLengthError
 
-_SHOWN, _HIDDEN = "nm1s.", "nm1h."  # Prefixes of signatures.
+_SHOWN, _HIDDEN = "nm1s.", "nm1h."  # Prefixes of signatures of shown and of hidden thoughts.
 _MAC_BYTES = 24
-_BYTES_PER_TOKEN = 16  # Limit of unpacked thoughts in a request, per context token.
+_BYTES_PER_TOKEN = 16  # Most bytes of a request's unpacked thoughts, per token of context length.
 
 
 class ThoughtSigner:

@@ -20,11 +20,11 @@ _PARAMS, _ROOM = "kv_transfer_params", "bootstrap_room"
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Tells whether to keep a request's prompt for another server or to read it from one."""
+    """Tells whether to keep a prompt for another server or read a prompt from another server."""
 
     lease_id: str = ""
     remote: RemotePrompt | None = None
-    only_prefills: bool = False  # The client has sent the whole request to both servers.
+    only_prefills: bool = False  # The client also sends the whole request to a decoding server.
 
 
 def read_transfer(
@@ -53,7 +53,7 @@ def read_transfer(
     if given.do_remote_decode:
         _check_role(_check_server(info, _PARAMS), CONSUMER, _PARAMS)
         if num_prompts > 1:
-            return Transfer()  # One answer describes one prompt; more prompts are computed twice.
+            return Transfer()  # An answer describes one prompt, so both servers compute several.
         return Transfer(lease_id=secrets.token_hex(16))
     if not given.do_remote_prefill:
         return Transfer()
@@ -72,7 +72,7 @@ def read_transfer(
 def describe_lease(
     request: GenerateRequest, info: TransferInfo | None, *, block_size: int
 ) -> TransferParams | None:
-    """Return the parameters by which a decoding server reads a prompt, or None without a lease."""
+    """Return a decoding server's parameters for reading a prompt, or None if none is kept."""
     if not request.lease_id or info is None or request.lease_id.startswith(_ROOM):
         return None
     num_blocks = (len(request.prompt_token_ids) - 1) // block_size

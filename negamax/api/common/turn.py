@@ -57,8 +57,8 @@ class Turn:
     sampling: SamplingParams
     reasoning: ReasoningPlace | None = ReasoningPlace.BLOCK
     stream_reasoning: bool = True
-    named_call_stops: bool = False  # An answer whose call is forced by name ends with "stop".
-    is_prompt_only: bool = False  # The request only caches its prompt.
+    named_call_stops: bool = False  # A call forced by name has finish reason "stop".
+    is_prompt_only: bool = False  # True if the request only caches its prompt.
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ async def build_prompt(
     needs_pixels: bool = True,
 ) -> ChatPrompt:
     """Build the prompt of `turn`. Errors name the place in the client's request. Without
-    `needs_pixels` the prompt can only be counted.
+    `needs_pixels` the prompt has no image pixels, and serves only to count tokens.
     """
     try:
         return await context.prompts.chat(
@@ -108,7 +108,7 @@ async def start_turn(
     request_id: str,
     names: Sequence[str],
 ) -> StartedTurn:
-    """Check, render and start `turn`. Raises all refusals, including those of the engine."""
+    """Check, render and start `turn`. Raises the errors of the checks and of the engine."""
     check_sampling(context, turn.sampling)
     conversation, calls, chat_format = turn.conversation, turn.calls, context.chat_format
     tools = turn.tools
@@ -162,7 +162,7 @@ class PlainPrompt:
     prompt: str | list[int]
     sampling: SamplingParams
     form: Callable[[], Grammar | None]  # Builds the grammar of the answer; may take long.
-    reasoning_budget: int | None  # Tokens; applies if the prompt ends within reasoning.
+    reasoning_budget: int | None  # Limit in tokens; applies if the prompt ends within reasoning.
     request_id: str
     names: Sequence[str]  # Ids by which the client may abort the prompt.
     stream_interval: int | None
@@ -173,7 +173,7 @@ async def start_prompts(
 ) -> tuple[list[list[int]], AnswerSource]:
     """Check, tokenize and start `prompts`; return their tokens and the source of their outputs.
 
-    Raises all refusals, including those of the engine.
+    Raises the errors of the checks and of the engine.
     """
     engine, chat_format = context.engine, context.chat_format
     for prompt in prompts:
@@ -243,7 +243,7 @@ def build_answer_grammar(
     if choice.is_forced and not chat_format.reads_calls:
         refuse(
             "tool_choice",
-            "this server reads no calls (--tool-call-parser none); allowed: 'auto', 'none'",
+            "this server parses no tool calls (--tool-call-parser none); allowed: 'auto', 'none'",
         )
     return tool_grammar(
         tools or (),
@@ -264,7 +264,7 @@ def constrain(
     grammar: Grammar | None,
     budget: int | None,
 ) -> SamplingParams:
-    """Add the grammar and the reasoning budget. The grammar begins after the reasoning."""
+    """Add the grammar and the reasoning budget. The grammar applies after the reasoning."""
     if grammar is None and budget is None:
         return sampling
     return replace(
@@ -298,7 +298,7 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
         return reason if isinstance(reason, str) else None
 
     def take_logprobs(self) -> list[TokenLogprobs]:
-        """Return the logprobs of the tokens since the last call, if the request asks for them."""
+        """Return and clear the collected logprobs. The list is empty if none were requested."""
         taken, self._logprobs = self._logprobs, []
         return taken
 

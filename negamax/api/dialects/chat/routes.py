@@ -119,12 +119,12 @@ class _ChatChoice(Choice):
 
     reader: ChoiceReader
     blocks: BlockWriter
-    found: ContentLogprobs | None  # None without logprobs, or if all tokens have logprobs.
+    found: ContentLogprobs | None  # None without logprobs, or if all tokens get logprobs.
     events: list[ParserEvent] = field(default_factory=list)  # Events of a whole answer.
     role_sent: bool = False
-    entries: list[TokenLogprobs] = field(default_factory=list)  # Logprobs not converted yet.
+    entries: list[TokenLogprobs] = field(default_factory=list)  # Logprobs to convert.
     logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # Unsent logprobs.
-    # Unsent token ids, or all of a whole answer; only with return_token_ids.
+    # Unsent token ids, or all token ids of a whole answer; only with return_token_ids.
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -282,7 +282,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
             )
             for known, call in zip(reader.calls, parsed.tool_calls, strict=True)
         ]
-        logprobs: list[ChatLogprob | msgspec.Raw] = [  # Encoded logprobs take less memory.
+        logprobs: list[ChatLogprob | msgspec.Raw] = [  # JSON takes less memory than objects.
             msgspec.Raw(encode(entry)) for entry in self._convert_logprobs(choice, choice.events)
         ]
         content = self._echo + (parsed.content or "")

@@ -28,7 +28,7 @@ from negamax.text.messages import INSTRUCTION_ROLES
 
 
 def _check_tool_choice(choice: object) -> object:
-    """Check the shape of `tool_choice`. `call_choice` checks the names of tools later."""
+    """Check the JSON shape of `tool_choice`. `call_choice` checks the names of tools later."""
     if _allows_some(choice):
         read_allowed_tools(choice)
         return choice
@@ -49,7 +49,7 @@ def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _get_chosen_name(choice: dict[str, Any]) -> str | None:
-    """Return the function name in a choice, which may have the Responses API's flat shape."""
+    """Return the function name in `choice`, which may also have the flat shape of Responses."""
     if choice.get("type", "function") != "function":
         return None
     function = choice.get("function", choice)
@@ -67,7 +67,7 @@ class ThinkingParam(RequestModel):
     """The field `thinking`, as in MiniMax's and Anthropic's APIs."""
 
     type: Annotated[str, validate_one_of("thinking.type", MODES)] = (
-        "enabled"  # Adaptive lets the model decide.
+        "enabled"  # With "adaptive" the model decides whether to think.
     )
     budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Most reasoning tokens; 0 means none.
 
@@ -102,29 +102,29 @@ class ChatRequest(StructuredRequest):
     logprobs: bool = False  # Return the log-probability of each token of the answer.
     top_logprobs: int | None = Field(default=None, ge=0)  # Alternatives per token; needs logprobs.
     tools: Tools | None = None  # Functions that the model may call; at most 1,024.
-    # Whether the model may or must call tools, and which tools.
+    # Whether the model may or must call tools, and which tools it may call.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
     parallel_tool_calls: bool = True  # False allows at most one call.
     # Kinds of output, of which only text is supported.
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
     add_generation_prompt: bool = True  # The prompt ends with the beginning of an answer.
-    continue_final_message: bool = False  # Needs add_generation_prompt to be false.
+    continue_final_message: bool = False  # Requires add_generation_prompt=false.
     echo: bool = False  # With continue_final_message, repeat the continued text.
-    thinking: ThinkingParam | None = None  # Whether the model thinks, and how long.
-    # Whether the model thinks, as in M3's template.
+    thinking: ThinkingParam | None = None  # Whether the model thinks, and its token limit.
+    # Whether the model thinks; the modes are those of M3's chat template.
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
-    enable_thinking: bool | None = None  # True and false mean the modes enabled and disabled.
-    # How much the model thinks, if the template supports efforts; "none" disables thinking.
+    enable_thinking: bool | None = None  # True selects mode enabled, false selects disabled.
+    # How much the model thinks, if the chat template has efforts; "none" disables thinking.
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # False omits the reasoning from the answer.
     separate_reasoning: bool | None = None  # SGLang's field; false leaves reasoning in the content.
-    reasoning_split: bool | None = None  # MiniMax's separate_reasoning; true adds details.
-    stream_reasoning: bool = True  # SGLang's field; false sends reasoning whole at its end.
+    reasoning_split: bool | None = None  # MiniMax's separate_reasoning; adds reasoning_details.
+    stream_reasoning: bool = True  # SGLang's field; false sends the reasoning in one piece.
 
     @property
     def token_limit(self) -> int | None:
-        """The limit of generated tokens, or None for the rest of the context."""
+        """The limit of generated tokens. None allows the rest of the context length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -152,7 +152,7 @@ class ChatRequest(StructuredRequest):
         return tools or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
-        """Return which tools may or must be called. Raises `InvalidRequestError`."""
+        """Return which tools the model may or must call. Raises `InvalidRequestError`."""
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if _allows_some(choice):
             mode, names = read_allowed_tools(choice)
@@ -165,7 +165,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """The thinking settings. The first field of `modes` that is set decides the mode."""
+        """The thinking settings. The first value in `modes` that is not None sets the mode."""
         mode, budget = None, self.reasoning_budget
         if self.thinking is not None:
             mode = self.thinking.type
@@ -176,7 +176,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def reasoning_place(self) -> ReasoningPlace | None:
-        """The place of the reasoning in the answer, or None for the server's default."""
+        """The place of the reasoning in the answer. None selects the server's default."""
         if not self.include_reasoning:
             return ReasoningPlace.NOWHERE
         split = self.separate_reasoning if self.reasoning_split is None else self.reasoning_split
@@ -186,21 +186,21 @@ class ChatRequest(StructuredRequest):
 
 
 class FunctionCall(Struct, frozen=True):
-    name: str | UnsetType = UNSET  # Tool name; in a stream only in the first piece.
-    arguments: str | UnsetType = UNSET  # JSON text; in a stream the next piece of the text.
+    name: str | UnsetType = UNSET  # Tool name; a stream sends it in the first piece of a call.
+    arguments: str | UnsetType = UNSET  # JSON text; a stream sends it in pieces.
 
 
 class ToolCall(Struct, frozen=True):
-    """A tool call, or in a stream a piece of a call that always has an `index`."""
+    """A tool call, or one piece of a call in a stream. Only pieces have an `index`."""
 
-    index: int | UnsetType = UNSET  # Number of the call in the message; in a stream.
-    id: str | UnsetType = UNSET  # Id for tool_call_id; in a stream only in the first piece.
-    type: str | UnsetType = UNSET  # Always `function`; in a stream only in the first piece.
+    index: int | UnsetType = UNSET  # Number of the call in the message; only in streams.
+    id: str | UnsetType = UNSET  # Id for tool_call_id; a stream sends it in the first piece.
+    type: str | UnsetType = UNSET  # Always `function`; a stream sends it in the first piece.
     function: FunctionCall = FunctionCall()  # The called function and its arguments.
 
 
 class ReasoningDetail(Struct, frozen=True):
-    """Reasoning in MiniMax's own shape. In a stream `text` is only the new part."""
+    """Reasoning in MiniMax's own shape. In a stream, `text` contains only the new part."""
 
     text: str  # Text of the reasoning.
     type: str = "reasoning.text"  # Kind of detail.
@@ -213,7 +213,7 @@ class Message(Struct, frozen=True):
     role: str  # Always `assistant`.
     content: str | None  # Text without reasoning and calls; null if there are only calls.
     reasoning_content: str | None  # The reasoning, separate from the content.
-    reasoning: str | None  # The reasoning by vLLM's and OpenRouter's name.
+    reasoning: str | None  # Same text as reasoning_content, for vLLM's clients.
     reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Only with reasoning_split.
     tool_calls: list[ToolCall] | UnsetType = UNSET  # Calls in the model's order.
 
@@ -224,23 +224,23 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None  # Log-probabilities, if requested.
     finish_reason: str | None  # One of `stop`, `length`, `tool_calls` and `abort`.
     stop_reason: int | str | None  # Stop string or stop token id that ended the answer.
-    token_ids: list[int] | UnsetType = UNSET  # Generated tokens, with return_token_ids.
+    token_ids: list[int] | UnsetType = UNSET  # Ids of the generated tokens, with return_token_ids.
 
 
 class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion"
     choices: list[ChatChoice]  # The n choices in order.
     usage: Usage  # Token counts.
-    # Only with prompt_logprobs. An object by token id per prompt token, null for the first token.
+    # Only with prompt_logprobs: null, then one object per prompt token with token ids as keys.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # Tokens of the prompt, with return_token_ids.
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, with return_token_ids.
 
 
 class Delta(Struct, frozen=True):
     role: str | UnsetType = UNSET  # Always `assistant`, in the first delta.
-    content: str | UnsetType = UNSET  # The next text without reasoning and calls.
-    reasoning_content: str | UnsetType = UNSET  # The next reasoning; the delta has no content then.
-    reasoning: str | UnsetType = UNSET  # The reasoning by vLLM's and OpenRouter's name.
+    content: str | UnsetType = UNSET  # The next text, without reasoning and tool calls.
+    reasoning_content: str | UnsetType = UNSET  # The next reasoning, in a delta without content.
+    reasoning: str | UnsetType = UNSET  # Same text as reasoning_content, for vLLM's clients.
     reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Only with reasoning_split.
     tool_calls: list[ToolCall] | UnsetType = UNSET  # The next pieces of calls.
 
@@ -250,15 +250,15 @@ class ChatChunkChoice(Struct, frozen=True):
     delta: Delta  # New part of the choice.
     logprobs: ChatLogprobs | None = None  # Logprobs of the tokens since the last chunk.
     finish_reason: str | None = None  # `stop`, `length`, `tool_calls` or `abort` in the last chunk.
-    stop_reason: int | str | UnsetType | None = UNSET  # Stop string or token, in the last chunk.
+    stop_reason: int | str | UnsetType | None = UNSET  # Stop string or stop token id, at the end.
     token_ids: list[int] | UnsetType = UNSET  # New token ids, with return_token_ids.
 
 
 class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     choices: list[ChatChunkChoice]  # One choice, or none in the chunk with token counts.
-    usage: Usage | UnsetType | None = UNSET  # Counts, with include_usage; null in other chunks.
-    prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt tokens, in the first chunk only.
+    usage: Usage | UnsetType | None = UNSET  # Only with include_usage; null in other chunks.
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, in the first chunk only.
 
 
 class RenderedPrompt(Struct, frozen=True, kw_only=True):

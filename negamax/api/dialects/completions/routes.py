@@ -77,7 +77,7 @@ def make_completions_router(context: ApiContext) -> APIRouter:
 
 
 def _check_echo(params: CompletionRequest, *, max_chars: int) -> None:
-    """Refuse an echo that is too long in all choices together."""
+    """Refuse an echo if its total length over all choices is too large."""
     if params.echo:
         sizes = (
             len(one) * (1 if isinstance(one, str) else _CHARS_PER_TOKEN) for one in params.prompt
@@ -87,7 +87,7 @@ def _check_echo(params: CompletionRequest, *, max_chars: int) -> None:
 
 
 def _build_sampling(params: CompletionRequest) -> SamplingParams:
-    """Build the sampling parameters. Scoring an echoed prompt generates one hidden token."""
+    """Build the sampling parameters. To score an echoed prompt, the engine generates one token."""
     sampling = params.sampling_params(
         max_tokens=1 if params.scores_only else params.max_tokens, logprobs=params.logprobs
     )
@@ -125,7 +125,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         super().__init__(context, params, source, choices, answer_id=answer_id, model=model)
         self._params = params
         self._prompts = prompts
-        self._echoes: dict[int, str] = {}  # Echoed texts by prompt.
+        self._echoes: dict[int, str] = {}  # Echoed texts by prompt index.
 
     def count_bytes(self, choice: _TextChoice, output: RequestOutput) -> int:
         shows_prompt = self._params.echo or self._params.return_token_ids
@@ -159,7 +159,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         return encode_event(TextAnswer(**self._head, choices=choices, usage=self._chunk_usage))
 
     def _begin(self, choice: _TextChoice, output: RequestOutput) -> str:
-        """Return the echoed prompt, which precedes a choice's text, and add its logprobs."""
+        """Return the echoed prompt that precedes a choice's text, and add the prompt's logprobs."""
         prompt, entries = self._prompts[choice.prompt_index], output.prompt_logprobs
         if entries is not None and self._params.prompt_logprobs is not None:
             choice.prompt_logprobs = convert_prompt_logprobs(self._tokenizer, entries)

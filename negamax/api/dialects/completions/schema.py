@@ -25,7 +25,7 @@ _PROMPT_SCHEMA = {
 
 
 def _convert_prompts(value: object) -> list[Prompt]:
-    """Return a list of prompts from a string, strings, token ids or lists of token ids."""
+    """Convert a string, a list of strings, token ids or lists of token ids to a list of prompts."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -57,17 +57,17 @@ class CompletionRequest(StructuredRequest):
         "messages": "this endpoint takes a prompt; use /v1/chat/completions",
     }
 
-    # A text or a list of token ids, or up to 128 of these, which are answered separately.
+    # A text, a list of token ids, or a list of up to 128 prompts that are answered separately.
     prompt: Annotated[
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
-    max_tokens: int | None = Field(default=16, ge=0)  # Limit; 0 needs echo and scores the prompt.
-    logprobs: int | None = Field(default=None, ge=0)  # Alternatives per token.
+    max_tokens: int | None = Field(default=16, ge=0)  # Limit; 0 scores the prompt, with echo.
+    logprobs: int | None = Field(default=None, ge=0)  # Number of alternatives per token.
     echo: bool = False  # Put the prompt before the text and its logprobs.
 
     @property
     def scores_only(self) -> bool:
-        """Whether the answer is only the prompt with its logprobs."""
+        """Whether the answer contains only the prompt with its logprobs."""
         if self.max_tokens != 0:
             return False
         if not self.echo:
@@ -76,22 +76,22 @@ class CompletionRequest(StructuredRequest):
 
 
 class TextChoice(Struct, frozen=True):
-    index: int  # Prompt number times n, plus choice number.
-    text: str  # The answer, or in a stream its new part.
+    index: int  # Index of the prompt times n, plus index of the choice.
+    text: str  # The answer; in a stream only the new part.
     logprobs: TextLogprobs | None  # Log-probabilities, if requested.
     finish_reason: str | None  # `stop`, `length` or `abort`; null before the last chunk.
     stop_reason: int | str | UnsetType | None = UNSET  # Stop string or token that ended the text.
-    token_ids: list[int] | UnsetType = UNSET  # Tokens of the text, with return_token_ids.
-    # Only with prompt_logprobs. An object by token id per prompt token, null for the first token.
+    token_ids: list[int] | UnsetType = UNSET  # Ids of the text's tokens, with return_token_ids.
+    # Only with prompt_logprobs: null, then one object per prompt token with token ids as keys.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # Tokens of the prompt, with return_token_ids.
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, with return_token_ids.
 
 
 class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
-    """Whole answer and stream chunk of /v1/completions."""
+    """A whole answer or a stream chunk of /v1/completions."""
 
     object: str = "text_completion"
-    # `n` choices per prompt, in prompt order; a stream chunk has one, the usage chunk has none.
+    # `n` choices per prompt, in prompt order. A stream chunk has one choice, or none for usage.
     choices: list[TextChoice]
-    # Token counts; in a stream only with include_usage, and null in chunks without counts.
+    # Token counts; in a stream only with include_usage, and null except in chunks with counts.
     usage: Usage | UnsetType | None = UNSET

@@ -1,11 +1,11 @@
-"""Encode streams in which each event repeats the earlier output, without encoding it again."""
+"""Encode streams whose events repeat all earlier output, and encode each part only once."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-BYTES_PER_SECOND = 2 * 2**20  # Limit of one stream.
+BYTES_PER_SECOND = 2 * 2**20  # Rate limit of one stream.
 
 
 class GrowingList:
@@ -31,17 +31,17 @@ class GrowingList:
 
 
 class RepeatPacing:
-    """Sends long events rarely to bound a stream's rate. Single writer: the stream's handler."""
+    """Limits a stream's byte rate by spacing events. Single writer: the stream's handler."""
 
     __slots__ = ("_next", "_rate")
 
     def __init__(self, *, num_choices: int = 1) -> None:
-        """`num_choices` choices share the rate of a stream."""
+        """`num_choices` is the number of choices that share the rate of a stream."""
         self._rate = BYTES_PER_SECOND / num_choices
         self._next = 0.0
 
     def is_due(self, num_bytes: int, *, now: float) -> bool:
-        """Return whether `num_bytes` may be sent `now` (monotonic seconds), and count the bytes."""
+        """Return whether an event may be sent `now` (monotonic seconds), and count its bytes."""
         if now < self._next:
             return False
         self._next = now + num_bytes / self._rate

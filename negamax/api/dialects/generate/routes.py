@@ -35,11 +35,11 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
 
-_ABORT = "abort"  # Name of a question between server processes.
+_ABORT = "abort"  # Name of the internal request between server processes.
 
 
 def make_native_router(context: ApiContext) -> APIRouter:
-    """Build the routes. Routes that describe the server also have SGLang's older names."""
+    """Build the routes. Routes that describe the server are also served at SGLang's older paths."""
     router = APIRouter()
     abort = partial(_abort, context.engine)
     context.peers.when_asked(_ABORT, abort)
@@ -86,7 +86,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
 
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        """Abort the requests with an id, or all. Only administrators abort other keys' requests."""
+        """Abort requests by id, or all requests. Only administrators abort other keys' requests."""
         params, _ = await read_request(request, schema.AbortRequest, context.body_limits)
         meant = _read_abort(request, params)
         counts = await context.peers.ask_others(_ABORT, meant)
@@ -146,7 +146,7 @@ def _add_expert_routes(router: APIRouter, context: ApiContext) -> None:
 
     @router.post("/dump_expert_distribution_record")
     async def dump_expert_distribution_record(request: Request) -> Response:
-        """Return the current or the finished record (administrators only)."""
+        """Return the current or the last record of expert counts (administrators only)."""
         check_admin(request)
         dumps = await context.engine.record_experts("dump")
         layers = zip(*(dump.logical_count for dump in dumps), strict=True)
@@ -158,7 +158,7 @@ def _add_expert_routes(router: APIRouter, context: ApiContext) -> None:
 
 
 def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str | None]:
-    """Return the name and the tenant of the requests to abort. None matches any value."""
+    """Return the name and the tenant of the requests to abort. None matches all requests."""
     if params.rid is None and not params.abort_all:
         refuse("rid", "send the id of a request, or abort_all")
     if params.abort_all:
@@ -170,7 +170,7 @@ def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str 
 
 
 def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
-    """Abort the sequences of a name and a tenant in this process, and return their number."""
+    """Abort this process's sequences with the name and tenant of `meant`; return their number."""
     name, tenant = meant["name"], meant["tenant"]
     return engine.abort(
         lambda owner: name in (None, *owner.names) and tenant in (None, owner.tenant)
@@ -188,7 +188,7 @@ def _build_engine_sampling(
 @dataclass(slots=True, eq=False, kw_only=True)
 class _NativeChoice(Choice):
     rid: str
-    pacing: RepeatPacing  # Limits the rate of the choice's events.
+    pacing: RepeatPacing  # Limits the byte rate of the choice's events.
     has_begun: bool = False
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
@@ -201,11 +201,11 @@ class _NativeChoice(Choice):
     finish_reason: dict[str, object] | None = None
     num_cached_tokens: int = 0
     drafts: tuple[int, int, int] | None = None
-    seconds: float | None = None  # From arrival to the choice's end.
+    seconds: float | None = None  # Seconds from arrival to the choice's end.
 
     @property
     def num_bytes(self) -> int:
-        """The approximate size of an event with the whole choice."""
+        """The approximate size of an event that contains the whole choice."""
         inputs, outputs = (self.input_logprobs, self.input_top_logprobs), (self.logprobs,)
         lists = (self.token_ids, *inputs, *outputs, self.top_logprobs)
         return sum(entries.num_bytes for entries in lists) + sum(map(len, self.texts))

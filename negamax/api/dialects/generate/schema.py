@@ -32,14 +32,14 @@ class NativeSampling(SamplingFields):
         "stop_regex": "it is not implemented yet; use stop"
     }
 
-    max_new_tokens: int = Field(default=128, ge=0)  # Token limit; 0 only reads the prompt.
-    min_new_tokens: int = 0  # Tokens before which neither end tokens nor stops end the answer.
+    max_new_tokens: int = Field(default=128, ge=0)  # Token limit; 0 only caches the prompt.
+    min_new_tokens: int = 0  # Least number of tokens before an end token or a stop ends it.
     n: int = 1  # Number of answers to the prompt.
     sampling_seed: int | None = None  # Equal seeds give equal random draws.
-    stop: StopStrings = Field(default_factory=list)  # Texts that end the answer.
+    stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.
     no_stop_trim: bool = False  # Keep the stop string or token in the answer.
     skip_special_tokens: bool = True  # Omit the text of special tokens.
-    json_schema: dict[str, Any] | str | bool | None = None  # A JSON schema for the text.
+    json_schema: dict[str, Any] | str | bool | None = None  # JSON schema that the text follows.
     regex: str | None = None  # Regular expression for the whole text.
     ebnf: str | None = None  # An EBNF grammar with the start rule `root`.
     structural_tag: dict[str, Any] | str | None = None  # Grammars for text between tags.
@@ -86,12 +86,12 @@ class NativeRequest(EngineRequest):
     input_ids: list[int] | list[list[int]] | None = None  # Token ids, instead of text.
     # Parameters for all prompts, or one object per prompt.
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
-    rid: RequestId | list[RequestId] | None = None  # Id for /abort_request, or one id per prompt.
+    rid: RequestId | list[RequestId] | None = None  # Id of the request, or one id per prompt.
     return_logprob: bool = False  # Return the log-probability of each token in meta_info.
-    logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt token with logprobs; -1: none.
-    top_logprobs_num: int = Field(default=0, ge=0)  # Alternatives per token.
+    logprob_start_len: int = Field(default=-1, ge=-1)  # First position with logprobs; -1: none.
+    top_logprobs_num: int = Field(default=0, ge=0)  # Number of alternatives per token.
     return_text_in_logprobs: bool = False  # Add the texts of tokens to logprobs.
-    max_thinking_tokens: int | None = Field(default=None, ge=0)  # Reasoning token limit.
+    max_thinking_tokens: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
 
     @property
     def is_batch(self) -> bool:
@@ -144,7 +144,7 @@ LogprobEntry = tuple[float | None, int, str | None]
 
 
 class MetaInfo(Struct, frozen=True, kw_only=True):
-    """Facts about an answer, with logprobs if the client requested logprobs."""
+    """Metadata of an answer, with logprobs if the client requested logprobs."""
 
     id: str  # The client's rid, or a random id.
     finish_reason: dict[str, Any] | None  # `type` (stop, length, abort); null before the end.
@@ -152,15 +152,15 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     completion_tokens: int  # Generated tokens.
     cached_tokens: int  # Prompt tokens found in the prefix cache.
     weight_version: str = "default"  # Always `default`.
-    e2e_latency: float | UnsetType = UNSET  # Seconds, in a complete answer.
+    e2e_latency: float | UnsetType = UNSET  # Seconds from arrival to the end, in a complete answer.
     spec_verify_ct: int | UnsetType = UNSET  # Steps with draft tokens, in a complete answer.
     spec_draft_token_num: int | UnsetType = UNSET  # Verified draft tokens.
     spec_accept_token_num: int | UnsetType = UNSET  # Accepted draft tokens.
     spec_accept_rate: float | UnsetType = UNSET  # Share of draft tokens that were accepted.
     spec_accept_length: float | UnsetType = UNSET  # Tokens per step with draft tokens.
-    # Per prompt token from logprob_start_len on: log-probability, token id, text or null.
+    # [log-probability, token id, text or null] of each prompt token from logprob_start_len on.
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
-    output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # Entries per answer token.
+    output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # One entry per answer token.
     # The likeliest tokens at each position of the prompt.
     input_top_logprobs: list[list[LogprobEntry] | None] | UnsetType = UNSET
     # The likeliest tokens at each position of the answer.
@@ -182,7 +182,7 @@ class NativeModelInfo(Struct, frozen=True, kw_only=True):
     model_path: str  # Folder or hub id of the model.
     tokenizer_path: str  # Same value as model_path.
     is_generation: bool = True  # The model generates text.
-    preferred_sampling_params: None = None  # Always null: see /server_info.
+    preferred_sampling_params: None = None  # Always null; /server_info has the values.
     weight_version: str = "default"  # Always `default`.
     has_image_understanding: bool = False  # Always false in this API.
     has_audio_understanding: bool = False  # The model reads no audio.
@@ -190,7 +190,7 @@ class NativeModelInfo(Struct, frozen=True, kw_only=True):
 
 
 class NativeServerInfo(Struct, frozen=True, kw_only=True):
-    """The configuration and the load of the server, by SGLang's names."""
+    """The configuration and the load of the server, with SGLang's field names."""
 
     version: str  # Version of this server.
     model_path: str  # Folder or hub id of the model.
@@ -204,26 +204,26 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     page_size: int  # Tokens per block of the KV cache.
     max_running_requests: int  # Most sequences in one step.
     max_total_num_tokens: int  # Tokens that the KV cache holds.
-    sampling_defaults: dict[str, Any]  # The checkpoint's values for missing fields.
+    sampling_defaults: dict[str, Any]  # The checkpoint's defaults for missing request fields.
     num_running_reqs: int  # Number of running sequences.
     num_queue_reqs: int  # Number of waiting sequences.
     num_used_tokens: int  # Tokens of KV cache in use.
     num_generated_tokens: int  # Tokens generated since the server started.
-    serving_shape: dict[str, Any]  # Settings that decide results and speed, with a `hash`.
+    serving_shape: dict[str, Any]  # Settings that affect results and speed, and their `hash`.
     speculative_algorithm: str | None = None  # Method that proposes draft tokens.
     speculative_draft_model_path: str | None = None  # Folder of a draft model.
     speculative_num_steps: int | None = None  # Most draft tokens per sequence and step.
     speculative_num_draft_tokens: int | None = None  # `speculative_num_steps` plus one.
-    speculative_adaptive: bool = False  # Whether measured times limit the draft length.
+    speculative_adaptive: bool = False  # Whether measured step times limit the draft length.
     avg_spec_accept_length: float | None = None  # Tokens per step with draft tokens, so far.
-    # Mean accepted draft length that a benchmark prescribes; texts are meaningless with it.
+    # Mean acceptance length that a benchmark sets. Answers are then meaningless text.
     synthetic_acceptance_length: float | None = None
 
 
 class ExpertPlaces(Struct, frozen=True):
-    """The slots of the experts in an engine."""
+    """The slots that hold the experts of one engine."""
 
-    # Expert number by layer and slot; slots are in the order of the ranks.
+    # Expert id of each slot of each layer; slots are in the order of the ranks.
     physical_to_logical_map: list[list[int]]
     balancedness: float  # Mean load of the ranks divided by the busiest rank's load.
 
@@ -231,6 +231,6 @@ class ExpertPlaces(Struct, frozen=True):
 class ExpertDistribution(Struct, frozen=True):
     """How often each expert was selected, and which slots hold the expert."""
 
-    # Selections by layer and expert; layers without experts have zeros.
+    # Number of selections by layer and expert; layers without experts have zeros.
     logical_count: list[list[int]]
     engines: list[ExpertPlaces]  # One entry per engine replica.

@@ -1,4 +1,4 @@
-"""Convert Anthropic's conversations into messages of chat completions without losing anything.
+"""Convert Anthropic's conversations into messages of chat completions without losing content.
 
 The messages of a growing conversation keep their prefix, so that the prefix cache applies.
 """
@@ -17,11 +17,11 @@ from negamax.text.messages import find_image, find_text, find_thought, show_unkn
 
 _ROLES = ("user", "assistant", "system")
 _CLEAR_AT = ("never", "next_user_message")
-# Types of assistant blocks that only the server that wrote the block can read.
+# Types of assistant blocks that are skipped, because only their own server can read them.
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip
-# Claude Code's first line differs in every request and would prevent prefix caching.
+# Claude Code's first line differs in each request, so showing it would prevent prefix caching.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
@@ -39,12 +39,12 @@ def build_history(
     """Build the conversation of a request to a model of `family`.
 
     The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
-    Adjacent messages of one role are one turn. In a user's turn the tool results come first.
-    A text after tool results that is one `<system-reminder>` becomes a system message. As a user
-    message the reminder would hide the thinking of the tool loop. Later system messages stay in
-    place. `tool_notes` maps the places of blocks that add or remove tools to the texts to show.
-    Thinking becomes reasoning without a check of its signature. Hidden thinking is unpacked if the
-    prompt shows the thinking. With `reads_images`, images of users and tool results stay images.
+    Adjacent messages of one role form one turn. In a user's turn the tool results come first.
+    After tool results, a text that is a `<system-reminder>` becomes a system message. A user
+    message would hide the thinking of the tool loop. Later system messages stay in place.
+    `tool_notes` has a text to show for each place of a block that adds or removes tools.
+    Thinking becomes reasoning, and its signature is not checked. Hidden thinking is unpacked if
+    the prompt shows it. With `reads_images`, images of users and tool results stay images.
 
     Raises `InvalidRequestError` with the place of a part that the model cannot be shown.
     """
@@ -66,7 +66,7 @@ def build_history(
     return history
 
 
-Blocks = list[tuple[str, Mapping[str, Any]]]  # Blocks with their places.
+Blocks = list[tuple[str, Mapping[str, Any]]]  # The place of each block, and the block.
 
 
 def _add_system(history: History, system: str | list[dict[str, Any]] | None) -> None:
@@ -100,7 +100,7 @@ def _group_turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, B
 
 
 def _read_message_blocks(message: Mapping[str, Any], place: str) -> Blocks:
-    """Return the blocks of a message, or none if a system message only sets the effort."""
+    """Return the blocks of a message. A system message that only sets the effort has no blocks."""
     content = message.get("content")
     if content is None and message.get("role") == "system" and message.get("output_config"):
         return []
@@ -108,7 +108,7 @@ def _read_message_blocks(message: Mapping[str, Any], place: str) -> Blocks:
 
 
 def _ends_with_user(message: Mapping[str, Any], place: str) -> bool:
-    """Return whether a message is shown only until the next user message."""
+    """Return whether the prompt shows a message only until the next user message."""
     clear_at = message.get("clear_at")
     if clear_at is not None:
         check_choice(clear_at, _CLEAR_AT, f"{place}.clear_at")
@@ -172,7 +172,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                 parts.add_reasoning(
                     thought or HiddenThought(_read_string(block, "signature", place))
                 )
-            case "compaction":  # Another server's summary; null if the summary failed.
+            case "compaction":  # A summary by another server; null if it failed.
                 summary = _read_string(block, "content", place)
                 parts.add_text(summary and f"{summary}\n\n", is_apart=True)
             case str() if kind in _PASSED_OVER:
@@ -202,7 +202,7 @@ def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | N
 
 
 def _find_image(block: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """Return the image part of a block with its place in the message; None for other blocks."""
+    """Return the image in a block, with its place in the message, or None for other blocks."""
     part = find_image(block, place)
     if part is not None:
         _, _, inner = place.partition(".")
@@ -237,7 +237,7 @@ def _read_result(
 ) -> str | list[dict[str, Any]]:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
-    A refusal would end the client's session. A result with images becomes a list of parts.
+    Notes avoid refusals, which end the client's session. With images, return a list of parts.
     """
     parts: list[dict[str, Any]] = []
     content = block.get("content")

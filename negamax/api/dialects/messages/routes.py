@@ -33,7 +33,7 @@ from negamax.api.schemas.answers import build_message_error
 
 
 def _encode(event: Struct) -> bytes:
-    """Encode a stream event, whose name is its tag."""
+    """Encode a stream event. The tag of the struct is the name of the event."""
     return encode_named_event(str(event.__struct_config__.tag), event)
 
 

@@ -29,7 +29,7 @@ _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none
 
 
 def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
-    """Refuse a thread, with which `messages` would be only a part of the conversation.
+    """Refuse the field `thread`. With a thread, `messages` contains only a part of a conversation.
 
     Clients recognize the error code and continue without a thread.
     """
@@ -44,10 +44,10 @@ def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
 class ThinkingConfig(RequestModel):
     """The field `thinking`: whether and how much the model thinks, and how to show thinking."""
 
-    # The types adaptive and between_tools let the model decide.
+    # With adaptive and between_tools, the model decides whether to think.
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Most thinking tokens; 0 means none.
-    # The value omitted hides thinking in the signature; other values show all of the thinking.
+    # With "omitted", only the signature contains the thinking. Other values show all thinking.
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 
@@ -56,22 +56,22 @@ class OutputConfig(RequestModel):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
-    # How much the model thinks, as reasoning_effort in chat completions.
+    # How much the model thinks; same values as reasoning_effort in chat completions.
     effort: Annotated[str, validate_one_of("output_config.effort", EFFORTS)] | None = None
-    format: dict[str, Any] | None = None  # `type` json_schema and the `schema` of the text.
+    format: dict[str, Any] | None = None  # Object with `type` json_schema and a `schema`.
 
 
 class ToolChoice(RequestModel):
     """The field `tool_choice`."""
 
-    # The type any forces some call, and the type tool forces a call of the named tool.
+    # "any" forces a call of some tool, and "tool" forces a call of the tool in `name`.
     type: Annotated[str, validate_one_of("tool_choice.type", tuple(_CHOICES))]
-    name: str | None = None  # Tool to call, for the type tool.
+    name: str | None = None  # Tool to call, if `type` is "tool".
     disable_parallel_tool_use: bool = False  # Allow at most one call.
 
 
 class CountRequest(TurnRequest):
-    """A conversation to count. `MessagesRequest` adds the fields of a conversation to answer."""
+    """A conversation whose tokens are counted. `MessagesRequest` adds the fields for answers."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -93,23 +93,23 @@ class CountRequest(TurnRequest):
     messages: Messages  # At most 16,384 messages, the latest one last.
     system: str | list[dict[str, Any]] | None = None  # Text or blocks of the system prompt.
     tools: list[dict[str, Any]] | None = None  # At most 1,024 tools that the model may call.
-    tool_choice: ToolChoice | None = None  # Whether the model may or must call, and which tool.
-    thinking: ThinkingConfig | None = None  # Whether the model thinks, and how long.
-    output_config: OutputConfig = OutputConfig()  # Effort, and format of the text.
+    tool_choice: ToolChoice | None = None  # Which tools the model may or must call.
+    thinking: ThinkingConfig | None = None  # Whether the model thinks, and its token limit.
+    output_config: OutputConfig = OutputConfig()  # Reasoning effort, and format of the text.
     output_format: dict[str, Any] | None = None  # The earlier name of output_config.format.
-    # Refused with a code that makes clients send the whole conversation.
+    # Refused. The error code makes clients send the whole conversation.
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @cached_property
     def tools_in_effect(self) -> ToolsInEffect:
-        """The tools after all changes in the conversation, or no tools with tool_choice none."""
+        """The tools after all changes in the conversation; empty with tool_choice "none"."""
         effect = read_tools(self.tools or (), self.messages)
         is_none = self.tool_choice is not None and self.tool_choice.type == "none"
         return ToolsInEffect() if is_none else effect
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that may be called after all changes within the conversation."""
+        """The tools that the model may call after all changes in the conversation."""
         return list(self.tools_in_effect.callable.values()) or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
@@ -142,7 +142,7 @@ class CountRequest(TurnRequest):
 
 
 def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
-    """Return the effort in `output_config` of the last system message that sets an effort."""
+    """Return `output_config.effort` of the last system message that sets this field."""
     effort = None
     for index, message in enumerate(messages):
         config = message.get("output_config") if message.get("role") == "system" else None
@@ -167,7 +167,7 @@ class ThinkingTokens(Struct, frozen=True):
 
 
 class MessageUsage(Struct, frozen=True, kw_only=True):
-    """Token counts. The prompt is the sum of the three input counts."""
+    """Token counts. The sum of the three input counts is the prompt length."""
 
     input_tokens: int  # Prompt tokens not found in the prefix cache.
     cache_creation_input_tokens: int = 0  # Always 0: cache writes are not counted.
@@ -183,7 +183,7 @@ class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
     thinking: str  # The reasoning; empty in content_block_start and with display omitted.
-    signature: str  # Signature of the reasoning; contains it with display omitted.
+    signature: str  # Signature; with display omitted it contains the reasoning.
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
@@ -220,11 +220,11 @@ class ThinkingDelta(Struct, frozen=True, tag="thinking_delta", tag_field="type")
 
 
 class SignatureDelta(Struct, frozen=True, tag="signature_delta", tag_field="type"):
-    signature: str  # Signature of the whole block, at the block's end.
+    signature: str  # Signature of the whole block, sent at its end.
 
 
 class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="type"):
-    partial_json: str  # The next piece of the JSON text of the input.
+    partial_json: str  # The next piece of the input's JSON text.
 
 
 class StopDelta(Struct, frozen=True):
@@ -234,7 +234,7 @@ class StopDelta(Struct, frozen=True):
 
 
 class MessageStart(Struct, frozen=True, tag="message_start", tag_field="type"):
-    message: MessageAnswer  # The message without content, with the prompt's token counts.
+    message: MessageAnswer  # Message without content, but with the prompt's token counts.
 
 
 class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
@@ -243,7 +243,7 @@ class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
 
 class BlockStart(Struct, frozen=True, tag="content_block_start", tag_field="type"):
     index: int  # Number of the block in the content.
-    content_block: ContentBlock  # The block without its text.
+    content_block: ContentBlock  # The block before any text.
 
 
 class BlockDelta(Struct, frozen=True, tag="content_block_delta", tag_field="type"):
@@ -264,4 +264,4 @@ class MessageStop(Struct, frozen=True, tag="message_stop", tag_field="type"):
     pass
 
 
-NO_INPUT = msgspec.Raw(b"{}")  # Input of a call that begins.
+NO_INPUT = msgspec.Raw(b"{}")  # Empty input in the start event of a call.

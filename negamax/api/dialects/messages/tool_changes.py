@@ -16,16 +16,16 @@ from negamax.api.schemas.tools import (
     show_tools,
 )
 
-TOOL_CHANGES = ("tool_addition", "tool_removal")  # Block types in system messages.
+TOOL_CHANGES = ("tool_addition", "tool_removal")  # Types of blocks in system messages.
 _CLIENT_TOOLS = load_client_tools("messages")
-_SERVER_SEARCH = "tool_search_tool_"  # Prefix of tool searches that this server does not run.
+_SERVER_SEARCH = "tool_search_tool_"  # Type prefix of tool searches that this server does not run.
 
 
 @dataclass(slots=True)
 class ToolsInEffect:
-    """The tools of a conversation as functions. Single writer: `read_tools`."""
+    """The tools of a conversation, converted to functions. Single writer: `read_tools`."""
 
-    shown: list[dict[str, Any]] = field(default_factory=list)  # Shown at the start of the prompt.
+    shown: list[dict[str, Any]] = field(default_factory=list)  # Tools at the prompt's start.
     callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # Callable tools by name.
     notes: dict[str, str] = field(default_factory=dict)  # Texts to show, by the block's place.
 
@@ -35,10 +35,10 @@ def read_tools(
 ) -> ToolsInEffect:
     """Read the declared tools and the changes in messages, or raise `InvalidRequestError`.
 
-    Tools that clients run get the schema of their type if they have no schema. Tools that run on
-    Anthropic's servers are omitted. A tool with `defer_loading` is shown where a message first
-    refers to the tool. All tools are shown at the start if Anthropic's servers would search them,
-    or if all have `defer_loading`. The first tool is always shown at the start, because the
+    A client tool without a schema gets the schema of its type. Tools that run on Anthropic's
+    servers are omitted. The prompt shows a tool with `defer_loading` where a message first refers
+    to it. If Anthropic's servers would search the tools, or if all tools have `defer_loading`, the
+    prompt shows all tools at its start. It always shows the first tool at its start, because the
     template describes calls there.
     """
     effect, known, deferred = ToolsInEffect(), dict[str, dict[str, Any] | None](), set[str]()
@@ -87,7 +87,7 @@ def read_tools(
 def _find_changes(
     messages: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield place, type and tool of changes in system messages and of references in results."""
+    """Yield the place, type and tool of each tool change and of each tool reference in a result."""
     for index, message in enumerate(messages):
         for place, block in _list_blocks(message, f"messages[{index}]"):
             kind = block.get("type")
@@ -113,7 +113,7 @@ def _get_name(place: str, tool: Mapping[str, Any]) -> str:
 
 
 def _read_tool(where: str, declared: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a tool as a function, or None if this server does not know the tool."""
+    """Convert a tool to a function, or return None if this server does not know the tool."""
     tool = declared if "input_schema" in declared else _add_schema(declared)
     if tool is None:
         if declared.get("type") in (None, "custom"):
@@ -129,7 +129,7 @@ def _read_tool(where: str, declared: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _add_schema(tool: dict[str, Any]) -> dict[str, Any] | None:
-    """Add the description and `input_schema` of the tool's type.
+    """Return `tool` with the description and the `input_schema` of its type.
 
     Return None if the type is unknown or the tool runs on Anthropic's servers.
     """

@@ -1,4 +1,4 @@
-"""Shell, patch and search tools of the Responses API, which clients run.
+"""The shell, patch and search tools of the Responses API that clients run.
 
 A client tool has a type instead of a name, and the model calls the tool as a function named after
 the type.
@@ -20,7 +20,7 @@ from negamax.api.schemas.tools import load_client_tools
 
 _OPERATIONS = ("create_file", "update_file", "delete_file")
 CLIENT_TOOLS = load_client_tools("responses")
-CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # Tool name by type of the call item.
+CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # Tool name by item type of its call.
 TOOL_SEARCH = "tool_search"
 FOUND_TOOLS = "tool_search_output"  # Item type of a tool search's result.
 RESULTS = tuple(
@@ -29,7 +29,7 @@ RESULTS = tuple(
 
 
 def is_run_by_client(tool: Mapping[str, Any]) -> bool:
-    """Return whether the client, and not an OpenAI server, runs a tool."""
+    """Return whether the client runs a tool. OpenAI's servers run the other tools."""
     if tool.get("type") == TOOL_SEARCH:
         return tool.get("execution") == "client"
     place = tool.get("environment")
@@ -38,7 +38,7 @@ def is_run_by_client(tool: Mapping[str, Any]) -> bool:
 
 
 def is_hosted_search(item: Mapping[str, Any]) -> bool:
-    """Return whether an item is a tool search on OpenAI's servers, or the search's result."""
+    """Return whether an item is the call or the result of a tool search on OpenAI's servers."""
     is_search = item.get("type") in (f"{TOOL_SEARCH}_call", FOUND_TOOLS)
     return is_search and (item.get("execution") == "server" or item.get("call_id") is None)
 
@@ -46,7 +46,7 @@ def is_hosted_search(item: Mapping[str, Any]) -> bool:
 def build_call_item(
     name: str, arguments: str, *, item_id: str, status: str, call_id: str
 ) -> ShellCallItem | LocalShellCallItem | ApplyPatchCallItem | ToolSearchCallItem | None:
-    """Build the item for a call of tool `name`, or return None for wrong `arguments`."""
+    """Build the item for a call of tool `name`, or return None for unusable `arguments`."""
     try:
         given = json.loads(arguments)
     except ValueError:
@@ -72,7 +72,7 @@ def build_call_item(
 
 
 def extract_arguments(item: Mapping[str, Any], place: str) -> Any:
-    """Return the arguments of the call `item` as the model wrote them."""
+    """Return the arguments of the call `item` in the form that the model wrote."""
     name = CALLS[item["type"]]
     if name == TOOL_SEARCH:
         return item.get("arguments")
@@ -83,7 +83,7 @@ def extract_arguments(item: Mapping[str, Any], place: str) -> Any:
 
 
 def render_result(item: Mapping[str, Any], place: str) -> str:
-    """Return the text of the result `item` that the model reads."""
+    """Return the text that the model reads for the tool result `item`."""
     output = item.get("output")
     if item["type"] == "apply_patch_call_output" and output is None:
         output = "" if item.get("status") == "failed" else "Done."

@@ -1,4 +1,4 @@
-"""Write answers of the Responses API as items, and streams as events that extend items."""
+"""Write whole answers of the Responses API as items, and streams as events that extend items."""
 
 import json
 import time
@@ -49,9 +49,9 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         keep: Callable[[items.ResponseAnswer], None],
         request_id: str,
     ) -> None:
-        """`blank` is the response without an answer; `new_id` makes an item's id from its prefix.
+        """`blank` is the response without an answer. `new_id` makes an item id from an id prefix.
 
-        `keep` receives the last state of a streamed response before the client does.
+        `keep` receives the last state of a streamed response before the client receives it.
         """
         super().__init__(blank.id, started)
         self._blank = blank
@@ -127,7 +127,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _items(self) -> list[items.OutputItem]:
         self._read_logprobs()
         for block in self.blocks:
-            self._of_block(block)  # Tokens must be matched in block order.
+            self._of_block(block)  # Logprobs must be matched in block order.
         return [
             self._item(block, "completed" if block.is_whole else "incomplete")
             for block in self.blocks
@@ -202,7 +202,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
             case BlockClosed():
-                if self._has_own_item(block):  # The type of the item is known only at the end.
+                if self._has_own_item(block):  # The item's type is known only at its end.
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")
@@ -234,7 +234,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 yield self._text(
                     block, "output_text.delta", content_index=0, delta=text, logprobs=logprobs
                 )
-            # The input of custom tools is decoded from JSON, and known only at the end.
+            # A custom tool's input is decoded from the whole JSON, so it is sent only at the end.
             case BlockKind.CALL if not (self._is_custom(block) or self._has_own_item(block)):
                 yield self._text(block, "function_call_arguments.delta", delta=text)
 
@@ -297,7 +297,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
 
 
 def _read_custom_input(arguments: str) -> str:
-    """Return the text of a custom tool call, or all arguments if they have another shape."""
+    """Return the input text of a custom tool call, or `arguments` if its JSON has another shape."""
     try:
         given = json.loads(arguments)
     except ValueError:

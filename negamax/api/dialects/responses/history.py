@@ -1,4 +1,4 @@
-"""Convert items of the Responses API into messages of chat completions without losses."""
+"""Convert items of the Responses API into messages of chat completions without losing content."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from negamax.text.messages import find_text, find_thought, unseen_note
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
 _RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
-# Types of items that other servers' models and tools wrote.
+# Types of items from models and tools of other servers. The prompt omits these items.
 _PASSED_OVER = (
     "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
     "computer_call", "computer_call_output", "program", "program_output",
@@ -42,21 +42,21 @@ def build_history(
     family: ChatFamily | None = None,
     tool_notes: Mapping[int, str] = _NO_NOTES,
 ) -> History:
-    """Build the conversation of `items`, pairs of place and item, for a model of `family`.
+    """Build the conversation for a model of `family`. `items` has pairs of place and item.
 
     Consecutive reasoning, assistant messages and calls form one assistant message. The text of an
     item of unknown type becomes a user message, or a system message within a loop of tool calls.
-    Unknown items without text are omitted. Reasoning comes from an item's content, or if that is
-    missing from its encrypted content (if the prompt shows it), or else from its summary. A
-    truncated call without a result is omitted. `tool_notes` has the texts of items that add tools,
-    by item number. Raises `InvalidRequestError` with the place of an item that cannot be shown.
+    Unknown items without text are omitted. Reasoning is read from `content`. If that is missing,
+    it is read from `encrypted_content` if the prompt shows it, or else from `summary`. A truncated
+    call without a result is omitted. `tool_notes` maps an item number to the text that adds tools.
+    Raises `InvalidRequestError` with the place of an item that cannot be shown.
     """
     history = History()
     if instructions:
         history.add({"role": "system", "content": instructions}, place="instructions")
     parts: AssistantParts | None = None
     parts_place = ""
-    notes: list[tuple[str, str]] = []  # Texts of items between calls, to add after the calls.
+    notes: list[tuple[str, str]] = []  # Texts of items between tool calls; they follow the calls.
     local_calls = {
         item["id"]: item.get("call_id")
         for _, item in items
@@ -129,7 +129,7 @@ def _get_called_name(item: Mapping[str, Any]) -> Any:
 def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
     """Return the id of the call that a result belongs to.
 
-    A local shell's result may name the call's item. `local_calls` maps item ids to call ids.
+    A local shell result may have the item id of its call. `local_calls` maps this id to a call id.
     """
     call_id, item_id = item.get("call_id"), item.get("id")
     if call_id is not None or item.get("type") != "local_shell_call_output":
@@ -140,7 +140,7 @@ def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any
 def _build_message(
     item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any], *, found_tools: str
 ) -> dict[str, Any]:
-    """Build the message of a result or message item, whose content is checked later."""
+    """Build the message of a message item or of a tool result. Its content is checked later."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
         output = item.get("output")
@@ -164,7 +164,7 @@ def _read_unknown(item: Mapping[str, Any], place: str) -> str:
 
 
 def is_passed_over(item: Mapping[str, Any]) -> bool:
-    """Return whether an item of another server's model or tool is hidden from the model."""
+    """Return whether the prompt omits an item, because another server's model or tool wrote it."""
     return item.get("type") in _PASSED_OVER or is_hosted_search(item)
 
 

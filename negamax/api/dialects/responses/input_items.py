@@ -1,4 +1,4 @@
-"""List the input items of a stored response in pages, completed and with ids, as OpenAI does."""
+"""List the input items of a stored response in pages. As at OpenAI, all items have ids."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from negamax.api.schemas.request_model import check_choice, describe, refuse
 MAX_PAGE = 100  # Largest page in items, as at OpenAI.
 _DEFAULT_PAGE = 20
 _ORDERS = ("asc", "desc")
-# Id prefixes by item type; items of other types get no `status`.
+# Id prefixes by item type. Items of types that are missing here get no `status`.
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -34,7 +34,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 def build_page(
     items: Sequence[Mapping[str, Any]], query: Mapping[str, str], *, response_id: str
 ) -> ItemList:
-    """Return the page of the input `items` that `query` selects by `order`, `limit` and `after`.
+    """Return a page of the input `items`. `query` may have `order`, `limit` and `after`.
 
     By default the last item comes first. Raises `InvalidRequestError` for a wrong parameter.
     """
@@ -64,7 +64,7 @@ def build_page(
 
 
 def _build_ids(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
-    """Return the ids of items. Missing ids are made of the item's place and the response's id."""
+    """Return the ids of items. A missing id is built from the item's index and the response id."""
     ids: dict[str, None] = {}  # Ids in order.
     for number, item in enumerate(items):
         item_id = item.get("id")

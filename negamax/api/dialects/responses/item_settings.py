@@ -1,4 +1,4 @@
-"""Apply items that add tools or change the configuration of later answers."""
+"""Apply the items of a request that add tools or change settings of later answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ SETTINGS = ("additional_tools", "configuration_update")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A request with the changes of its items.
+    """A request after its items have changed its settings.
 
-    `later` has the names of the tools that the prompt does not show at its start. `notes` has the
-    texts of items that add tools, by item number.
+    `later` has the names of the tools that the prompt does not show at its start. `notes` maps the
+    number of an item that adds tools to its text.
     """
 
     params: ResponsesRequest
@@ -29,13 +29,13 @@ class Settings:
 def apply_settings(
     params: ResponsesRequest, items: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Settings:
-    """Apply the changes in `items`, which are pairs of place and item, to the request.
+    """Apply the changes in `items` to the request. `items` has pairs of place and item.
 
-    Tools are added unless their name is taken. The prompt shows tools of items before the first
-    message at its start, and also the first tools of all, because the template describes calls
-    there. Other tools are shown at the place of their item, so that cached prefixes stay valid. A
-    tool with `defer_loading` is shown where the client's search finds it. The last effort and the
-    last text format apply.
+    A tool is added unless its name is taken. The prompt shows the tools of items before the first
+    message at its start. If the start has no tools, the first added tools are shown there, because
+    the template describes calls there. Other tools are shown at the place of their item, so that
+    cached prefixes stay valid. A tool with `defer_loading` is shown where the client's search finds
+    it. The last effort and the last text format apply.
     """
     tools = read_declared_tools(
         [(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())]

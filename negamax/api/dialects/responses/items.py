@@ -14,13 +14,13 @@ class ReasoningText(Struct, frozen=True, tag="reasoning_text", tag_field="type")
 
 
 class SummaryText(Struct, frozen=True, tag="summary_text", tag_field="type"):
-    text: str  # The same text as the reasoning.
+    text: str  # Same text as in `content`.
 
 
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
     text: str  # Text of the answer.
     annotations: tuple[()] = ()  # Always empty.
-    logprobs: list[ChatLogprob] = []  # Token logprobs, with include message.output_text.logprobs.
+    logprobs: list[ChatLogprob] = []  # Empty unless `include` requests logprobs.
 
 
 class Item(Struct, frozen=True, tag_field="type"):
@@ -31,9 +31,9 @@ class Item(Struct, frozen=True, tag_field="type"):
 
 
 class ReasoningItem(Item, frozen=True, tag="reasoning"):
-    summary: list[SummaryText]  # One part if reasoning.summary is set, or none.
+    summary: list[SummaryText]  # One part if reasoning.summary is set, else empty.
     content: list[ReasoningText]  # Always one part.
-    encrypted_content: str | UnsetType | None = UNSET  # Packed reasoning, only if requested.
+    encrypted_content: str | UnsetType | None = UNSET  # The reasoning, packed; only if requested.
 
 
 class MessageItem(Item, frozen=True, tag="message"):
@@ -120,45 +120,45 @@ class IncompleteDetails(Struct, frozen=True):
 
 
 class ReasoningEcho(Struct, frozen=True):
-    effort: str | None  # Value from the request.
-    summary: str | None  # Value from the request.
+    effort: str | None  # Value in the request.
+    summary: str | None  # Value in the request.
 
 
 class TextEcho(Struct, frozen=True):
-    format: JsonObject  # Format of the request, or `text`.
-    verbosity: str  # Verbosity of the request, or `medium`.
+    format: JsonObject  # Format in the request; default `text`.
+    verbosity: str  # Verbosity in the request; default `medium`.
 
 
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
-    """A response: the request's fields, and the answer so far."""
+    """A response. It contains the request's fields and the answer so far."""
 
     id: str  # Id to fetch or continue the response.
     object: str = "response"  # Type of the object.
     created_at: int  # Unix time in seconds.
-    completed_at: int | None = None  # Unix time of the end, once completed.
+    completed_at: int | None = None  # Unix time of the completion; null before.
     status: str  # `queued`, `in_progress`, `completed`, `incomplete`, `failed` or `cancelled`.
-    background: bool  # Value from the request.
+    background: bool  # Value in the request.
     error: ResponseError | None = None  # Why the response failed.
     incomplete_details: IncompleteDetails | None = None  # Why the response is incomplete.
-    instructions: str | None  # Value from the request.
-    max_output_tokens: int | None  # Value from the request.
+    instructions: str | None  # Value in the request.
+    max_output_tokens: int | None  # Value in the request.
     max_tool_calls: int | None = None  # Always null: calls are not limited.
-    metadata: dict[str, str]  # Value from the request.
+    metadata: dict[str, str]  # Value in the request.
     model: str  # Model name that the request used.
     output: list[OutputItem]  # Items in the order in which the model wrote them.
-    parallel_tool_calls: bool  # Value from the request.
-    previous_response_id: str | None  # Value from the request.
-    reasoning: ReasoningEcho  # Value from the request.
+    parallel_tool_calls: bool  # Value in the request.
+    previous_response_id: str | None  # Value in the request.
+    reasoning: ReasoningEcho  # Value in the request.
     service_tier: str = "default"  # Always `default`.
-    store: bool  # Value from the request.
+    store: bool  # Value in the request.
     temperature: float  # Value used for sampling.
-    text: TextEcho  # Value from the request.
-    tool_choice: str | JsonObject  # Value from the request.
-    tools: list[JsonObject]  # Value from the request.
-    top_logprobs: int = 0  # Value from the request.
+    text: TextEcho  # Value in the request.
+    tool_choice: str | JsonObject  # Value in the request.
+    tools: list[JsonObject]  # Value in the request.
+    top_logprobs: int = 0  # Value in the request.
     top_p: float  # Value used for sampling.
     truncation: str = "disabled"  # Always `disabled`.
-    usage: ResponseUsage | None = None  # Token counts, once the response has ended.
+    usage: ResponseUsage | None = None  # Token counts; null before the end.
     user: str | None = None  # No effect.
 
 
@@ -177,10 +177,10 @@ class ItemList(Struct, frozen=True, kw_only=True):
     """A page of the input items of a response."""
 
     object: str = "list"  # Type of the object.
-    data: list[JsonObject]  # Items with a stable `id`, whose texts are lists of parts.
+    data: list[JsonObject]  # Items with stable ids; content is a list of parts.
     first_id: str | None  # Id of the first item; null for an empty page.
     last_id: str | None  # Id of the last item, for `after` of the next page.
-    has_more: bool  # Whether there are items after this page.
+    has_more: bool  # Whether more items follow this page.
 
 
 class StreamEvent(Struct, frozen=True, kw_only=True):
@@ -191,41 +191,41 @@ class StreamEvent(Struct, frozen=True, kw_only=True):
 
 
 class GrowthEvent(StreamEvent, frozen=True, kw_only=True):
-    """An event about an item that grows."""
+    """An event that extends an item."""
 
-    item_id: str  # Id of the item that grows.
+    item_id: str  # Id of the extended item.
     output_index: int  # Number of the item in the output.
 
 
 class ResponseEvent(StreamEvent, frozen=True, kw_only=True):
-    """The events response.created, in_progress, completed, incomplete and failed."""
+    """The events response.created, .in_progress, .completed, .incomplete and .failed."""
 
     response: ResponseAnswer  # Current state of the response.
 
 
 class ItemEvent(StreamEvent, frozen=True, kw_only=True):
-    """The events response.output_item.added and done."""
+    """The events response.output_item.added and response.output_item.done."""
 
     output_index: int  # Number of the item in the output.
     item: OutputItem  # Current state of the item.
 
 
 class PartEvent(GrowthEvent, frozen=True, kw_only=True):
-    """The events response.content_part.added and done."""
+    """The events response.content_part.added and response.content_part.done."""
 
     content_index: int = 0  # Number of the part in the item's content.
-    part: OutputText | ReasoningText  # The part, empty when added and whole when done.
+    part: OutputText | ReasoningText  # Empty part when added, whole part when done.
 
 
 class SummaryPartEvent(GrowthEvent, frozen=True, kw_only=True):
-    """The events response.reasoning_summary_part.added and done."""
+    """The events response.reasoning_summary_part.added and response.reasoning_summary_part.done."""
 
     summary_index: int = 0  # Number of the part in the item's summary.
-    part: SummaryText  # The part, empty when added and whole when done.
+    part: SummaryText  # Empty part when added, whole part when done.
 
 
 class TextEvent(GrowthEvent, frozen=True, kw_only=True):
-    """A delta event or a done event, whose fields depend on the event's type."""
+    """A delta event or a done event. Its fields depend on its type."""
 
     content_index: int | UnsetType = UNSET  # Number of the part in the item's content.
     summary_index: int | UnsetType = UNSET  # Number of the part in the item's summary.
@@ -234,5 +234,5 @@ class TextEvent(GrowthEvent, frozen=True, kw_only=True):
     arguments: str | UnsetType = UNSET  # All arguments, in the done event.
     input: str | UnsetType = UNSET  # The whole input, in the done event.
     name: str | UnsetType = UNSET  # Name of the tool, in the done event of the arguments.
-    # For output_text: logprobs of the delta, or of all tokens when done; empty by default.
+    # For output_text: logprobs of the delta, or of the whole text when done. Default: empty.
     logprobs: list[ChatLogprob] | UnsetType = UNSET

@@ -1,4 +1,4 @@
-"""Serve /v1/responses of OpenAI's API. The server stores responses for later requests."""
+"""Serve /v1/responses of OpenAI's API. The server stores each response for later use."""
 
 import asyncio
 import time
@@ -52,8 +52,8 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-_ITEMS = "items"  # Question between server processes: get items by their ids.
-_FETCH_SECONDS = 5.0  # A stopping server waits for a client to fetch its response.
+_ITEMS = "items"  # Internal request between server processes that gets items by id.
+_FETCH_SECONDS = 5.0  # Time that a stopping server waits for a client to fetch its response.
 
 
 def make_responses_router(context: ApiContext) -> APIRouter:
@@ -82,7 +82,7 @@ def make_responses_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(http: Request, response_id: str) -> Response:
-        """List a page of a stored response's input items by `order`, `limit` and `after`."""
+        """List a page of a stored response's input items. Takes `order`, `limit` and `after`."""
         kept = responses.kept(response_id, get_tenant(http))
         items, query = kept.turn.input_items, http.query_params
         page = await run_off_loop(
@@ -110,7 +110,7 @@ def _json_bytes(body: bytes) -> Response:
 
 
 async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesRequest] | Response:
-    """Read the request, or relay it to the server process that owns the previous response."""
+    """Read the request. If another server process owns the previous response, relay the request."""
     arrival = time.monotonic()
     body = await receive(http, context.body_limits)
     params, num_bytes = await decode_request(body, ResponsesRequest, context.body_limits)
@@ -125,10 +125,10 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    request: ApiRequest[ResponsesRequest]  # Its size includes the referenced items.
+    request: ApiRequest[ResponsesRequest]  # Its `num_bytes` includes the referenced items.
     parent: StoredTurn | None  # The turn that the request continues.
-    input_items: bytes  # The request's own items in stored form.
-    in_effect: ResponsesRequest  # The request with the changes of its items.
+    input_items: bytes  # The request's own input items, encoded for the store.
+    in_effect: ResponsesRequest  # The request after its items changed settings.
     turn: Turn
 
 
@@ -230,7 +230,7 @@ class _Responses:
         return _Prepared(replace(request, num_bytes=num_bytes), parent, stored, in_effect, turn)
 
     def _check_chain(self, parent: StoredTurn, *, num_bytes: int) -> None:
-        """Refuse a request that together with its earlier turns exceeds the limits of one body."""
+        """Refuse a request if it and its earlier turns together exceed the limits of one body."""
         limits = self._context.body_limits
         if num_bytes > limits.num_bytes or parent.total_openers > limits.openers:
             raise PayloadTooLargeError(
@@ -287,7 +287,7 @@ class _Responses:
                 await self._until_fetched(blank.id)
 
     async def _until_fetched(self, response_id: str) -> None:
-        """Give the client time to fetch a response that is lost when the server stops."""
+        """Wait a few seconds for the client to fetch a response before the server stops."""
         fetched = self._awaited[response_id] = asyncio.Event()
         with suppress(TimeoutError):
             async with asyncio.timeout(_FETCH_SECONDS):
@@ -325,7 +325,7 @@ class _Responses:
     async def _given(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
-        """Return the input with resolved references, and the request's size with these in bytes."""
+        """Return the input with resolved references, and the size in bytes of both together."""
         if isinstance(params.input, str):
             return [{"type": "message", "role": "user", "content": params.input}], num_bytes
         references = {
@@ -355,7 +355,7 @@ class _Responses:
         return given, num_bytes
 
     async def _items(self, item_ids: set[str], tenant: str) -> dict[str, Item]:
-        """Return output items of stored responses by id, from the processes that own them."""
+        """Return output items of stored responses by id. Ask the processes that own these items."""
         rank = self._context.server_rank
         by_owner: dict[int, set[str]] = {}
         for item_id in item_ids:

@@ -29,8 +29,8 @@ from negamax.api.schemas.tools import (
 )
 from negamax.config.grammar import Grammar
 
-ENCRYPTED_REASONING = "reasoning.encrypted_content"  # Value of `include`.
-LOGPROBS = "message.output_text.logprobs"  # Value of `include`.
+ENCRYPTED_REASONING = "reasoning.encrypted_content"  # An accepted value of `include`.
+LOGPROBS = "message.output_text.logprobs"  # An accepted value of `include`.
 CUSTOM_INPUT = "input"  # Name of a custom tool's only argument.
 _CUSTOM_PARAMETERS = {
     "type": "object",
@@ -38,23 +38,23 @@ _CUSTOM_PARAMETERS = {
     "required": [CUSTOM_INPUT],
 }
 MAX_ITEMS = 4 * MAX_MESSAGES
-MAX_METADATA = 16  # Most entries, as at OpenAI.
+MAX_METADATA = 16  # Most metadata entries, as at OpenAI.
 _FORMS = ("text", "json_object", "json_schema")
 _SUMMARIES = ("auto", "concise", "detailed", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTool:
-    """A tool that the client runs, and the function that the prompt shows for the tool.
+    """A tool that the client runs. The prompt shows the tool as the function `as_function`.
 
-    `kind` is "function", "custom" (a function of one text), or a type of `CLIENT_TOOLS`.
+    `kind` is "function", "custom" (a function with one text argument), or a key of `CLIENT_TOOLS`.
     """
 
     name: str
     namespace: str | None
     kind: str
     as_function: dict[str, Any]
-    is_deferred: bool = False  # Shown only after a search finds the tool.
+    is_deferred: bool = False  # The prompt shows it only after a search.
 
     @property
     def shown_name(self) -> str:
@@ -65,7 +65,7 @@ class DeclaredTool:
 
 
 def build_shown_name(namespace: object, name: Any) -> Any:
-    """Return the name of a tool with its namespace; an invalid name is returned unchanged."""
+    """Return the name of a tool with its namespace as prefix. Return an invalid name unchanged."""
     if isinstance(namespace, str) and namespace and isinstance(name, str) and name:
         return f"{namespace}.{name}"
     return name
@@ -80,25 +80,25 @@ def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]
 
 
 class ReasoningConfig(RequestModel):
-    """The field `reasoning`: effort, and whether there is a summary."""
+    """The field `reasoning`: the effort, and whether the answer contains a summary."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
 
-    # How much the model thinks, if the template supports efforts; "none" disables thinking.
+    # How much the model thinks, if the chat template has efforts; "none" disables thinking.
     effort: Annotated[str, validate_one_of("reasoning.effort", EFFORTS)] | None = None
-    # Values other than none repeat the whole reasoning as a summary.
+    # With other values than "none", the summary repeats the whole reasoning.
     summary: Annotated[str, validate_one_of("reasoning.summary", _SUMMARIES)] | None = None
 
 
 class TextConfig(RequestModel):
     """The field `text`: the format of the answer."""
 
-    format: dict[str, Any] | None = None  # `type` text, json_object or json_schema with a `schema`.
+    format: dict[str, Any] | None = None  # `type` (text, json_object or json_schema), `schema`.
     verbosity: str | None = None  # No effect.
 
 
 class ResponsesRequest(TurnRequest):
-    """A conversation to answer, as items. A request may continue a stored response."""
+    """A conversation to answer, as a list of items. A request may continue a stored response."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -119,21 +119,21 @@ class ResponsesRequest(TurnRequest):
     }
     # A text, or at most 65,536 items of the conversation.
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
-    instructions: str | None = None  # System message, instead of the previous response's.
+    instructions: str | None = None  # System message; replaces earlier instructions.
     previous_response_id: str | None = None  # A stored response to continue.
     store: bool = True  # Store the response on the server.
-    background: bool = False  # Return at once, so that the client fetches the answer; needs store.
-    max_output_tokens: int | None = Field(default=None, ge=1)  # By default the rest of the context.
-    stop: StopStrings = Field(default_factory=list)  # Extension: texts that end the answer.
-    # At most 1,024 functions, custom tools, tools in namespaces, and typed tools that clients run.
+    background: bool = False  # Return at once; the client fetches it. Needs store.
+    max_output_tokens: int | None = Field(default=None, ge=1)  # Default: rest of the context.
+    stop: StopStrings = Field(default_factory=list)  # Extension: strings that end the answer.
+    # At most 1,024 functions, custom tools, namespaces, and types of tools that clients run.
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] = "auto"  # A mode, a tool, or an allowed_tools object.
+    tool_choice: str | dict[str, Any] = "auto"  # Mode, tool, or allowed_tools object.
     parallel_tool_calls: bool = True  # False allows at most one call.
-    reasoning: ReasoningConfig = ReasoningConfig()  # Effort, and whether there is a summary.
+    reasoning: ReasoningConfig = ReasoningConfig()  # Effort, and summary on or off.
     text: TextConfig = TextConfig()  # Format of the answer.
-    # Only reasoning.encrypted_content and message.output_text.logprobs have an effect.
+    # Values with an effect: reasoning.encrypted_content and message.output_text.logprobs.
     include: list[str] = Field(default_factory=list)
-    # Number of alternatives per token; needs include message.output_text.logprobs.
+    # Number of alternatives per token. Requires message.output_text.logprobs in `include`.
     top_logprobs: int = Field(default=0, ge=0)
     # Returned in the response; keys have up to 64 characters, values up to 512.
     metadata: Annotated[
@@ -152,7 +152,7 @@ class ResponsesRequest(TurnRequest):
         )
 
     def choice(self) -> tuple[list[dict[str, Any]] | None, CallChoice]:
-        """Return the tools shown to the model, and which of them may and must be called."""
+        """Return the tools that the model sees, and which tools it may or must call."""
         declared, mode, name = self.declared_tools, self.tool_choice, None
         allowed: dict[str, str] | None = None
         if isinstance(mode, dict):
@@ -200,10 +200,10 @@ class ResponsesRequest(TurnRequest):
 
 
 def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[DeclaredTool]:
-    """Return the tools that the prompt can show. `placed` has pairs of place and tool.
+    """Return the tools that the prompt can show. `placed` has pairs of (place, tool).
 
-    These tools are functions and custom tools, also in namespaces, and the shell, patch and search
-    tools that clients run. Tools that run on OpenAI's servers are omitted.
+    They are functions, custom tools, tools in namespaces, and shell, patch and search tools that
+    clients run. Tools that run on OpenAI's servers are omitted.
     """
     declared: list[DeclaredTool] = []
     for where, tool in placed:
@@ -235,7 +235,7 @@ def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> li
             allowed = "the name of a type, such as 'function'"
             refuse(f"{where}.type", f"{describe(kind)}; allowed: {allowed}")
         return []
-    described = tool.get("function", tool)  # Clients may send the shape of chat completions.
+    described = tool.get("function", tool)  # Some clients use chat completions' shape.
     if not isinstance(described, dict):
         refuse(f"{where}.function", "must be an object with a name")
     called = build_shown_name(namespace, described.get("name"))

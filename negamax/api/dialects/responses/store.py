@@ -13,14 +13,14 @@ from negamax.text.messages import is_unseen
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 256 * 2**20
-_SMALL_BYTES = 1024  # Size limit of a field that the model is not shown.
+_SMALL_BYTES = 1024  # Largest kept field among the fields that the prompt omits.
 _ITEM_FIELDS = (
     "content", "summary", "encrypted_content", "arguments", "input", "output", "action",
     "operation", "tools", "text", "result", "value",
 )  # fmt: skip
 _PART_FIELDS = ("text", "refusal", "content", "output", "result", "value", "stdout", "stderr")
 _SETTING_FIELDS = ("description", "parameters", "function", "tools", "schema")
-_SHOWN_SETTINGS = (  # Types of settings that the prompt shows or that constrain the answer.
+_SHOWN_SETTINGS = (  # Types of settings that the prompt shows, or that constrain the answer.
     "function", "custom", "namespace", "tool_search", "allowed_tools", "json_schema",
 )  # fmt: skip
 
@@ -28,7 +28,7 @@ Item = dict[str, Any]
 
 
 class StoredTurn:
-    """The items of one response as JSON, after those of `parent`. Single writer: the store."""
+    """A response's items as JSON, which follow the items of `parent`. Single writer: the store."""
 
     def __init__(
         self, parent: "StoredTurn | None", *, input_items: bytes, output_items: bytes
@@ -40,7 +40,7 @@ class StoredTurn:
         self.total_bytes: int = self.num_bytes + (0 if parent is None else parent.total_bytes)
         own_openers = count_openers(input_items) + count_openers(output_items)
         self.total_openers: int = own_openers + (0 if parent is None else parent.total_openers)
-        self.num_users = 0  # Stored responses and later turns that use this turn.
+        self.num_users = 0  # Number of stored responses and later turns that use this turn.
 
     def conversation(self) -> list[Item]:
         parts: list[bytes] = []
@@ -53,7 +53,7 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as clients fetch it, its turn, and the ids of its output items."""
+    """The JSON of a response that clients fetch, its turn, and the ids of its output items."""
 
     body: bytes  # JSON.
     turn: StoredTurn
@@ -65,9 +65,9 @@ class StoredResponse:
 class _TenantResponses:
     """The responses of one tenant. Single writer: the store."""
 
-    # The least recently used response first.
+    # In order of use; the least recently used response is first.
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    owners: dict[str, str] = field(default_factory=dict)  # Response ids by id of an output item.
+    owners: dict[str, str] = field(default_factory=dict)  # Response id by output item id.
     num_bytes: int = 0
 
 
@@ -75,7 +75,7 @@ class ResponseStore:
     """Stores the most recently used responses. Single writer: the event loop.
 
     The store keeps a turn while a stored response needs it, and counts its bytes once. A full store
-    removes the least recently used response of the tenant that uses the most.
+    removes the least recently used response of the tenant that uses the most bytes or responses.
     """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -91,7 +91,7 @@ class ResponseStore:
         return sum(each.num_bytes for each in self._tenants.values())
 
     def put(self, response_id: str, kept: StoredResponse) -> None:
-        """Store a response or its state. A full store drops the least recently used responses."""
+        """Store a response or its current state. A full store removes other responses."""
         own = self._tenants.setdefault(kept.tenant, _TenantResponses())
         _change_users(kept.turn, 1, owner=own)
         _remove(own, response_id)
@@ -115,7 +115,7 @@ class ResponseStore:
         return own.responses[response_id]
 
     def items(self, item_ids: Collection[str], *, tenant: str = "") -> dict[str, Item]:
-        """Return output items of the tenant's stored responses by id. Unknown ids are omitted."""
+        """Map ids to output items of the tenant's stored responses. Unknown ids are omitted."""
         found: dict[str, Item] = {}
         owners = self._tenants[tenant].owners if tenant in self._tenants else {}
         for response_id in {owners.get(item_id, "") for item_id in item_ids}:
@@ -145,7 +145,7 @@ def _remove(own: _TenantResponses, response_id: str) -> bool:
 
 
 def _change_users(turn: StoredTurn, change: int, *, owner: _TenantResponses) -> None:
-    """Add `change` to the users of `turn`, and of earlier turns that become used or unused."""
+    """Add `change` to the users of `turn`. If it becomes used or unused, update its parent too."""
     below: StoredTurn | None = turn
     while below is not None:
         num_before = below.num_users
@@ -157,12 +157,12 @@ def _change_users(turn: StoredTurn, change: int, *, owner: _TenantResponses) -> 
 
 
 def encode_shown(items: Sequence[Mapping[str, Any]], *, keeps_images: bool = False) -> bytes:
-    """Encode items without large fields that the model is not shown."""
+    """Encode items without the large fields that the prompt omits."""
     return msgspec.json.encode([_trim_item(item, keeps_images=keeps_images) for item in items])
 
 
 def trim_setting(setting: Mapping[str, Any]) -> Item:
-    """Return a tool, a choice or a form without large fields that have no effect."""
+    """Return a tool, a tool choice or a text format without large fields that have no effect."""
     is_shown = setting.get("type") in _SHOWN_SETTINGS
     trimmed = _trim(setting, _SETTING_FIELDS if is_shown else ())
     if isinstance(tools := trimmed.get("tools"), list):

@@ -85,7 +85,7 @@ def make_tokens_router(context: ApiContext) -> APIRouter:
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
-        """Return the tokenizer's named tokens and the chat template."""
+        """Return the tokenizer's special tokens (bos, eos, pad, unk) and the chat template."""
         return build_json_response(_build_info(context))
 
     for prefix in ("", "/v1"):
@@ -127,7 +127,7 @@ def _build_info(context: ApiContext) -> schema.TokenizerInfo:
 def _check_sizes(
     lists: Sequence[Sequence[int]], tokenizer: Tokenizer, *, max_model_len: int
 ) -> None:
-    """Refuse more tokens or text than any conversation has, because copies hold the GIL."""
+    """Refuse more tokens or text than any conversation has, because copying holds the GIL."""
     count, allowed = sum(map(len, lists)), compute_max_tokens(max_model_len)
     if count > allowed:
         refuse("tokens", f"{count} token ids; allowed: at most {allowed}")

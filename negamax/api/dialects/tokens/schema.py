@@ -26,7 +26,7 @@ def _convert_texts(value: object) -> str | list[str]:
 
 def _convert_ids(value: object) -> list[int] | list[list[int]]:
     if not isinstance(value, list):
-        refuse("tokens", f"must be a list of token ids, or of such lists; got {describe(value)}")
+        refuse("tokens", f"must be a list of token ids, or a list of lists; got {describe(value)}")
     if value and isinstance(value[0], list):
         if len(value) > MAX_TEXTS:
             refuse("tokens", f"{len(value)} lists; allowed: at most {MAX_TEXTS}")
@@ -62,7 +62,7 @@ class TokenizeRequest(RequestModel):
     messages: Messages | None = None  # A conversation, instead of prompt.
     tools: Tools | None = None  # Tools that the prompt shows with the messages.
     add_generation_prompt: bool = True  # The prompt ends with the beginning of an answer.
-    continue_final_message: bool = False  # Needs add_generation_prompt to be false.
+    continue_final_message: bool = False  # Requires add_generation_prompt=false.
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
     return_token_strs: bool = False  # Return the texts of the tokens.
 
@@ -80,7 +80,7 @@ class DetokenizeRequest(RequestModel):
 
 
 class TokenizeAnswer(Struct, frozen=True):
-    """For several texts, `tokens`, `count` and `token_strs` are lists of one entry per text."""
+    """For several texts, `tokens`, `count` and `token_strs` are lists with one entry per text."""
 
     count: int | list[int]  # Number of tokens.
     max_model_len: int  # Context length in tokens, including the answer.
@@ -89,20 +89,20 @@ class TokenizeAnswer(Struct, frozen=True):
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
-    """Facts for clients that build prompts themselves, as in tokenizer_config.json."""
+    """Metadata for clients that build prompts themselves, as in tokenizer_config.json."""
 
-    tokenizer_class: str  # Class in the transformers library.
+    tokenizer_class: str  # Name of the class in the transformers library.
     model_max_length: int  # Context length in tokens, including the answer.
     bos_token: str | None  # Text of the token that begins a sequence.
     eos_token: str | None  # Text of the token that ends an answer.
     unk_token: str | None  # Text of the token for unknown text.
     pad_token: str | None  # Text of the padding token.
-    additional_special_tokens: list[str]  # Other special tokens.
+    additional_special_tokens: list[str]  # Texts of other special tokens.
     chat_template: str | None  # Jinja source of the template in use.
 
 
 class DetokenizeAnswer(Struct, frozen=True):
-    """The text under the names of vLLM and SGLang, or a list of texts for several sequences."""
+    """The text, in vLLM's field and in SGLang's field. Several sequences give a list of texts."""
 
     prompt: str | list[str]  # vLLM's name.
     text: str | list[str]  # SGLang's name.
