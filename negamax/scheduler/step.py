@@ -65,8 +65,7 @@ class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     version: int  # number of steps that have moved experts, this one included
     wants_counts: bool = False  # whether the result counts the selections of each expert
-    # a rank sends and receives at most one expert
-    moves: list[ExpertMove] = []
+    moves: list[ExpertMove] = []  # a rank sends and receives at most one expert
 
 
 class FileCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):

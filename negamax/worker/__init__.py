@@ -1,1 +1,1 @@
-"""One rank: the state of requests, the KV caches, the model and the sampler."""
+"""Run one rank, with the state of its requests, its KV caches, its model and its sampler."""

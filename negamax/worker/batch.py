@@ -28,7 +28,7 @@ class SampleInputs:
     """The R sampled rows of a step."""
 
     slots: list[int]  # [R] slot of each sampled row
-    bounds: list[int]  # [R] upper bound of the sampled token's position in its slot
+    bounds: list[int]  # [R] upper bound of the position in the slot of the sampled token
     slots_device: Tensor  # [R] int64
     positions_device: Tensor  # [R] int64, position of the sampled token
 
@@ -57,10 +57,11 @@ class BatchLayout:
 
     num_decodes: int
     columns: StepColumns
-    seq_len_bounds: Column  # [S] upper bound of the tokens after this step
-    # per row of the plan: index of its first prompt token among the T (unused if it has none)
+    seq_len_bounds: Column  # [S] upper bound of each sequence's tokens after this step
+    # for each row of the plan: index of the row's first prompt token among the T tokens; unused if
+    # the row has no prompt token
     prompt_starts: list[int]
-    # [R] row of the plan; a row with k draft tokens has k + 1 samples
+    # [R] index of the plan's row for each sample; a row with k draft tokens has k + 1 samples
     sample_rows: Column
     sample_slots: Column  # [R]
     sample_offsets: Column  # [R] offset of the sampled token
@@ -88,17 +89,17 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Device positions of T tokens of S sequences. The last two fields may be int32."""
+    """T tokens of S sequences, on the device. `seq_lens` and `query_starts` may be int32."""
 
     token_slots: Tensor  # [T]
     slots: Tensor  # [S]
     positions: Tensor  # [T]
-    seq_lens: Tensor  # [S] tokens including this step
+    seq_lens: Tensor  # [S] tokens of each sequence, including this step
     query_starts: Tensor  # [S + 1]
 
     @classmethod
     def of(cls, columns: Tensor, places: Tensor, num_tokens: int, num_seqs: int) -> StepInputs:
-        """Split the packed `columns`, and the packed positions and lengths in `places`."""
+        """Split the packed tensor `columns`, and the packed positions and lengths in `places`."""
         parts = [num_tokens, num_seqs]
         size = sum(parts)
         query_starts = columns[2 * size : 2 * size + num_seqs + 1]
@@ -119,16 +120,16 @@ def build_batch_layout(
     plan: StepPlan, requests: RequestState, *, generated_apart: bool, drafts_apart: bool = True
 ) -> BatchLayout:
     """Split `plan` into single generated tokens and runs of prompt tokens. With `generated_apart`,
-    every generated token is a decode; a sequence may have several, because a layer writes all keys
-    before it attends. Without `generated_apart`, a resumed sequence is one run of tokens. Without
-    `generated_apart` and `drafts_apart`, a row with draft tokens is one run.
+    every generated token is a decode. A sequence may have several decodes, because a layer writes
+    all keys before it attends. Without it, a resumed sequence is one run. Without `generated_apart`
+    and `drafts_apart`, a row with draft tokens is one run.
     """
     decodes: list[tuple[int, int, int]] = []  # slot, first offset, tokens
     prefills: list[tuple[int, int, int]] = []
     num_prompt_tokens = 0
     prompt_starts: list[int] = []
-    # per row: whether its last token is in a run, and the token's index among the tokens in runs or
-    # among the single tokens
+    # for each row: whether its last token is in a run, and the index of this token among the tokens
+    # of all runs or, outside runs, among the single tokens
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
     left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # remaining prompt tokens
@@ -148,7 +149,7 @@ def build_batch_layout(
     slots, offsets, counts = np.array(decodes + prefills, dtype=np.int64).reshape(-1, 3).T
     query_starts = np.concatenate(([0], counts.cumsum()))
     samples = [
-        # row, slot, offset, token
+        # (row of the plan, slot, offset of the sampled token, index of the token before it)
         (row, plan.slots[row], plan.num_scheduled[row] - place, num_decodes * in_run + last - place)
         for row, is_sampled in enumerate(plan.needs_sampling)
         if is_sampled

@@ -1,4 +1,4 @@
-"""The configuration of one rank, and the report of a started rank, sent as MessagePack."""
+"""Messages in MessagePack: the configuration of a rank, and the report of a started rank."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,14 +17,14 @@ from negamax.worker.node_sockets import tcp_endpoint
 
 @dataclass(frozen=True)
 class RankAddresses:
-    """Addresses by which rank processes reach each other and the executor, perhaps on another
+    """Addresses by which rank processes reach each other and the executor, which may be on another
     machine. Sockets are ZeroMQ endpoints. TCP sockets require a key (`worker.node_sockets`).
     """
 
-    plans: tuple[str, ...]  # one per rank, for everything that the executor sends
-    results: tuple[str, ...]  # one per data-parallel rank, for the results of its plans
+    plans: tuple[str, ...]  # one endpoint per rank, for all messages of the executor
+    results: tuple[str, ...]  # one endpoint per data-parallel rank, for the results of its plans
     rendezvous: str  # a file or TCP address that all ranks can reach
-    beats: str  # a file on the ranks' machine for their heartbeats
+    beats: str  # file on the ranks' machine that receives their heartbeats
     # network interface between the ranks; None: all ranks are on one machine
     interface: str | None = None
 
@@ -45,7 +45,7 @@ class LaneOptions:
 
     kind: str  # "nixl" or "tcp"
     folder: str  # folder for the sockets of this engine
-    host: str | None  # address for other machines; None: only engines on this machine connect
+    host: str | None  # address that other machines use; None: only engines on this machine connect
 
     def reads_endpoint(self, rank: int) -> str:
         """Return the endpoint for other engines. On a network, the system assigns the port."""
@@ -73,7 +73,7 @@ class MachineShare:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One rank's part of the engine's configuration. `folder` None means synthetic weights."""
+    """The configuration of one rank. If `folder` is None, the rank uses synthetic weights."""
 
     spec: ModelSpec
     eos_token_ids: tuple[int, ...]  # from the checkpoint's generation defaults
@@ -93,28 +93,28 @@ class WorkerConfig:
     num_threads: int
     seed: int
     show_progress: bool
-    addresses: RankAddresses | None  # None: a single rank in the executor's process
-    index_cache_dtype: str = "auto"  # like kv_cache_dtype; the worker replaces it by torch's name
+    addresses: RankAddresses | None  # None: this rank runs alone in the executor's process
+    index_cache_dtype: str = "auto"  # allowed values as for kv_cache_dtype
     # all-to-all backend between data-parallel ranks
     all2all_backend: str = "allgather_reducescatter"
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # folder
-    num_replicas: int = 1  # number of engines like this one on the machine
-    experts: str = FIXED  # FIXED, COUNTED or MOVED
+    num_replicas: int = 1  # number of engines with this configuration on the machine
+    experts: str = FIXED  # how experts are placed: FIXED, COUNTED or MOVED
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # `model` is a folder or a bundled name
-    max_logprobs: int = 20  # most log-probabilities of a token
-    encoder_tokens: int = 0  # rows for image tokens; 0: images are not read
-    kv_offloading_size: float | None = None  # host memory for KV blocks, in GiB over all ranks
-    kv_offloading_ratio: float | None = None  # host blocks for each KV block; overrides the size
+    max_logprobs: int = 20  # largest number of log-probabilities of a token
+    encoder_tokens: int = 0  # size of the encoder cache, in image tokens; 0: images are refused
+    kv_offloading_size: float | None = None  # host memory for KV blocks of all ranks, in GiB
+    kv_offloading_ratio: float | None = None  # host blocks per KV block; replaces the size
     kv_offloading_path: str | None = None  # folder for files of KV blocks
-    kv_offloading_path_size: float = 0.0  # bound of these files, in GiB
+    kv_offloading_path_size: float = 0.0  # maximum size of these files, in GiB
     kernels: tuple[str, ...] = ()  # arguments of `KernelTable.select`
     self_check: bool = False
     lane: LaneOptions | None = None  # None: host blocks are not exchanged with other engines
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> "WorkerConfig":
-        """Return the configuration for ranks of a machine with its own folders."""
+        """Return the configuration for the ranks of one machine, which has its own folders."""
         draft = self.draft
         if draft is not None:
             draft = replace(draft, folder=share.draft_folder)
@@ -140,7 +140,7 @@ class WorkerConfig:
 
     @property
     def own_draft(self) -> DraftModel | None:
-        """The draft model on ranks of the last pipeline stage; None on other ranks."""
+        """The draft model, if this rank is in the last pipeline stage; None on other ranks."""
         return self.draft if self.layout.is_last_stage else None
 
     @property
@@ -151,7 +151,7 @@ class WorkerConfig:
 
     @property
     def kv_caches(self) -> KvCacheSpecs:
-        """The caches of this rank's pipeline stage, followed by the draft model's caches."""
+        """The cache specs of this rank's pipeline stage, followed by those of the draft model."""
         own = self.layout.layers(self.spec.num_layers)
         caches, of_index = self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype
         caches = split_over_holders(caches, self.layout.dcp)
@@ -184,32 +184,32 @@ class WorkerReady:
     load_summary: str
     paths: str = ""  # the kernels of the QK norm and of the all-reduce, for the log
     memory_summary: str = ""  # GPU memory of weights, cache and graphs
-    num_draft_tokens: int = 0  # most draft tokens that its proposer proposes per row and step
+    num_draft_tokens: int = 0  # most draft tokens per row and step
     # (rows, draft tokens per row, seconds) of captured steps
     step_seconds: tuple[tuple[int, int, float], ...] = ()
     num_host_blocks: int = 0  # KV blocks in host memory
     host_block_bytes: int = 0  # bytes of one host block on this rank
     num_file_blocks: int = 0  # KV blocks that files hold
     file_hashes: bytes = b""  # hashes of the files found at start, least recently used first
-    # endpoints where other engines read host blocks, first of this rank, later of all ranks
+    # endpoints where other engines read the host blocks of this rank; later of all ranks
     lanes: tuple[str, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)  # `worker.shape`
 
 
-# argument 1: run steps without graphs and record expert ids; argument 0: stop it
+# argument 1: run steps without graphs and record expert ids; argument 0: use graphs again
 OBSERVE_ROUTING = "observe_routing"
 # argument: most rows of a step; result: experts selected since the last command
 DISTINCT_EXPERTS = "distinct_experts"
-# result: [layers, experts] int64, selections of each expert on all ranks since the start
+# result: [layers, experts] int64, selections of each expert by tokens of all ranks
 EXPERT_COUNTS = "expert_counts"
-# argument: rows; result: mean device time of captured steps launched back to back
+# argument: number of rows; result: mean device time of captured steps launched back to back
 DECODE_SECONDS = "decode_seconds"
 # result of STOP_PROFILE: the kernels since START_PROFILE
 START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 
 
 class DebugCommand(msgspec.Struct, frozen=True):
-    """A benchmark's command to the worker between steps. `name`: like EXPERT_COUNTS."""
+    """A benchmark's command, which the worker runs between steps. `name`: such as EXPERT_COUNTS."""
 
     name: str
     argument: int = 0
@@ -224,9 +224,9 @@ class KernelTime(msgspec.Struct, frozen=True):
 
 
 class DebugResult(msgspec.Struct, frozen=True):
-    """The answer to a command, in one field. All fields are None if there is no answer."""
+    """The answer to a command, in the field that is set. Without an answer, no field is set."""
 
     number: float | None = None
     kernels: list[KernelTime] | None = None
     counts: bytes | None = None
-    experts: list[list[int]] | None = None  # selected experts in each MoE layer of the rank
+    experts: list[list[int]] | None = None  # ids of selected experts in each MoE layer of the rank

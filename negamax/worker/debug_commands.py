@@ -27,7 +27,7 @@ class DebugCommands:
         self._mixtures, self._experts = mixtures(runner.model.layers), runner.experts
         self._graphs, self._device = runner.graphs, runner.device
         self._max_tokens = runner.config.max_num_batched_tokens
-        # [max_tokens, top_k] int32 of each mixture of experts
+        # [max_tokens, top_k] int32 for each MoE layer
         self._routing: list[torch.Tensor] | None = None
         self._profiler: torch.profiler.profile | None = None
 

@@ -50,7 +50,7 @@ def multiplies_blocks(device: str) -> bool:
 
 
 def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
-    """Resolve --dtype. "auto" is the checkpoint's dtype, or float32 on a CPU without bfloat16."""
+    """Resolve --dtype. "auto" means the checkpoint's dtype, or float32 if a CPU lacks bfloat16."""
     if name == "auto":
         name = spec.dtype
         if device == "cuda" and name == "float32":
@@ -125,14 +125,14 @@ def indices(members: Sequence[int] | NDArray[np.int64], device: torch.device) ->
 
 
 class Graph(Protocol):
-    """A captured run of kernels."""
+    """A captured sequence of kernels."""
 
     def replay(self) -> None:
         """Run the kernels again on the current contents of their inputs."""
 
 
 class GraphPool(Protocol):
-    """Captures runs of kernels as graphs that share memory."""
+    """Captures sequences of kernels as graphs that share memory."""
 
     def capture(self, step: Callable[[], None]) -> Graph:
         """Capture `step` after one run of it, because a capture must not compile or allocate."""
@@ -180,13 +180,13 @@ def pool_bytes(pool: tuple[int, int]) -> int:
 class Runtime:
     """How steps run on one kind of device."""
 
-    # Whether a launch returns before its step has run. A failed asynchronous step is lost as a
-    # whole, and events time the steps. A failed synchronous step is repeated row by row.
+    # Whether a launch returns before its step has run. If an asynchronous step fails, all its rows
+    # fail; events measure its time. A synchronous step is repeated row by row if it fails.
     is_asynchronous: bool
     # captures steps of common sizes; None: no captured steps
     graph_pool: Callable[[], GraphPool] | None
-    # Whether a token's result must not depend on its step. Generated tokens then always run as
-    # decodes.
+    # Whether a token's result must be independent of the other tokens in its step. If it must,
+    # generated tokens always run as decodes.
     is_batch_invariant: bool
     samples_on_shards: bool  # whether rows are sampled from their logits shards, if possible
 

@@ -1,4 +1,4 @@
-"""The base class of proposers with a draft model: it loads weights and chooses tokens."""
+"""The base class of proposers with a draft model. It loads weights and chooses draft tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,7 +82,7 @@ class DraftModelProposer(Proposer):
         raise NotImplementedError
 
     def _keep_drawn(self, slots: Mapping[str, WeightSlot]) -> Mapping[str, WeightSlot]:
-        """Return the slots that get random synthetic weights; write the other slots."""
+        """Return the slots that need random synthetic values, after writing all other slots."""
         return slots
 
     def _choose(
@@ -95,10 +95,9 @@ class DraftModelProposer(Proposer):
         place: int,
         first_id: int,
     ) -> Tensor:
-        """Choose tokens [R] int64 from logits [R, tokens of this rank] fp32, -1 for NaN or
-        infinity.
-
-        With "probabilistic" sampling, sample like the target at lengths + place of `slots`, [R].
+        """Choose tokens [R] int64 from logits [R, tokens of this rank] fp32; -1 for a broken row
+        (see PICK). "probabilistic" sampling uses the noise of the target's sampler at positions
+        lengths + place.
         """
         shard: dict[str, Any] = {"first_id": first_id, "group": self._group}
         if not self._draws:

@@ -1,10 +1,10 @@
 """Compile the kernels of eager steps before the first request.
 
 A kernel specialization is compiled at its first launch, which takes up to a second while all
-requests wait. The specialization depends on the numbers of tokens, decodes and sampled rows of a
-step. Captured steps have launched all their kernels. This module compiles the other kernels: they
-run in the proposer after captured layers, in batches of prompts with long sequences, and for rows
-that need all logits.
+requests wait. A step's numbers of tokens, decodes and sampled rows determine the specializations
+that it launches. The capture of steps compiles the kernels of captured steps. This module compiles
+the other kernels: they run in the proposer after captured layers, in batches of prompts with long
+sequences, and for rows that need all logits.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from negamax.worker.warmup import cut, warming_up, warmup_layers
 if TYPE_CHECKING:
     from negamax.worker.runner import ModelRunner
 
-# Rows of a warmup step whose logits are computed, or `max_num_seqs` if that is more. Kernels have
-# no further specializations for more rows, as in verification and prompt log-probabilities.
+# Most rows of a warmup step whose logits are computed, unless `max_num_seqs` is larger. Steps that
+# compute more logits use the same specializations.
 _MOST_LOGITS = 128
-# number of tokens beyond which kernels have no further specializations, and length of a prompt that
-# every kernel treats as short
+# `_LONG`: larger steps use the same specializations as steps of this many tokens. `_SHORT`: length
+# of a prompt that every kernel treats as short.
 _LONG, _SHORT = 16_384, 1024
 
 
@@ -59,13 +59,12 @@ def compile_eager_steps(runner: ModelRunner) -> None:
 
 
 def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
-    """Yield, for each step, the numbers of decodes, of prompt tokens and of computed tokens before
-    each sequence, and the most tokens of one prompt.
+    """Yield for each step: number of decodes, number of prompt tokens, number of tokens already
+    computed in each sequence, and most tokens of one prompt.
     """
     most, longest = config.max_num_batched_tokens, config.max_model_len
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
-    # each draft token is a decode
-    most_rows = min(config.max_num_seqs * (1 + num_drafts), most)
+    most_rows = min(config.max_num_seqs * (1 + num_drafts), most)  # each draft token is a decode
     powers = {1 << power for power in range(most.bit_length())}
     rows = sorted({*(power for power in powers if power < most_rows), most_rows})
     tokens = capture_sizes(TOKENS, most)
@@ -110,7 +109,7 @@ def _launch(
     runner.sampler.launch_all(logits[:1], sample_inputs(slots[:1], np.ones(1, np.int64), requests))
     if proposer is None or not capture:
         return
-    # with the first layers alone, fewer streams are captured
+    # a warmup of the first layers captures fewer streams
     streams += [hidden] * (len(capture) - len(streams))
     states = TokenStates(shard.describe_all(metadata), [shard.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)

@@ -1,14 +1,14 @@
 """Propose draft tokens with an EAGLE3 draft model (`models/eagle3`), which keeps its own caches in
 the KV blocks of the target model.
 
-The first pass runs over every token of the step, from the target's residual streams and the
-following token. So the draft's caches cover the same tokens as the target's caches, also for prompt
-chunks and prefix-cache hits. Entries of rejected drafts are overwritten. Each further pass runs one
-token per row, from the hidden state of the previous pass.
+The first pass runs over every token of the step. It reads the target's residual streams and the
+next token. So the draft's caches cover the same tokens as the target's caches, also for prompt
+chunks and prefix-cache hits. Keys and values of rejected drafts are overwritten. Each further pass
+runs one token per row, and reads the hidden state of the previous pass.
 
-The draft's keys of a position depend on the following token. If two sequences share a block, its
-last keys depend on the next token of the sequence that filled the block. Shared blocks may
-lower acceptance, but never change the output.
+The draft's keys of a position depend on the next token. If two sequences share a block, its last
+keys depend on the next token of the sequence that filled the block. Shared blocks may lower
+acceptance, but never change the output.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from negamax.worker.request_state import RequestState
 
 
 class Eagle3Proposer(DraftModelProposer):
-    """Proposes one token after the other, each by a pass of the draft model."""
+    """Proposes draft tokens one by one, with a pass of the draft model for each token."""
 
     _model: Eagle3Draft
 
@@ -123,6 +123,6 @@ class Eagle3Proposer(DraftModelProposer):
 
 
 def _spread(spec: Eagle3Spec) -> Tensor:
-    """Return d2t [draft vocab], which spreads a synthetic draft's tokens over the target's."""
+    """Return a synthetic d2t [draft vocab], which spreads draft tokens over the target's ids."""
     ids = torch.arange(spec.draft_vocab_size)
     return ids * spec.vocab_size // spec.draft_vocab_size - ids

@@ -34,7 +34,7 @@ class ExpertRecorder:
         sizes = model.spec.expert_sizes()
         assert sizes is not None, "the model has no experts"
         self._num_experts, self._world = sizes[0], context.world
-        # counts of all layers, with a column for a shared expert; layers of other stages stay 0
+        # counts of all layers, with a column for a shared expert; 0 for layers of other stages
         shape = (num_layers, self._num_experts + 1)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._mixtures = {
@@ -57,7 +57,7 @@ class ExpertRecorder:
             rank for rank in range(layout.world_size) if layout.replace_rank(rank).tp_rank == 0
         ]
         self._counting_ranks = torch.tensor(counting, device=device)
-        self._gather()  # open the connections before there is load
+        self._gather()  # open the connections before requests arrive
 
     def reset(self) -> None:
         """Reset the counts, because warmup steps do not count."""
@@ -93,14 +93,14 @@ class MovableExperts(ExpertRecorder):
         self._open()
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Raises `EngineDeadError` if a plan or a rank is missing."""
+        """Raises `EngineDeadError` if a plan with expert moves was lost or a rank is dead."""
         counts = self.counts() if step.wants_counts else None
         if not step.moves:
             return counts
         if step.version != self._version + 1:
             raise EngineDeadError(
-                f"a plan that moves experts is missing: received number {step.version}, expected "
-                f"number {self._version + 1}"
+                f"received plan {step.version} of the expert moves, expected plan "
+                f"{self._version + 1}"
             )
         self._version = step.version
         layers = dict.fromkeys(move.layer for move in step.moves)
@@ -144,7 +144,7 @@ class MovableExperts(ExpertRecorder):
         return ep_rank * self._view.tp + self._view.tp_rank
 
     def _open(self) -> None:
-        """Exchange a message with every rank, so that no connection is opened under load."""
+        """Exchange a message with every rank, to open the connections before requests arrive."""
         token = torch.zeros(1, dtype=torch.uint8, device=self._sent.device)
         size, own = self._view.ep, self._view.ep_rank
         for distance in range(1, size):
@@ -164,7 +164,7 @@ def load_recorder(
 
 
 class _ExpertLayout:
-    """Byte ranges of an expert's tensors in a buffer."""
+    """The byte range of each tensor of an expert in a buffer."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         # first byte, end, dtype, shape

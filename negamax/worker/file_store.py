@@ -1,10 +1,10 @@
 """Files of one rank as a third level of its KV caches, below host memory.
 
 A file holds one block's data in all caches of one rank. The folder's name is a fingerprint of all
-settings that a block's content and layout depend on. The file's name is the block's hash. The
-file's header has the fingerprint, the hash, the length and a CRC-32 of the whole file. If a value
-in the header is wrong, the lookup is a miss and deletes the file. So several engines and ranks may
-share a folder.
+settings that a block's content and layout depend on, so engines and ranks with equal settings share
+a folder. The file's name is the block's hash. The file's header has the fingerprint, the hash, the
+length and a CRC-32 of the whole file. If a value in the header is wrong, the lookup is a miss and
+deletes the file.
 
 A file is written under a temporary name and then renamed, but not synced to the disk. A process
 that dies loses no complete file. After a power failure, the checksum detects incomplete files.
@@ -47,7 +47,7 @@ logger = get_logger(__name__)
 READ_THREADS = 4
 SCAN_SHARE = 16  # the folder is scanned after writing 1 / SCAN_SHARE of its bound
 STALL_SECONDS = 60.0  # after this time without the end of a copy, the files are disabled
-MOST_FOUND = 1 << 18  # most files of earlier engines that are used
+MOST_FOUND = 1 << 18  # largest number of files of earlier engines that are indexed
 ABANDONED_SECONDS = 3600.0  # age from which a temporary file counts as abandoned
 FINGERPRINT_BYTES = 16
 _MAGIC = b"NMXKV01\n"
@@ -56,7 +56,7 @@ _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _FILE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _PART = ".part"
 
-Ended = Callable[[], object] | None  # waits until earlier copies of host blocks have ended
+Ended = Callable[[], object] | None  # waits for the end of earlier copies of host blocks
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _StoredFile:
 
 
 class FileStore:
-    """The worker's thread calls `run`; the thread that builds results calls the other methods."""
+    """The worker's thread calls `run`. The thread that builds results calls all other methods."""
 
     def __init__(
         self,
@@ -94,10 +94,11 @@ class FileStore:
         sharing: int,
         cleans: bool,
     ) -> None:
-        """`most_bytes`: bound of all files below `folder`. `facts`: settings that blocks depend on.
-        `host`: blocks in host memory, [blocks, bytes] uint8 for each kind of cache. `sharing`: how
-        many ranks write each block to `folder`. `cleans`: whether this rank deletes files above the
-        bound. Raises `ConfigError` if the folder cannot be used.
+        """`most_bytes`: maximum size of all files below `folder`. `facts`: settings that determine
+        the content and layout of blocks. `host`: blocks in host memory, [blocks, bytes] uint8 for
+        each kind of cache. `sharing`: how many ranks write each block to `folder`. `cleans`:
+        whether this rank deletes files beyond `most_bytes`. Raises `ConfigError` if the folder
+        cannot be used.
         """
         self.file_bytes = _HEADER.size + sum(kind.shape[1] for kind in host)
         self.num_blocks = most_bytes // (sharing * self.file_bytes)
@@ -105,7 +106,7 @@ class FileStore:
         self._fingerprint = hashlib.sha256("\n".join(facts).encode()).digest()[:FINGERPRINT_BYTES]
         self._folder = folder / self._fingerprint.hex()
         self._host, self._rank, self._sharing = host, rank, sharing
-        self._part = f".{secrets.token_hex(8)}{_PART}"  # suffix of this store's temporary files
+        self._part = f".{secrets.token_hex(8)}{_PART}"  # suffix of temporary files of this object
         if not self.num_blocks:
             raise ConfigError(
                 f"--kv-offloading-path-size is {most_bytes / 2**30:.3g} (GiB): less than one KV "
@@ -114,13 +115,13 @@ class FileStore:
             )
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-read")
         self._writer = ThreadPoolExecutor(1, "kv-write")  # writes and deletes in plan order
-        self._reads: deque[_FileBatch] = deque()  # not reported yet
+        self._reads: deque[_FileBatch] = deque()  # batches that are not reported yet
         self._writes: deque[_FileBatch] = deque()
         self._read_step = self._written_step = -1
-        self._active_at = 0.0  # monotonic time at which the last copy ended
+        self._active_at = 0.0  # monotonic time at which a copy last ended
         self._is_off = False
-        self._lock = threading.Lock()  # for `_counts`
-        self._counts = Counter[str]()  # by field of `FileProgress`
+        self._lock = threading.Lock()  # protects `_counts`
+        self._counts = Counter[str]()  # totals for the fields of `FileProgress` with these names
         self._unscanned = 0  # bytes written since the last scan
         try:
             _make_private(self._folder)
@@ -180,7 +181,7 @@ class FileStore:
             )
 
     def close(self) -> None:
-        """Wait for all copies. If the files are disabled, do not wait: copies may never end."""
+        """Wait for all copies. If the files are disabled, do not wait, as copies may never end."""
         for threads in (self._readers, self._writer):
             threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 
@@ -272,8 +273,8 @@ class FileStore:
             file.path.unlink(missing_ok=True)
 
     def _clean(self) -> list[_StoredFile]:
-        """Delete the least recently used files of all engines above the bound. Return this rank's
-        remaining files, the least recently used first.
+        """If the files of all engines exceed their maximum size, delete the least recently used
+        files. Return this rank's remaining files, the least recently used first.
         """
         folders = (each for each in os.scandir(self._root) if _is_own(each))
         files = sorted(
@@ -327,8 +328,8 @@ def open_files(
 
 
 def _list_facts(config: WorkerConfig, kernels: KernelTable, *, dtype: str) -> list[str]:
-    """List all settings that content and layout of this rank's blocks depend on. Ranks with
-    equal shards in different data-parallel ranks have equal settings.
+    """List all settings that determine content and layout of this rank's blocks. Ranks with equal
+    shards in different data-parallel ranks have equal settings.
     """
     layout, draft = config.layout, config.draft
     folders = (config.folder, draft and draft.folder)
@@ -351,7 +352,7 @@ def _describe(value: object) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder that only this user can read: files hold user data. Raises `OSError`."""
+    """Create a folder that only this user can read, as files hold user data. Raises `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():
         raise PermissionError(1, "the folder belongs to another user")
@@ -369,7 +370,7 @@ def _fill(stream: RawIOBase, view: memoryview) -> bool:
 
 
 def _is_own(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder of KV blocks that belongs to this user."""
+    """Whether a directory entry is a folder of KV blocks that belongs to this user."""
     is_named = entry.is_dir(follow_symlinks=False) and _FOLDER.fullmatch(entry.name) is not None
     return is_named and entry.stat(follow_symlinks=False).st_uid == os.getuid()
 

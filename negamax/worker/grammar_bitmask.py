@@ -25,7 +25,7 @@ class RowBitmasks:
     packed: Tensor  # [M, ceil(V / 8)] uint8: bit i of byte j allows token 8 j + i
 
     def select(self, rows: Sequence[int], *, renumber: bool = False) -> "RowBitmasks | None":
-        """Select the masks of `rows`; with `renumber`, members become indices into `rows`."""
+        """Select the masks of `rows`. With `renumber`, `members` become indices into `rows`."""
         place = {row: i for i, row in enumerate(rows)}
         kept = [i for i, member in enumerate(self.members) if member in place]
         if not kept:
@@ -54,14 +54,14 @@ class RowBitmasks:
 
 
 class PendingBitmask:
-    """The bitmask of a plan, which arrives after the plan. The first access waits for that."""
+    """The bitmask of a plan, which arrives after the plan. The first access waits until then."""
 
     def __init__(
         self,
         by_row: Callable[[], Mapping[int, Sequence[bytes | None]]],
         postponed: Callable[[], Sequence[int]] = list,
     ) -> None:
-        """`by_row`: masks by row of the plan, one for each sample that may be kept."""
+        """`by_row`: for each row of the plan, the masks of its samples that may be kept."""
         self._by_row, self._postponed = by_row, postponed
 
     @property
@@ -73,7 +73,7 @@ class PendingBitmask:
     def of_plan(
         cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, requests: RequestState
     ) -> "PendingBitmask":
-        """Call `wait` when the bitmask is first needed. A row whose mask has a wrong size fails."""
+        """`wait` returns the bitmask and is called once. A row with a mask of wrong size fails."""
         bitmask = cache(wait)
 
         def read_rows() -> dict[int, list[bytes | None]]:
@@ -110,7 +110,7 @@ class PendingBitmask:
         )
 
     def drop_drafts(self, drafts: Tensor, plan: StepPlan) -> bool:
-        """Set drafts [sampled rows, K] after a row's last mask to -1; return if any may be."""
+        """Set drafts [rows, K] after each row's last mask to -1. Return False if all are kept."""
         limits = {row: len(masks) - 1 for row, masks in self._by_row().items()}
         limits |= dict.fromkeys(self.postponed, 0)
         if all(plan.num_draft_tokens[row] <= limit for row, limit in limits.items()):

@@ -46,10 +46,9 @@ from negamax.worker.verify import VerifiedRows, Verifier
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Outputs of replays, in the first rows. A step has up to N tokens and R sampled tokens."""
+    """Outputs of a replay, in the first rows of each buffer, for up to N tokens and R samples."""
 
-    # [N, hidden]; a step that samples does not write this buffer
-    hidden: Tensor
+    hidden: Tensor  # [N, hidden]; a step that samples does not write this buffer
     entering: Tensor | None  # [N, hidden], see `Decoder.forward`; None: this is the first stage
     residuals: list[Tensor]  # streams of the captured layers, [N, hidden] each
     logits: Tensor  # [R, V of this rank] fp32
@@ -102,20 +101,18 @@ class StepGraphs:
             dtype=torch.int64,
             device=device,
         )
-        # see `_words_of`
-        self._words = torch.zeros(
+        self._words = torch.zeros(  # see `_words_of`
             max(2 * shape.num_seqs + 2 for shape in every), dtype=torch.int32, device=device
         )
-        # for each token: its id, and the length of the sequence up to it (0: padding)
+        # for each token: its id, and the number of tokens in its sequence up to it (0: padding)
         self._token_ids, self._ends = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
         # query starts of decodes
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
-        # rows of image tokens, in steps with prompts; decodes read no images
-        self._images = None
+        self._images = None  # rows of image tokens, in steps with prompts; decodes read no images
         if image_rows is not None:
             none = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
             self._images = ImageRows(none, image_rows)
-        self._has_images = False  # whether `self._images.at` has an entry other than -1
+        self._has_images = False  # whether a token of the last step read an image row
         states = (num_tokens, model.spec.hidden_size)
         self.buffers = StepBuffers(
             hidden=torch.zeros(states, dtype=kernels.dtype, device=device),
@@ -142,13 +139,13 @@ class StepGraphs:
         self._drafts = torch.zeros(
             num_sampled, requests.drafts.shape[1], dtype=torch.int64, device=device
         )
-        # graph of the step and, for sampled shapes, the graph that `draw` or `finish` replays
+        # graph of each shape's step; shapes that sample have a second graph for `draw` or `finish`
         self._graphs: dict[StepShape, list[Graph]] = {}
-        # the latest step of each shape, and the computed tokens of its slots before the step
+        # latest step of each shape, with the number of tokens that its slots had computed before
         self._latest: dict[StepShape, tuple[StepColumns, Column]] = {}
 
     def warmup(self, layers: int) -> None:
-        """Launch the kernels of every shape, with the first `layers` only."""
+        """Launch the kernels of every shape, in the first `layers` layers only."""
         for shapes in self.shapes.values():
             for shape in shapes:
                 self._send(shape, StepColumns.of_decodes([], []))
@@ -197,7 +194,7 @@ class StepGraphs:
         self._send(shape, columns)
 
     def place_images(self, rows: Column | None) -> None:
-        """Set the image row of each token of a prepared step, -1 for none; None clears all."""
+        """Set each token's image row in a prepared step; -1 or None: no image."""
         if self._images is None or (rows is None and not self._has_images):
             return
         self._has_images, index = rows is not None, self._images.at
@@ -206,7 +203,7 @@ class StepGraphs:
             index[: len(rows)] = upload((rows,), index.device)[0].int()
 
     def replay(self, shape: StepShape) -> StepBuffers:
-        """Run the prepared step. The results, padding last, are valid until the next replay."""
+        """Run the prepared step. Results end with padding, and are valid until the next replay."""
         self._graphs[shape][0].replay()
         return self.buffers
 
@@ -215,7 +212,7 @@ class StepGraphs:
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
-        """Locate the samples of a replay to sample them again, and restore its draft tokens."""
+        """Return the inputs to sample a replay again, and restore the drafts that it replaced."""
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
             self._requests.store(inputs.token_slots, inputs.positions, ran)
@@ -394,7 +391,7 @@ class StepGraphs:
         return self._columns[first : first + shape.num_seqs]
 
     def _decode_metadata(self, shape: StepShape) -> AttentionMetadata:
-        """Describe each token as a separate sequence; tokens of a row with drafts form a run."""
+        """Describe each token as a decode. The tokens of a row with drafts form a run."""
         inputs, num_tokens = self._inputs(shape), shape.num_tokens
         seq_lens, _, active = self._words_of(shape)
         runs = None

@@ -1,13 +1,14 @@
-"""Host memory of one rank as a second level of its KV caches: the copies that plans request. Files
-may be a third level (`FileStore`).
+"""Run the copies that plans request between the KV caches of one rank and its host memory, which is
+a second level of the caches. Files may be a third level (`FileStore`).
 
 On a GPU the copies run on a separate stream, in plan order, and start after all steps that were
-launched before. A step waits on the device for pending copies that read a block that it writes, or
-write a block that it reads. So no step sees half a copy, even if the host does not know how far the
-copy is.
+launched before. On the device, a step waits for pending stores of blocks that it writes, and for
+pending loads of blocks that it uses. So no step sees half a copy, although the host does not wait
+for copies.
 
-A host block holds all caches of a KV block. Copies pass through a staging buffer on the device: one
-gather or scatter per kind of cache, and one transfer per run of adjacent host blocks.
+A host block holds all caches of a KV block. Copies pass through a staging buffer on the device:
+each plan needs one gather or scatter per kind of cache, and one transfer per run of adjacent host
+blocks.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from negamax.worker.device import Runtime, indices
 from negamax.worker.file_store import FileStore
 from negamax.worker.kv_cache import STAGING_BYTES, zeros_on_large_pages
 
-# most time that an awaited plan waits for a load or a file, because requests may arrive
+# longest wait for a load or a file if no step can run; it is short because requests may arrive
 AWAIT_SECONDS = 0.005
 
 
@@ -37,7 +38,7 @@ class _Batch:
     """The copies of one plan, which may be pending."""
 
     step_id: int
-    event: torch.cuda.Event | None  # end of the copies; None: they are complete
+    event: torch.cuda.Event | None  # marks the end of the copies; None: the copies are complete
     stored_blocks: frozenset[int]
     loaded_blocks: frozenset[int]
 
@@ -51,13 +52,13 @@ class LoadProgress:
     """Progress of the loads of all plans up to a launch. Any thread may read it."""
 
     loaded_step: int  # loads of plans up to this step id were complete at the launch
-    pending: tuple[_Batch, ...]  # batches with later loads, in plan order
+    pending: tuple[_Batch, ...]  # batches of later plans, in plan order
     is_awaited: bool
     files: FileStore | None = None  # None: there are no files
 
     def read(self) -> int:
-        """Return the step id up to which all loads are complete. An awaited plan first waits for a
-        load or a file, at most `AWAIT_SECONDS`.
+        """Return the step id up to which all loads are complete. If `is_awaited`, first wait up to
+        `AWAIT_SECONDS` until a load or a file copy ends.
         """
         end = time.monotonic() + AWAIT_SECONDS * self.is_awaited
         while time.monotonic() < end and not self._has_news:
@@ -81,7 +82,7 @@ class LoadProgress:
 
 
 class HostPool:
-    """Blocks in pinned memory (plain memory on a CPU). Only the worker's thread uses them."""
+    """Host blocks in pinned memory (plain memory on a CPU). Methods are for the worker's thread."""
 
     def __init__(
         self,
@@ -92,11 +93,11 @@ class HostPool:
         device: torch.device,
         runtime: Runtime,
     ) -> None:
-        """`caches`: KV caches of this rank. `num_blocks`: blocks in host memory."""
+        """`caches`: the KV caches of this rank. `num_blocks`: blocks in host memory."""
         self.num_blocks, self._block_size = num_blocks, block_size
         self._device, self._runtime = device, runtime
         self._caches = view_blocks(caches)
-        sizes = [cache.shape[1:] for cache in self._caches]  # [layers, words] of each kind
+        sizes = [cache.shape[1:] for cache in self._caches]  # [layers, words] of each cache kind
         self.block_bytes = sum(8 * size.numel() for size in sizes)
         most = self._caches[0].shape[0]
         self._piece = min(most, max(1, STAGING_BYTES // self.block_bytes))  # blocks
@@ -117,12 +118,12 @@ class HostPool:
                         hint="use a smaller --kv-offloading-size",
                     )
                 self._pinned.append(memory)
-        # [num_blocks, layers, words] of each kind; the copies of plans and `worker.lanes` use it
+        # [num_blocks, layers, words] for each kind of cache; also used by `worker.lanes`
         self.host = [
             memory.view(torch.int64).view(num_blocks, *size)
             for memory, size in zip(raw, sizes, strict=True)
         ]
-        self._batches: deque[_Batch] = deque()  # batches that may be pending
+        self._batches: deque[_Batch] = deque()  # batches whose copies may be pending
         self._loaded_step = self._last_step = -1
         self.files: FileStore | None = None  # set by the runner if files are enabled
 
@@ -174,7 +175,7 @@ class HostPool:
         self._pinned.clear()
 
     def _launch(self, copies: HostCopies, step_id: int) -> None:
-        launched = self._runtime.record_event()  # the end of earlier steps
+        launched = self._runtime.record_event()  # marks the end of earlier steps
         on_stream = contextlib.nullcontext()
         if self._stream is not None and launched is not None:
             self._stream.wait_event(launched)
@@ -197,7 +198,7 @@ class HostPool:
         return event.synchronize
 
     def _order_step(self, plan: StepPlan) -> None:
-        """Let the next step wait for copies of blocks that this plan starts to use."""
+        """Let the next step wait for pending stores and loads of blocks that this plan assigns."""
         used, written = set[int](), set(plan.appended_blocks)
         for row in plan.new_rows:
             used.update(row.block_ids)
@@ -244,7 +245,7 @@ def view_blocks(caches: list[KvCaches]) -> list[Tensor]:
 
 
 def _find_runs(places: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield (indices, places) of each run of consecutive numbers in `places`."""
+    """Yield (slice of indices, slice of blocks) for each run of consecutive numbers in `places`."""
     ends = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
     for first, stop in pairwise(ends):
         yield slice(first, stop), slice(places[first], places[first] + stop - first)

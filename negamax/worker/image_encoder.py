@@ -1,7 +1,7 @@
 """Compute the rows of images on one rank before a step, which reads them in place of embeddings.
 
-Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. Other
-ranks have zeros for these images, so that the sum of all ranks' embeddings is exact.
+Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. All other
+ranks use zeros for the same images, so the sum over the ranks is exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,20 +20,20 @@ from negamax.worker.batch import Column, StepColumns
 from negamax.worker.device import Runtime, indices, upload
 from negamax.worker.request_state import RequestState
 
-# Image tokens of one run of the tower (2016 x 2016 pixels); a larger image has its own run.
+# Most image tokens (2016 x 2016 pixels) in one run of the tower; a larger image runs alone.
 _RUN_TOKENS = 5184
 
 
 @dataclass(frozen=True)
 class _Broken:
-    """Pages with invalid rows, and the error of their image."""
+    """Pages whose image could not be encoded, with the error."""
 
     pages: frozenset[int]
     error: Exception
 
 
 class ImageEncoder:
-    """The vision tower of a rank and its pool of rows."""
+    """The vision tower of a rank, and the pool that holds the rows of encoded images."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ImageEncoder:
         return self._pool.flatten(0, 1)
 
     def encode(self, plan: StepPlan) -> None:
-        """Encode the images of `plan`, and end requests that read an image that failed."""
+        """Encode the images of `plan`. End requests whose image could not be encoded."""
         own = [job for job in plan.encodes if job.rank == self._rank]
         for job in plan.encodes:
             pages = frozenset(job.pages)
@@ -83,7 +83,7 @@ class ImageEncoder:
                         self._requests.fail(run.slot, each.error)
 
     def find_rows(self, runs: Sequence[ImageRun], columns: StepColumns) -> Column | None:
-        """Return the image row of each of the T tokens, -1 for none; return None without `runs`."""
+        """Return each token's index of an image row, [T] (-1: no image); None without `runs`."""
         if not runs:
             return None
         rows = np.full(len(columns.token_slots), -1, dtype=np.int64)
@@ -123,7 +123,7 @@ class ImageEncoder:
 
     def _split(self, jobs: list[EncodeJob]) -> Iterator[list[EncodeJob]]:
         """Split images into runs of the tower, to bound the memory. If results must not depend on
-        the batch, each image is a run.
+        the batch, each image runs alone.
         """
         most = 0 if self._runtime.is_batch_invariant else _RUN_TOKENS
         run, size = list[EncodeJob](), 0

@@ -1,4 +1,4 @@
-"""The KV caches of one rank: number of blocks, and tensors."""
+"""Allocate the KV caches of one rank, and compute how many blocks fit."""
 
 import mmap
 from collections import Counter
@@ -30,10 +30,8 @@ CPU_CACHE_SHARE = 0.25
 GRAPH_RESERVE = GIB
 # Size of the device buffer for copies to and from host memory, unless a block is larger.
 STAGING_BYTES = 128 * 2**20
-# Share of the free main memory that blocks in host memory may take.
-HOST_SHARE = 0.9
-# Alignment of layers' caches within one allocation, which kernels may rely on.
-ALIGNMENT = 512
+HOST_SHARE = 0.9  # Share of the free main memory that blocks in host memory may take.
+ALIGNMENT = 512  # Alignment of layers' caches within one allocation, which kernels may rely on.
 
 
 def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ PIECE_BYTES = 16 * 2**20  # approximate size of one reply
 
 
 class HeadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Adjacent heads of one kind of cache, with the numbers that the storing rank uses."""
+    """Adjacent heads of one kind of cache, numbered as on the rank that stores them."""
 
     kind: int
     first: int
@@ -40,14 +40,14 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ImportBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """Asks an engine's own lane to fill host blocks from the lanes of another engine."""
+    """Asks a lane of the same engine to fill host blocks from the lanes of another engine."""
 
     number: int
     places: list[int]  # host blocks that are written
     after_step: int  # the lane first waits for copies of plans up to this step id
     lanes: list[str]  # endpoints of the other engine's ranks
     remote_places: list[int]  # host blocks of the other engine, one for each of `places`
-    remote_step: int  # step id for the reads (`ReadBlocks.step_id`)
+    remote_step: int  # becomes `ReadBlocks.step_id` in each read
 
 
 class ImportDone(msgspec.Struct, frozen=True, array_like=True):

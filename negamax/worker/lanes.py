@@ -1,8 +1,9 @@
-"""The lane of one rank sends host blocks to ranks of other engines, and fills host blocks from
-them. Lanes do not use the device: plans copy between KV blocks and host blocks.
+"""A lane connects one rank to ranks of other engines. It sends them host blocks on request, and
+fills host blocks of its rank with theirs. Lanes do not access the GPU, because plans copy between
+KV blocks and host blocks.
 
 A rank reads the heads that it needs from each rank of the other engine, which may have another
-tensor-parallel size. One thread answers reads, another one runs the imports of this rank's engine.
+tensor-parallel size. One thread answers reads of other engines. Another thread runs imports.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ logger = get_logger(__name__)
 
 STALL_SECONDS = 10.0  # an import fails if it gets no reply for this time
 _POLL_MS = 100  # interval between checks of the stop flag
-_AHEAD = 2  # most reads that wait for replies
+_AHEAD = 2  # largest number of reads without a reply
 
 
 class LaneError(Exception):
-    """Blocks of another engine cannot be read."""
+    """An error while reading blocks of another engine."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 4 * _AHEAD  # a reader has fewer pending replies
+        self._reads.sndhwm = 4 * _AHEAD  # every reader has fewer reads without a reply
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))
@@ -136,7 +137,7 @@ class Lane:
         )
         if asked > max(wire.PIECE_BYTES, whole):
             raise ValueError(f"a read of {asked} bytes exceeds the limit of {wire.PIECE_BYTES}")
-        # shorter than the reader's timeout
+        # this wait is shorter than the reader's timeout
         if not self._pool.await_copies(message.step_id, seconds=STALL_SECONDS / 2):
             return [b"the blocks were not copied to main memory in time"]
         found = [
@@ -170,7 +171,7 @@ def plan_reads(
     engine. Each head is read once.
     """
     reads: dict[int, list[HeadCopy]] = {}
-    first = rank * peers // ranks  # ranks with copies of a head share the reads
+    first = rank * peers // ranks  # ranks that hold copies of a head share its reads
     order = [(first + each) % peers for each in range(peers)]
     for index, kind in enumerate(kinds):
         own = kind.heads_of(rank, ranks)
@@ -199,8 +200,8 @@ class TcpMover:
         places: list[int],
         command: wire.ImportBlocks,
     ) -> None:
-        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. Raises `LaneError`,
-        after which no block is written.
+        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. If it raises
+        `LaneError`, it writes no block afterwards.
         """
         words = sum(
             self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts

@@ -38,8 +38,9 @@ def plan_loading(
 def load_model(
     model: Decoder, config: WorkerConfig, plan: LoadPlan | None, *, device: torch.device
 ) -> str:
-    """Fill the weights by `plan` (None: synthetic) and pack them. Return a line for the log. This
-    uses one thread, because several threads wait at barriers for seconds on busy cores.
+    """Fill the weights by `plan` (None: synthetic) and pack them. Return a line for the log.
+    Loading uses one CPU thread, because more threads would wait at barriers for seconds on busy
+    cores.
     """
     torch.set_num_threads(1)
     shown = config.show_progress and config.layout.rank == 0

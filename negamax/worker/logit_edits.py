@@ -1,7 +1,7 @@
-"""Logit edits: the sampler stage that changes the logits of single rows before a token is sampled.
+"""The sampler stage that edits the logits of single rows before a token is sampled.
 
 To add a sampling parameter that changes logits, add a field to `SamplingParams`, write a
-`LogitEdit` and append the edit to `EDITS`. No other code of worker and engine reads the field.
+`LogitEdit` and append the edit to `EDITS`. The rest of worker and engine does not read the field.
 """
 
 from collections.abc import Callable, Collection
@@ -17,7 +17,7 @@ from negamax.scheduler.request import SamplingParams
 
 @dataclass(frozen=True)
 class EditedRow:
-    """The prompt and output tokens of a row before the position that is sampled."""
+    """The prompt and output tokens of a row that precede the token to sample."""
 
     prompt_ids: Tensor  # [P] int64
     output_ids: Tensor  # [O] int64, -1 after the last output
@@ -29,7 +29,7 @@ ApplyEdit = Callable[[Tensor, EditedRow], None]  # changes logits [V] fp32 in pl
 
 
 class LogitEdit(Protocol):
-    """Implements one or several sampling parameters."""
+    """An edit of logits that implements one or several sampling parameters."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         """Whether the edit changes logits. The result depends only on the arguments."""

@@ -1,10 +1,10 @@
 """Prompt lookup (method `ngram`): find an earlier occurrence of a sequence's last tokens, and
 propose the tokens that followed there.
 
-The longest match wins, then the earliest match, as in vLLM. Only the last `SEARCHED_TOKENS` tokens
-are searched, so the cost per sequence has a constant bound. On a CPU, the search is also limited to
-the longest sequence of the step. A hash table of n-grams could cover all tokens, but it would need
-the tokens of cached prefixes, which no step runs.
+The proposer uses the longest match, and the earliest of equally long matches, as vLLM does. Only
+the last `SEARCHED_TOKENS` tokens are searched, so the cost per sequence has a constant bound. On a
+CPU, the search is also limited to the longest sequence of the step. A hash table of n-grams could
+cover all tokens, but steps would have to insert the tokens of cached prefixes, which do not run.
 """
 
 import torch
@@ -30,7 +30,7 @@ class NgramProposer(Proposer):
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        """The cost is about 3 passes over the searched tokens per compared token."""
+        """Each compared token costs about 3 passes over the searched tokens."""
         slots, lengths, _ = rows
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:
@@ -39,7 +39,7 @@ class NgramProposer(Proposer):
         if tokens.device.type == "cpu":  # on a GPU, the host does not have the lengths
             width = min(width, max([1, *lengths.tolist()]))
         begins = (lengths - width).clamp_min(0)
-        # [R, width] tokens before `lengths`; for shorter sequences also later tokens
+        # [R, width] last tokens of each sequence; short sequences have other tokens at the end
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]
         # Extend the matches that end at each place. The last token must not match itself.
         matches = torch.arange(width, device=tokens.device) < (lengths - 1 - begins).unsqueeze(1)
@@ -49,7 +49,7 @@ class NgramProposer(Proposer):
             matches[:, back:] &= searched[:, : width - back] == last
             matches[:, :back] = False
             longest += matches
-        length, end = longest.max(dim=1)  # the first one if several are equal
+        length, end = longest.max(dim=1)  # `max` returns the first of equal values
         positions = (begins + end + 1).unsqueeze(1) + torch.arange(num_tokens, device=tokens.device)
         is_known = (positions < lengths.unsqueeze(1)) & (length >= self._least).unsqueeze(1)
         followed = tokens[slots.unsqueeze(1), positions.clamp_max(tokens.shape[1] - 1)]

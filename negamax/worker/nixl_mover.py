@@ -1,4 +1,4 @@
-"""Read KV blocks with NIXL, over RDMA or another transport of UCX. The extra `pd` installs it.
+"""Read KV blocks with NIXL, over RDMA or another transport of UCX. The extra `pd` installs NIXL.
 
 The memory of all host blocks is registered once. With equal tensor-parallel sizes, all layers of a
 block in one kind of cache are one descriptor; otherwise each layer is a descriptor.
@@ -22,7 +22,7 @@ _DRAM = "DRAM"
 
 
 class NixlMover:
-    """Copies blocks with NIXL. Only the thread of a lane uses it."""
+    """Copies blocks with NIXL. Only the import thread of its `Lane` uses it."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], kinds: list[HostKind], pool: HostPool
@@ -39,7 +39,7 @@ class NixlMover:
                 hint="install negamax[pd], or use the kv_connector TcpConnector",
             ) from None
         self._kinds, self._messages = kinds, TcpMover(context, kinds)
-        self._peers: dict[str, tuple[str, wire.Description]] = {}  # agents by endpoint
+        self._peers: dict[str, tuple[str, wire.Description]] = {}  # remote agents by endpoint
         layouts = [
             wire.KindLayout(memory.data_ptr(), kind.blocks.shape)
             for kind, memory in zip(kinds, pool.host, strict=True)
@@ -87,7 +87,7 @@ class NixlMover:
         return self._peers[endpoint]
 
     def _read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], agent: str) -> None:
-        """Read blocks and wait for the end. Raises `LaneError`; then no block is written."""
+        """Read blocks and wait. If it raises `LaneError`, it writes no block afterwards."""
         transfer = self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, _DRAM),

@@ -1,4 +1,4 @@
-"""Encrypted ZeroMQ sockets between machines with the same key.
+"""Create encrypted ZeroMQ sockets between machines that share a key.
 
 Both ends derive CurveZMQ key pairs for the listening and the connecting end from the environment
 variable NEGAMAX_NODE_KEY. A peer without the key is ignored. If the variable is unset, every
@@ -22,14 +22,15 @@ from negamax.base.errors import ResourceError
 from negamax.options.nodes import KEY_VARIABLE
 
 _TCP = "tcp://"
-FRAME_BYTES = 16 * 2**20  # most bytes of a frame without log-probabilities
+# default limit for a frame, in bytes; frames with log-probabilities may be larger
+FRAME_BYTES = 16 * 2**20
 _CONNECT_MS = 2000  # a lost packet is repeated after 1 s, then after 2 s, then after 4 s
 _HANDSHAKE_MS = 5000  # time in which a new connection must prove the key
-_MOST_STRANGERS = 64  # connections beyond those that the nodes need
+_MOST_STRANGERS = 64  # number of extra connections that a socket accepts
 
 
 def has_key() -> bool:
-    """Whether the user has set a key."""
+    """Whether NEGAMAX_NODE_KEY is set."""
     return env.get(KEY_VARIABLE) is not None
 
 

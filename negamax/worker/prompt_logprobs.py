@@ -10,8 +10,7 @@ from negamax.worker.batch import BatchLayout
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import LogprobEntries
 
-# Positions whose logits are computed at a time, to bound the memory.
-TILE = 256
+TILE = 256  # Positions whose logits are computed at a time, to bound the memory.
 
 
 def score_prompts(

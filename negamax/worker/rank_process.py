@@ -98,8 +98,7 @@ def main(endpoint: str, rank: int) -> int:
         part = f"rank-{rank}"
         dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
-            # importing torch takes seconds, so connect first
-            with large_imports():
+            with large_imports():  # importing torch takes seconds, so connect first
                 from negamax.worker.worker import Worker
 
             worker = Worker(config)

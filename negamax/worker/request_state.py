@@ -82,13 +82,10 @@ class RequestState:
         self.sampling = torch.zeros(num_rows, len(FILTERS), dtype=torch.float32, device=device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._states: list[SlotState | None] = [None] * num_rows
-        # rows with logit edits (`worker.logit_edits`)
-        self.special_slots: set[int] = set()
-        self.drawn_slots: set[int] = set()  # rows with a temperature
-        # rows with a temperature and top-k, top-p or min-p
-        self.filtered_slots: set[int] = set()
-        # filtered rows that DRAW_LEADING does not sample
-        self.wide_slots: set[int] = set()
+        self.special_slots: set[int] = set()  # slots with logit edits (`worker.logit_edits`)
+        self.drawn_slots: set[int] = set()  # slots with a temperature above 0
+        self.filtered_slots: set[int] = set()  # with a temperature and top-k, top-p or min-p
+        self.wide_slots: set[int] = set()  # filtered rows that DRAW_LEADING does not sample
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
         self.failures: dict[int, str] = {}  # by slot: why its sequence ends with an error
