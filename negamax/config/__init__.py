@@ -1,1 +1,1 @@
-"""Descriptions shared by all rooms: model specs, KV caches, quantization, grammars. No torch."""
+"""Data classes for all packages: model specs, KV caches, quantization, grammars. No torch."""

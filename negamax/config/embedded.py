@@ -1,4 +1,4 @@
-"""The embedded checkpoints: small trained models, and a draft model for each of them."""
+"""Checkpoints in this package: small trained models, and a draft model for each of them."""
 
 from pathlib import Path
 

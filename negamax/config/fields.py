@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import PROVENANCE, read_quantization
 
-MAX_TOKEN_IDS = 1024  # most ids in a list of end tokens
-# Size in config.json -> field of `ModelSpec`. A missing size is an error, because every published
-# config.json states all sizes.
+MAX_TOKEN_IDS = 1024  # largest number of ids in a list of end tokens
+# Name of a size in config.json -> field of `ModelSpec`. A missing size is an error, because every
+# published config.json states all sizes.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -36,7 +36,7 @@ _IGNORED = {
     "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "transformers_version", "use_cache", "use_mtp", "max_window_layers",
 }  # fmt: skip
-_SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> field that turns it on
+_SWITCHES = {"sliding_window": "use_sliding_window"}  # name of a field -> name of its switch
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SIZE = 2**31 - 1
 
@@ -50,8 +50,8 @@ def read_common(
 ) -> dict[str, Any]:
     """Read the fields that every config.json has, as fields of `ModelSpec`. Errors: `ConfigError`.
 
-    If config.json states no rotary dimension, all head dimensions rotate. `notes` gets a line about
-    this assumption unless the family always does so (`rotates_fully`).
+    If config.json states no rotary dimension, all head dimensions rotate. This assumption is added
+    to `notes` unless `rotates_fully` states it for all models of the family.
     """
     sizes = {name: read_size(config, key) for key, name in _SIZES.items()}
     rope_notes: list[str] = [] if rotates_fully else notes
@@ -69,7 +69,7 @@ def read_common(
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     """Refuse a field whose value differs from its value in `fixed`. Errors: `ConfigError`.
 
-    Null, an empty list, an empty object and a field whose switch is off count as absent.
+    Null, an empty list, an empty object and a field that is turned off (`_SWITCHES`) are accepted.
     """
     for name, only in fixed.items():
         value = config.get(name)
@@ -97,7 +97,7 @@ def check_per_layer(
 
 
 def note_unknown(config: Mapping[str, Any], known: Set[str], *, notes: list[str]) -> None:
-    """Add a line to `notes` that lists the unknown fields of `config`, if there are any."""
+    """Add a line to `notes` that lists the unknown fields of `config`, if `config` has any."""
     if unknown := list_unknown(config, known):
         notes.append(f"these fields of config.json are unknown and ignored: {', '.join(unknown)}")
 
@@ -110,7 +110,7 @@ def list_unknown(config: Mapping[str, Any], known: Set[str]) -> list[str]:
 def merge_fields(
     config: Mapping[str, Any], nested: Mapping[str, Any], *, inner: str
 ) -> dict[str, Any]:
-    """Return `config` with the fields of `nested` that are not null.
+    """Return `config` with the fields of `nested`, except for fields that are null in `nested`.
 
     `inner` is the name of the object `nested` in config.json. Raises `ConfigError` if a field has
     different values in the two objects.
@@ -123,7 +123,7 @@ def merge_fields(
 
 
 def read_size(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
-    """Read a required integer from `least` on. Errors: `ConfigError`."""
+    """Read a required integer of `least` or more. Errors: `ConfigError`."""
     value = _require(config, name)
     if type(value) is not int or not least <= value <= MAX_SIZE:
         refuse(name, value, f"an integer from {least} to {MAX_SIZE}")
@@ -131,12 +131,12 @@ def read_size(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
 
 
 def read_optional_size(config: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Read an integer from 1 on, or return `default` if the field is missing or null."""
+    """Read an integer of 1 or more, or return `default` if the field is missing or null."""
     return default if config.get(name) is None else read_size(config, name)
 
 
 def read_switch(config: Mapping[str, Any], name: str) -> bool:
-    """Return the boolean field `name`; False if it is missing or null. Raises `ConfigError`."""
+    """Return the boolean field `name`, by default False. Raises `ConfigError`."""
     value = config.get(name)
     if value not in (None, True, False):
         refuse(name, value, "true or false")

@@ -13,9 +13,9 @@ from negamax.config.json_file import read_json_object
 from negamax.config.model_spec import ModelSpec
 
 GENERATION_FILE, OVERRIDE = "generation_config.json", "--override-generation-config"
-_CLASS_DEFAULTS = (1, 2)  # default token ids of transformers' config classes
+_CLASS_DEFAULTS = (1, 2)  # default end token ids in transformers' config classes
 _ABOVE_0 = math.ulp(0.0)
-_LIMITS = {  # field -> default, lowest value, highest value
+_LIMITS = {  # name of a sampling field -> default, lowest value, highest value
     "temperature": (1.0, 0.0, 2.0),
     "top_p": (1.0, _ABOVE_0, 1.0),
     "min_p": (0.0, 0.0, 1.0),
@@ -35,7 +35,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
-    eos_token_ids: tuple[int, ...]  # end tokens of the tokenizer are first
+    eos_token_ids: tuple[int, ...]  # the tokenizer's end tokens come first
     warning: str | None = None  # set if the files name different end tokens
 
 
@@ -49,9 +49,9 @@ def read_generation_defaults(
 ) -> GenerationDefaults:
     """Read generation_config.json in `folder`, and replace the fields that `override` has.
 
-    If the file is missing, `absent` gives the values. A sampling field that the file omits is off,
-    and `do_sample: false` means greedy sampling. If `override` has an `eos_token_id`, it replaces
-    all end tokens. Otherwise the end tokens of the tokenizer (its eos_token and `turn_end`), of the
+    `absent` replaces a missing file. A sampling field that the file omits is turned off.
+    `do_sample: false` means greedy sampling. If `override` has an `eos_token_id`, it replaces all
+    end tokens. Otherwise the end tokens of the tokenizer (its eos_token and `turn_end`), of the
     file and of config.json are joined. Raises `ConfigError` if a value is not allowed, and
     `CheckpointError` if the file is not a JSON object.
     """
@@ -77,10 +77,10 @@ def check_override(override: Mapping[str, Any]) -> None:
 def _join_ends(
     sampling: SamplingDefaults, found: Mapping[str, tuple[int, ...]]
 ) -> GenerationDefaults:
-    """Join the end tokens in `found` (source -> ids). Add a warning if the sources differ."""
+    """Join the end tokens in `found` (source -> ids). Set a warning if the sources differ."""
     own = found.get("the tokenizer", ())
     every = tuple(dict.fromkeys(token_id for ids in found.values() for token_id in ids))
-    # some exporters write the default id of the config class instead of the tokenizer's end token
+    # some exporters write the config class's default id instead of the id of the real end token
     joined = tuple(i for i in every if i in own or not own or i not in _CLASS_DEFAULTS)
     if len(set(map(frozenset, found.values()))) < 2:
         return GenerationDefaults(sampling=sampling, eos_token_ids=joined)
@@ -99,9 +99,9 @@ def _list_ids(ids: Sequence[int]) -> str:
 
 
 def _read_tokenizer_ends(folder: Path, spec: ModelSpec, turn_end: str | None) -> tuple[int, ...]:
-    """Return the ids that the tokenizer's files give for its eos_token and for `turn_end`.
+    """Read the ids of the tokenizer's eos_token and of `turn_end` from the tokenizer's files.
 
-    Only tokenizer.json has the ids if transformers 5 wrote the files.
+    Files that transformers 5 wrote contain these ids in tokenizer.json only.
     """
     listed: list[tuple[str | None, object]] = []  # text and id of added tokens
     texts = {turn_end}
@@ -127,7 +127,7 @@ def _read_tokenizer_ends(folder: Path, spec: ModelSpec, turn_end: str | None) ->
 
 
 def token_text(value: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json: the value, or its field "content"."""
+    """Return the text of a token in tokenizer_config.json: a string, or the field "content"."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
@@ -168,7 +168,7 @@ def _read_top_k(value: object, *, where: str) -> int:
     if value is None:
         return 0
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:
-        _refuse("top_k", value, "an integer from -1 (off, as 0 is) to 2147483647", where)
+        _refuse("top_k", value, "an integer from -1 to 2147483647 (-1 and 0: off)", where)
     return max(0, value)
 
 

@@ -19,17 +19,17 @@ GrammarKind = Literal[
 
 MAX_TEXT_BYTES = 512 * 1024
 MAX_NESTING = 100  # levels of objects and arrays
-MAX_CALLS_NESTING = MAX_NESTING + 5  # a tool_calls grammar adds levels around its schemas
+MAX_CALLS_NESTING = MAX_NESTING + 5  # a tool_calls grammar nests its schemas deeper
 MAX_CHOICES = 2000
 MAX_GROUPS = 200  # levels of nested groups in an expression
 
-# parts of an expression whose brackets do not open or close a group
+# parts of an expression that may contain brackets which do not open or close a group
 _CLASS = r"\\.|\[(?:\\.|[^\]\\])*\]?"
 _NO_GROUPS = {
     "regex": re.compile(_CLASS, re.DOTALL),
     "ebnf": re.compile(_CLASS + r'|"(?:\\.|[^"\\])*"?|#[^\n]*', re.DOTALL),
 }
-_NOTES = frozenset({"title", "description", "$comment"})  # keywords that do not limit an output
+_NOTES = frozenset({"title", "description", "$comment"})  # keywords that do not limit the output
 UNWRITABLE = "an infinite number or a lone surrogate"
 
 
@@ -38,17 +38,17 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     json_object: empty
     json_schema: the schema as JSON; with `strict`, keywords that cannot be enforced are refused
-    regex: an expression for the whole content
+    regex: a regular expression that matches the whole content
     choice: a JSON array of strings
     ebnf: GBNF rules with `root`
-    structural_tag: xgrammar's description as JSON
+    structural_tag: a structural tag of xgrammar as JSON
     tool_calls: `text.grammar.tool_calls.CallRules` as JSON
     """
 
     kind: GrammarKind
     text: str = ""
     strict: bool = True
-    # JSON without white space between its parts; None: the server's setting
+    # whether JSON has no white space between its parts; None: use the server's setting
     compact: bool | None = None
 
     def check(self) -> None:
@@ -121,7 +121,7 @@ def find_unwritable(value: object, *, mended: str = "") -> str | None:
     """Return the path in a schema of the first value that UTF-8 JSON cannot hold, or None.
 
     Titles, descriptions and comments are not checked. `mended` is a character that replaced lone
-    surrogates; a text that contains it is reported too.
+    surrogates. A text with this character is reported too.
     """
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
@@ -139,7 +139,7 @@ def find_unwritable(value: object, *, mended: str = "") -> str | None:
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A tag in an output. If `token_id` is set, only this token is the tag, not its text."""
+    """A tag in an output. If `token_id` is set, only this token is the tag. Its text is not."""
 
     text: str
     token_id: int | None = None
@@ -148,13 +148,13 @@ class Marker(msgspec.Struct, frozen=True):
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     """The tags around the reasoning of an output. The grammar applies after the reasoning."""
 
-    # "open": the output starts within reasoning; "optional": it may start with `opener`
+    # "open": the output starts within reasoning; "optional": the output may start with `opener`
     state: Literal["open", "optional"]
     opener: Marker
     closer: Marker
-    call_opener: Marker  # begins a call block, which also ends an open reasoning
+    call_opener: Marker  # tag that begins a call block, and also ends an open reasoning
     closing_ids: tuple[int, ...]  # tokens that end the reasoning when its budget is spent
-    max_newlines: int  # most newlines between `closer` and the content
+    max_newlines: int  # limit of newlines between `closer` and the content
 
     def check(self, *, vocab_size: int) -> None:
         """Refuse token ids outside the vocabulary. Errors: `InvalidRequestError`."""

@@ -7,7 +7,7 @@ from typing import Any
 from negamax.base.errors import CheckpointError
 
 LFS_POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
-MAX_BYTES = 64 * 2**20  # the index of the largest checkpoints is below 20 MiB
+MAX_BYTES = 64 * 2**20  # the largest files are indexes of checkpoints; they are below 20 MiB
 
 
 def check_pointer(path: Path, data: bytes) -> None:

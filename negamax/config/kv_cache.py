@@ -1,7 +1,7 @@
-"""Descriptions of the KV caches of layers, and the formula for their bytes.
+"""Descriptions of the KV caches of layers, and their sizes in bytes.
 
-A block is `block_size` tokens of every cache of every layer. A block has the same number in all
-caches, and one hash of its tokens (`scheduler/prefix_cache.py`).
+A block holds `block_size` tokens in every cache of every layer. A block has the same number in all
+caches. A hash of its tokens identifies its content (`scheduler/prefix_cache.py`).
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-# calculated for H200: one exchange between ranks per layer, plus the index queries of all heads
+# seconds per layer, calculated for H200: one exchange between ranks, and index queries of all heads
 _SHARDING_SECONDS = 4.5e-6
-_BYTES_PER_SECOND = 4.25e12  # memory bandwidth of H200
+_BYTES_PER_SECOND = 4.25e12  # memory bandwidth of an H200
 
 
 @dataclass(frozen=True)
@@ -26,47 +26,47 @@ class KvCacheSpec:
     """One cache of one layer: `heads` vectors of `width` elements for each token."""
 
     name: str  # the layer finds the cache by this name
-    heads: int  # sum over all ranks
+    heads: int  # number of heads of all ranks together
     width: int  # elements
     dtype: str | None = None  # None: the dtype of --kv-cache-dtype or --index-cache-dtype
     block_tokens: int = 1  # the block size must be a multiple of this number
     replicated: bool = False  # every rank stores all heads
     is_sharded: bool = False  # rank r of n stores only the blocks b with b % n = r
-    # If n > 1, n neighbouring ranks share a head, and rank r of n stores the blocks b with
-    # b % n = r, after a padding block.
+    # n ranks that share a head. If n > 1, rank r of them stores the blocks b with b % n = r, and a
+    # padding block before these blocks.
     holders: int = 1
-    is_index: bool = False  # stores the keys of top-k block selection
-    unread_tokens: int = 0  # a decode step does not read sequences of up to this length
-    most_read_tokens: int | None = None  # most tokens that a decode step reads; None: all
+    is_index: bool = False  # the cache stores the keys of top-k block selection
+    unread_tokens: int = 0  # for shorter or equal sequences, a decode step does not read the cache
+    most_read_tokens: int | None = None  # limit of tokens that a decode step reads; None: no limit
 
     def local_heads(self, ranks: int) -> int:
-        """Return how many heads each of `ranks` stores. Surplus ranks store copies of heads."""
+        """Return how many heads each of `ranks` stores. If `ranks` > `heads`, heads are copied."""
         return self.heads if self.replicated else max(1, self.heads // ranks)
 
     def read_tokens(self, context: float) -> float:
-        """Return how many of `context` tokens a decode step reads."""
+        """Return how many of the `context` tokens of a sequence a decode step reads."""
         if context <= self.unread_tokens:
             return 0.0
         return min(context, self.most_read_tokens or context)
 
     def local_blocks(self, num_blocks: int, ranks: int) -> int:
-        """Return how many of `num_blocks` each of `ranks` stores."""
+        """Return how many of `num_blocks` blocks each rank stores."""
         if self.holders > 1:
             return 1 - (-num_blocks // self.holders)
         return -(-num_blocks // ranks) if self.is_sharded else num_blocks
 
     def block_bytes(self, block_size: int, *, dtype: str, ranks: int) -> int:
-        """Return the mean bytes of a block per rank. A cache that states no dtype has `dtype`."""
+        """Return the mean bytes of a block per rank. `dtype` replaces a dtype of None."""
         elements = self.local_heads(ranks) * block_size * self.width
         num_bytes = elements * ELEMENT_BYTES[self.dtype or dtype]
         return -(-num_bytes // (ranks if self.is_sharded else self.holders))
 
 
-KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # the caches of each layer, which may have none
+KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # for each layer, a list of caches
 
 
 def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
-    """Return `caches` with `dtype` set in the index caches that state no dtype."""
+    """Return `caches`, with `dtype` in the index caches whose dtype is None."""
     return [
         [replace(cache, dtype=cache.dtype or dtype) if cache.is_index else cache for cache in layer]
         for layer in caches
@@ -95,10 +95,10 @@ def check_index_options(caches: KvCacheSpecs, *, dtype: str, sharding: str) -> N
 
 
 def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float:
-    """Return the number of tokens from which a decode step is faster with sharded index keys.
+    """Return the number of tokens above which sharded index keys make a decode step faster.
 
-    The tokens of all sequences count. At this number, the exchange between ranks takes as long as
-    reading the index keys that a rank does not store.
+    The number includes the tokens of all sequences of the step. At this number, the exchange
+    between ranks takes as long as reading the index keys that a rank does not store.
     """
     index = next((cache for layer in caches for cache in layer if cache.is_index), None)
     if index is None or ranks == 1:
@@ -110,7 +110,7 @@ def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float
 def shards_index(
     caches: KvCacheSpecs, asked: str, *, dtype: str, ranks: int, max_model_len: int
 ) -> bool:
-    """Return whether ranks shard the index keys. "auto" shards from `sharding_crossover` on."""
+    """Return whether ranks shard the index keys. "auto" shards above `sharding_crossover`."""
     if asked != "auto":
         return asked == "on" and ranks > 1
     return max_model_len >= sharding_crossover(caches, dtype=dtype, ranks=ranks)
@@ -126,12 +126,12 @@ def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int
 
 
 def slot_bytes(context_length: int, block_size: int, *, item: int) -> int:
-    """Return the bytes of a request slot: its token ids and block ids, of `item` bytes each."""
+    """Return the bytes of a request slot, which holds token ids and block ids of `item` bytes."""
     return item * (context_length + 1 + -(-context_length // block_size))
 
 
 def choose_block_size(caches: KvCacheSpecs, asked: int | None, *, default: int) -> int:
-    """Return the block size `asked`, or the smallest allowed block size from `default` on.
+    """Return the block size `asked`, or the smallest allowed block size >= `default`.
 
     Raises `ConfigError` if a cache does not allow `asked`.
     """

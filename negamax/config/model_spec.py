@@ -22,7 +22,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int  # leading dimensions of each head that rotate
+    rotary_dim: int  # number of leading dimensions of each head that rotate
     rope_theta: float
     rms_norm_eps: float
     max_position_embeddings: int  # tokens
@@ -31,7 +31,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationSpec | None
     vision: VisionSpec | None = None  # None: the model does not read images
-    # lines for the log about ignored and assumed fields
+    # log messages about ignored and assumed fields of config.json
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     # whether decode context parallelism can shard the KV caches of the family
@@ -60,7 +60,7 @@ class ModelSpec:
                 refuse("bos_token_id / eos_token_id", token_id, allowed)
 
     def check_size(self, name: str) -> None:
-        """Refuse a field outside 1 to `MAX_SIZE`. Errors: `ConfigError`."""
+        """Refuse a value of the field `name` outside 1 to `MAX_SIZE`. Errors: `ConfigError`."""
         value = getattr(self, name)
         if not 1 <= value <= MAX_SIZE:
             refuse(name, value, f"1 to {MAX_SIZE}")
@@ -79,7 +79,7 @@ class ModelSpec:
         ] * self.num_layers
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """Return more widths that tensor parallelism splits: name for messages -> width."""
+        """Return further widths that tensor parallelism splits: name in messages -> width."""
         return {}
 
     def expert_sizes(self) -> tuple[int, int] | None:

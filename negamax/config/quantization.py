@@ -1,4 +1,4 @@
-"""Read a checkpoint's description of its quantization. `quantization/` interprets the fields."""
+"""Read a checkpoint's description of its quantization, for the package `quantization`."""
 
 import json
 import re
@@ -13,14 +13,14 @@ from negamax.config.json_file import check_regular, read_file, read_json_object
 # ModelOpt and ModelSlim describe the quantization in these files beside config.json.
 MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.json"
 
-_OF_MLX = {"bits", "group_size"}  # MLX writes these fields and no method
-PROVENANCE = "negamax_conversion"  # `negamax convert` describes the conversion under this key
-# path of keys to the rotation's file name in ModelSlim's description
+_OF_MLX = {"bits", "group_size"}  # MLX writes these fields without quant_method
+PROVENANCE = "negamax_conversion"  # key in config.json of the record of a conversion
+# nested keys that lead to the file name of the rotation in ModelSlim's description
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."
 _NEURON_SCALE = f"{_NEURON_EXPERTS}down_proj.scale"
-_LONGEST_HEADER = 100_000_000  # bytes, as safetensors allows
+_LONGEST_HEADER = 100_000_000  # limit of safetensors in bytes
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ def read_quantization(
 ) -> QuantizationSpec | None:
     """Read the description of the quantization, or return None if nothing is quantized.
 
-    ModelSlim's file in `folder` takes precedence over config.json, because ModelSlim keeps the
-    description of its source in config.json. ModelOpt's file is read last. Raises `ConfigError` or
-    `CheckpointError` if the description is malformed.
+    ModelSlim's file in `folder` takes precedence over config.json, because config.json may still
+    describe the checkpoint that ModelSlim quantized. ModelOpt's file is read if no other file
+    describes a quantization. Raises `ConfigError` or `CheckpointError` for a malformed file.
     """
     found = config.get("quantization_config")
     for given in (found, config.get("quantization")):
@@ -75,7 +75,7 @@ def _read_beside(folder: Path | None, name: str, method: str) -> QuantizationSpe
 
 
 def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
-    """Return the file in `folder` with the rotation of the residual stream, or None without one.
+    """Return the file in `folder` with the residual stream's rotation, or None without rotation.
 
     ModelSlim's description or the config.json of a converted checkpoint names the file
     (`checkpoint/quarot.py`). Raises `ConfigError` if the file is not a safetensors file inside the
@@ -103,7 +103,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a checkpoint's pattern of module names.
 
     Raises `re.error` for a malformed pattern, and for a repeated group that contains a repeat or an
-    alternative, because matching it can take exponential time.
+    alternative, because matching such a group can take exponential time.
     """
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
     plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)
@@ -122,7 +122,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _is_neuron(folder: Path) -> bool:
-    """Return whether the index names tensors of Neuron's FP8 experts; config.json does not tell."""
+    """Return whether the index names tensors of Neuron's FP8 experts (config.json does not)."""
     try:
         return _NEURON_EXPERTS.encode() in read_file(folder / _INDEX)
     except CheckpointError:

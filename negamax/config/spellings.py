@@ -7,8 +7,8 @@ To support another spelling, add it here. Spellings of module names are in
 from collections.abc import Mapping
 from typing import Any
 
-# Quantization method -> other name of the method -> the only algorithm of that name ("": any).
-# Some of these names select kernels in other engines; here the platform selects kernels.
+# Quantization method -> other name of the method -> the algorithm that this name implies ("": any).
+# Some of these names select kernels in other engines. In Negamax the platform selects kernels.
 METHODS: Mapping[str, Mapping[str, str]] = {
     "auto-round": dict.fromkeys(("inc", "intel/auto-round", "autoround"), ""),
     "awq": dict.fromkeys(("auto_awq", "awq_marlin", "cpu_awq", "marlin", "moe_wna16"), ""),
@@ -25,14 +25,14 @@ METHODS: Mapping[str, Mapping[str, str]] = {
     "neuron_fp8": {},
     "quark": {},
 }  # fmt: skip
-# AutoRound's data types -> other spellings. The suffix "_rceil" is a rounding mode.
+# Data type of AutoRound -> its other spellings. The suffix "_rceil" is a rounding mode.
 _DATA_TYPES = {
     "int": "int_sym int_asym",
     "fp": "fp8 fp8_sym fp8_e4m3 fp8_dynamic",
     "mx_fp": "mx_fp4 mx_fp8 mx_fp4e2m1 mx_fp8e4m3 mxfp4 mxfp8",
     "nv_fp": "nv_fp4 nvfp4 nv_fp4_with_static_gs",
 }
-# Two names of one tensor in FP8 and MXFP8 checkpoints. Scales of both names multiply the values.
+# Two names of one tensor in FP8 and MXFP8 checkpoints. Both names mean scales that multiply values.
 _SCALES = ("weight_scale", "weight_scale_inv")
 # Values of model_type that tools wrote into the `text_config` of a vision-language model.
 TEXT_TYPES = (None, "", "minimax_m2", "minimax_m3_vl")
@@ -54,7 +54,7 @@ def find_method(name: str) -> str:
 
 
 def find_data_type(name: Any) -> str:
-    """Return AutoRound's data type in the spelling of `_DATA_TYPES`, which is "int" by default."""
+    """Return AutoRound's data type in the spelling of `_DATA_TYPES`. The default is "int"."""
     given = str(name or "int").removesuffix("_rceil")
     return next((own for own, others in _DATA_TYPES.items() if given in others.split()), given)
 
@@ -68,7 +68,7 @@ def other_scale(name: str) -> str | None:
 
 
 def fill_strategy(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of compressed-tensors, with its defaults for missing fields."""
+    """Return `weights` with compressed-tensors' defaults for missing fields."""
     size = weights.get("group_size")
     strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if weights.get("block_structure") is not None:

@@ -9,17 +9,16 @@ from negamax.config.fields import refuse
 class VisionSpec:
     """A vision transformer over patches, a projector, and an MLP that merges adjacent patches.
 
-    One image token stands for `spatial_merge_size` x `spatial_merge_size` patches. Errors:
-    `ConfigError`.
+    One image token stands for a square of `spatial_merge_size`^2 patches. Errors: `ConfigError`.
     """
 
     hidden_size: int
     num_layers: int
     num_heads: int
     intermediate_size: int
-    patch_size: int  # pixels of each side of a patch
-    spatial_merge_size: int  # patches of each side of an image token
-    temporal_patch_size: int  # frames of a patch; an image is repeated as every frame
+    patch_size: int  # side of a patch in pixels
+    spatial_merge_size: int  # side of an image token in patches
+    temporal_patch_size: int  # number of frames of a patch; an image is used as each of its frames
     projector_hidden_size: int
     text_hidden: int  # hidden size of the text model
     rope_theta: float
@@ -40,7 +39,7 @@ class VisionSpec:
 
     @property
     def patch_values(self) -> int:
-        """Numbers per patch: three channels of each pixel of each frame."""
+        """Number of values per patch: three channels of each pixel of each frame."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -49,5 +48,5 @@ class VisionSpec:
 
     @property
     def token_pixels(self) -> int:
-        """Pixels of each side of the square that an image token stands for."""
+        """Side in pixels of the square of pixels that an image token stands for."""
         return self.patch_size * self.spatial_merge_size

@@ -1,8 +1,9 @@
-"""Formats of plain, FP8 and FP4 values, under the names of the tools that write them.
+"""Formats of plain, FP8 and FP4 values, with the tensor names of the tools that write them.
 
 NVFP4 has E2M1 values, an E4M3 scale per 16 columns and one scale per matrix. MXFP4 has E2M1 values
-and MXFP8 has E4M3 values. The OCP Microscaling specification gives MXFP4 and MXFP8 one power of two
-(E8M0) per 32 columns as scale. A byte holds two FP4 codes: its low nibble is the even column.
+and MXFP8 has E4M3 values. In the OCP Microscaling formats MXFP4 and MXFP8, 32 columns share a
+scale, which is a power of two (E8M0). A byte holds two FP4 codes, in the low nibble the code of the
+even column.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3 = "float8_e4m3fn"
-E4M3_FNUZ = "float8_e4m3fnuz"  # MI300's E4M3: equal bits mean half the value, and 0x80 is NaN
-E4M3_MAX = 448.0  # largest finite value of E4M3, which has no infinity
+E4M3_FNUZ = "float8_e4m3fnuz"  # E4M3 of MI300: the same bits mean half the value, and 0x80 is NaN
+E4M3_MAX = 448.0  # largest value of E4M3, which has no infinity
 E4M3_GROUP = 128  # a scale covers 128 columns of activations, or 128 rows x 128 columns of weights
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
 E2M1 = "float4_e2m1"
 E8M0 = ("uint8", "float8_e8m0fnu")  # checkpoints store E8M0 exponents in one of these dtypes
-NVFP4_GROUP, MX_GROUP = 16, 32  # columns that share a scale
+NVFP4_GROUP, MX_GROUP = 16, 32  # number of columns that share a scale
 PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)
-# E4M3_FNUZ ends at 240. With 224, half of E4M3's 448, both dtypes round a block to equal bits.
+# The largest value of E4M3_FNUZ is 240. With 224, half of E4M3's largest value 448, both dtypes
+# round a block to the same bits.
 FNUZ_LARGEST = 224.0
 
 PLAIN = TensorFormat(
@@ -48,7 +50,7 @@ PLAIN = TensorFormat(
 
 
 def is_plain(stored: TensorFormat) -> bool:
-    """Return whether the matrix is stored unquantized, in any floating-point dtype."""
+    """Return whether the format stores a matrix unquantized, in any floating-point dtype."""
     return stored is PLAIN
 
 
@@ -65,10 +67,10 @@ def fp8(
     input_scale: str | None = None,
     fnuz: bool = False,
 ) -> TensorFormat:
-    """Make an E4M3 format with one scale per part of the matrix that `scale` describes.
+    """Make an E4M3 format. `scale` gives the dimensions of the tensor of scales.
 
-    `input_scale` names a scale of the activations. With `fnuz` the bits are MI300's E4M3, even if
-    the files state float8_e4m3fn.
+    `input_scale` is the name of a scale of the activations. With `fnuz` the bits are read as
+    MI300's E4M3, even if the files state float8_e4m3fn.
     """
     dtypes, also = ((E4M3_FNUZ, E4M3), ()) if fnuz else ((E4M3,), (E4M3_FNUZ,))
     return TensorFormat(
@@ -84,7 +86,7 @@ def fp8(
 
 
 def add_input_scale(stored: TensorFormat, name: str) -> TensorFormat:
-    """Add a scale of the activations to `stored`. Activations stay in the compute dtype."""
+    """Add a scale of the activations, which kernels do not use, to the format `stored`."""
     return replace(stored, tensors=(*stored.tensors, *_input_scale(name)))
 
 
@@ -94,8 +96,8 @@ def _input_scale(name: str | None) -> tuple[StoredTensor, ...]:
     return (StoredTensor(name, Role.ACTIVATION, FLOATS, PER_MATRIX, optional=True),)
 
 
-# The native format of the M2 family. The scale `weight_scale_inv` multiplies, in spite of its name.
-# Blocks at the lower and right edge of a matrix may be smaller.
+# The native format of the M2 family. Values are multiplied by `weight_scale_inv`, in spite of its
+# name. Blocks at the lower and right edge of a matrix may be smaller.
 E4M3_BLOCKS = fp8(
     "fp8_e4m3_block_128x128",
     (Dim(Axis.ROWS, E4M3_GROUP), Dim(Axis.COLUMNS, E4M3_GROUP)),
@@ -154,10 +156,9 @@ def nvfp4(
 
 
 def use_rounded_activations(stored: TensorFormat) -> TensorFormat:
-    """Return `stored` for a method that rounds activations to the element of the weights.
+    """Return `stored` with activations rounded to the element type of the weights.
 
-    Only int8 and E4M3 with scales per row or per matrix change. The function returns other formats
-    unchanged.
+    Only int8 and E4M3 with scales per row or per matrix support this. Other formats are unchanged.
     """
     scales = [tensor for tensor in stored.tensors if tensor.role is Role.SCALE]
     is_grouped = any(scale.axis(Axis.COLUMNS) is not None for scale in scales)

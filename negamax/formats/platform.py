@@ -10,19 +10,19 @@ class Feature(StrEnum):
     """A device feature that a kernel may require (`Kernel.requires`)."""
 
     CPU = "cpu"  # the device runs oneDNN and the C functions of `kernels/native`
-    TRITON = "triton"  # a GPU for which Triton compiles
+    TRITON = "triton"  # Triton compiles kernels for the device
     BF16 = "bf16"  # tensor cores multiply bf16
     INT8 = "int8"  # tensor cores multiply int8
     FP8 = "fp8"  # tensor cores multiply e4m3fn or e4m3fnuz
-    E4M3FN = "e4m3fn"  # the FP8 type is e4m3fn, as in checkpoints; without it: e4m3fnuz
-    SPIN_WAIT = "spin_wait"  # a program may wait for writes of other programs of the same launch
-    PEER_MEMORY = "peer_memory"  # a kernel writes the memory of other GPUs
-    PDL = "pdl"  # programmatic dependent launch
-    TMA = "tma"  # tensor memory accelerator
+    E4M3FN = "e4m3fn"  # tensor cores multiply e4m3fn, the FP8 type of checkpoints
+    SPIN_WAIT = "spin_wait"  # programs of a launch can wait for writes of each other
+    PEER_MEMORY = "peer_memory"  # kernels can write to the memory of other GPUs
+    PDL = "pdl"  # the device has programmatic dependent launch
+    TMA = "tma"  # the device has a tensor memory accelerator
     CUBLAS_BLOCK_FP8 = "cublas_block_fp8"  # cuBLAS multiplies FP8 with scales per block
 
 
-# feature -> lowest compute capability of NVIDIA GPUs that have it
+# feature -> lowest compute capability of NVIDIA GPUs with this feature
 _NVIDIA = {
     Feature.SPIN_WAIT: (7, 0),
     Feature.PEER_MEMORY: (7, 0),
@@ -38,7 +38,7 @@ _AMD = {
     "gfx942": frozenset({Feature.BF16, Feature.FP8}),
     "gfx950": frozenset({Feature.BF16, Feature.FP8, Feature.E4M3FN}),
 }
-MEASURED_ARCHS = ("sm_90",)  # architectures on which kernels were tested and tiles chosen
+MEASURED_ARCHS = ("sm_90",)  # architectures on which kernels were tested and tile sizes measured
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Platform:
             )
 
 
-# The warp size and multiprocessors describe the small GPU that Triton's interpreter simulates.
+# Warp size and multiprocessors of the small GPU that Triton's interpreter simulates.
 CPU = Platform("cpu", "CPU", "cpu", 32, 2, 2**20, frozenset({Feature.CPU}))
 
 

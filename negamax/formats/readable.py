@@ -5,11 +5,11 @@ from negamax.formats.platform import Feature, Platform
 from negamax.formats.tensor_format import ActivationFormat, Axis, Role, TensorFormat
 
 _PACKED = ("uint4", "int4", E2M1, "uint8", "int8", E4M3)
-_PACKED_GROUPS = frozenset({16, 32, 64, 128})  # columns that share a scale
+_PACKED_GROUPS = frozenset({16, 32, 64, 128})  # readable numbers of columns per scale
 
 
 def reads_e4m3_blocks(stored: TensorFormat) -> bool:
-    """Return whether a matrix is E4M3 with an fp32 scale per 128 x 128 block (in any names)."""
+    """Return whether a format is E4M3 with an fp32 scale per 128 x 128 block, under any names."""
     return stored.element == E4M3 and [
         (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors if tensor.is_kept
     ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]
@@ -28,13 +28,13 @@ def reads_packed(stored: TensorFormat) -> bool:
 
 
 def reads_w8a8(stored: TensorFormat, *, element: str) -> bool:
-    """Return whether weights (per row) and activations (per token) are rounded to `element`."""
+    """Return whether weights (scale per row) and activations (scale per token) are `element`."""
     return stored.activation == ActivationFormat(element, 0) and reads_packed(stored)
 
 
 def is_kept(stored: TensorFormat, platform: Platform) -> bool:
     """Return whether the kernels of `platform` read this format without conversion.
 
-    On GPUs without tensor cores for the element, weight-only kernels multiply in the compute dtype.
+    If tensor cores cannot multiply the elements, weight-only kernels multiply in the compute dtype.
     """
     return Feature.TRITON in platform.features and stored.stacks and reads_packed(stored)

@@ -1,9 +1,8 @@
 """`TensorFormat` describes the tensors that a checkpoint stores for one matrix [rows, columns].
 
-Along each dimension, one entry of a stored tensor stands for a fixed number of rows or columns of
-the matrix. The loader, the layers and the synthetic weights derive shapes, shards of ranks and
-parts of fused matrices from the numbers of rows and columns per entry.
-`kernels.quantize.stored` decodes and encodes the tensors.
+Along each of its dimensions, one entry of a stored tensor covers a fixed number of rows or columns
+of the matrix. From these numbers the loader, the layers and the synthetic weights derive shapes,
+shards of ranks and parts of fused matrices. `kernels.quantize.stored` reads and writes entries.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ ITEM_BYTES = {
     "float8_e8m0fnu": 1, "int64": 8, "int32": 4, "int8": 1, "uint8": 1,
 }  # fmt: skip
 
-Region = tuple[range, range]  # rows, columns of a matrix
+Region = tuple[range, range]  # ranges of rows and columns of a matrix
 FLOATS = ("float32", "bfloat16", "float16")
 
 
 class Axis(Enum):
-    """The dimension of the matrix that a dimension of a stored tensor runs over."""
+    """The dimension of the matrix to which a dimension of a stored tensor corresponds."""
 
     ROWS = 0
     COLUMNS = 1
@@ -40,17 +39,17 @@ class Role(Enum):
     VALUES = "values"
     SCALE = "scale"
     ZERO_POINT = "zero point"
-    PERMUTATION = "permutation"  # the group of each column
+    PERMUTATION = "permutation"  # group index of each column
     SHAPE = "shape"
-    ACTIVATION = "activation"  # scale of activations, unused because activations stay unquantized
+    ACTIVATION = "activation"  # scale of activations, which kernels do not use
 
 
 class Known(Enum):
-    """Content of a stored tensor that the format fixes. The loader checks and drops this tensor."""
+    """Content that a format requires of a tensor. The loader checks and drops the tensor."""
 
     ZEROS = "zeros"
     SHAPE = "shape"  # the shape of the matrix
-    GROUPS_IN_ORDER = "groups in order"  # the group of each column: c // `StoredTensor.group`
+    GROUPS_IN_ORDER = "groups in order"  # the group index of column c is c // `StoredTensor.group`
 
 
 class CodePacking(Enum):
@@ -68,16 +67,16 @@ class GlobalScale(Enum):
 
     MULTIPLIES = "multiplies"
     DIVIDES = "divides"
-    IS_INCLUDED = "is included"  # no effect: level-1 scales already include the level-2 scale
+    IS_INCLUDED = "is included"  # the level-1 scales already include the level-2 scale
 
 
 @dataclass(frozen=True)
 class Rounding:
     """How a plain matrix is quantized to a format."""
 
-    # a block's largest magnitude is scaled to this value; 0: the largest value of the element type
+    # the scale maps a block's largest magnitude to this value; 0: to the element's largest value
     largest: float = 0.0
-    to_powers: bool = False  # scales are powers of two
+    to_powers: bool = False  # scales are rounded to powers of two
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Dim:
         return self.unit if self.axis is Axis.FIXED else -(-shape[self.axis.value] // self.unit)
 
     def part(self, region: Region) -> range:
-        """Return the entries for the part `region` of a matrix, which must start at an entry."""
+        """Return the range of entries for the part `region`, which must start at an entry."""
         if self.axis is Axis.FIXED:
             return range(self.unit)
         part = region[self.axis.value]
@@ -108,16 +107,16 @@ ROWS, COLUMNS, ONE = Dim(Axis.ROWS), Dim(Axis.COLUMNS), Dim(Axis.FIXED)
 class StoredTensor:
     """One tensor of a stored matrix."""
 
-    name: str  # last part of the tensor's name in a checkpoint, after the module's name
+    name: str  # the tensor's name in a checkpoint without the module's name
     role: Role
     # PyTorch's names of the allowed dtypes; the loader keeps the tensor in the first of the names
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
-    also: tuple[str, ...] = ()  # dtypes with other values, read only to dequantize the matrix
-    level: int = 1  # 1: scales the values; 2: scales the scales
+    also: tuple[str, ...] = ()  # dtypes with another encoding, only for dequantizing
+    level: int = 1  # of a scale; 1: the scale of values; 2: the scale of level-1 scales
     optional: bool = False  # a checkpoint may lack this tensor
     known: Known | None = None
-    group: int = 0  # columns per group of a permutation, -1 for all
+    group: int = 0  # columns per group of a permutation; -1: all columns are one group
 
     @property
     def is_kept(self) -> bool:
@@ -126,11 +125,11 @@ class StoredTensor:
 
     @property
     def is_number(self) -> bool:
-        """Whether the tensor is one number per matrix."""
+        """Whether the tensor holds one number per matrix."""
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
-        """Return this tensor in a fused parameter. A number per matrix is repeated for each row."""
+        """Return this tensor in a fused parameter. A scalar per matrix is repeated for each row."""
         return replace(self, dims=(Dim(Axis.ROWS),)) if self.is_number else self
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -147,21 +146,21 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """One way to store a matrix. `name` states the element type and the groups of scales."""
+    """A format of stored matrices. `name` states the element type and the columns per scale."""
 
     name: str
-    element: str  # element type of the matrix: "float8_e4m3fn", "uint4"
+    element: str  # element type of the values: "float8_e4m3fn", "uint4"
     tensors: tuple[StoredTensor, ...]  # the tensor of values is first
     packing: CodePacking = CodePacking.ENTRIES
-    zero_offset: int = 0  # added to stored zero points
+    zero_offset: int = 0  # number that is added to stored zero points
     global_scale: GlobalScale = GlobalScale.MULTIPLIES
     # how to quantize a matrix to this format; None: Negamax only reads this format
     rounding: Rounding | None = field(default=None, compare=False)
-    # returns the format with groups of fewer columns; None: groups cannot change
+    # returns this format with fewer columns per scale; None: the number cannot change
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
-    # how the method rounds activations; None: activations are not rounded
+    # how activations are rounded; None: activations are not rounded
     activation: ActivationFormat | None = None
-    # format in the checkpoint, if matrices are quantized during loading; None: this format
+    # format in the checkpoint if the loader quantizes matrices to this format, else None
     made_of: TensorFormat | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -186,7 +185,7 @@ class TensorFormat:
         return self.tensors[0]
 
     def is_held_as(self, other: TensorFormat) -> bool:
-        """Return whether both formats name the same tensors and keep tensors of equal meaning."""
+        """Return whether both formats have equal kept tensors and names of dropped tensors."""
         return (
             all(
                 getattr(self, name) == getattr(other, name)
@@ -201,15 +200,15 @@ class TensorFormat:
 
     @property
     def permuted(self) -> bool:
-        """Whether a stored permutation assigns columns to groups, so that ranks read all scales."""
+        """Whether a stored permutation assigns columns to groups. Then ranks read all scales."""
         return any(t.role is Role.PERMUTATION and t.is_kept for t in self.tensors)
 
     @property
     def stacks(self) -> bool:
         """Whether several matrices of this format can be stacked into one.
 
-        Each kept tensor must run over the rows, and its first dtype must hold the values or bits of
-        its other dtypes.
+        Each kept tensor must have a dimension over the rows. Its dtypes must be floats or equal in
+        size.
         """
         held = [tensor for tensor in self.tensors if tensor.is_kept]
         return all(
@@ -220,7 +219,7 @@ class TensorFormat:
 
     @property
     def has_offset_codes(self) -> bool:
-        """Whether integers are stored plus 2^(bits - 1), so that the stored code of 0 is not 0."""
+        """Whether the stored code of an integer is the integer plus 2^(bits - 1)."""
         return self.packing is CodePacking.WORDS and self.element.startswith("int")
 
     def unit(self, axis: Axis) -> int:
@@ -229,16 +228,17 @@ class TensorFormat:
 
     @property
     def width_unit(self) -> int:
-        """Unit in which to split a width that is the rows of one matrix and columns of the next."""
+        """Number that must divide the split of a width: rows of one matrix, columns of the next."""
         return math.lcm(self.unit(Axis.ROWS), self.unit(Axis.COLUMNS))
 
     def split_width(
         self, columns: int, reads: Callable[[TensorFormat], bool]
     ) -> tuple[TensorFormat, int]:
-        """Split a width, the rows of one matrix and the columns of the next, to `columns` per rank.
+        """Split a width to `columns` per rank: rows of one matrix, and columns of the next.
 
-        Returns the format of the next matrix, and the unit of the split. If the split would cut
-        groups and the kernel `reads` smaller groups, each smaller group gets a copy of the scale.
+        Returns the format of the next matrix, and the number that must divide the split. If the
+        split would divide the columns of a scale and the kernel `reads` fewer columns per scale,
+        the scale is copied for each part of the columns.
         """
         held = self
         if self.regroup is not None and columns % self._group:
@@ -248,14 +248,14 @@ class TensorFormat:
 
     @property
     def _group(self) -> int:
-        """Columns that share a scale."""
+        """Number of columns that share a scale."""
         scales = (tensor for tensor in self.tensors if tensor.role is Role.SCALE)
         return max(d.unit for scale in scales for d in scale.dims if d.axis is Axis.COLUMNS)
 
     def enclose(self, region: Region, shape: tuple[int, int], *, unit: int | None = None) -> Region:
         """Return the smallest part of a matrix that contains `region` and splits no entry.
 
-        The part begins and ends at multiples of `unit`, if given.
+        If `unit` is given, the part begins and ends at multiples of `unit`.
         """
         units = (unit or self.unit(axis) for axis in (Axis.ROWS, Axis.COLUMNS))
         rows, columns = (
@@ -267,7 +267,7 @@ class TensorFormat:
     def quantized_alone(self, region: Region, shape: tuple[int, int]) -> Region:
         """Return the smallest part of a matrix that contains `region` and can be quantized alone.
 
-        Quantizing the part gives the values that quantizing the whole matrix gives.
+        The quantized part has the same values as in the quantized whole matrix.
         """
         scales = [tensor for tensor in self.tensors if tensor.role is Role.SCALE]
         rows, columns = (
@@ -293,19 +293,19 @@ class ActivationFormat:
     """Rounded activations with an fp32 scale per token and group of columns."""
 
     element: str
-    group: int  # columns that share a scale; 0: all columns
+    group: int  # number of columns that share a scale; 0: all columns
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Matrices [..., rows, columns] in memory: a tensor for each name in a checkpoint."""
+    """Matrices [..., rows, columns] in memory, with their tensors by name in the checkpoint."""
 
     format: TensorFormat
     tensors: Mapping[str, Tensor]
 
     @property
     def values(self) -> Tensor:
-        """The tensor of values, the only tensor of a plain weight."""
+        """The tensor of values. A plain weight has no other tensor."""
         return self.tensors[self.format.values.name]
 
     @property

@@ -25,9 +25,9 @@ class Detokenizer:
 
     The joined pieces are `tokenizer.decode` of all ids, truncated at the first stop string. A stop
     string may begin and end within tokens. If two stop strings end at the same character, the
-    longer stop string is the match. A stop string that ends within the first `min_tokens` tokens is
-    ignored. Text is held back while it may become a stop string. After `matched_stop` is set, no
-    piece follows.
+    longer stop string is the match. A stop string that ends before token number `min_tokens` is
+    ignored. Text is held back while it may become a stop string. No piece follows a matched stop
+    string.
     """
 
     __slots__ = (

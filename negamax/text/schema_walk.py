@@ -110,7 +110,7 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def infer_type(node: Mapping[str, Any]) -> str | None:
-    """Return the only JSON type that the keywords of `node` apply to, or None for several types."""
+    """Return the JSON type if all keywords of `node` apply to one type only, else None."""
     found = {name for name, keywords in _KEYWORDS.items() if not keywords.isdisjoint(node)}
     return found.pop() if len(found) == 1 else None
 

@@ -1,7 +1,6 @@
 """Compiler of grammars for one vocabulary, and matcher of tokens, both by xgrammar.
 
-Only the grammar process imports this module, because xgrammar's import of torch and transformers
-takes seconds.
+Only the grammar process imports this module, because xgrammar imports torch, which takes seconds.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
 """Readers of calls and arguments that the model wrote in a syntax that is not its own.
 
-If one argument cannot be read, the call is dropped, because a tool must not run with some arguments
-missing.
+If one argument cannot be read, the call is dropped, because a tool must not run with missing
+arguments.
 """
 
 import re

@@ -237,8 +237,8 @@ class OutputParser:
         """Decide from the next lexeme whether another family's think closer ends the reasoning.
 
         Such a closer ends the reasoning if a line break or a call follows, unless the reasoning's
-        own closer follows. Return True if `lexeme` is white space, which was added to the held
-        closer.
+        own closer follows. Return True if `lexeme` is white space, which the held closer then
+        includes.
         """
         if lexeme.kind is TEXT and lexeme.text.isspace():
             self._closer += lexeme.text

@@ -69,7 +69,7 @@ class TagBeginnings:
 
     Such a text is a word of `words`, the beginning of such a word, or a match of `growing`.
     `growing` must match the beginnings of all tags. Its matches contain one of the `anchors`. A
-    match of `inside` may become a tag until it has MAX_ATTRIBUTE_CHARS characters or `<` or `>`
+    match of `inside` may become a tag of up to MAX_ATTRIBUTE_CHARS characters, unless `<` or `>`
     follows.
     """
 
@@ -112,9 +112,8 @@ class _Tables:
             word[:length] for word in words for length in range(1, len(word) + 1)
         )
         self.last_chars = frozenset(start[-1] for start in self.starts)
-        # First character of each word -> largest count of this character in one word. If a
-        # character occurs n times in a word, only its last n occurrences in a text can begin the
-        # word.
+        # First character of each word -> largest count of this character in one word. If a word
+        # contains a character n times, only the last n of them in a text can begin the word.
         self.first_chars = {
             word[0]: max(other.count(word[0]) for other in words if other[0] == word[0])
             for word in words
@@ -136,8 +135,8 @@ class TagLexer:
     `literals` are tags with a fixed text that ends with `>`. The lexer recognizes tags in
     `token_ids` only as tokens. It searches the text for all other tags and for the `patterns`.
     `list_named` returns tags whose names contain angle brackets or quotes. These tags have a
-    literal `rest` and take precedence over the patterns. The first anchor in the text causes the
-    call of `list_named`.
+    literal `rest` and take precedence over the patterns. The lexer calls `list_named` at the first
+    anchor.
     """
 
     __slots__ = ("_held", "_is_inside", "_is_tag", "_list_named", "_tables", "_tables_with")
