@@ -159,8 +159,7 @@ def _padded_blocks(length: int, block_size: int) -> int:
 
 
 # Arguments: index_q [S, n, heads, dim], the index cache, the tokens, the size of a sparse block.
-# Result: scores [S, n, heads, sparse blocks] fp32. Only the scores of blocks before a token's own
-# are defined.
+# Result: scores [S, n, heads, sparse blocks] fp32; undefined from a token's own block on.
 Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 

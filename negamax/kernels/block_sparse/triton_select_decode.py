@@ -10,9 +10,9 @@ blocks.
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
     the last program                                                 -> ids, pages
 
-If a sequence has few blocks, their scores are sorted. With more blocks the kernel finds the TOPK-th
-highest score by bisection. With many blocks it first finds the groups of blocks with the highest
-scores. Sequences of at most TOPK blocks are not scored.
+The scores of few blocks are sorted. For more blocks the kernel finds the TOPK-th highest score by
+bisection. For many blocks it first finds the groups of blocks with the highest scores. Sequences of
+at most TOPK blocks are not scored.
 """
 
 from dataclasses import dataclass, field
@@ -330,8 +330,7 @@ def _choose(
                     _FEW << level, C,
                 )  # fmt: skip
     elif GROUP > 0:
-        # if ROWS is not 4, process one row at a time: only four rows together were measured to be
-        # faster
+        # only four rows together were measured to be faster than one row at a time
         MANY: tl.constexpr = ROWS if ROWS == _MOST_ROWS else 1
         for start in range(0, num_rows, MANY):
             _choose_of_many(
@@ -418,7 +417,7 @@ def select_decode(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks; store their numbers to `ids` and pages to `pages`, or their keys to `ids`."""
+    """Select blocks; store block numbers and pages, or for a shard the sort keys to `ids`."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

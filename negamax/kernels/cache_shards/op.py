@@ -7,7 +7,7 @@ A rank attends with the query heads of all ranks to the keys in its own blocks
     out[r, t, h] = sum_j 2^(s[t, h, j] - lse[r, t, h]) v[j],   j of rank r
     out[t, h] = sum_r 2^lse[r, t, h] out[r, t, h] / sum_r 2^lse[r, t, h],   in the order of ranks
 
-If a rank holds no key for a token, its lse is -inf and its out is 0, so it does not change the sum.
+If rank r holds no key for a token, lse[r] is -inf and out[r] is 0, so the sums do not change.
 """
 
 from collections.abc import Callable
@@ -72,10 +72,10 @@ class PartialResults:
 def own_rows(
     tokens: TokenTables, /, *, rank: int, ranks: int, first: int, heads: int, block_size: int
 ) -> Tensor:
-    """Return the cache rows [T * heads] int64 of a step's tokens on this rank.
+    """Return the row indices [T * heads] int64 of a step's tokens in this rank's cache.
 
-    Block b of the pool is block b // ranks + first of rank b % ranks. The rows of tokens in blocks
-    of other ranks are -1.
+    Rank b % ranks holds block b of the pool at its own index b // ranks + first. The row index of a
+    token is -1 if another rank holds its block.
     """
     slots = slots_of(tokens, block_size=block_size)
     block, offset = slots // block_size, slots % block_size
@@ -136,7 +136,7 @@ def _attend(
 
 
 def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Tensor]:
-    """Return the positions of a sequence's keys in blocks of this rank, and the blocks."""
+    """Return the positions of a sequence's keys that this rank holds, and the rank's blocks."""
     shard, size = shape.cache, shape.block_size
     used = table[: -(-length // size)]
     numbers = (used % shard.ranks == shard.rank).nonzero()

@@ -52,7 +52,7 @@ def _list_own_blocks(queries: AttentionMetadata, shape: PagedShape) -> OwnBlocks
 
 
 def _replace_tables(queries: AttentionMetadata, own: OwnBlocks) -> AttentionMetadata:
-    """Return `queries` with the rank's blocks, sequence by sequence, as block tables."""
+    """Return `queries` with block tables that list only the rank's blocks."""
     num_seqs, device = own.keys.shape[0], own.keys.device
     rows = torch.arange(num_seqs, dtype=torch.int64, device=device)
     return replace(queries, block_tables=own.blocks[:, 1], block_table_indices=rows)
@@ -74,7 +74,7 @@ def partial_decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> PartialResult
 
 
 def plan_partial_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
-    """Plan a run of queries per sequence, at the last positions of the sequence."""
+    """Plan prefills; the queries of a sequence are its last tokens."""
     own = _list_own_blocks(queries, shape)
     plan = plan_prefill(queries, shape)
     return replace(plan, queries=_replace_tables(queries, own), held=own.held)
@@ -89,7 +89,7 @@ def partial_prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> PartialResu
 def partial_sparse_decode(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparseDecodePlan
 ) -> PartialResults:
-    """Run `cache_shards.sparse_decode`. The plan includes selected blocks of other ranks."""
+    """Run `cache_shards.sparse_decode`. The planned lengths include blocks of other ranks."""
     found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
     own, lengths = filter_selection(choice, shape, bounds=plan.paged.queries.seq_lens)
     queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))

@@ -1,4 +1,4 @@
-"""Filter selected blocks: keep the blocks that a rank holds, as pages of the rank's caches. A
+"""Filter selected blocks: keep the blocks that a rank holds, and list their pages in its caches. A
 program filters several rows (token, KV head).
 
     ids      | 0 | 3 | 7 | 9 |    of the sequence      | 3 | 9 | -1 | -1 |    of rank 1 of 2
@@ -19,10 +19,10 @@ _ROWS = 8  # rows of a program; other values were not measured
 def _own_selection_kernel(
     ids,  # [rows, TOPK] int32
     pages,  # [rows, TOPK] int32
-    bounds,  # [rows] int32, tokens in all selected blocks; None: no lengths are written
+    bounds,  # [rows] int32, number of tokens in all selected blocks, or None
     own_ids,  # [rows, TOPK] int32, written
     own_pages,  # [rows, TOPK] int32, written
-    lengths,  # [rows] int32, written: tokens in the rank's blocks; None without `bounds`
+    lengths,  # [rows] int32, written: number of tokens in the rank's blocks; None without `bounds`
     num_rows,
     rank,
     RANKS: tl.constexpr,
@@ -59,8 +59,8 @@ def _own_selection_kernel(
 def filter_selection(
     choice: BlockSelection, shape: SparseShape, *, bounds: Tensor | None = None
 ) -> tuple[BlockSelection, Tensor | None]:
-    """Return the blocks of `choice` that the rank holds, followed by -1. If bounds [T * kv_heads]
-    int32 give the tokens in all selected blocks, also return the tokens in the rank's blocks.
+    """Return the blocks of `choice` that the rank holds, followed by -1. With bounds [T * kv_heads]
+    int32 (tokens in all selected blocks), also return the rank's tokens.
     """
     ids = choice.ids
     own = BlockSelection(torch.empty_like(ids), torch.empty_like(choice.pages))

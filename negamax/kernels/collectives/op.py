@@ -28,7 +28,7 @@ def complete_residual(
 ) -> Tensor:
     """Return a copy of the residual [T, width] with all rows on every rank, in `out` if given.
 
-    Without `copy`, a residual that has all rows is returned itself.
+    If `copy` is false and this rank has all rows, return the residual itself.
     """
     if out is not None:
         return out.copy_(residual)

@@ -6,7 +6,7 @@ import torch
 
 from negamax.kernels import platform
 
-# From this number of rows on, two-shot is faster: it sends fewer bytes (4 H200, 6 KB rows).
+# From this number of rows on, two-shot is faster, as it sends fewer bytes (4 H200, rows of 6 KB).
 TWO_SHOT_ROWS = 16
 # From this number of rows on, a rank normalizes only its shard of the rows. Estimate (4 H200, 6 KB
 # rows, links at 380 GB/s): 512 rows take 6 us to scatter, 5 to normalize and gather, 6 for two

@@ -7,7 +7,8 @@ ranks select the function:
     from SHARD_ROWS on        `_sharded`                             `_sharded_by_group`, by NCCL
 
 `_in_one_launch` has a program per row and no barrier. No program waits for another program of its
-own rank, so any number of rows may run. Loads that do not depend on the sum precede the poll.
+own rank, so a launch may have any number of programs. Loads that do not depend on the sum precede
+the poll.
 
     one-shot    push the row to all ranks; sum WORLD rows
     two-shot    push slice r of the row to rank r; sum a slice; push the sum to all ranks
@@ -18,10 +19,10 @@ own rank, so any number of rows may run. Loads that do not depend on the sum pre
     launch 1    sum each row of x over its parts and write it to the rank that owns it; barrier
     launch 2    own rows: sum over ranks, add the residual, write the norm to all ranks; barrier
 
-The norm is sent in FP8 if possible, so the links carry 2 + 1 bytes a value instead of 2 + 2. Each
-norm, and each result of unquantized rows, is computed on one rank only. The number of rows does not
-change the bits of a row. Only the number of rows and the group decide whether rows are sharded. If
-so, a rank's residual holds only the rank's own rows in all calls of a step.
+The norm is sent in FP8 if possible, so the links carry 2 + 1 bytes per value instead of 2 + 2. Only
+the owner of a row normalizes it and has the unquantized row. The bits of a row do not depend on the
+number of rows. Only the number of rows and the group decide whether rows are sharded. If rows are
+sharded, a rank's residual holds only the rank's own rows in all calls of a step.
 """
 
 import torch
@@ -80,7 +81,7 @@ def _all_reduce_add_rms_kernel(
     eps,
     addresses,  # field of the `PeerRegion`
     flags,
-    rank,  # not a constant, so that all ranks run one compiled kernel
+    rank,  # `rank` is no constant, so all ranks run one compiled kernel
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,  # rows of the region
     SLOT: tl.constexpr,  # words per row and sender in the region
@@ -291,7 +292,7 @@ def all_reduce_add_rms(
     """
     if group is None or group.size == 1:
         return norm_kernels.add_rms(x, residual, norm)
-    if residual.shape[1] % 2:  # rows are not whole words
+    if residual.shape[1] % 2:  # the bytes of a row are not a multiple of 4
         return spec.all_reduce_add_rms(x, residual, norm, group)
     peers = group.peers
     if peers is not None and len(residual) and _fits_region(residual, peers):
@@ -327,7 +328,7 @@ def _is_sharded(residual: Tensor, group: Collective) -> bool:
 
 
 def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
-    """Return the symmetric memory for sharded rows of `residual`; None if it is not used."""
+    """Return the symmetric memory in which ranks shard `residual`; None if none is used."""
     num_tokens, width = residual.shape
     region = None if group.peers is None else group.peers.shards
     if region is None or not tiles.shards(num_tokens):
@@ -440,11 +441,10 @@ def _summed(x: Tensor) -> Tensor:
 
 
 def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[Tensor, Tensor]:
-    """Gather two tensors [rows of this rank, width] of 4-byte values -> [T, width], in the rows of
-    x.
+    """Gather the rows of two tensors [rows of this rank, width] of 4-byte values -> [T, width].
 
-    The results are valid until the group's next sum over ranks. Call this at most once between two
-    sums.
+    The results are valid until the group's next sum over ranks. Call this function at most once
+    between two sums.
     """
     assert first.shape == second.shape and first.is_contiguous() and second.is_contiguous()
     num_tokens, width, peers = x.q.shape[0], first.shape[1], x.group.peers

@@ -1,8 +1,8 @@
 """Exchange of rows of 4-byte words between ranks through symmetric memory: NCCL's LL protocol.
 
-A rank pushes its words into the memory of every peer, 8 bytes each: the data and a flag. The reader
-polls the words in its own memory until all words have the expected flag. Barriers, fences and a
-second kernel are not needed. `PeerRegion` documents the layout.
+A rank writes its words into the memory of every peer. A word takes 8 bytes: the data and a flag.
+The reader polls the words in its own memory until all words have the expected flag. Barriers,
+fences and a second kernel are not needed. `PeerRegion` documents the layout.
 
     rank 0   push --->  [data | flag] in the memory of rank 0, 1, ...      int64: flag << 32 | data
     rank 1   poll       until flag == the row's last flag + 1
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from negamax.kernels.launch.ptx import agree
 
-# polls between two reads of the abort flag in host memory, about a millisecond
+# number of polls between two reads of the abort flag in host memory (about 1 ms)
 _SPINS = tl.constexpr(1024)
 
 
@@ -34,7 +34,7 @@ def load_peer_bases(addresses, WORLD: tl.constexpr):
 
 @triton.jit
 def add_flag(data, flag):
-    """Combine `data` (int32) and `flag` to the stored int64."""
+    """Combine `data` (int32) and `flag` into an int64 word."""
     return (flag.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
 
 
@@ -56,7 +56,7 @@ def _any_missing(word, flag, mask):
 
 @triton.jit
 def _timed_out(control, since, is_first):
-    """Return whether to stop polling, and the start of the wait; a time-out sets the abort flag."""
+    """Return whether to stop polling, and when polling began; a time-out sets the abort flag."""
     clock = tl.load(control, volatile=True)
     since = tl.where(is_first, clock, since)
     if clock - since > tl.load(control + 1):
@@ -70,8 +70,8 @@ def poll(base, index, flag, mask, control):
     """Return the data (int32) at `base + index` of this rank's copy when all words have `flag`, or
     the current data after a time-out.
 
-    `control` points to the address of `PollControl.words`. Without `control` programs of the same
-    launch write the words; all programs run at once, so these words always arrive.
+    `control` points to the address of `PollControl.words`. If programs of the same launch write the
+    words, `control` is None; these programs all run at once, so their words always arrive.
     """
     word = tl.load(base + index, mask=mask, other=0, volatile=True)
     is_missing = _any_missing(word, flag, mask)

@@ -22,17 +22,17 @@ MOST_CHOICES = 16  # limit of the experts per token
 
 @dataclass(frozen=True)
 class ExpertRanges:
-    """Rank r has `count` experts, from firsts[r] on."""
+    """Rank r has experts firsts[r] to firsts[r] + count - 1."""
 
     firsts: Tensor  # [ranks] int32
     count: int
 
 
 def most_words(hidden_size: int) -> int:
-    """Return an upper bound of the 4-byte words of a dispatched row.
+    """Return an upper bound of the number of 4-byte words of a dispatched row.
 
-    A row holds the hidden state in 16 bits and in FP8 with its scales, and ids and weights of
-    MOST_CHOICES experts.
+    A row holds the hidden state twice (in 16 bits, and in FP8 with scales), and the ids and weights
+    of up to MOST_CHOICES experts.
     """
     return hidden_size // 2 + hidden_size // 4 + hidden_size // GROUP + 2 * MOST_CHOICES
 
@@ -46,15 +46,15 @@ def dispatch(
     group: Collective,
     num_rows: int,  # at least T, the same on all ranks
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the ids [ranks * num_rows, top_k] of all ranks (padding: -1), and all columns.
+    """Return the ids [ranks * num_rows, top_k] and the columns of the rows of all ranks.
 
-    Columns of rows that selected no expert of this rank are undefined. The reference returns the
-    sent columns.
+    The ids of padding rows are -1. The columns of a row that selected no expert of this rank are
+    undefined; the reference implementation returns the columns of every row.
     """
     sent, parts = (ids, *columns), []
     for column in sent:
         missing, bits = num_rows - len(column), column.contiguous().view(torch.uint8)
-        fill = 255 if column is ids else 0  # an id of -1 is four bytes of 255
+        fill = 255 if column is ids else 0  # the int32 value -1 is four bytes of 255
         parts.append((F.pad(bits, (0, 0, 0, missing), value=fill) if missing else bits).flatten())
     gathered = group.all_gather(torch.cat(parts).unsqueeze(0), dim=0)
     received = [

@@ -12,10 +12,10 @@ A row is sent to a rank once, even if it selected several experts of the rank. O
 of a word are data, so the kernels are faster than NCCL only while latency dominates. With more than
 `PeerRegion.rows` rows NCCL gathers and sums instead.
 
-Two buffers are enough for `dispatch`, as for any `PeerRegion`, because every rank pushes the ids of
-each row. In `combine` a rank may receive no words from another rank. A rank writes words of epoch
-e + 2 only after the dispatch before that combine. Every other rank reaches this dispatch only after
-it has read the words of epoch e.
+`dispatch` needs only the two buffers of a `PeerRegion`, because in each epoch every rank receives
+words of every other rank: the ids. In `combine` a rank may receive no words from another rank. But
+a rank writes epoch e + 2 of `combine` only after the `dispatch` that precedes it, and the other
+ranks reach this `dispatch` only after they have read epoch e of `combine`.
 """
 
 from collections.abc import Sequence
@@ -189,7 +189,7 @@ def combine(out: Tensor, ids: Tensor, *, experts: ExpertRanges, group: Collectiv
     """Run `dispatch.combine`; the sum over ranks is fp32, in the order of ranks."""
     num_rows, width = len(out) // group.size, out.shape[-1]
     region = find_region(group, "reduce", num_rows, width // 2)
-    if region is None or width % 2:  # rows are not whole words
+    if region is None or width % 2:  # the bytes of a row are not a multiple of 4
         return spec.combine(out, ids, experts=experts, group=group)
     assert out.is_contiguous() and ids.is_contiguous()
     sums = out.new_empty(num_rows, width)

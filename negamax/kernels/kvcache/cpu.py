@@ -1,5 +1,5 @@
-"""Cache rows and rope angles on the CPU. NumPy computes the rows, because its calls take less time
-than PyTorch's calls. The angles are batch-invariant (`rowwise`).
+"""Cache row indices and rope angles on the CPU. NumPy computes the indices, because its calls take
+less time than PyTorch's calls. The angles are batch-invariant (`rowwise`).
 """
 
 import numpy as np

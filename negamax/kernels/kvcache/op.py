@@ -2,9 +2,9 @@
 
 A layer's cache is two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s is in
 block s // block_size at offset s % block_size. The tokens of one head are adjacent within a block,
-so gathered blocks of a sequence are a contiguous [tokens, head_dim] matrix per head. A cache starts
-as zeros and holds only finite values, because kernels read past the end of a sequence and multiply
-these values by a probability of 0.
+so gathered blocks of a sequence form one contiguous matrix [tokens, head_dim] for each head. A
+cache starts as zeros and holds only finite values, because kernels read past the end of a sequence
+and multiply these values by a probability of 0.
 """
 
 from typing import NamedTuple
@@ -37,23 +37,23 @@ class KvCache(NamedTuple):
 
 
 class TokenPlaces(NamedTuple):
-    """Rotations and cache rows of a step's tokens (`LOCATE`)."""
+    """Rope cosines and sines, and cache row indices, of a step's tokens (result of `LOCATE`)."""
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor
-    rows: Tensor  # [T * kv_heads] int64, rows of caches viewed as [-1, head_dim]; negative: none
+    rows: Tensor  # [T * kv_heads] int64, indices in caches viewed as [-1, head_dim]; negative: none
 
 
 class TokenTables(NamedTuple):
     """Positions of T tokens, and the block tables of their sequences."""
 
     positions: Tensor  # [T] int64
-    token_slots: Tensor  # [T] int64, row of block_tables of each token's sequence
+    token_slots: Tensor  # [T] int64, index of the row of block_tables of each token's sequence
     block_tables: Tensor  # [slots, blocks]
 
 
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
-    """Return the cache rows [T * kv_heads] int64 of slots [T]; negative for slot -1 (padding)."""
+    """Return cache row indices [T * kv_heads] int64 of slots [T]; slot -1 gets negative ones."""
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=slots.device)
     return ((blocks.unsqueeze(1) * kv_heads + heads) * block_size + offsets.unsqueeze(1)).flatten()
@@ -62,7 +62,7 @@ def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
 def locate(
     tokens: TokenTables, frequencies: Tensor, /, *, kv_heads: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return cos, sin [T, 1, rotary_dim] fp32 and cache rows [T * kv_heads] int64.
+    """Return cos, sin [T, 1, rotary_dim] fp32 and cache row indices [T * kv_heads] int64.
 
     frequencies [rotary_dim] from `rotary.signed_frequencies`.
     """
@@ -80,16 +80,16 @@ def slots_of(tokens: TokenTables, *, block_size: int) -> Tensor:
 
 
 def write(k: Tensor, v: Tensor, cache: KvCache, rows: Tensor) -> None:
-    """Write k, v [T, kv_heads, head_dim], divided by the scales, at `rows`; FP8 saturates."""
+    """Divide k, v [T, kv_heads, head_dim] by the scales and write rows `rows`; FP8 saturates."""
     store(k, cache.k, rows, scale=cache.scales[0])
     store(v, cache.v, rows, scale=cache.scales[1])
 
 
 def store(x: Tensor, cache: Tensor, rows: Tensor, *, scale: float = 1.0) -> None:
-    """Write x [T, heads, width] to one cache at `rows` [T * heads]."""
+    """Write x [T, heads, width] to rows `rows` [T * heads] of one cache."""
     x = x.reshape(-1, x.shape[-1]).float() / scale
     cache = cache.view(-1, x.shape[-1])
-    if cache.dtype == FP8:  # copied as bytes, because index_copy_ does not support FP8
+    if cache.dtype == FP8:  # FP8 is copied as bytes, because index_copy_ does not support it
         x = x.clamp(-E4M3_MAX, E4M3_MAX).to(FP8).view(torch.uint8)
         cache = cache.view(torch.uint8)
     cache.index_copy_(0, rows, x.to(cache.dtype))

@@ -1,4 +1,4 @@
-"""Slot mapping and rotations of a step's tokens in one launch (PyTorch ops: about twelve)."""
+"""Slot mapping and rotations of a step's tokens in one launch (with PyTorch ops about twelve)."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from negamax.kernels.launch.triton import launch_options, triton_kernel
 @triton.jit(do_not_specialize=["rank"])
 def _locate_kernel(
     positions,  # [T] int64
-    token_slots,  # [T] int64, rows of `tables`
+    token_slots,  # [T] int64, row indices of `tables`
     tables,  # [slots, table_stride] int32, blocks
     frequencies,  # [ROTARY] fp32
     cos,  # [T, ROTARY] fp32, written
@@ -25,11 +25,11 @@ def _locate_kernel(
     ROTARY: tl.constexpr,  # 0: no rotations, and the three tensors are None
     ROTARY_POW2: tl.constexpr,
     RANKS: tl.constexpr,  # number of ranks that shard the blocks; each holds every RANKS-th block
-    FIRST: tl.constexpr,  # number of blocks of the rank before the sharded blocks
+    FIRST: tl.constexpr,  # index of the rank's first sharded block
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Locate one token; its rows are -1 if another rank holds its block. Grid (T,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`, because layers read the result early
+    """Locate one token; its row indices are -1 if another rank holds its block. Grid (T,)."""
+    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read the result before they wait
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride

@@ -1,4 +1,4 @@
-"""PTX and CUDA-only functions of Triton, each also in a portable form (AMD GPUs, interpreter)."""
+"""PTX and CUDA-only functions of Triton, each with a portable form for AMD and the interpreter."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """Let the next kernel of the stream start when all programs of this kernel have called this."""
+    """Let the next kernel in the stream start once every program of this one has made this call."""
     if PDL:
         gdc_launch_dependents()
 
@@ -28,13 +28,13 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 @triton.jit
 def agree(x):
-    """Make all threads that hold an element of `x` (int32) agree. If there are fewer elements than
-    threads, return 1 everywhere if any thread holds a value other than 0, else 0.
+    """Return `x` (int32) so that all threads that hold an element hold the same value. If there are
+    fewer elements than threads, return 1 everywhere if any thread holds a value other than 0, else
+    0.
 
-    Triton lets several threads hold the same element. Each thread loads the element itself, and
-    Triton assumes that all loads return the same value. This is wrong for memory that other
-    programs write at the same time: a reduction uses one thread's value, but another thread
-    continues with its own value.
+    If several threads hold the same element, each thread loads it, and Triton assumes that all
+    loads return the same value. This is not true of memory that other programs write at the same
+    time: a reduction uses one thread's value, but another thread continues with its own value.
     """
     if not INTERPRETED and is_cuda():  # noqa: SIM102  (ROCm has no `num_threads`)
         if x.numel < num_threads():
@@ -48,7 +48,7 @@ def agree(x):
 
 @triton.jit
 def pack_pair(even, odd, DTYPE: tl.constexpr):
-    """Round fp32 values to DTYPE (bf16, fp16) and pack them, `even` in the lower half of an int32.
+    """Round fp32 values to DTYPE (bf16, fp16) and pack pairs into int32, `even` in the lower half.
 
     One instruction converts both values. Single conversions run on the slowest unit and take 8
     cycles per warp; a program that normalizes a row would have 36 of them.
@@ -71,8 +71,8 @@ def pack_pair(even, odd, DTYPE: tl.constexpr):
 
 @triton.jit
 def keep_in_registers(x):
-    """Return `x` (16 bits) as if it had been computed. Triton 3.8 otherwise keeps a second copy of
-    a transposed tile in shared memory if several products use it.
+    """Return a copy of `x` (16 bits) in registers. Triton 3.8 otherwise keeps a second copy of a
+    transposed tile in shared memory if several tl.dot use it.
     """
     if not INTERPRETED and is_cuda():
         x = tl.inline_asm_elementwise(
@@ -83,7 +83,7 @@ def keep_in_registers(x):
 
 @triton.jit
 def take_bytes(words, selector):
-    """Select four bytes of each word by the hex digits of `selector`, lowest first; 4 gives 0."""
+    """Select four bytes of each word by the hex digits of `selector`, lowest first; 4 selects 0."""
     if not INTERPRETED and is_cuda():
         taken = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.int32, is_pure=True,
@@ -116,7 +116,7 @@ def e4m3_to_fp16(x):
 
 @triton.jit
 def fast_log(x):
-    """Return log x; on NVIDIA GPUs by the hardware, exact to 2^-22 for logarithms up to 1."""
+    """Return log x; NVIDIA GPUs use an instruction that is exact to 2^-22 for results up to 1."""
     return libdevice.fast_logf(x) if not INTERPRETED and is_cuda() else tl.log(x)
 
 
@@ -129,7 +129,7 @@ def unpack_words(
     "e2m1", else 4.
 
     Codes of uint4 are increased by 128, codes of uint8 are reduced by 128. Unless IS_RAW, `added`
-    is added to codes of uint4 and to codes with ZEROS. With SCALED codes are multiplied by
+    is added to the codes if they are uint4 or if ZEROS. With SCALED, the codes are multiplied by
     `factor`. `added` and `factor` hold a bf16 number for each half of the codes.
     `weight_only/triton.py` has the portable form.
     """
@@ -145,7 +145,7 @@ def unpack_words(
         )  # fmt: skip
 
 
-# For each pair of e2m1 codes: shift of `a`, and the mask that keeps its bits where bf16 has them.
+# For each pair of e2m1 codes: PTX that shifts `q` into `a`, and a mask of the bits that bf16 needs.
 # `weight_only.layout.BITS` states the places of these bits in a word.
 _E2M1 = (
     (("mov.b32 a, q;", 0x81808180), ("shr.u32 a, q, 8;", 0x00400040)),

@@ -56,9 +56,9 @@ def round_to_power_of_two(count: int) -> int:
 
 
 def warps_of_row(width: int, *, measured: int) -> int:
-    """Return the warps of a program for one row: `measured` for up to 4096 values.
+    """Return the number of warps of a program that processes one row.
 
-    Wider rows were not measured; their threads have the same number of values.
+    The number is `measured` for 4096 values. Threads of wider rows process as many values each.
     """
     return min(32, measured << max(0, (width - 1).bit_length() - 12))
 

@@ -1,7 +1,7 @@
-"""Launch and compile kernels; functions that kernels of all families call.
+"""Launch and compile kernels. Define functions that kernels of all families call.
 
 Programmatic dependent launch (PDL): after an ordinary launch, a kernel starts when its predecessor
-in the stream has ended. The GPU is then idle for a few microseconds, and a decode step is hundreds
+in the stream has ended. The GPU is then idle for a few microseconds, and a decode step has hundreds
 of kernels of 3 to 30 us. On NVIDIA GPUs from Hopper on, the next kernel may start as soon as every
 program of the running one has called `launch_dependents` or has ended. `wait_for_predecessor`
 blocks until the predecessor has ended and its results are visible. CUDA graphs keep these calls.
@@ -17,11 +17,11 @@ Rules for a kernel that is launched with `launch_options`:
   predecessors may still read the memory that it writes.
 - Before the wait a program may read data that no kernel has written since the last ordinary launch,
   such as weights (PyTorch makes ordinary launches). In a layer a program may also read data that
-  the step prepared before the first layer: the last kernels there call no `launch_dependents`.
+  kernels wrote before the first layer: the last of these kernels call no `launch_dependents`.
 
-A kernel that loads nothing before the wait gains a microsecond by an early start. The kernel may
-lose more, most likely because its programs are distributed unevenly over multiprocessors that are
-still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and its
+A kernel that loads nothing before the wait gains a microsecond by an early start. An early start
+may also cost more, most likely because programs are distributed unevenly over multiprocessors that
+are still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and its
 successor may start early. With `dependent=False` a launch is ordinary.
 
 On other GPUs and in Triton's interpreter PDL is False, and Triton does not compile these calls.
@@ -51,7 +51,7 @@ _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _IS_LAST_FIRST = tl.constexpr(TRITON_VERSION >= (3, 8))
 _E4M3FNUZ_MAX = tl.constexpr(240.0)
 
-# Triton's default may change; without fusion the kernels' last bits and their speed differ.
+# Set explicitly, as Triton's default may change: fusion affects the last bits and the speed.
 triton.knobs.language.default_fp_fusion = True
 
 
@@ -93,7 +93,7 @@ def launch_options(
 
 @triton.jit
 def launch_dependents_then_wait(PDL: tl.constexpr):
-    """Let the next kernel start, then wait for the predecessor: the order of most kernels."""
+    """Let the next kernel start, then wait for the predecessor. Most kernels use this order."""
     launch_dependents(PDL)
     wait_for_predecessor(PDL)
 
@@ -102,9 +102,9 @@ def launch_dependents_then_wait(PDL: tl.constexpr):
 def wait_then_launch_dependents(PDL: tl.constexpr):
     """Wait for the predecessor, then let the next kernel start.
 
-    Kernels that keep the whole GPU busy use this order. Early loads of the next kernel would
-    compete for bandwidth with the predecessor, and its programs would hold registers longer. The
-    tiles of the experts and of GEMMs with 16-bit weights were chosen with this order.
+    Kernels that keep the whole GPU busy use this order, because early loads of the next kernel
+    would compete for bandwidth and its programs would hold registers longer. The tiles of the
+    experts and of GEMMs with 16-bit weights were chosen with this order.
     """
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
@@ -131,10 +131,10 @@ def add_last_first(ptrs, offsets, CONTIGUOUS: tl.constexpr, MULTIPLE: tl.constex
     """Return ptrs + offsets. A load from these pointers assigns threads, then warps, to the last
     dimensions first.
 
-    In the last dimension CONTIGUOUS neighbors are adjacent in memory, at multiples of MULTIPLE
-    bytes (0: unknown). Triton sorts dimensions by the length of contiguous runs. Of dimensions with
-    equal runs Triton 3.8 takes the last one first, and older versions take the first one. For older
-    versions this function states longer runs, which affect only this order.
+    In the last dimension, runs of CONTIGUOUS elements are adjacent in memory and begin at multiples
+    of MULTIPLE bytes (0: unknown). Triton sorts dimensions by the length of contiguous runs. Among
+    dimensions with equal runs, Triton 3.8 takes the last one first, and older versions the first.
+    For older versions this function declares longer runs, which affects only this order.
     """
     ptrs = ptrs + offsets
     LONGEST: tl.constexpr = CONTIGUOUS if _IS_LAST_FIRST else 64
@@ -198,4 +198,4 @@ def compiling(
         try:
             yield
         finally:
-            del triton.JITFunction.__getitem__  # the inherited method launches kernels
+            del triton.JITFunction.__getitem__  # the inherited `__getitem__` launches kernels

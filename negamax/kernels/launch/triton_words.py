@@ -1,5 +1,5 @@
-"""Rows of 16-bit values as int32 words of two values. Kernels also exchange rows between ranks as
-words.
+"""Functions for rows of 16-bit values that are handled as int32 words of two values. Kernels also
+exchange rows between ranks as words.
 
     a row in memory         | even odd | even odd | ...
     in registers            even [BLOCK] and odd [BLOCK], fp32
@@ -46,7 +46,7 @@ def unpack(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def sum_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr):
-    """Sum row `row` of x [T, PARTS, 2 * WORDS] over its parts in fp32, rounded once, as words."""
+    """Sum row `row` of x [T, PARTS, 2 * WORDS] over its parts in fp32, round once; return words."""
     parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     words = tl.load(parts, mask=mask, other=0)
     if PARTS > 1:
@@ -65,7 +65,7 @@ def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
 
     The loads are volatile: ptxas otherwise moves most of them after the first sums and waits for
     memory three times instead of once. The loads stay together only if their uses are also in a
-    branch whose condition ptxas does not know.
+    branch whose condition is unknown to ptxas.
     """
     parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     fetched = ()
@@ -76,7 +76,7 @@ def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def add_parts(fetched, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """Sum parts in fp32, rounded once, as even and odd columns."""
+    """Sum the parts from `fetch_parts` in fp32, round once; return even and odd columns."""
     even, odd = unpack(fetched[0], DTYPE)
     if PARTS > 1:
         for part in tl.static_range(1, PARTS):
