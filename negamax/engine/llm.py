@@ -86,8 +86,8 @@ def _takes_fields_of(
 
 
 class LLM:
-    """A model in this process. Keyword arguments are the fields of `EngineOptions`, also with
-    vLLM's values such as `dtype="half"`, and `chat_template`, a file that replaces the model's.
+    """A model in this process. Keyword arguments are the fields of `EngineOptions` and
+    `chat_template`, the path of a file. Values of vLLM such as `dtype="half"` are valid.
 
     An `LLM` is a context manager; `shutdown` ends the workers. An `LLM` is not thread-safe. Raises
     `ConfigError` or `ResourceError` for a model or options that cannot work on this machine.

@@ -1,6 +1,6 @@
 """Describe the serving shape: all settings that determine what a deployment computes and how fast.
 
-Two results are comparable if they have the same serving shape. The fields of a shape are JSON.
+Two benchmark results are comparable if their serving shapes are equal. Shapes are JSON objects.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from negamax import __version__
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
 
-SHAPE, HASH = "serving_shape", "hash"  # Key of the shape in documents, key of its hash in a shape.
+SHAPE, HASH = "serving_shape", "hash"  # Keys: of a shape, of its hash.
 
 
 def make_shape(
@@ -42,13 +42,13 @@ def make_shape(
 
 
 def hash_shape(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a shape, with their short hash as the first field."""
+    """Return `fields` as a shape, with a short hash of the fields in front."""
     named = {key: value for key, value in fields.items() if key != HASH}
     encoded = msgspec.json.encode(named, order="deterministic")
     return {HASH: hashlib.sha256(encoded).hexdigest()[:12], **named}
 
 
 def add_parsers(shape: dict[str, Any], options: ServerOptions) -> dict[str, Any]:
-    """Return the shape with the parsers of a server."""
+    """Add the names of a server's parsers to a shape."""
     parsers = {"tool_call": options.tool_call_parser, "reasoning": options.reasoning_parser}
     return hash_shape({**shape, "parsers": parsers})

@@ -20,7 +20,7 @@ BEAT_SECONDS = 0.2  # Time between two heartbeats.
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """The sockets of an engine process, two for each server process, in a private folder."""
+    """The paths of an engine's sockets in a private folder, two for each server process."""
 
     folder: str
 
@@ -39,7 +39,7 @@ class TransferInfo(msgspec.Struct, frozen=True):
     host: str
     port: int
     num_ranks: int
-    allowed_hosts: tuple[str, ...]  # Hosts that requests may name, in the form of `allows_host`.
+    allowed_hosts: tuple[str, ...]  # Hosts that requests may name.
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # Folder, hub id or embedded name that the user gave.
     served_model_name: str
     architecture: str  # Architecture in config.json.
-    max_model_len: int  # Context length: most tokens of prompt plus output.
+    max_model_len: int  # Limit of prompt plus output tokens.
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -56,26 +56,26 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int
     max_num_seqs: int
     block_size: int  # Tokens per KV block.
-    num_kv_blocks: int  # KV blocks per data-parallel rank; max_num_seqs also counts per rank.
+    num_kv_blocks: int  # Number of KV blocks per data-parallel rank.
     device: str
     dtype: str
     data_parallel_size: int = 1
-    memory: str = ""  # Description of the GPU memory that KV cache and graphs use.
+    memory: str = ""  # Text about the GPU memory of KV cache and graphs.
     speculation: SpeculationConfig | None = None
-    host_block_bytes: int = 0  # Bytes of a KV block in main memory, over the ranks that share it.
+    host_block_bytes: int = 0  # Bytes of a KV block in main memory, summed over its ranks.
     shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
     transfer: TransferInfo | None = None  # None if the engine exchanges no prompts.
     vision: VisionSpec | None = None  # Spec of the loaded vision tower; None without images.
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
-    balancedness: float = 1.0  # Mean tokens per rank over the busiest rank's, in recent steps.
-    num_rebalances: int = 0  # Complete rebalances that moved experts.
+    balancedness: float = 1.0  # Mean load of ranks divided by the largest, in recent steps.
+    num_rebalances: int = 0  # Rebalances that moved experts.
     num_moved: int = 0  # Number of experts moved between slots.
 
     @classmethod
     def of(cls, parts: "Sequence[ExpertStats]") -> "ExpertStats":
-        """Sum the statistics of several engines; the least balanced engine sets balancedness."""
+        """Sum the statistics of several engines, but take the smallest balancedness."""
         return cls(
             min(part.balancedness for part in parts),
             sum(part.num_rebalances for part in parts),
@@ -84,18 +84,18 @@ class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankStats(msgspec.Struct, frozen=True, array_like=True):
-    """Statistics of a data-parallel rank after a step. Counters start at 0 with the engine."""
+    """Statistics of a data-parallel rank after a step. Counters are 0 when the engine starts."""
 
     num_running: int
     num_waiting: int
     num_kv_blocks: int
-    num_free_kv_blocks: int  # Blocks that no running sequence uses, cached blocks included.
+    num_free_kv_blocks: int  # Blocks without a running sequence; some are cached.
     step_count: int
     preemption_count: int
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
-    num_drafts: int = 0  # Rows for which draft tokens were verified.
+    num_drafts: int = 0  # Verifications: one per row and step with drafts.
     num_draft_tokens: int = 0  # Draft tokens that were verified.
     num_accepted_tokens: int = 0  # Draft tokens that were accepted.
     accepted_per_position: tuple[int, ...] = ()  # Accepted draft tokens by position in the draft.
@@ -113,15 +113,15 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_file_bytes_read: int = 0
     num_file_bytes_written: int = 0
     num_file_evictions: int = 0  # Files deleted because of the size limit.
-    num_file_errors: int = 0  # Damaged files, and errors of the system.
+    num_file_errors: int = 0  # Damaged files and system errors.
     num_kv_event_batches: int = 0  # Batches of prefix cache events that were sent.
     num_dropped_kv_events: int = 0  # Steps whose prefix cache changes were dropped.
     num_remote_prefills: int = 0  # Requests whose prompts came from other engines.
     num_failed_prefills: int = 0  # Requests whose prompts did not arrive from other engines.
     num_local_prefills: int = 0  # Requests that named no other engine.
     num_pulled_blocks: int = 0  # KV blocks read from other engines.
-    num_expired_leases: int = 0  # Prompts for other engines that no engine has read.
-    num_leases: int = 0  # Prompts that are kept for other engines.
+    num_expired_leases: int = 0  # Prompts for other engines that were not read in time.
+    num_leases: int = 0  # Prompts kept for other engines.
 
 
 class EngineStats(RankStats, frozen=True, array_like=True):
@@ -129,14 +129,14 @@ class EngineStats(RankStats, frozen=True, array_like=True):
 
     device_seconds: float = 0.0  # GPU time in steps.
     idle_seconds: float = 0.0  # GPU time between steps.
-    prefill_tokens: int = 0  # Prompt tokens computed in rows of more than one token.
+    prefill_tokens: int = 0  # Tokens computed in prefill (rows of several tokens).
     experts: ExpertStats | None = None  # None if experts are not counted.
-    at: float = 0.0  # Monotonic second; orders statistics that arrive over different sockets.
-    ranks: tuple[RankStats, ...] = ()  # Statistics of each rank if there are several ranks.
+    at: float = 0.0  # Monotonic time, to find the latest statistics.
+    ranks: tuple[RankStats, ...] = ()  # By rank; empty if there is only one rank.
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
-        """Return statistics by rank. Requests without a rank count as waiting at the first rank."""
+        """Return statistics by rank. The first rank counts requests that wait without a rank."""
         return self.ranks or (self,)
 
 
@@ -151,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of several engines, without `ranks`. One engine's stay unchanged."""
+    """Sum the statistics of several engines, without `ranks`. Return a single entry unchanged."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]
@@ -182,14 +182,14 @@ def sum_fields(kind: type[RankStats], parts: Sequence[RankStats]) -> dict[str, A
 
 
 def drop_gauges(stats: EngineStats) -> EngineStats:
-    """Return the statistics of a dead engine with its counters, and with gauges of 0."""
+    """Return the statistics of a dead engine: keep its counters, set its gauges to 0."""
     ranks = tuple(msgspec.structs.replace(rank, **_GAUGES) for rank in stats.ranks)
     experts = stats.experts and msgspec.structs.replace(stats.experts, balancedness=1.0)
     return msgspec.structs.replace(stats, **_GAUGES, ranks=ranks, experts=experts)
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:
-    """Return the id of a choice in the engine. The id is unique over all server processes."""
+    """Return the id that the engine uses for a choice. It is unique over all server processes."""
     return f"{request_id}/{choice}@{server}" if server else f"{request_id}/{choice}"
 
 
@@ -198,11 +198,11 @@ def server_of(sequence_id: str) -> int:
 
 
 class StartEngine(msgspec.Struct, frozen=True):
-    """The first message, from the server process that starts the engine."""
+    """The first message to an engine. The server process that starts the engine sends it."""
 
     options: EngineOptions
     num_servers: int  # Number of server processes; each process has its own sockets.
-    parent: ParentPulse | None = None  # Heartbeat of the server process, which the engine watches.
+    parent: ParentPulse | None = None  # Server's heartbeat, which the engine watches.
     replica: int = 0
 
 
@@ -228,7 +228,7 @@ RecordAction = Literal["start", "stop", "dump"]
 
 
 class RecordExperts(msgspec.Struct, frozen=True, tag="record_experts"):
-    """Asks to start, stop or dump a record of experts. The answer is an `ExpertRecord`."""
+    """Asks to start, stop or dump a recording of expert selections. Answer: `ExpertRecord`."""
 
     server: int
     number: int
@@ -246,17 +246,17 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     updates: list[SequenceUpdate]
     stats: EngineStats
-    # Ids of sequences that began to run, with the `time.monotonic()` of their first step.
+    # (id, monotonic second of the first step) of each sequence that began to run.
     admitted: list[tuple[str, float]] = []
     step_tokens: list[int] = []  # Number of tokens of each step since the last message.
 
 
 class ExpertDump(msgspec.Struct, frozen=True):
-    """A record of how often experts were selected, and their current placement."""
+    """A recording of how often experts were selected, and the current placement of experts."""
 
     logical_count: list[list[int]]  # Number of selections by layer and expert.
     physical_to_logical_map: list[list[int]]  # Index of the expert by layer and slot.
-    balancedness: float  # Balancedness (`ExpertStats`) of the record in the current placement.
+    balancedness: float  # Balancedness of these selections in the current placement.
 
 
 class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
@@ -268,7 +268,7 @@ class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     """The engine sends this message every `BEAT_SECONDS`, even while its loop waits."""
 
-    num_rounds: int  # Rounds of the loop since the start.
+    num_rounds: int  # Iterations of the loop since the start.
     is_idle: bool  # Whether the loop waits for a message.
     stats: EngineStats
     rank: int = 0  # Rank with the oldest heartbeat.
@@ -276,7 +276,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not start or had to stop. A command exits with `exit_code`."""
+    """The engine could not start or had to stop. The command should exit with `exit_code`."""
 
     message: str
     exit_code: int

@@ -103,7 +103,7 @@ def test_agents_wait_for_the_next_engine_and_end_with_the_last(
             words = "node 1|rank 1 has disconnected"
             assert seconds_until_noticed(again, first.kill, words) < NOTICED_SECONDS
         assert second.end() == 0
-        assert "node 0 ends, so this node ends, too" in second.log
+        assert "node 0 ends, so this node ends" in second.log
         assert "Traceback" not in second.log and "[W" not in second.log
     finally:
         if isinstance(network, Machines):

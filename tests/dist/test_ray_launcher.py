@@ -68,7 +68,7 @@ def test_the_message_of_an_agent_that_ends_is_reported() -> None:
     ("model", "words"),
     [
         ("no room", "Ray has no room"),
-        ("ends", "the process that reserves machines of Ray has ended"),
+        ("ends", "the process that reserves Ray's machines has ended"),
         ("silent", "Ray has not answered within 0.3 s"),
     ],
 )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-Take = Callable[[int, RequestOutput], object]  # Takes a prompt's index and an output.
+Take = Callable[[int, RequestOutput], object]  # Called with a prompt's index and an output.
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class OpenRequest:
         self._deadline = deadline
         self._observer = observer
         self._interval = interval
-        self._waiting: dict[int, RequestOutput] = {}  # Outputs with too few tokens.
+        self._waiting: dict[int, RequestOutput] = {}  # Outputs with less than `interval` tokens.
         self._unsent: Sequence[GenerateRequest] = ()
         self._updates: dict[str, SequenceUpdate] = {}  # Updates that the user has not received.
-        self._failure: Exception | None = None  # Raised after `_updates` are delivered.
+        self._failure: Exception | None = None  # An error to raise after `_updates` are delivered.
         self._take: Take | None = None
         self._is_paused = False
         self._arrival: asyncio.Future[None] | None = None

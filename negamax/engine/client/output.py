@@ -32,17 +32,17 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     index: int  # Index of the choice, 0 to n - 1.
     token_ids: list[int]
-    pieces: list[TextPiece]  # Text, and the token id if one token contains all of it.
+    pieces: list[TextPiece]  # Printable text, with a token id if one token contains the piece.
     logprobs: list[TokenLogprobs] | None  # One entry per token in token_ids.
     # One entry per prompt token after the first, in the first output only.
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None: not finished.
     stop_reason: int | str | None  # The stop token id or the stop string.
     num_prompt_tokens: int
-    num_output_tokens: int  # Output tokens of the choice so far, these included.
+    num_output_tokens: int  # Number of the choice's output tokens so far, including these.
     num_cached_tokens: int
     error: str | None
-    drafts: tuple[int, int, int] | None = None  # As in `SequenceUpdate`.
+    drafts: tuple[int, int, int] | None = None  # See `SequenceUpdate.drafts`.
     events: list[ParserEvent] | None = None  # Events of the choice's reader; None without a reader.
 
     @property

@@ -154,7 +154,7 @@ class ExpertBalancer:
         )
 
     def _balancedness(self, loads: NDArray[np.int64]) -> float:
-        """Return the ranks' mean load over the busiest rank's load, each summed over layers."""
+        """Divide the mean load of the ranks by the largest load, both summed over layers."""
         of_ranks = self._rank_loads(loads)
         busiest = float(of_ranks.max(axis=1).sum())
         return float(of_ranks.mean(axis=1).sum()) / busiest if busiest else 1.0

@@ -52,7 +52,7 @@ class BlockStored(KvEvent, kw_only=True):
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[list[str] | None] | None = None  # [salt] if a block starts a chain.
+    extra_keys: list[list[str] | None] | None = None  # Cache salt of a block that starts a chain.
     group_idx: int
     kv_cache_spec_kind: str
 
@@ -228,7 +228,7 @@ class EventPublisher:
         self._events.set_hwm(config.hwm)
         self._events.linger = _LINGER_MS
         self._replays = self._context.socket(zmq.ROUTER)
-        self._replays.set_hwm(config.buffer_steps + 1)  # A full replay has so many messages.
+        self._replays.set_hwm(config.buffer_steps + 1)  # Number of messages in a full replay.
         self._replays.linger = 0
         self._events.maxmsgsize = self._replays.maxmsgsize = _MOST_BYTES
         self._threads = [

@@ -80,7 +80,7 @@ class EngineLoop:
         self._prefill_tokens = 0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
-        self._committed_at = 0.0  # End of the latest step or debug command (monotonic).
+        self._committed_at = 0.0  # End of the latest step or debug command, in monotonic s.
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
         self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
 

@@ -91,7 +91,7 @@ class TransferSockets:
             if peer not in self._peers:
                 self._open(*peer)
             self._peers[peer][0].send(frame, zmq.NOBLOCK)
-        except (ConnectionError, zmq.ZMQError) as error:  # A client chose the peer.
+        except (ConnectionError, zmq.ZMQError) as error:  # The client's request names the peer.
             logger.warning("no message can be sent to %r, port %d: %s", *peer, error)
             self._lose(peer)
 
@@ -144,7 +144,7 @@ class TransferSockets:
         """Connect to an engine. Raises `ConnectionError` or `ZMQError`."""
         if self._config.is_loopback and not _is_loopback(host):
             raise ConnectionError("the host is another machine, but kv_ip is a loopback address")
-        if len(self._peers) == MOST_PEERS:  # Close an unanswered one.
+        if len(self._peers) == MOST_PEERS:  # Close the oldest connection that never had an answer.
             silent = [peer for peer in self._peers if peer not in self._answered]
             if not silent:
                 raise ConnectionError(f"{MOST_PEERS} engines are connected, which is the limit")

@@ -109,7 +109,7 @@ class Transfers:
     _num_copies: int = 0
     _held: dict[str, list[int]] = field(default_factory=dict)  # Host blocks by request id.
     _prefills: dict[str, str] = field(default_factory=dict)  # Lease id by id of an open request.
-    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # By lease id.
+    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # Messages by lease id.
     _next_renewal: float = 0.0
 
     @property

@@ -141,6 +141,6 @@ class GrammarClient:
         self._clear_away()
 
     def _clear_away(self) -> None:
-        self._channel.close()  # A process that is forked later also ends.
+        self._channel.close()  # This also ends a process that is forked later.
         self._context.destroy(linger=0)
         self._folder.remove()

@@ -66,7 +66,7 @@ class RequestGrammar:
     kept_back: frozenset[int] = frozenset()  # Tokens forbidden during reasoning.
     has_ended: bool = False
     error: str | None = None
-    is_lost: bool = False  # Its process died, or was not free in time.
+    is_lost: bool = False  # True if its grammar process died, or if no process was free in time.
     is_late: bool = False  # Whether a step ran without the mask.
 
     @property
@@ -325,7 +325,7 @@ class GrammarManager:
         # While answers are missing, `rule.masks` belong to earlier positions.
         of_grammar = [] if rule.num_asked else rule.masks
         found: list[Mask | None] = []
-        num_taken = 0  # Draft tokens that the grammar accepts so far.
+        num_taken = 0  # Number of draft tokens that the grammar has accepted.
         sampling = rule.request.sampling
         while len(found) <= row.num_drafts:
             too_early: frozenset[int] = frozenset()  # Tokens that would end the output too early.
@@ -437,7 +437,7 @@ class GrammarManager:
     def _receive(self) -> None:
         for client in self._clients():
             if client not in self._clients():
-                continue  # A message of another client ended this one.
+                continue  # A message of another process has ended this process.
             for message in client.receive():
                 self._handle(message, client)
             if client not in self._clients():

@@ -224,7 +224,7 @@ class GrammarServer:
             self._threads.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
-                while True:  # Give masks that wait for a slow mask to other threads.
+                while True:  # Other threads compute the masks that wait behind a slow mask.
                     self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:

@@ -1,4 +1,4 @@
-"""Run the agent of a node other than node 0. An agent joins node 0 and starts the node's ranks."""
+"""Run the agent of a node other than node 0. The agent joins node 0 and starts its node's ranks."""
 
 import contextlib
 import secrets
@@ -31,8 +31,8 @@ from negamax.worker.node_sockets import connect, tcp_endpoint
 
 logger = get_logger(__name__)
 
-SHUTDOWN_SECONDS = 5.0  # Time that ranks have to end before they are killed.
-ABORT_SECONDS = 0.3  # Time that kernels have to stop waiting for other ranks.
+SHUTDOWN_SECONDS = 5.0  # Time for ranks to end before they are killed.
+ABORT_SECONDS = 0.3  # Time for kernels to stop waiting for other ranks.
 _POLL_MS = 50
 _RECONNECT_MS = 100
 _REMINDER_SECONDS = 10.0  # Time between log lines about node 0, and between attempts to connect.
@@ -41,7 +41,7 @@ _PROBE_SECONDS = 1.0
 
 
 class Agent:
-    """The agent of one node, which runs in the thread that calls `run`."""
+    """The agent of one node. It does all work in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share` describes this machine. Without `waits_again`, the agent ends with its ranks."""
+        """`share` describes this machine. Unless `waits_again`, the agent ends with its ranks."""
         self._health = health
         self._options = options
         self._facts = facts
@@ -71,7 +71,7 @@ class Agent:
         self._waiting = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
         self._logged, self._logged_at = "", 0.0
         self._folder: PrivateFolder | None = None
-        self._session = ""  # Node 0's session until node 0 knows that the ranks have ended.
+        self._session = ""  # Id of node 0's session, kept until node 0 knows that the ranks ended.
         self._ranks: LocalRanks | None = None
         self._death: str | None = None  # Reason why this agent ended the ranks.
         self._num_sent = 0
@@ -80,7 +80,7 @@ class Agent:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Run until node 0 ends for good or a signal arrives. Raises node 0's `ConfigError`."""
+        """Run until node 0 or a signal ends this agent. Raises `ConfigError` if node 0 refuses."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         next_beat = 0.0
@@ -152,7 +152,7 @@ class Agent:
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS
             self._log_waiting(self._why_no_answer())
-            self._disconnect()  # Node 0's name may resolve to another address by now.
+            self._disconnect()  # Resolve the name of node 0 again.
 
     def _why_no_answer(self) -> str:
         address = (self._node_0, self._options.master_port)
@@ -163,11 +163,11 @@ class Agent:
         return f"another program uses the port, or {KEY_VARIABLE} differs from node 0's value"
 
     def _what_is_missing(self) -> str:
-        """Return why this node is not ready, or "". A thread that answers probes calls it."""
+        """Return why this node is not ready, or "". The thread of `NodeHealth` calls this."""
         return self._waiting if self._ranks is None else ""
 
     def _log_waiting(self, reason: str) -> None:
-        """Log why this node waits, and repeat an equal reason every `_REMINDER_SECONDS`."""
+        """Log why this node waits. Log an unchanged reason only every `_REMINDER_SECONDS`."""
         text = f"{self._waiting} ({reason})" if reason else self._waiting
         if text != self._logged or time.monotonic() > self._logged_at + _REMINDER_SECONDS:
             logger.info("%s", text)
@@ -213,7 +213,7 @@ class Agent:
                 self._start_ranks(message)
         elif isinstance(message, wire.StopRanks):
             if message.for_good:
-                logger.info("node 0 ends, so this node ends, too")
+                logger.info("node 0 ends, so this node ends")
                 self._send_leave()
                 self._end_ranks(timeout=SHUTDOWN_SECONDS)
                 self._is_stopped = True
@@ -261,7 +261,7 @@ class Agent:
 
     def _send(self, message: wire.FromAgent) -> None:
         if self._socket is not None:
-            with contextlib.suppress(zmq.Again):  # The socket is not connected.
+            with contextlib.suppress(zmq.Again):  # Not connected: drop the message.
                 self._socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def _start_ranks(self, start: wire.StartRanks) -> None:
@@ -282,7 +282,7 @@ class Agent:
         self._session, self._death = "", None
 
     def _end_ranks(self, *, timeout: float = ABORT_SECONDS, death: str | None = None) -> None:
-        """Wait `timeout` seconds for the ranks, then kill them. Report `death` to node 0."""
+        """Wait at most `timeout` s for the ranks, then kill them. Report `death` to node 0."""
         if self._ranks is not None:
             if timeout < SHUTDOWN_SECONDS:
                 self._ranks.abort()

@@ -30,14 +30,14 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _REMINDER_SECONDS = 10.0  # Time between log lines about missing nodes.
-_LEAVE_SECONDS = 1.0  # Longest wait for agents to confirm that they end.
+_LEAVE_SECONDS = 1.0  # Longest wait for agents to confirm their end.
 _MESSAGE_BYTES = 2**20  # Size limit of an agent's message.
-_HEARTBEAT_MS = 1000  # Time between heartbeats of ZeroMQ, which closes half-open connections.
+_HEARTBEAT_MS = 1000  # Time between heartbeats by which ZeroMQ finds half-open connections.
 
 
 @dataclass
 class _Node:
-    """The state of another node, as its agent reports, changed by the receiving thread only."""
+    """The state of another node, as reported by its agent. Only the receiving thread writes it."""
 
     number: int
     ranks: range
@@ -72,7 +72,7 @@ class _Node:
     def problem(self, now: float) -> str | None:
         silence = self.silence.seconds(self.num_signs)
         stall = self.stall.seconds(self.num_frames)
-        # Before the first heartbeat the agent uses only TCP, which may reconnect on a lossy link.
+        # Until its first heartbeat, an agent uses only TCP, where reconnecting takes longer.
         limit = wire.SILENCE_SECONDS if self.last_beat else wire.STALL_SECONDS
         if self.last_beat and now < self.disconnected_at + 2 * wire.DISCONNECTED_SECONDS:
             limit = wire.DISCONNECTED_SECONDS
@@ -84,12 +84,12 @@ class _Node:
 
 
 class NodeGroup:
-    """The ranks of other nodes. After `start`, a thread receives messages of the nodes."""
+    """The ranks of other nodes. After `start`, a thread receives the messages of their agents."""
 
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
     ) -> None:
-        """Listen for agents. Raises `ConfigError` or, for a used port, `ResourceError`."""
+        """Listen for agents. Raises `ConfigError`, and `ResourceError` if a port is in use."""
         self.ranks = range(layout.ranks_per_node, layout.world_size)
         self._facts = facts
         self._place = network.find_place_of_node_0(options)
@@ -114,7 +114,7 @@ class NodeGroup:
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
         self._num_peers = 4 * layout.world_size  # Includes old connections of restarted ranks.
-        self._limits: list[ConnectionLimit] = []  # First the agents' socket, then ranks' sockets.
+        self._limits: list[ConnectionLimit] = []  # The agents' socket comes first.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
         self._num_sent = 0
@@ -154,7 +154,7 @@ class NodeGroup:
         )
         if not has_key():
             logger.warning(
-                "%s is not set, so any program of this machine may join; set the key on all nodes",
+                "%s is not set, so any program on this machine can join; set the key on all nodes",
                 KEY_VARIABLE,
             )
 
@@ -167,7 +167,7 @@ class NodeGroup:
             now = time.monotonic()
             for node in self._nodes:
                 if node.join is not None and now > node.joined_at + wire.SILENCE_SECONDS:
-                    logger.warning("%s has joined and is gone again", node.name)
+                    logger.warning("%s has joined, but no longer answers", node.name)
                     node.join = None
             missing = [node.number for node in self._nodes if node.join is None]
             if not missing:
@@ -207,13 +207,13 @@ class NodeGroup:
         self._limits.append(ConnectionLimit(socket, num_peers=self._num_peers))
 
     def abort(self) -> None:
-        """Do nothing, because agents abort the kernels of their ranks themselves."""
+        """Do nothing: each agent aborts the kernels of its own ranks."""
 
     def expect_end(self) -> None:
         self._is_ending = True
 
     def stop(self, *, timeout: float, restarts: bool) -> None:
-        """Let the agents end their ranks. With `restarts`, the agents wait for the next engine."""
+        """Let the agents end their ranks and, if `restarts` is set, wait for the next engine."""
         self.expect_end()
         reason = self.death() or ("the engine is started again" if restarts else "node 0 ends")
         self._stop = wire.StopRanks(reason, for_good=not restarts)
@@ -242,7 +242,7 @@ class NodeGroup:
                     self._lost(node, wrong)
         for node in self._nodes:
             self._send(node.route, self._stop)
-        # Agents lose unread messages when node 0 closes the connection, so wait for their answer.
+        # Closing the connection drops messages that agents have not read, so wait for their answer.
         wait = _LEAVE_SECONDS if self._stop.for_good else _POLL_SECONDS
         deadline = time.monotonic() + wait
         while any(node.join for node in self._nodes) and time.monotonic() < deadline:
@@ -312,7 +312,7 @@ class NodeGroup:
                 self._lost(node, f"{node.name} was stopped")
             node.join = None
         else:
-            node.route, node.connection = route, connection  # Change when an agent reconnects.
+            node.route, node.connection = route, connection  # Both change if the agent reconnects.
             node.num_frames += 1
             self._handle_heartbeat(node, message)
 
@@ -325,7 +325,7 @@ class NodeGroup:
                 self._handle_heartbeat(node, beat)
 
     def _handle_heartbeat(self, node: _Node, beat: wire.AgentHeartbeat) -> None:
-        """Store a heartbeat of this session, unless a later heartbeat has arrived before."""
+        """Store a heartbeat of this session, unless a heartbeat with a higher number is stored."""
         if beat.number <= node.last_beat:
             return
         node.last_beat = beat.number
@@ -349,10 +349,10 @@ class NodeGroup:
         node.route, node.connection = route, connection
         if self._thread is not None:
             if node.last_beat > join.last_beat:
-                return  # A later UDP heartbeat shows that the ranks have started since.
+                return  # The join is outdated: the ranks have sent heartbeats.
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
-            else:  # The agent has not received `StartRanks`, which may be lost.
+            else:  # `StartRanks` may be lost: send it again.
                 node.num_signs += 1
                 self._send_start(node)
             return

@@ -13,7 +13,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# An agent counts as dead if a round of the agent's loop takes longer than this time.
+# An agent counts as dead if one iteration of its loop takes longer than this time.
 STILL_SECONDS = 60.0
 _REQUEST_SECONDS = 2.0  # Time limit for a request to arrive.
 _MOST_BYTES = 8192  # Size limit of a request's head.
@@ -21,10 +21,10 @@ _PATHS = ("/livez", "/readyz", "/health")
 
 
 class NodeHealth:
-    """Answers HTTP requests in a thread. No API key is needed, as answers hold only node states."""
+    """Answers HTTP requests in a thread, without an API key: answers contain only node states."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listen at `port`; 0 is any free port. Raises `ConfigError` or `ResourceError`."""
+        """Listen at `port`; 0 selects a free port. Raises `ConfigError` or `ResourceError`."""
         self._turned_at: float | None = None  # None while the agent reads the model's files.
         self._missing: Callable[[], str] = lambda: "the agent starts"
         self._listener = _listen(host, port)
@@ -33,7 +33,7 @@ class NodeHealth:
         threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def watch(self, missing: Callable[[], str]) -> None:
-        """Answer readiness probes by `missing`, which returns why the node is not ready, or ""."""
+        """Let `missing` answer readiness probes: it returns why the node is not ready, or ""."""
         self._missing = missing
 
     def turn(self) -> None:

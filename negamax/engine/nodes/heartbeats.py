@@ -1,5 +1,5 @@
-"""Send heartbeats between nodes as UDP datagrams, in addition to TCP. TCP doubles its retry delays
-after packet loss: after an outage of 1.6 s, its next message arrives after 3 s.
+"""Send heartbeats between nodes as UDP datagrams, in addition to TCP. TCP doubles its retry delay
+after each lost packet: in an outage of 1.6 s, it delivers the next message after 3 s.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from negamax.worker.node_sockets import shared_key
 
 _MAC_BYTES = 16
 _MOST_AT_ONCE = 1000  # Most datagrams that one `receive` call reads.
-_MOST_BYTES = 2048  # Longest valid datagram; the signature of a longer, truncated one is wrong.
+_MOST_BYTES = 2048  # Longest valid datagram. Longer datagrams are truncated and fail the check.
 
 Address = tuple[Any, ...]  # Host and port, and further fields with IPv6.
 
@@ -25,7 +25,7 @@ class Datagrams:
     """A UDP socket for signed messages. Messages may be lost, duplicated or late. Never blocks."""
 
     def __init__(self, address: str, port: int = 0) -> None:
-        """Bind `address` and `port` (0 is any free port). Raises `ResourceError`."""
+        """Bind to `address` and `port`; port 0 selects a free port. Raises `ResourceError`."""
         self._key = shared_key("beats")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
@@ -49,13 +49,13 @@ class Datagrams:
             self._socket.sendto(self._mac(frame) + frame, to)
 
     def receive(self) -> Iterator[tuple[bytes, Address]]:
-        """Yield messages with a valid signature and their senders, at most `_MOST_AT_ONCE`."""
+        """Yield up to `_MOST_AT_ONCE` messages with valid signatures, and their senders."""
         for _ in range(_MOST_AT_ONCE):
             try:
                 signed, sender = self._socket.recvfrom(_MOST_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # A peer's port is closed.
+            except OSError:  # A peer's port was closed.
                 continue
             mac, frame = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
             if hmac.compare_digest(mac, self._mac(frame)):
@@ -69,10 +69,10 @@ class Datagrams:
 
 
 class Neighbours:
-    """Tracks heartbeats of the other agents in one session, for one thread that polls often."""
+    """Tracks heartbeats of other agents in one session. One thread must call `lost` often."""
 
     def __init__(self, session: str, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """Track the nodes in `addresses`, which maps a node to its host and UDP port."""
+        """Track the nodes in `addresses`, which maps node numbers to hosts and UDP ports."""
         self.addresses = addresses
         self._session = session
         self._numbers = dict.fromkeys(addresses, 0)  # Number of each node's latest heartbeat.
@@ -84,7 +84,7 @@ class Neighbours:
             self._numbers[node] = number
 
     def lost(self) -> str | None:
-        """Name a node whose heartbeats have stopped. Node 0 watches nodes without heartbeats."""
+        """Report a node whose heartbeats have stopped. Ignore nodes that have not sent any yet."""
         for node, silence in self._silences.items():
             seconds = silence.seconds(self._numbers[node])
             if seconds > wire.NEIGHBOUR_SECONDS:

@@ -1,4 +1,4 @@
-"""Find the address, the interface and the ports at which other nodes reach this machine."""
+"""Find the address, interface and ports through which other nodes reach this machine."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.worker.node_sockets import has_key
 
-# Variables of gloo and NCCL, which may hold lists; NCCL also allows "=eth0".
+# Variables of gloo and NCCL. A value may be a list, and for NCCL may start with "=".
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -60,7 +60,7 @@ def check_key(options: NodeOptions) -> None:
 
 
 def find_place_of_node_0(options: NodeOptions) -> Place:
-    """Find this machine's interface with the address --master-addr. Raises `ConfigError`."""
+    """Find the interface that has the address --master-addr. Raises `ConfigError`."""
     host = options.master_addr or ""
     try:
         address = resolve(host)
@@ -143,7 +143,7 @@ def ephemeral_ports() -> str:
 
 
 def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
-    """Return the interface that the user named and where, or (None, ""). Raises `ConfigError`."""
+    """Return (interface, option) as set by the user, or (None, ""). Raises `ConfigError`."""
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
     for reason, value in found:
@@ -151,7 +151,7 @@ def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
         if not name or name.startswith("^"):
             continue
         known = [each for _, each in socket.if_nameindex()]
-        # The variables of gloo and NCCL may hold a prefix of a name.
+        # A value for gloo or NCCL may be a prefix of the interface's name.
         fitting = [name] if name in known else [each for each in known if each.startswith(name)]
         if not fitting or (reason == "--interface" and name not in known):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Choose the machines of a Ray cluster for an engine's ranks, without importing Ray."""
+"""Choose machines of a Ray cluster for the ranks of an engine. Imports no Ray."""
 
 import ipaddress
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import MOST_NODES
 
-_SHOWN_NODES = 16  # Number of machines that an error message lists at most.
+_SHOWN_NODES = 16  # Most machines that an error message lists.
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class RayPlacement:
-    """An engine's request for machines of a cluster."""
+    """An engine's request for machines of a Ray cluster."""
 
     options: EngineOptions
     nodes: tuple[ClusterNode, ...]
-    own: ClusterNode  # The machine with the server, which is node 0.
+    own: ClusterNode  # This machine. It runs the server and is node 0.
 
     @property
     def device(self) -> str:
@@ -64,7 +64,7 @@ class RayPlacement:
         return ipaddress.ip_address(self.own.address).is_loopback
 
     def share(self, count: int) -> Resources:
-        """Return what each of `count` nodes needs: per rank, a GPU and a CPU, or a CPU a thread."""
+        """Return the needs of one of `count` nodes: a GPU and CPU per rank, or a CPU per thread."""
         ranks = self.options.parallel.num_ranks // count
         if self.device == "cuda":
             return Resources(gpus=ranks, cpus=ranks)
@@ -77,7 +77,7 @@ class RayPlacement:
         return next((count for count in self.counts() if self._fits(count)), None)
 
     def refusal(self, seconds: float) -> ResourceError:
-        """Return the error of an engine that has found no room for `seconds`."""
+        """Return the error of an engine for which Ray had no room for `seconds`."""
         return ResourceError(
             f"Ray has found no room for {self.options.parallel.num_ranks} ranks in {seconds:g} s; "
             f"needed: {self.demand}; available: {self.available}",
@@ -107,7 +107,7 @@ class RayPlacement:
         yield from (count for count in range(1, min(ranks, MOST_NODES) + 1) if ranks % count == 0)
 
     def _objection(self, count: int) -> ConfigError | None:
-        """Return the error of the options with `count` nodes; None if they are valid."""
+        """Return the error that `count` nodes cause; None if the options allow `count` nodes."""
         try:
             replace(self.options.nodes, nnodes=count).check(self.options.parallel)
         except ConfigError as error:
@@ -115,7 +115,7 @@ class RayPlacement:
         return None
 
     def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Return whether `count` nodes have room. `one_day` also counts resources in use."""
+        """Return whether `count` nodes have room. `one_day` treats resources in use as free."""
         share = self.share(count)
         room = [
             node.id
@@ -143,7 +143,7 @@ class RayPlacement:
 def make_placement(
     options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str
 ) -> RayPlacement:
-    """Create the request of machine `own_id`. Raises `ResourceError` if `nodes` lacks `own_id`."""
+    """Create the request of machine `own_id`. Raises `ResourceError` if `nodes` lacks this id."""
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(

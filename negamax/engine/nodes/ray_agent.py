@@ -1,4 +1,4 @@
-"""The actor that Ray starts on each machine. Arguments and results of methods are strings."""
+"""The actor that Ray starts on each machine. Its methods take and return strings."""
 
 import socket
 
@@ -9,9 +9,9 @@ from negamax.base.errors import NegamaxError
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import KEY_VARIABLE
 
-# Variables in which Ray lists an actor's GPUs.
+# Environment variables in which Ray lists the GPUs of an actor.
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_CARRIED = ("HF_", "NCCL_")  # Variables that other machines copy from node 0 unless they are set.
+_CARRIED = ("HF_", "NCCL_")  # Prefixes of variables that other machines copy from node 0.
 
 
 class ActorPlace(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ def carried_variables() -> str:
 
 
 class RayAgent:
-    """An actor on one machine. Ray sets the variables of the actor's GPUs before any import."""
+    """An actor on one machine. Ray sets `DEVICE_VARIABLES` before the actor imports modules."""
 
     def place(self) -> str:
         found = {name: env.get(name) for name in DEVICE_VARIABLES}

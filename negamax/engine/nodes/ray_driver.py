@@ -1,7 +1,7 @@
-"""Reserve machines of a Ray cluster and run the agents, in a process of its own.
+"""Reserve machines of a Ray cluster and run their agents. This module runs in its own process.
 
-The process reads `EngineOptions` from standard input, and writes `Placed` or `Failed` to an open
-file. When standard input ends, the process ends the agents and releases the machines.
+The process reads `EngineOptions` from standard input, and writes `Placed` or `Failed` to a pipe.
+When standard input ends, the process ends the agents and releases the machines.
 """
 
 import contextlib
@@ -36,19 +36,19 @@ _PROBE_SECONDS = 5.0
 _POLL_SECONDS = 0.5  # Time between attempts to find room.
 _GROUP_SECONDS = 5.0  # Longest wait for Ray to reserve free resources.
 _REMINDER_SECONDS = 10.0
-_LEAVE_SECONDS = 1.0  # Longest wait for the end of agents that node 0 has stopped.
-_END_SECONDS = 10.0  # Longest life of the process after the end of standard input.
-# Options of a cluster that this process starts, which needs little memory for objects.
+_LEAVE_SECONDS = 1.0  # Longest wait for the agents to end.
+_END_SECONDS = 10.0  # Longest time from the end of standard input to exit.
+# Options for a cluster that this process starts. It needs little memory for objects.
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
-_MAX_MESSAGE = 300  # Characters that are shown of a message of Ray.
-_PIN = 0.001  # Amount of a machine's own Ray resource, which pins node 0 to the machine.
+_MAX_MESSAGE = 300  # Longest part of Ray's message that is shown, in characters.
+_PIN = 0.001  # Requested amount of this machine's "node:" resource, which pins node 0 here.
 
 
 class Driver:
     """Machines and agents of one engine. Only the thread that creates a `Driver` calls Ray."""
 
     def __init__(self, options: EngineOptions, stop: threading.Event) -> None:
-        """Prepare a driver for one engine. Another thread sets `stop` when the engine has ended."""
+        """Create the driver of one engine. Another thread sets `stop` when the engine has ended."""
         self._options = options
         self._stop = stop
         self.is_connected = False
@@ -57,13 +57,13 @@ class Driver:
         self._places: list[ActorPlace] = []
 
     def connect(self) -> None:
-        """Join the running cluster, or start a cluster of this machine. Raises `ConfigError`."""
+        """Join the running cluster, or start a cluster on this machine. Raises `ConfigError`."""
         env.set_default("RAY_USAGE_STATS_ENABLED", "0")
         address = find_cluster()
         if address is None:
             # Without this variable, Ray would listen on all interfaces.
             env.set_variable("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-            logger.info("no Ray cluster runs here, so a cluster of this machine alone is started")
+            logger.info("no Ray cluster runs here; starting a cluster of this machine alone")
         import ray
 
         try:
@@ -86,9 +86,9 @@ class Driver:
 
         placement, count = self._reserve()
         share = placement.share(count)
-        # With this path an actor can import this package.
+        # Actors need this path to import this package.
         path = env.get("PYTHONPATH")
-        # The actor of node 0 only holds the GPUs of this machine.
+        # On node 0, the actor only reserves the GPUs of this machine.
         self._actors = [
             ray.remote(RayAgent)
             .options(
@@ -128,7 +128,7 @@ class Driver:
         )
 
     def run_agents(self, placed: Placed) -> Iterator[str]:
-        """Run the agents until `stop` is set. Yield a message for each agent that ends earlier."""
+        """Run the agents until `stop` is set. Yield a message for each agent that ends before."""
         import ray
 
         variables = carried_variables()
@@ -251,8 +251,8 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def make_paths_absolute(options: EngineOptions) -> EngineOptions:
-    """Make paths absolute, for processes with another current folder. The name of an embedded model
-    is not changed, even if a folder has the same name.
+    """Make paths absolute, for processes that run in another folder. Keep the name of an embedded
+    model, even if a folder has the same name.
     """
 
     def whole(path: str | None) -> str | None:
@@ -285,13 +285,13 @@ def _last_line(error: Exception) -> str:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals that the parent handles, also after Ray has installed its own handlers."""
+    """Ignore signals that the parent handles. Call this again after Ray has set its handlers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _watch_parent(driver: Driver, stop: threading.Event) -> None:
-    """Set `stop` when standard input ends, and end this process within `_END_SECONDS`."""
+    """When standard input ends, set `stop` and end this process within `_END_SECONDS`."""
     await_parents_end()
     stop.set()
     if driver.is_connected:

@@ -1,4 +1,4 @@
-"""Reserve and release machines of a Ray cluster for an engine, through a child process."""
+"""Start the child process that reserves machines of a Ray cluster for an engine."""
 
 import os
 import secrets
@@ -18,9 +18,9 @@ from negamax.options.nodes import KEY_VARIABLE, MP, RAY
 logger = get_logger(__name__)
 
 DRIVER_MODULE = "negamax.engine.nodes.ray_driver"
-# Time to import Ray, connect to a cluster and start actors, besides --ray-placement-timeout.
+# Time limit to import Ray, connect and start actors, in addition to --ray-placement-timeout.
 CONNECT_SECONDS = 60.0
-_CLOSE_SECONDS = 3.0  # Longest wait for the driver, which ends Ray's processes on its own.
+_CLOSE_SECONDS = 3.0  # Longest wait for the driver to end Ray's processes.
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed"):
@@ -51,10 +51,10 @@ def check_installed(options: EngineOptions) -> None:
 
 
 class RayLauncher:
-    """The machines that Ray has reserved for one start of an engine, until `close`."""
+    """The machines that Ray reserves for one start of an engine. `close` releases them."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Reserve machines and hide other GPUs. Raises `ConfigError` or `ResourceError`."""
+        """Reserve machines and hide unreserved GPUs. Raises `ConfigError` or `ResourceError`."""
         check_installed(options)
         if env.get(KEY_VARIABLE) is None:
             env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # The agents receive this key.
@@ -73,7 +73,7 @@ class RayLauncher:
         self.options = plan_node(options, placed)
 
     def check(self) -> None:
-        """Raise `ConfigError` with the message of an agent that has ended, or of Ray."""
+        """Raise `ConfigError` if an agent has ended or Ray has failed."""
         if select.select([self._messages], [], [], 0.0)[0]:
             self._receive(0.0)
 
@@ -91,7 +91,7 @@ class RayLauncher:
             )
         line = self._messages.readline()
         if not line:
-            raise ResourceError("the process that reserves machines of Ray has ended")
+            raise ResourceError("the process that reserves Ray's machines has ended")
         message = msgspec.json.decode(line, type=FromDriver)
         if isinstance(message, Failed):
             error = ConfigError(message.message)

@@ -5,16 +5,16 @@ import msgspec
 from negamax.worker.config import RankAddresses
 
 BEAT_SECONDS = 0.2  # Time between two heartbeats of node 0 or of an agent.
-# A node counts as dead after this silence. Clients then see an error within 3 s.
+# Time without a message until a node counts as dead. Clients see an error within 3 s.
 SILENCE_SECONDS = 2.0
 DISCONNECTED_SECONDS = 1.0  # Silence until a node counts as dead if its connection was closed.
-# An agent reports another agent as dead after this silence. Node 0 reports dead agents earlier.
+# An agent reports another agent as dead after this time without a heartbeat; node 0 is faster.
 NEIGHBOUR_SECONDS = 2.4
-STALL_SECONDS = 10.0  # Silence on TCP until a node counts as dead although UDP messages arrive.
+STALL_SECONDS = 10.0  # Time without a TCP message until a node counts as dead.
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """An agent asks node 0 for ranks. The agent repeats this message until `StartRanks` arrives."""
+    """An agent offers to run ranks. It repeats this message until `StartRanks` arrives."""
 
     node: int
     agent: str  # Id of the agent process.
@@ -22,23 +22,23 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     address: tuple[str, int]  # Host and UDP port.
     facts: dict[str, str]  # Result of `facts.collect_facts`.
     share: msgspec.Raw  # `MachineShare`, which node 0 decodes only if the facts are equal.
-    last_beat: int  # Number of the agent's last heartbeat in any session.
+    last_beat: int  # Number of the agent's latest heartbeat.
 
 
 class AgentHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """An agent with ranks sends this heartbeat to node 0."""
+    """An agent whose ranks run sends this heartbeat to node 0."""
 
     node: int
     agent: str
     session: str
     number: int
-    death: str | None  # How a rank ended.
+    death: str | None  # Why this node's ranks are lost.
     rank: int  # Rank with the oldest heartbeat.
     silence: float  # Age of the rank's heartbeat in seconds.
 
 
 class PeerHeartbeat(msgspec.Struct, frozen=True, tag="hello"):
-    """An agent with ranks sends this heartbeat to the other agents, by UDP only."""
+    """An agent whose ranks run sends this heartbeat to other agents, by UDP only."""
 
     node: int
     session: str
