@@ -1,4 +1,4 @@
-"""Measure the memory of a step besides weights and cache, by running the largest prefill step."""
+"""Run the largest prefill step, to measure its memory in addition to weights and cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    # block tables have the width of `RequestState`, because kernels are compiled for that
+    # block tables have the width of `RequestState`, for which kernels are compiled
     tables = requests.block_tables.new_zeros(len(counts), requests.block_tables.shape[1])
     tables[:, :blocks_each] = torch.arange(tables.shape[0] * blocks_each, device=device).view(
         -1, blocks_each
@@ -64,7 +64,7 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
         if model.is_last_stage:
             model.local_logits(hidden[:most])
         if proposer is not None and capture and model.is_last_stage:
-            # with the first layers alone, fewer streams are captured
+            # a warmup of the first layers captures fewer streams
             residuals += [hidden] * (len(capture) - len(residuals))
             # there may be more sequences than slots, so slots are reused
             at = replace(metadata, token_slots=metadata.token_slots % most)
@@ -86,4 +86,4 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
         num_tokens,
         peak / 2**30,
     )
-    return peak + peak // 8  # an eighth for fragmentation of the allocator
+    return peak + peak // 8  # add an eighth for fragmentation of the allocator

@@ -10,13 +10,13 @@ from negamax.worker.batch import BatchLayout
 from negamax.worker.request_state import RequestState
 from negamax.worker.sampler import LogprobEntries
 
-TILE = 256  # Positions whose logits are computed at a time, to bound the memory.
+TILE = 256  # Number of positions whose logits are computed at a time, to bound the memory.
 
 
 def score_prompts(
     model: Decoder, plan: StepPlan, hidden: Tensor, *, layout: BatchLayout, requests: RequestState
 ) -> dict[int, list[LogprobEntries]]:
-    """Score the prompt tokens that hidden [T, hidden] predicts, for rows that request it."""
+    """Compute log-probabilities of prompt tokens from hidden [T, hidden], if rows request them."""
     if not requests.prompt_logprob_slots:
         return {}
     found: dict[int, list[LogprobEntries]] = {}

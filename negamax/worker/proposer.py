@@ -24,7 +24,7 @@ from negamax.worker.synthetic_acceptance import SyntheticAcceptance
 class TokenStates:
     """The T tokens that a step has run, including rejected drafts, and their residual streams."""
 
-    metadata: AttentionMetadata  # positions and slots of the tokens
+    metadata: AttentionMetadata  # metadata with positions and slots of the tokens
     # stream [T, hidden] of each layer in `Proposer.capture`; see `Decoder.forward`
     residuals: list[Tensor]
 
@@ -40,11 +40,11 @@ class TokenStates:
 
 
 class DraftRows(NamedTuple):
-    """R rows that need drafts. `lengths` tokens of a row are known; the last one has not run."""
+    """R rows that need drafts. A row has `lengths` known tokens, of which the last has not run."""
 
     slots: Tensor  # [R] int64
     lengths: Tensor  # [R] int64
-    ends: Tensor  # [R] int64, index in the step of the row's last token that has run
+    ends: Tensor  # [R] int64, step index of each row's last token that has run
 
 
 class Proposer:
@@ -53,9 +53,10 @@ class Proposer:
     num_draft_tokens: int  # most draft tokens per row and step
     capture: tuple[int, ...] = ()  # layers whose residual streams the proposer reads
     has_gaps: bool = False  # whether proposed tokens may be missing
-    acceptance: SyntheticAcceptance | None = None  # accepts by a schedule instead of by comparison
-    # [rows, num_draft_tokens] fp32: estimated probability that a draft of the latest proposal is
-    # accepted if all drafts before it are, also for one more place; None: no estimate
+    acceptance: SyntheticAcceptance | None = None  # replaces the comparison of tokens
+    # [rows, num_draft_tokens] fp32: estimated probability that draft j of row i is accepted if
+    # drafts 0 to j - 1 are accepted. It includes the draft after the end of a shorter proposal.
+    # None: no estimate.
     confidences: Tensor | None = None
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
@@ -69,17 +70,18 @@ class Proposer:
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        """Propose draft tokens for R `rows` -> [R, num_tokens] int64, -1 from a missing token on.
-        `propose` runs after every step, so that the proposer's caches receive every token. It must
-        not wait for the device, because graphs capture it. In a capture, the host has no lengths
-        (`AttentionMetadata.is_captured`). `states` is valid until the call returns. Padding rows
-        have slot `requests.padding_slot`. A slot's block table ends with padding blocks.
+        """Return draft tokens [R, num_tokens] int64 for R `rows`. A missing token and all tokens
+        after it are -1. `propose` runs after every step, so that the proposer's caches receive
+        every token. It must not wait for the device, because graphs capture it. During a capture,
+        the host does not have the sequence lengths (`AttentionMetadata.is_captured`). `states` is
+        valid until the call returns. Padding rows have slot `requests.padding_slot`. A slot's block
+        table ends with padding blocks.
         """
         raise NotImplementedError
 
 
 class DistantProposer(Proposer):
-    """The proposer of stages before the last, which send residual streams and get drafts."""
+    """The proposer on stages before the last: they send residual streams and receive drafts."""
 
     def __init__(self, config: WorkerConfig, *, dtype: torch.dtype) -> None:
         assert config.speculation is not None
@@ -133,5 +135,5 @@ def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | N
         proposer = BlockProposer(config, config.draft, kernels=kernels)
     if speculation.synthetic_acceptance_rates is not None:
         proposer.acceptance = SyntheticAcceptance(speculation.synthetic_acceptance_rates)
-        proposer.has_gaps = False  # the schedule may accept even a missing token
+        proposer.has_gaps = False  # synthetic acceptance may accept even a missing token
     return proposer

@@ -2,12 +2,12 @@
 
 The executor's socket at ENDPOINT first sends a WorkerConfig, which contains all other addresses.
 Then the executor sends StepPlans and DebugCommands. A plan with grammar rows is followed by its
-GrammarBitmask. The first byte of such a frame is its type. An empty frame stops the rank. The
+GrammarBitmask. The first byte of these frames is their type. An empty frame stops the rank. The
 rank answers with a WorkerReady or a RankFailed, then with one DebugResult per command.
 
-Of the ranks that run a plan, the first one sends the StepResult to the results socket. Other ranks
-send RowFailures and FileProgress. A separate thread waits for the device, so that the next plan can
-be launched meanwhile. Another thread writes heartbeats (`worker.heartbeat`).
+The first of the ranks that run a plan sends the StepResult to the results socket. Other ranks send
+RowFailures and FileProgress. A separate thread waits for the device, so that the next plan can be
+launched meanwhile. Another thread writes heartbeats (`worker.heartbeat`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ logger = get_logger(__name__)
 
 Socket = zmq.Socket[bytes]
 
-# first byte of a frame that the rank sends
+# types of frames that the rank sends (first byte)
 RESULT, ROW_FAILURES, FILE_PROGRESS = b"r", b"f", b"d"
-PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # first byte of a frame that it receives
+PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # types of frames that the rank receives
 IDLE_MILLISECONDS = 100  # time without a frame after which a rank is idle
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# Ranks use plain peer memory, so the libraries' NVLink multicast is off. The executor watches the
-# ranks, so PyTorch's watchdog is off, which reports an orderly end as an error.
+# Ranks use plain peer memory, so NVLink multicast of PyTorch and NCCL is off. PyTorch's watchdog is
+# off because it reports an orderly end as an error; the executor watches the ranks instead.
 ENVIRONMENT = (
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
     ("NCCL_NVLS_ENABLE", "0"),
@@ -73,7 +73,7 @@ RankReport = RankReady | RankFailed
 
 
 class _Stopped(BaseException):
-    """A stop was requested in the middle of a step."""
+    """The executor has requested a stop in the middle of a step."""
 
 
 def main(endpoint: str, rank: int) -> int:
@@ -83,7 +83,7 @@ def main(endpoint: str, rank: int) -> int:
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as socket,
-        context.socket(zmq.PUSH) as reports,  # for ranks that send no results
+        context.socket(zmq.PUSH) as reports,  # socket of ranks that send no results
     ):
         socket.linger = reports.linger = 1000
         connect(socket, endpoint)
@@ -105,7 +105,7 @@ def main(endpoint: str, rank: int) -> int:
             heartbeat.watch(worker.poll_control)
         except NegamaxError as error:
             socket.send(msgspec.msgpack.encode(RankFailed(str(error), error.exit_code)))
-            # wait until the executor ends all ranks: an early exit would look like a failure
+            # wait until the executor ends all ranks; an early exit would look like a failure
             socket.recv()
             return error.exit_code
         # later collections skip the objects of the start, which live as long as the process
@@ -125,7 +125,7 @@ def main(endpoint: str, rank: int) -> int:
             last = [crash_details.describe_plan(steps.last_plan)] if steps.last_plan else []
             dumps.write("the rank failed", details=lambda: {"last_plans": last}, error=error)
             raise
-        finally:  # a rank that fails must not wait for its own thread
+        finally:  # end the sender thread, which would keep the process alive
             if sender is not None:
                 sender.finish()
         if heartbeat.is_aborted:
@@ -155,7 +155,7 @@ class _StepServer:
         self.last_plan: StepPlan | None = None
         self._worker, self._socket = worker, socket
         self._reports, self._sender = reports, sender
-        self._file_progress: FileProgress | None = None  # the last progress that was sent
+        self._file_progress: FileProgress | None = None  # the latest progress that was sent
         self._plans = msgspec.msgpack.Decoder(StepPlan)
         self._bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
         self._commands = msgspec.msgpack.Decoder(DebugCommand)

@@ -3,7 +3,7 @@ slot.
 
 The worker is the single writer. A slot holds the known tokens, the number of computed tokens, the
 block table and the sampling state. The device writes sampled tokens into the state, so the next
-step can run before the host has read them. The last slot is for padding.
+step can run before the host has read the tokens. The last slot is for padding.
 
 Only the device has the exact number of computed tokens, because it decides which draft tokens are
 accepted. The host keeps an upper bound: it counts drafts as accepted until the results of their
@@ -39,7 +39,7 @@ _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetit
 
 @dataclass(frozen=True)
 class SlotState:
-    """The part of a slot's state that only the host holds."""
+    """The part of a slot's state that the device does not hold."""
 
     prompt_len: int
     sampling: SamplingParams
@@ -72,10 +72,10 @@ class RequestState:
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
         self._padding_block = 0
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
-        # number of tokens whose KV is in the cache, which is where the slot's next step starts
+        # number of tokens whose KV is in the cache; the slot's next step starts at this position
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # upper bounds on the host
-        # drafts in flight, which the bound counts as accepted
+        # number of drafts in flight, which the bound counts as accepted
         self._unverified = np.zeros(num_rows, dtype=np.int64)
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
         # [rows, len(FILTERS)] fp32
@@ -88,17 +88,17 @@ class RequestState:
         self.wide_slots: set[int] = set()  # filtered rows that DRAW_LEADING does not sample
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
-        self.failures: dict[int, str] = {}  # by slot: why its sequence ends with an error
+        self.failures: dict[int, str] = {}  # error of the sequence in each failed slot
         self._new_failures: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply new rows and appended blocks. If a row cannot be applied, it is in `failures`."""
+        """Apply new rows and appended blocks. Store the error of a row that fails in `failures`."""
         for row in plan.new_rows:
             self._assign(row)
         if plan.appended_slots:
             slots = np.array(plan.appended_slots, dtype=np.int64)
             columns = self._num_blocks[slots]
-            # several blocks of one slot are appended one after the other
+            # blocks of the same slot go into consecutive columns
             if len(set(plan.appended_slots)) < len(slots):
                 columns += [
                     plan.appended_slots[:i].count(slot)
@@ -118,7 +118,7 @@ class RequestState:
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """Raise the bounds for launched rows. The last token of `postponed` rows runs again."""
+        """Raise the bounds for launched rows. The last tokens of `postponed` rows do not count."""
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens
@@ -140,7 +140,7 @@ class RequestState:
         return not self._unverified[slots].any()
 
     def restore_lengths(self) -> None:
-        """Reset the lengths to the values before a failed CPU step. Bounds are exact there."""
+        """Undo a failed CPU step: reset the lengths to the bounds, which are exact on a CPU."""
         self.num_computed.copy_(torch.from_numpy(self.num_computed_bound))
 
     def place_drafts(self, plan: StepPlan) -> None:
@@ -212,7 +212,7 @@ class RequestState:
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
-        """Record how the row is sampled, from the plan alone, so that all ranks agree."""
+        """Record how the row is sampled. This depends only on the plan, so all ranks agree."""
         assert params.temperature is not None and params.top_k is not None
         edited = any(edit.applies(params, self._eos_token_ids) for edit in logit_edits.EDITS)
         is_drawn = params.temperature > 0.0
@@ -236,7 +236,7 @@ class RequestState:
         tokens, blocks, seed = upload(numbers, self._device)
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
-        # a proposer with its own caches also runs tokens after the known ones
+        # a proposer with its own caches also runs draft tokens, which follow the known tokens
         self.block_tables[slot, len(row.block_ids) :] = self._padding_block
         self.seeds[slot : slot + 1] = seed
         self._fill_sampling(row)

@@ -92,7 +92,7 @@ class ModelRunner:
                     partial(warming_up, context, shows=config.show_progress) if on_gpu else None
                 )
                 load_summary += check.run(self.model, warm_up)
-            self.runtime.release_memory()  # free memory that only loading needs
+            self.runtime.release_memory()  # free the memory that only loading needs
             self.requests = RequestState(
                 config.max_num_seqs,
                 config.max_model_len,
@@ -164,7 +164,7 @@ class ModelRunner:
         num_blocks = self.context.world_min(affordable)
         self.caches = kv_cache.allocate(
             config.kv_caches,
-            num_blocks + 1,  # one padding block, which the scheduler does not count
+            num_blocks + 1,  # add a padding block, which the scheduler does not count
             block_size=config.block_size,
             dtype=dtype,
             ranks=config.layout.attention.size,
@@ -237,7 +237,7 @@ class ModelRunner:
 
 
 def take_device(config: WorkerConfig) -> torch.device:
-    """Return this rank's device. On a GPU, the thread gets a stream, which graphs need."""
+    """Return this rank's device. On a GPU, give this thread its own stream, which graphs need."""
     if config.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())
@@ -249,7 +249,7 @@ def take_device(config: WorkerConfig) -> torch.device:
 def open_context(
     config: WorkerConfig, device: torch.device, num_draft_tokens: int
 ) -> ParallelContext:
-    """Open the groups of this rank, which waits for the other ranks."""
+    """Open the process groups of this rank. This waits for the other ranks."""
     if config.layout.world_size == 1:
         return ParallelContext.single()
     assert config.addresses is not None, "several ranks need addresses to meet at"
@@ -269,7 +269,7 @@ def open_context(
 
 
 def describe_paths(layers: Sequence[DecoderLayer], kernels: KernelTable, group: Collective) -> str:
-    """Describe which kernels run the QK norms and the all-reduce."""
+    """Name the kernels that compute the QK norms and the all-reduce."""
     norms = dict.fromkeys(layer.attention.norm_kernel for layer in layers)
     named = [f"{one.provider} ({one.op})" if one else "unfused, by its definition" for one in norms]
     way = f"{kernels[ALL_REDUCE_ADD_RMS].provider} ({ALL_REDUCE_ADD_RMS}), "

@@ -23,7 +23,7 @@ from negamax.worker.grammar_bitmask import RowBitmasks
 from negamax.worker.logit_edits import EditedRow
 from negamax.worker.request_state import RequestState
 
-BROKEN = -1  # instead of a token, if the row's logits are not finite
+BROKEN = -1  # replaces the token of a row whose logits are not finite
 
 
 class LogprobEntries:
@@ -60,10 +60,10 @@ class Sampled:
 
 class Sampler:
     """Samples from logits that are split over the ranks of `group`. With `on_shards`, ranks
-    exchange only a value and an index for a simple row, and the leading tokens for a row with a
-    small top_k. For rows with edits, log-probabilities or other filters, and for all rows without
-    `on_shards`, every rank gathers the whole logits. Log-probabilities are computed before edits
-    and masks.
+    exchange only a value and an index for a row without filters, and the leading tokens for a row
+    with a small top_k. Every rank gathers the whole logits for rows with edits, log-probabilities
+    or other filters. Without `on_shards`, every rank gathers them for all rows. Log-probabilities
+    are computed before edits and masks.
     """
 
     def __init__(
@@ -164,13 +164,13 @@ class Sampler:
         return Sampled(token_ids, asked, entries)
 
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """Sample each row from whole logits. On a GPU, sampling from shards gives the same."""
+        """Sample each row from whole logits. On a GPU, sampling from shards gives equal tokens."""
         requests, kernels = self._requests, self._kernels
         if self._on_shards:  # rows without filters are sampled with noise
             token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)
             drawing = requests.filtered_slots
         else:
-            best, token_ids = logits.max(dim=-1)  # NaN counts as the largest
+            best, token_ids = logits.max(dim=-1)  # max treats NaN as the largest number
             token_ids = token_ids.where(best.isfinite(), BROKEN)
             drawing = requests.drawn_slots
         members = [i for i, slot in enumerate(inputs.slots) if slot in drawing]
@@ -182,7 +182,7 @@ class Sampler:
         self, logits: Tensor, inputs: SampleInputs, members: list[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Sample `members` with filters, in two groups: rows with a small top_k from a fixed number
-        of candidates, other rows from all logits. Tokens of a group do not depend on the other.
+        of candidates, other rows from all logits. Each group is sampled alone.
         """
         requests, vocab_size = self._requests, logits.shape[1]
         top_k = {i: requests.state(inputs.slots[i]).sampling.top_k or 0 for i in members}

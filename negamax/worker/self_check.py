@@ -1,6 +1,6 @@
 """Check a loaded model before it serves (`--self-check`).
 
-Every rank runs single operations of three models on the same fixed inputs and compares results:
+Every rank runs single operations of three models on the same fixed inputs. It compares the results:
 
     loaded        the model that will serve
     read again    the same kernels with weights of a few layers that are read once more; results
@@ -8,7 +8,7 @@ Every rank runs single operations of three models on the same fixed inputs and c
     definition    the reference of each op with the same weights; results must be equal within the
                   tolerance of the ops
 
-It checks the first layer of the stage, the first with experts and the first with sparse attention.
+It checks the first layer of each kind in the stage: full or sparse attention, MLP or experts.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from negamax.worker.config import WorkerConfig
 
 logger = get_logger(__name__)
 
-_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens, decodes, cached tokens
-# relative errors of 8-bit activations as a GEMM's input, and of rounding in an FP8 cache
+_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens of a pass, its decodes, cached tokens
+# extra relative error allowed for GEMMs with 8-bit activations, and for an FP8 cache
 _EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2
 _MOST_LISTED = 3  # most differences in a message
 
 
 @dataclass(frozen=True)
 class _Result:
-    """The result of one operation, and the ops that compute it, in order."""
+    """The result of one operation, and the ops that compute the result, in order."""
 
     name: str
     value: Tensor
     ops: tuple[AnyOp, ...]
-    # [T, experts] fp32, scores of a router, whose `value` is expert ids; None: not a router
+    # [T, experts] fp32, scores of a router; its `value` is expert ids. None: not a router.
     scores: Tensor | None = None
 
 
@@ -107,7 +107,7 @@ class SelfCheck:
             for one, other in zip(loaded, again, strict=True)
             if not torch.equal(one.value, other.value)
         ]
-        # wrong weights also differ from the definition; all ranks must agree whether to continue
+        # if the weights of a rank are wrong, all ranks skip the comparison with the definition
         if self._context.world_min(not problems):
             defined = self._probe(self._read_again(self._define(), max(layers) + 1), layers)
             problems = [
@@ -120,7 +120,7 @@ class SelfCheck:
         rank = self._context.layout.rank
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._context.world_min(0)  # no rank exits while others still compare
+        self._context.world_min(0)  # wait until all ranks have compared
         if problems:
             raise ConfigError(
                 f"--self-check: rank {rank}: {'; '.join(problems[:_MOST_LISTED])}",
@@ -137,7 +137,7 @@ class SelfCheck:
         return 0.0 if result.ops == (EMBED_TOKENS,) else total + self._slack
 
     def _define(self) -> KernelTable:
-        """Return a table of the references, with the weight formats of the chosen kernels."""
+        """Return a kernel table that selects every op's reference and keeps the weight formats."""
         table: dict[AnyOp, tuple[AnyKernel, ...]] = {op: (op.reference,) for op in OPS.values()}
         for op, run, prepare in (
             (LINEAR, LINEAR.reference.run, LINEAR.reference.prepare),
@@ -236,7 +236,7 @@ class SelfCheck:
         return self._context.layout.layers(self._config.spec.num_layers)[at]
 
     def _fill_caches(self, model: Decoder, count: int) -> tuple[list[KvCaches], AttentionMetadata]:
-        """Fill caches of `count` layers; describe some decodes, and a prompt of the other rows."""
+        """Fill caches of `count` layers. Return metadata of some decodes and one prompt."""
         config, num_tokens = self._config, self._num_tokens()
         decodes = min(_NUM_DECODES, num_tokens - 1)
         lengths = [_NUM_CACHED + 1] * decodes + [num_tokens - decodes]
@@ -267,7 +267,7 @@ def _choose_layers(layers: Sequence[DecoderLayer]) -> list[int]:
 
 
 def _compare(one: _Result, other: _Result) -> float:
-    """Return the relative error of a result, or for routers the difference of scores."""
+    """Return the relative error of a result; for routers, the largest difference of scores."""
     if other.scores is None:
         size = other.value.float().norm().clamp_min(1e-30)
         return float((one.value.float() - other.value.float()).norm() / size)

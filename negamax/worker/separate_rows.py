@@ -1,4 +1,4 @@
-"""Run the rows of a failed step one by one, so that only rows that fail alone are lost."""
+"""Run the rows of a failed step one by one. Only rows that fail again end with an error."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -49,7 +49,7 @@ def _run_row(plan: StepPlan, row: int, bitmask: PendingBitmask, run: RunStep) ->
 
 
 def _by_row(results: list[dict[int, Value]]) -> dict[int, Value]:
-    """Collect the entries of one-row results (row 0 in each) by row of the plan."""
+    """Merge dictionaries of one-row results, whose key is row 0, into one with keys of the plan."""
     return {row: result[0] for row, result in enumerate(results) if 0 in result}
 
 

@@ -1,4 +1,4 @@
-"""Describe the part of a serving shape that a rank holds: formats, caches, kernels, GPU."""
+"""Describe how a rank runs the model: weight formats, cache dtypes, kernels and GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe_shape(runner: ModelRunner, *, cache_dtype: torch.dtype) -> dict[str, Any]:
-    """Return this rank's fields as JSON values. `negamax.engine.shape` adds the other fields."""
+    """Return the fields as JSON values. `negamax.engine.shape` adds the fields of the engine."""
     kernels, on_gpu = runner.kernels, runner.device.type == "cuda"
     scheme = detect(runner.config.spec.quantization)
     chosen = {str(op): kernels.candidates[op][0].provider for op in sorted(kernels.candidates)}
@@ -48,7 +48,7 @@ def describe_shape(runner: ModelRunner, *, cache_dtype: torch.dtype) -> dict[str
 
 
 def _list_formats(slots: Mapping[str, WeightSlot]) -> dict[str, str]:
-    """Return the formats in which matrices are held, by the last part of the module name."""
+    """Return the formats of matrices in memory, for each last part of a module name."""
     found: dict[str, dict[str, None]] = {}
     for slot in slots.values():
         module, _, values = slot.name.rpartition(".")

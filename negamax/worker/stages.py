@@ -1,13 +1,13 @@
-"""Communication of a rank with other pipeline stages in a step.
+"""Exchange streams and results of a step between a rank and other pipeline stages.
 
-The residual stream goes from stage to stage, with the streams of earlier layers that a draft model
-reads. The sampled tokens go from the last stage to the first. With speculative decoding, all stages
-receive the sampled tokens, the new drafts and the number of accepted drafts, which determines where
-a row continues.
+Each stage sends the residual stream to the next stage. It also sends streams of earlier layers that
+a draft model reads. The sampled tokens go from the last stage to the first. With speculative
+decoding, all stages receive the sampled tokens, the new drafts and the number of accepted drafts.
+This number determines the position at which a row continues.
 
 A stage waits for the results of a step only before it runs a later step with the same rows
-(decision 41). If a slot belongs to another sequence by then, the results of the earlier sequence
-are dropped.
+(decision 41). If the slot of a row belongs to another sequence by then, the stage drops the row's
+results.
 """
 
 from collections import deque
@@ -88,8 +88,8 @@ class Stage:
             return []
         assigned = {row.slot for row in plan.new_rows}
         needed = set(plan.slots) - assigned
-        # steps older than the number of stages have results, because a step advances one stage at
-        # a time
+        # the last stage has finished all but the latest `num_stages` steps, because a step advances
+        # one stage at a time
         last = len(self._expected) - self._num_stages
         for number, step in enumerate(self._expected):
             step.reassigned |= assigned
@@ -106,8 +106,8 @@ class Stage:
         *,
         is_padding: bool = False,
     ) -> Entering:
-        """Receive the stage's inputs, into `out` and `captured` if these are given. If ranks split
-        the stream, rows of other ranks are zeros. `is_padding`: no stage sends the tokens.
+        """Receive the stage's inputs, into `out` and `captured` if given. If ranks split the
+        stream, rows that other ranks receive are zeros. `is_padding`: no stage sends padding.
         """
         if self._links.previous is None:
             return Entering(None, [])
@@ -151,7 +151,7 @@ class Stage:
             self._links.next.send(torch.cat([part, *beside], dim=1) if beside else part.clone())
 
     def expect(self, plan: StepPlan, inputs: SampleInputs) -> None:
-        """Expect the last stage's samples for the rows `inputs` of the step that was just sent."""
+        """Record that the last stage will send samples for the rows `inputs` of the latest step."""
         if self._links.sampled and inputs.slots:
             places = inputs.slots_device.clone(), inputs.positions_device.clone()
             self._expected.append(_Expected(plan, inputs.slots, *places))
@@ -171,7 +171,7 @@ class Stage:
             link.send(message)
 
     def post(self) -> None:
-        """Start to receive all expected results, because a sending GPU spins until then."""
+        """Start to receive all expected results: a sending GPU spins until its peer receives."""
         for step in self._expected:
             self._receive(step)
 
@@ -181,7 +181,7 @@ class Stage:
             self._receive(self._expected.popleft())[1].wait()
 
     def _receive(self, step: _Expected) -> tuple[Tensor, Arrival]:
-        """Start to receive the message of a step, if that has not started."""
+        """Start to receive the message of a step, unless a receive has already started."""
         if step.message is None or step.arrival is None:
             plan, num_rows = step.plan, sum(step.plan.needs_sampling)
             per_row = any(plan.num_draft_tokens) + plan.num_proposed
@@ -205,7 +205,7 @@ class Stage:
         return self._take_in_drafts(plan, rest, step.reassigned) if len(rest) else None
 
     def _take_in_drafts(self, plan: StepPlan, rest: Tensor, reassigned: set[int]) -> Arrived | None:
-        """Apply the part of a message after the tokens: accepted drafts and new drafts."""
+        """Apply the part of a message that follows the tokens: accepted drafts and new drafts."""
         rows, slots, num_drafts, _ = SampledRows.of(plan)
         kept = np.flatnonzero([slot not in reassigned for slot in slots])
         index, slot, count = upload((kept, slots[kept], num_drafts[kept]), rest.device)
@@ -227,6 +227,6 @@ class Stage:
         return self._group.all_reduce(rows)
 
     def _part(self, num_tokens: int) -> slice:
-        """Return the rows that ranks with this tensor-parallel index exchange between stages."""
+        """Return the range of rows that this rank exchanges with its peers in other stages."""
         first, stop = (num_tokens * at // self._num_places for at in (self._place, self._place + 1))
         return slice(first, stop)

@@ -45,29 +45,29 @@ class Batch:
 
     plan: StepPlan
     layout: BatchLayout
-    # graphs and shape that replay at least the layers; None: eager
+    # graphs and shape, if a graph replays at least the layers; None: eager
     captured: tuple[StepGraphs, StepShape] | None = None
 
     @property
     def replay(self) -> tuple[StepGraphs, StepShape] | None:
-        """Graphs and shape that also sample and verify; None: at most the layers are captured."""
+        """Graphs and shape, if the graph also samples and verifies; None: it does not."""
         return self.captured if self.captured and self.captured[1].is_sampled else None
 
 
 @dataclass(frozen=True)
 class Executed:
-    """The launched layers of a step. On the last stage, `hidden` includes all shards."""
+    """Outputs of the layers. On the last stage, `hidden` has the tokens of all shards."""
 
     began: torch.cuda.Event | None
-    hidden: Tensor  # [T or more, hidden], with padding at the end
-    states: TokenStates | None  # input of a proposer
+    hidden: Tensor  # [T or more, hidden], the end is padding
+    states: TokenStates | None  # input of the proposer
 
 
 class StepRunner:
     """Runs the steps of one rank. A failed step may run again after `restore_lengths`."""
 
     def __init__(self, runner: ModelRunner, *, needs_eager: Callable[[], bool]) -> None:
-        """`needs_eager`: returns whether the next step must not be a captured one."""
+        """`needs_eager`: returns whether the next step must run without graphs."""
         self._model, self._caches, self._graphs = runner.model, runner.caches, runner.graphs
         self._requests, self._stage, self._sampler = runner.requests, runner.stage, runner.sampler
         self._runtime, self._device = runner.runtime, runner.device
@@ -77,7 +77,7 @@ class StepRunner:
         self._verifier = None
         if runner.proposer is not None and self._stage.is_last:
             self._verifier = Verifier(runner.proposer, runner.requests)
-        self._ended: torch.cuda.Event | None = None  # end of the previous step
+        self._ended: torch.cuda.Event | None = None  # marks the end of the previous step
 
     def run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
         """Launch the step of `plan`, whose new rows are already in the request state."""
@@ -128,7 +128,7 @@ class StepRunner:
         )
 
     def _copy_confidences(self, plan: StepPlan) -> HostTensor | None:
-        """Copy the confidences of new drafts to the host, unless a schedule accepts drafts."""
+        """Copy the confidences of new drafts to the host, unless acceptance is synthetic."""
         if self._verifier is None or not plan.num_proposed or not any(plan.needs_sampling):
             return None
         proposer, num_rows = self._verifier.proposer, sum(plan.needs_sampling)
@@ -151,7 +151,7 @@ class StepRunner:
         has_drafts = any(plan.num_draft_tokens)
         if has_drafts:
             requests.place_drafts(plan)
-        # If results must not depend on the step, the same kernel must compute a token in any step.
+        # If results must not depend on the step, every step must use the same kernel for a token.
         apart = self._runtime.is_batch_invariant
         layout = build_batch_layout(plan, requests, generated_apart=apart)
         if graphs is not None:
@@ -247,7 +247,7 @@ class StepRunner:
         return sampled
 
     def _compute_logits(self, layout: BatchLayout, hidden: Tensor) -> Tensor:
-        """Compute the logits of samples [R, V of this rank]; NaN for rows that failed here."""
+        """Compute the logits [R, V of this rank] of samples; NaN for rows that have failed."""
         hidden = hidden[indices(layout.sample_tokens, self._device)]
         failed = list(self._requests.failures_of(layout.sample_slots))
         if failed:
@@ -261,7 +261,7 @@ class StepRunner:
         states: TokenStates | None,
         bitmask: PendingBitmask,
     ) -> tuple[Tensor | None, Verification | None]:
-        """Verify the step's drafts, reject drafts after the last mask, and propose new drafts.
+        """Verify the step's drafts, reject drafts after a row's last mask, and propose new drafts.
         Return accepted drafts [R] int64 and the data for the host; None if the step has no drafts.
         """
         plan, requests, verifier = batch.plan, self._requests, self._verifier
@@ -286,7 +286,7 @@ class StepRunner:
             rows = VerifiedRows(slots, counts, requests.num_computed[slots], *places)
             drafts = requests.drafts[slots]
             are_dropped = has_drafts and bitmask.drop_drafts(drafts, plan)
-            # three allocations, because kernels have a specialization for each alignment
+            # three aligned tensors, because kernels are specialized for each alignment
             accepted, lengths, ends = (torch.empty_like(slots) for _ in range(3))
             verifier(
                 rows,

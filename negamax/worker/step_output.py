@@ -1,4 +1,4 @@
-"""The results of a launched step, which may still be on the device, and their `StepResult`."""
+"""The outputs of a launched step, which may still be on the device. `result` reads them."""
 
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,7 @@ class StepTimes:
 
     def seconds(self) -> tuple[float, float]:
         """Return (step time, idle time before the step). Time without requests counts as idle."""
-        self.ended.synchronize()  # host-sync: without samples no other event marks the end
+        self.ended.synchronize()  # host-sync: a step may have no other event
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
 
@@ -35,20 +35,20 @@ class StepOutput:
     """A launched step. Any thread may call `result`."""
 
     step_id: int
-    # for each sample, its row of the plan; rows with draft tokens have several samples
+    # index of the plan's row for each sample; rows with draft tokens have several samples
     sampled_rows: list[int]
     token_ids: HostTensor | None = None  # [R] int64; None: nothing is sampled
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
     times: StepTimes | None = None
-    # by row of the plan: failures before or after the model ran
+    # for each failed row of the plan: error before or after the model ran
     failures: dict[int, str] = field(default_factory=dict)
     verification: Verification | None = None  # None: the plan has no draft tokens
-    # grammar rows of the plan, if the plan proposes tokens
+    # indices of grammar rows in the plan; [] if the plan proposes no tokens
     grammar_rows: list[int] = field(default_factory=list)
-    proposed: HostTensor | None = None  # [grammar rows, tokens] int64, drafts of these rows
+    proposed: HostTensor | None = None  # [grammar rows, tokens] int64, their new drafts
     expert_counts: HostTensor | None = None  # see `StepResult.expert_counts`
-    loads: LoadProgress | None = None  # None: no host memory
+    loads: LoadProgress | None = None  # None: no host blocks
     confidences: HostTensor | None = None  # [R, places] fp32, see `Proposer.confidences`
 
     def result(self) -> StepResult:
@@ -93,7 +93,7 @@ class StepOutput:
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
             [] if self.confidences is None else _expect_accepted(self.confidences.read()),
-            None if self.loads is None else self.loads.report_files(),  # must be last
+            None if self.loads is None else self.loads.report_files(),  # call this last
         )
 
 

@@ -1,12 +1,13 @@
-"""Choose the shapes of captured steps, which have a CUDA graph each."""
+"""Choose the shapes of captured steps. Each shape has its own CUDA graph."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 ROWS, DRAFTS, TOKENS = "rows", "drafts", "tokens"
 # (first, last, step) of captured sizes; the last range of a kind continues to the largest size.
-# ROWS: all sizes up to 16, then sizes with at most an eighth of padding. DRAFTS, for each number of
-# drafts: fewer sizes, because experts skip padding. TOKENS: sizes with at most a fifth of padding.
+# ROWS: all sizes up to 16, then sizes with at most an eighth of padding. DRAFTS: fewer sizes for
+# each number of drafts, because experts skip padding. TOKENS: sizes with at most a fifth of
+# padding.
 _SIZES = {
     ROWS: ((1, 16, 1), (20, 64, 4), (72, 128, 8), (144, 256, 16), (288, None, 32)),
     DRAFTS: ((1, 2, 1), (4, 8, 4), (16, 64, 16), (96, 128, 32), (192, None, 64)),
@@ -19,7 +20,7 @@ class StepShape(NamedTuple):
 
     num_tokens: int
     num_seqs: int
-    max_query_len: int  # tokens of one sequence
+    max_query_len: int  # most tokens of one sequence
     is_sampled: bool  # whether the graph samples after every token; False: it has only the layers
 
     @classmethod
@@ -29,7 +30,7 @@ class StepShape(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Number of draft tokens of each row, for decodes."""
+        """Number of draft tokens of each row, if the shape is for decodes."""
         return self.max_query_len - 1
 
 
@@ -47,8 +48,8 @@ def capture_sizes(kind: str, largest: int) -> list[int]:
 def capture_shapes(
     *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
 ) -> dict[str, list[StepShape]]:
-    """List shapes by kind: decodes up to `max_rows` rows without drafts and with each of
-    `draft_lengths`, other batches up to `max_tokens` tokens of `max_num_seqs` sequences.
+    """List shapes by kind. ROWS and DRAFTS (for each of `draft_lengths`) have up to `max_rows`
+    rows. TOKENS have up to `max_tokens` tokens of `max_num_seqs` sequences.
     """
     most_rows = {length: min(max_rows, max_tokens // (length + 1)) for length in draft_lengths}
     return {

@@ -1,8 +1,8 @@
-"""Measure captured steps by rows and draft tokens, before the first request. The engine uses these
-times to choose the draft length (scheduler/draft_length.py).
+"""Before the first request, measure captured steps for numbers of rows and draft tokens. The engine
+uses these times to choose the draft length (scheduler/draft_length.py).
 
 Rows start with random tokens, so that they use as many experts as real requests, and have no
-context. Contexts slow all steps of similar size equally; the engine corrects for this later.
+context. Longer contexts slow steps of similar size equally. The engine corrects for them later.
 """
 
 from functools import partial
@@ -24,8 +24,8 @@ REPEATS = 3  # timed replays, after one warmup
 def measure_steps(
     graphs: StepGraphs | None, requests: RequestState, runtime: Runtime, config: WorkerConfig
 ) -> tuple[StepSeconds, ...]:
-    """Measure step times for each number of drafts. Return () without graphs, adaptive drafts or
-    GPU events. No slot may be in use, and all ranks must call this together.
+    """Measure step times for each number of drafts. Return () if graphs, adaptive drafts or GPU
+    events are missing. No slot may be in use, and all ranks must call this together.
     """
     speculation, width = config.speculation, requests.drafts.shape[1]
     if graphs is None or speculation is None or not speculation.adaptive or not width:

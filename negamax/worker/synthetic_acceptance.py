@@ -1,5 +1,5 @@
-"""Accept drafts by a schedule instead of by comparison, so that random weights suffice to measure a
-step's cost and gain at a given acceptance rate. The generated text is meaningless.
+"""Choose the number of accepted drafts at random, to measure speculative decoding at a given
+acceptance rate with random weights. The generated text is meaningless.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from negamax.kernels.sampling import noise
 
-# consecutive seeds, as of the choices of one request, start far apart in the table
+# choices of one request have consecutive seeds; `_SEED_STEP` moves them far apart in the table
 _DRAWS, _SEED_STEP = 2**16, 40503
 
 
 class SyntheticAcceptance:
-    """A table of random accepted lengths. `rates`: by place, share of accepting rows."""
+    """A table of random accepted lengths. `rates[i]`: share of rows that accept draft i."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         self._mean_length = 1.0 + sum(rates)

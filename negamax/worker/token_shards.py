@@ -1,13 +1,13 @@
-"""Select the tokens of a step that a rank computes: all, or a shard with context parallelism.
+"""Select the tokens of a step that a rank computes: a shard with context parallelism, else all.
 
 A run of prompt tokens is split into 2 * ranks pieces. Rank i gets the i-th piece from the front and
 the i-th piece from the back. This order balances the work, because a token attends to all earlier
-tokens. Attention treats a piece as a sequence that ends with the piece. Earlier tokens may be on
-other ranks, because all keys of the step are in the caches before any rank attends. Single tokens
-(decodes) go to the ranks in turn.
+tokens. For attention, a piece is a sequence that ends with the last token of the piece. Earlier
+tokens may be on other ranks, because all keys of the step are in the caches before any rank
+attends. Single tokens (decodes) go to the ranks in turn.
 
-Ranks derive the sharding from the plan without communication. The plan also states whether the
-steps of all data-parallel ranks are sharded, and the most tokens of any shard.
+Ranks derive the sharding from the plan without communication. The plan also says whether the steps
+of all data-parallel ranks are sharded, and how many tokens the largest shard has.
 """
 
 from dataclasses import dataclass, replace
@@ -26,12 +26,12 @@ from negamax.worker.request_state import RequestState
 
 @dataclass(frozen=True)
 class AllTokens:
-    """Every token of the step, or one padding token if the step has no tokens."""
+    """All tokens of the step; one padding token if the step has no tokens."""
 
     layout: BatchLayout
     requests: RequestState
     most_tokens: int | None = None  # largest number of tokens of any data-parallel rank
-    is_share: bool = False  # whether other data-parallel ranks have shards
+    is_share: bool = False  # whether the steps of other data-parallel ranks are sharded
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
         """Return token ids [N] of the shard and their metadata; see `batch.build`."""
@@ -43,11 +43,11 @@ class AllTokens:
         return build(self.layout, self.requests, most_tokens=self.most_tokens)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """rows [N, ...] of the shard -> rows [T, ...] of all tokens, in the order of the step."""
+        """Gather rows [N, ...] of all shards into rows [T, ...], in the order of the step."""
         return rows
 
     def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Return the metadata of all tokens of the step; `metadata`: of the shard."""
+        """Return the metadata of all tokens of the step. `metadata` is that of the shard."""
         return metadata
 
 
@@ -62,7 +62,7 @@ class ShardedRuns:
         *,
         most_tokens: int | None = None,
     ) -> None:
-        """`most_tokens`: bound of any data-parallel rank's shards; None: there is one rank."""
+        """`most_tokens`: size of the largest shard on any data-parallel rank; None: one rank."""
         self._layout, self._requests, self._group = layout, requests, group
         shards = [_shard_of(layout, rank, group.size) for rank in range(group.size)]
         self._own, self._num_rows = shards[group.rank], max(len(each.tokens) for each in shards)
@@ -107,7 +107,7 @@ TokenShard = AllTokens | ShardedRuns
 @dataclass(frozen=True)
 class _ShardTokens:
     tokens: Column  # indices among the step's tokens
-    layout: BatchLayout  # layout of these tokens alone, without samples
+    layout: BatchLayout  # layout that contains only these tokens, without samples
 
 
 def shard_tokens(
@@ -140,7 +140,7 @@ def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     lengths = stop - first
     query_starts = np.concatenate(([0], lengths.cumsum()))
     tokens = np.arange(query_starts[-1]) + (first - query_starts[:-1]).repeat(lengths)
-    before_end = columns.query_starts[1:][sequence] - stop  # tokens of the sequence after a piece
+    before_end = columns.query_starts[1:][sequence] - stop  # tokens after a piece
     own = StepColumns(
         token_slots=columns.token_slots[tokens],
         slots=columns.slots[sequence],

@@ -26,16 +26,16 @@ class VerifiedRows(NamedTuple):
     """The R sampled rows of a step. All fields are [R] int64."""
 
     slots: Tensor
-    counts: Tensor  # verified tokens: the last known token and the drafts; 0: padding
+    counts: Tensor  # verified tokens of the row: its last known token and its drafts; 0: padding
     seq_lens: Tensor  # tokens of the sequence, including the verified ones
-    first_samples: Tensor  # index of the row's first sample in the step
+    first_samples: Tensor  # index in the step of the row's first sample
     first_tokens: Tensor  # index in the step of the token before that sample
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """Counts accepted drafts, sets row lengths and proposes new drafts. The ops default to PyTorch,
-    because eager index tensors have many alignments, and Triton would compile a kernel for each.
+    """Counts accepted drafts, sets row lengths and proposes new drafts. Eager steps use PyTorch
+    ops, because their index tensors have many alignments, and Triton compiles a kernel for each.
     """
 
     proposer: Proposer
@@ -55,8 +55,8 @@ class Verifier:
     ) -> None:
         """Verify `drafts` [R, K] against `sampled` [S], then propose `num_proposed` tokens per row.
 
-        `drafts` None: the step has no drafts. `out` receives [R] int64 each: accepted drafts, known
-        tokens after the step, index in the step of the last accepted token.
+        `drafts` is None without drafts. `out` is filled with three [R] int64: accepted drafts,
+        known tokens after the step, index in the step of the last accepted token.
         """
         accepted, lengths, ends = out
         if drafts is None or sampled is None:
@@ -84,7 +84,7 @@ class Verifier:
 class SampledRows(NamedTuple):
     """The R sampled rows of a plan, on the host. All fields are [R]."""
 
-    rows: Column  # rows of the plan
+    rows: Column  # indices of rows in the plan
     slots: Column
     num_drafts: Column
     first_samples: Column
@@ -118,7 +118,7 @@ class Verification:
         return {row: accepted for row, drafts, accepted in columns if drafts}
 
     def proposed(self) -> dict[int, int]:
-        """Return the number of proposed drafts by row of the plan, for rows that lack some."""
+        """Return the number of drafts by row of the plan, for rows with fewer than planned."""
         if self.drafts is None:
             return {}
         rows, _, num_drafts, _ = (column.tolist() for column in self.sampled)

@@ -1,4 +1,4 @@
-"""Compile GPU kernels before their first launch, a share on each rank, in several threads.
+"""Compile GPU kernels before their first launch. Each rank compiles a share, in several threads.
 
 Without this warmup, each kernel is compiled at its first launch, while every rank and the GPU wait.
 Compiling at launches takes about forty seconds in total.
@@ -14,16 +14,16 @@ from negamax.base.progress import Progress
 from negamax.config.kv_cache import KvCacheSpecs
 from negamax.parallel.context import ParallelContext
 
-_MOST_THREADS = 8  # compilation holds the GIL half of the time
+_MOST_THREADS = 8  # limited, because compilation holds the GIL half of the time
 
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
-    """Return how many of the first `layers` launch every kernel: they include a layer of each kind
-    and the layer after it, whose first norm completes the sum over ranks.
+    """Return how many of the first `layers` must run to launch every kernel. They include a layer
+    of each kind and the layer after it, whose first norm completes the sum over ranks.
     """
     sorts = [
         (*map(type, (layer, *vars(layer).values())), *own)
-        # caches after those of the layers belong to a draft model
+        # `caches` may end with caches of a draft model
         for layer, own in zip(layers, caches, strict=False)
     ]
     return min(len(layers), max(sorts.index(sort) + 2 for sort in sorts))

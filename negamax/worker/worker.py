@@ -29,16 +29,16 @@ class Worker:
         self.ready, self.poll_control = runner.ready, runner.context.poll_control
         self._debug_commands = DebugCommands(runner)
         self._steps = StepRunner(runner, needs_eager=lambda: self._debug_commands.needs_eager)
-        # steps with drafts whose results may still be copied to the host, with the number of the
-        # launch that made or received the results
+        # (launch number, verification) of steps with drafts; the launch made or received the
+        # results, which may still be on the device
         self._unverified: deque[tuple[int, Arrived]] = deque()
         self._num_steps = 0
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, wait_for_bitmask: WaitForBitmask) -> StepOutput | StepResult:
-        """Run one plan. On a GPU the step is only enqueued when `launch` returns. Grammar rows wait
-        for their bitmask after the model and before sampling. `errors` of the result contains rows
-        that fail alone. On a GPU, an exception of the model fails the whole step. Raises
+        """Run one plan. On a GPU, `launch` enqueues the step and returns. The bitmask of grammar
+        rows is awaited after the model and before sampling. Rows that fail alone are in `errors` of
+        the result. On a GPU, an exception of the model fails the whole step. Raises
         `EngineDeadError` if another rank is dead.
         """
         runner, requests = self.runner, self.runner.requests
@@ -68,7 +68,7 @@ class Worker:
         return complete(output, expert_counts, loads)
 
     def _lower_bounds(self, arrived: list[Arrived]) -> None:
-        """Apply the verifications of steps before the last one to the bounds on the host."""
+        """Lower the bounds on the host by the verifications of all steps before the last one."""
         self._unverified += ((self._num_steps, step) for step in arrived)
         self._num_steps += 1
         settled = self._num_steps - self.runner.runtime.is_asynchronous
@@ -85,7 +85,7 @@ class Worker:
         try:
             output = self._steps.run(plan, bitmask)
             return output if is_lazy or layout.pp > 1 else output.result()
-        except EngineDeadError:  # another rank is dead, so repeating the step is useless
+        except EngineDeadError:  # repeating the step is useless if another rank is dead
             raise
         except Exception:
             if is_lazy or has_others:
@@ -96,7 +96,7 @@ class Worker:
                 len(plan.slots),
             )
         requests.restore_lengths()
-        for row in plan.grammar_rows:  # the drafts that the masks belong to may have been replaced
+        for row in plan.grammar_rows:  # the masks may be for other drafts
             requests.drafts[plan.slots[row]] = -1
         return run_rows_separately(plan, bitmask, self._steps.run)
 
@@ -107,7 +107,7 @@ class Worker:
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """Start to receive messages of other stages, while no plan arrives."""
+        """Start to receive messages of other stages. Call this while no plan arrives."""
         if self.runner.runtime.is_asynchronous:
             self.runner.stage.post()
 
