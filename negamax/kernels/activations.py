@@ -36,7 +36,7 @@ class SwiGlu:
     def __call__(
         self, gate_up: Tensor, *, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
     ) -> Tensor:
-        """Activate gate_up [T, 2 * width], gate first, to [T, width] in its dtype.
+        """Map gate_up [T, 2 * width], whose first half is the gate, to [T, width] in its dtype.
 
         With the default constants, silu(g) and its product with u are rounded. With other
         constants, only the result is rounded. `sigmoid` computes in fp32.
@@ -55,7 +55,7 @@ SILU = SwiGlu()
 
 @dataclass(frozen=True)
 class QuantizedActivations:
-    """`hidden` and its FP8 form: hidden[t, c] is about q[t, c] * scale[t, c // 128]."""
+    """`hidden` and its FP8 form: hidden[t, c] is approximately q[t, c] * scale[t, c // 128]."""
 
     hidden: Tensor  # [T, width] bf16 or fp16
     q: Tensor  # [T, width] float8_e4m3fn, on MI300 float8_e4m3fnuz

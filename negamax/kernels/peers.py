@@ -20,8 +20,8 @@ class PeerRegion:
     The flag in a word tells the reader that the word has arrived (`collectives/triton_ll.py`). A
     flag is the row's epoch, which counts the uses of the row. The program of row r takes epoch
     flags[r] + 1, selects the buffer by the parity of the epoch, and stores the epoch in flags[r] at
-    the end. Two buffers suffice and are never cleared. A rank writes epoch e + 2 only after every
-    peer has pushed epoch e + 1, and a peer pushes e + 1 after it has read epoch e.
+    the end. Two buffers suffice and are never cleared: a rank writes epoch e + 2 only after it has
+    received epoch e + 1 of every peer, and a peer sends epoch e + 1 only after it has read epoch e.
     """
 
     # [world + 1] int64, this rank's pointers to each rank's copy, then to `PollControl.words`
@@ -91,7 +91,7 @@ class Collective(Protocol):
         """Sum tensor [T, ...] over ranks, T % size == 0, and return this rank's [T / size, ...]."""
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        """Concatenate every rank's `tensor` (of one shape) along `dim` in rank order."""
+        """Concatenate the ranks' `tensor`s, which have one shape, along `dim` in rank order."""
 
     def exchange(
         self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None

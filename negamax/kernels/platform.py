@@ -28,7 +28,7 @@ def platform_of(device: torch.device) -> Platform:
 def cpu_computes_bf16() -> bool:
     """Return whether this CPU has bf16 instructions.
 
-    With plain AVX-512 oneDNN multiplies bf16 too, but slower than fp32 (docs/performance.md).
+    With plain AVX-512 only, oneDNN multiplies bf16 more slowly than fp32 (docs/performance.md).
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False

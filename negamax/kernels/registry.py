@@ -116,7 +116,7 @@ class KernelTable:
     def choose(
         self, op: Op[P, R], stored: TensorFormat, *, columns: int = 0
     ) -> Kernel[P, R] | None:
-        """Return the first kernel of `op` that reads `stored` with `columns` columns (0: any)."""
+        """Return the first kernel of `op` for weights `stored` with `columns` columns (0: any)."""
         for kernel in self.candidates[op]:
             if kernel.reads(stored) and columns % kernel.columns == 0:
                 return kernel
@@ -127,17 +127,17 @@ class KernelTable:
         return None not in (self.choose(LINEAR, stored), self.choose(EXPERTS, stored))
 
     def fusion(self, *sequence: str) -> AnyKernel | None:
-        """Return the kernel that fuses the ops of `sequence`; None if only the reference does."""
+        """Return the kernel that fuses the ops of `sequence`, or None if only a reference does."""
         for op in OPS.values():
             if op.sequence == sequence and self[op].provider != "reference":
                 return self[op]
         return None
 
     def select(self, choices: Sequence[str]) -> "KernelTable":
-        """Choose providers by `choices`, each OP=PROVIDER or `PLAIN_NORM`, in this order.
+        """Apply `choices` in their order; each choice is OP=PROVIDER or `PLAIN_NORM`.
 
         A fused op is split if the provider of one of its ops is chosen. Raises `ConfigError` for
-        names that this platform does not have.
+        ops and providers that this platform does not have.
         """
         chosen: dict[AnyOp, tuple[AnyKernel, ...]] = {}
         for choice in (part.strip() for given in choices for part in given.split(",")):
@@ -148,7 +148,7 @@ class KernelTable:
                 continue
             known = [*sorted(self.candidates), PLAIN_NORM]
             if name not in OPS:
-                raise _unknown("the op", name, known, choice=choice)
+                raise _unknown("op", name, known, choice=choice)
             chosen |= self._choose_provider(OPS[name], provider)
         return replace(self, candidates={**self.candidates, **chosen})
 
@@ -156,7 +156,7 @@ class KernelTable:
         """Map `op`, and ops fused or paired with it, to their kernels if `provider` runs `op`."""
         providers = dict.fromkeys(kernel.provider for kernel in self.candidates[op])
         if provider not in providers:
-            raise _unknown(f"the provider of {op}", provider, providers, choice=f"{op}={provider}")
+            raise _unknown(f"provider of {op}", provider, providers, choice=f"{op}={provider}")
         found: dict[AnyOp, tuple[AnyKernel, ...]] = {
             fused: (fused.reference,) for fused in OPS.values() if op in fused.sequence
         }
@@ -195,7 +195,7 @@ class KernelTable:
 def _unknown(what: str, name: str, known: Collection[str], *, choice: str) -> ConfigError:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return ConfigError(
-        f"--kernels {choice!r:.80} names {what} {name[:60]!r}; available: {', '.join(known)}",
+        f"--kernels {choice!r:.80}: unknown {what} {name[:60]!r}; available: {', '.join(known)}",
         hint=f"did you mean {near[0]}?" if near else "choose one of the available names",
     )
 

@@ -25,7 +25,7 @@ from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE, apply, padded_rows
 
 @dataclass(frozen=True)
 class SeparateExperts:
-    """One weight per expert and projection, as `prepare` makes it."""
+    """One prepared `gemm.linear` weight per expert and projection."""
 
     gate_up: list[Tensor]  # [2 * width, hidden] per expert
     down: list[Tensor]  # [hidden, width] per expert
@@ -105,7 +105,7 @@ def _run_one_token(
     """Run the selected experts one after another, without sorting or gathering."""
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
     (ids, weights, first, count), outputs = selected, []
-    for expert in ids[0].tolist():  # host-sync: which experts to run
+    for expert in ids[0].tolist():  # host-sync: the host needs the selected experts
         if not first <= expert < first + count:
             outputs.append(torch.zeros_like(x))
             continue
@@ -117,7 +117,7 @@ def _run_one_token(
 def _run_many_tokens(
     x: Tensor, selected: SelectedExperts, experts: SeparateExperts, product: Callable[..., Tensor]
 ) -> Tensor:
-    """Sort (token, selection) pairs by expert, run each expert on its slice, restore the order."""
+    """Sort pairs (token, selection) by expert, run each expert on its slice, restore the order."""
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
     ids, weights, first, count = selected
     num_tokens, top_k = ids.shape
@@ -125,7 +125,7 @@ def _run_many_tokens(
         return torch.zeros_like(x)
     by_expert, order = ids.flatten().sort(stable=True)
     edges = torch.arange(first, first + count + 1, device=ids.device)
-    bounds = torch.searchsorted(by_expert, edges).tolist()  # host-sync: rows of each expert
+    bounds = torch.searchsorted(by_expert, edges).tolist()  # host-sync: each expert's row range
     low, high = bounds[0], bounds[-1]
     pairs = order[low:high]
     rows = x.index_select(0, pairs.div(top_k, rounding_mode="floor"))

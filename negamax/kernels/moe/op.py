@@ -26,13 +26,13 @@ from negamax.kernels.quantize.stored import dequantize
 
 @dataclass(frozen=True)
 class Router:
-    """Weights of the router, and the scaling of the experts' weights."""
+    """Weights of the router, and the factor of the routing weights."""
 
     gate: Tensor  # [experts, hidden] fp32
     bias: Tensor  # [experts] fp32
     _: KW_ONLY
     scaling: float = 1.0
-    shared: bool = False  # add expert number `experts`, which every token selects
+    shared: bool = False  # whether every token also selects a shared expert, number `experts`
 
 
 def prepare_router(
@@ -47,7 +47,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Select experts for x [T, hidden]: ids [T, C] int32 and weights [T, C] fp32.
 
-    C is top_k, or top_k + 1 with a shared expert. Rows from number `active` ([1] int32) on are
+    C is top_k, or top_k + 1 with a shared expert. Rows with index `active` ([1] int32) or above are
     padding and get ids -1 and weights 0.
     """
     scores = torch.sigmoid(F.linear(unquantized(x).float(), router.gate))  # [T, experts]
@@ -59,7 +59,7 @@ def route(
 def complete(
     ids: Tensor, weights: Tensor, router: Router, active: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Add scaling, shared expert and padding to ids [T, top_k] and weights of sum 1."""
+    """Scale routing weights of sum 1, append the shared expert, and overwrite padding rows."""
     if router.scaling != 1.0:
         weights = weights * router.scaling
     if router.shared:

@@ -10,7 +10,7 @@ from negamax.kernels.weight_only.layout import Packing
 
 SMALL_M_MAX_M = 256  # limit of M for small_m, whose programs search topk_ids for their tokens
 SORT_PROGRAMS = 128  # programs that sort pairs, about one per multiprocessor
-SORT_CHUNK = 128  # pairs that a sorting program places at a time
+SORT_CHUNK = 128  # pairs that a sorting program sorts at a time
 COUNT_CHUNK = 512  # pairs that a sorting program counts at a time
 SORT_BLOCK = 32  # programs whose counts a sorting program adds up at a time
 ROUTE_MAX_TILES = 4096
@@ -20,16 +20,16 @@ ROUTE_SMALL_M_WARPS = 4  # warps of route_small_m for rows of up to 4096 values
 NORM_ROUTE_MAX_M = 2  # limit of M for one launch of norm and router
 NORM_ROUTE_MAX_PARTS = 4  # limit of the input's parts for one launch of norm and router
 NORM_ROUTE_WARPS = 4  # warps of norm_route for rows of up to 4096 values
-NORM_ROUTE_THREAD_WORDS = 4  # 4-byte words of one load of a thread
+NORM_ROUTE_THREAD_WORDS = 4  # 4-byte words that a thread reads in one load
 
 
 @dataclass(frozen=True)
 class RouteTile(Tile):
-    """Tile of a program of `_route_large_m_kernel`, whose weight is the gate. With num_stages = 0
-    the program loads its whole part of the gate before the activations exist.
+    """Tile of a program of `_route_large_m_kernel`; the weight of this GEMM is the gate. With
+    num_stages = 0 the program loads its whole part of the gate before the activations exist.
     """
 
-    topk_m: int = 1  # tokens whose experts are selected at a time
+    topk_m: int = 1  # number of tokens for which experts are selected at a time
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MoeTiles:
         return RouteTile(block_m, 32, 64, num_warps=4, num_stages=2, split_k=8, topk_m=8)
 
     def gemv_max_m(self, width: int) -> int:
-        """Return the limit of M for gemv, in which no pairs share the reads of an expert."""
+        """Return the limit of M for gemv, in which each (token, choice) pair reads its expert."""
         return 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
@@ -90,7 +90,7 @@ class MoeTiles:
         return ExpertTiles(tile, tile, repeat_n=8)
 
 
-_MEASURED_HIDDEN = 4096  # limit of the hidden width for the sizes of MiniMax-M2
+_MEASURED_HIDDEN = 4096  # up to this hidden size, sizes measured for MiniMax-M2 are used
 _ROUTE = (
     RouteTile(16, 16, 128, num_warps=4, num_stages=0, split_k=8),
     RouteTile(64, 32, 128, num_warps=4, num_stages=0, split_k=8),
@@ -107,9 +107,9 @@ def _tall(
     return ExpertTiles(tile, replace(tile, block_n=128))
 
 
-# Tiles for packed weights and many tokens, by kind of scale: (M, tiles up to M, tiles above M).
-# Two programs with tiles of 128 tokens run on a multiprocessor if its shared memory has room for
-# their tokens, scales and codes. Otherwise one program with twice the tokens and warps is faster.
+# Tiles for packed weights and many tokens by kind of scale: (M, tiles up to M, tiles above M). Two
+# programs with tiles of 128 tokens run on a multiprocessor if its shared memory has room for their
+# tokens, scales and codes. Otherwise one program with twice the tokens and warps is faster.
 _PACKED_LARGE_M = {
     "float": (2048, _tall(64, num_warps=4, num_stages=4), _tall(128, num_warps=4, num_stages=3)),
     "e8m0": (
@@ -129,7 +129,7 @@ _PACKED_LARGE_M = {
 class H200MoeTiles(MoeTiles):
     """Sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes of
     MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with packed
-    8-bit weights. For other weights of M3 each program has as many columns as in M2.
+    8-bit weights. With other weights of M3, each program has as many columns as with M2.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:

@@ -21,8 +21,8 @@ weights also rounds activations, large_m multiplies 8 bits with 8 bits. With one
 launch runs both the router and the norm before it (`triton_norm_route.py`).
 
 The gate and up rows of an expert are in one weight [2 * width, hidden], gate rows first. FP8
-weights have a scale per 128 x 128. With FP8 weights h is also FP8, with a scale per pair and 128
-columns, except in gemv. `tiles.py` has the tile sizes.
+weights have a scale per block of 128 x 128. With FP8 weights h is also FP8, with a scale per pair
+and 128 columns, except in gemv. `tiles.py` has the tile sizes.
 """
 
 from functools import cache, partial
@@ -49,14 +49,14 @@ from negamax.kernels.op import W8A8, WEIGHT_ONLY
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.weight_only.layout import pack
 
-# One object per shape: a launch compares this argument, which takes 0.3 us for a different object.
+# One object per shape: each launch compares it with the last one, and other objects cost 0.3 us.
 _constants = cache(ExpertConstants)
 
 
 def prepare_experts(
     gate_up: StoredWeight, down: StoredWeight, *, activation: SwiGlu = SILU, shared: bool = False
 ) -> PreparedExperts:
-    """Prepare stacked weights, plain or E4M3 blocks."""
+    """Prepare stacked weights, which are plain or FP8 (E4M3 with a scale per block)."""
     w1, w2 = gate_up.values, down.values
     assert w1.is_contiguous() and w2.is_contiguous()
     constants = _constants(
@@ -112,7 +112,7 @@ def experts_rounded(
     x: Tensor | QuantizedActivations, selected: SelectedExperts, prepared: PreparedExperts
 ) -> Tensor:
     """Run the experts with weights from `prepare_packed` in a format that `reads_w8a8` accepts.
-    With more than tiles.SMALL_M_MAX_M tokens activations are rounded too.
+    With more than tiles.SMALL_M_MAX_M tokens, activations are also rounded to 8 bits.
     """
     if selected.ids.shape[0] <= tiles.SMALL_M_MAX_M:
         return experts(x, selected, prepared)

@@ -23,12 +23,12 @@ from negamax.kernels.weight_only.triton_gemv import (
     number_fragment_rows,
 )
 
-_VECTOR = tl.constexpr(16)  # neighboring columns that a thread multiplies
+_VECTOR = tl.constexpr(16)  # number of neighboring columns that a thread multiplies
 
 
 @triton.jit
 def _load_vectors(ptrs, inside):
-    """Load [BLOCK_N, vectors, 16] of w -> [vectors, BLOCK_N, 16]."""
+    """Load a tile [BLOCK_N, vectors, 16] of w and transpose it to [vectors, BLOCK_N, 16]."""
     return tl.permute(tl.load(ptrs, mask=inside, other=0.0), (1, 0, 2))
 
 
@@ -177,7 +177,7 @@ def _down_rows(
     """
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     PARTS: tl.constexpr = triton.cdiv(TOP_K, CHOICES)
-    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # vectors of one choice in one step
+    VECTORS: tl.constexpr = BLOCK_K // _VECTOR  # number of vectors of one choice in one step
     STEPS: tl.constexpr = triton.cdiv(E.WIDTH, BLOCK_K)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     vector = tl.arange(0, CHOICES * VECTORS)
@@ -236,8 +236,8 @@ def _down_gemv_kernel(
 ):  # fmt: skip
     """Compute BLOCK_N outputs of CHOICES pairs. Grid (M * TOP_K / CHOICES * HIDDEN / BLOCK_N,).
 
-    An earlier kernel than the predecessor in the stream wrote `topk_ids` and `topk_weights`. The
-    program may therefore read them, and the weights of the experts, before the wait.
+    A kernel before the predecessor in the stream wrote `topk_ids` and `topk_weights`. The program
+    may therefore read both tensors and the weights of the experts before it waits.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N)
     part, first_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N * BLOCK_N

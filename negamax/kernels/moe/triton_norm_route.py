@@ -1,4 +1,4 @@
-"""Run the norm before the experts and the router in one launch, for one or two tokens.
+"""Run the router and the norm before the router in one launch, for one or two tokens.
 
     residual [M, 2 * WORDS] += sum of x [M, PARTS, 2 * WORDS] over its parts
     norm of the residual [M, 2 * WORDS], with `quantize` also in FP8
@@ -8,7 +8,7 @@ Every program of the router reads all tokens. In this kernel each program reads 
 norm and normalizes them itself, which saves a launch and a pass through memory. One program changes
 the residual, after the logits of all programs have arrived.
 
-All rows, including the rows of the gate, are words of two columns (`launch/triton_words.py`).
+All rows, including rows of the gate, are read as words of two columns (`launch/triton_words.py`).
 """
 
 import torch
@@ -66,7 +66,7 @@ def _add_over_threads(rows, NUM: tl.constexpr):
 
 @triton.jit
 def _select_row(words, m, step: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return step `step` of row m from the `words` of all rows."""
+    """Return the words of step `step` of row m; `words` has the steps of all rows."""
     found = words[step]
     for row in tl.static_range(1, BLOCK_M):
         found = tl.where(m == row, words[row * STEPS + step], found)
@@ -82,7 +82,7 @@ def _norm_route_kernel(
     values_ptr,  # [M, 2 * WORDS] e4m3, written only if QUANTIZE
     scales_ptr,  # [M, 2 * WORDS / 128] fp32, written only if QUANTIZE
     eps,
-    gate_ptr,  # this and the following pointers are those of `_route_small_m_kernel`
+    gate_ptr,  # this pointer and the next ones are as in `_route_small_m_kernel`
     bias_ptr,
     num_active_ptr,
     logits_ptr,
@@ -207,7 +207,7 @@ def norm_route(
     topk_ids and topk_weights.
 
     The function makes two launches if there are more tokens or parts than one launch supports, if
-    rows are not whole words, or if programs may not wait for each other.
+    the bytes of a row are not a multiple of 4, or if the platform forbids spin waits.
     """
     (M, hidden), parts = residual.shape, num_parts(x)
     is_few = 0 < M <= tiles.NORM_ROUTE_MAX_M and 0 < parts <= tiles.NORM_ROUTE_MAX_PARTS

@@ -1,4 +1,4 @@
-"""Map the experts that tokens chose to the slots that compute them, and count the choices."""
+"""Map the selected experts of tokens to the slots that compute these experts; count selections."""
 
 import torch
 import triton
@@ -19,14 +19,14 @@ def _place_experts_kernel(
     T,
     C: tl.constexpr, MOST: tl.constexpr, BLOCK_T: tl.constexpr, C_POW2: tl.constexpr,
 ):  # fmt: skip
-    """Place the choices of BLOCK_T tokens. Grid (T / BLOCK_T,)."""
+    """Map the selected experts of BLOCK_T tokens to slots. Grid (T / BLOCK_T,)."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     choice = tl.arange(0, C_POW2)
     inside = (token < T)[:, None] & (choice < C)[None, :]
     pair = token[:, None] * C + choice[None, :]
     expert = tl.load(ids + pair, mask=inside, other=-1)
     is_chosen = inside & (expert >= 0)
-    # the sum of a padding token is negative, and not used
+    # the sum of the ids of a padding token is negative and is not used
     total = tl.sum(tl.where(inside, expert, 0), 1).to(tl.int64)
     turn = (tl.load(positions + token, mask=token < T, other=0) + total)[:, None]
     num_copies = tl.load(copies + expert, mask=is_chosen, other=1)

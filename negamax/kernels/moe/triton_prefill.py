@@ -55,7 +55,7 @@ from negamax.kernels.weight_only.triton_rounding import (
 
 @triton.jit
 def _load_local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts):
-    """Return the local number (0 .. num_experts - 1) of each pair's expert; -1: on another rank."""
+    """Return the local index (0 .. num_experts - 1) of each pair's expert; -1: on another rank."""
     expert = tl.load(topk_ids_ptr + pairs, mask=pairs < end, other=-1) - first_expert
     return tl.where((expert >= 0) & (expert < num_experts), expert, -1)
 
@@ -70,7 +70,7 @@ def _count_pairs_kernel(
     num_experts,
     EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Set counts[p, e] to the number of program p's `span` pairs with expert first_expert + e."""
+    """Write counts[p, e]: how many of program p's `span` pairs have expert first_expert + e."""
     wait_then_launch_dependents(PDL)
     begin = tl.program_id(0) * span
     end = tl.minimum(begin + span, num_pairs)
@@ -97,8 +97,8 @@ def _sort_pairs_kernel(
     PROGRAMS: tl.constexpr,  # rows of `counts` that a program adds up at a time
     PDL: tl.constexpr,
 ):
-    """Place the pairs by a counting sort. The order is by expert; the pairs of one expert are in
-    the order of their programs.
+    """Sort the pairs by expert with a counting sort. The pairs of one expert are in the order of
+    the programs that sort them.
     """
     wait_then_launch_dependents(PDL)
     experts, offs = tl.arange(0, EXPERTS_POW2), tl.arange(0, CHUNK)
@@ -137,7 +137,7 @@ def _sort_pairs_kernel(
 def _find_expert(
     expert_counts_ptr, tile, num_experts, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Return a tile's expert, its first place in sorted_token_ids, and the end of the expert.
+    """Return a tile's expert, its first index in sorted_token_ids, and the expert's end index.
 
     The expert is >= num_experts if the tile has pairs of other ranks or lies after all pairs.
     """
@@ -516,7 +516,7 @@ def experts_large_m(
         w1 = TensorDescriptor.from_tensor(w1, [gate_up.block_n, gate_up.block_k])
     pairs = sort_pairs(topk_ids, first=first, count=count)
     shared = {"E": E, "ROUNDED": rounded, "EXPERTS_POW2": triton.next_power_of_2(count)}
-    # upper bound of the tiles: the last tile of each expert may be partly empty
+    # upper bound of the number of tiles: the last tile of each expert may be partly empty
     tiles_m = min(num_pairs, num_pairs // gate_up.block_m + count)
     _gate_up_large_m_kernel[(tiles_m * triton.cdiv(E.WIDTH, gate_up.block_n),)](
         q, scale, w1, w1_scale, h, h_scale, *pairs, count, TOP_K=top_k,

@@ -33,10 +33,10 @@ from negamax.kernels.launch.triton import (
 )
 from negamax.kernels.moe import tiles
 
-# a launch of `_route_large_m_kernel` adds this number to each counter; limit of programs per tile
+# a launch of `_route_large_m_kernel` adds this to each counter; also the limit of programs per tile
 _ROUND = tl.constexpr(1024)
 _GROUP = tl.constexpr(32)  # experts that `choose_for_token` ranks together
-_VECTOR = tl.constexpr(8)  # bf16 values of one load of a thread
+_VECTOR = tl.constexpr(8)  # bf16 values that a thread reads in one load
 
 
 @triton.jit
@@ -90,11 +90,11 @@ def choose_for_token(
     logits, bias, expert, topk_ids_ptr, topk_weights_ptr, token, num_active,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Do the work of `_choose_for_tokens` for one token; logits, bias, expert [groups, _GROUP].
+    """Run `_choose_for_tokens` for one token; logits, bias and expert are [groups, _GROUP].
 
-    An expert's rank is the number of larger keys. All ranks are counted at once, first within each
-    group, then among the best TOP_K_POW2 experts of all groups. A search for one maximum after the
-    other is a chain of TOP_K reductions and takes twice as long.
+    The rank of an expert is the number of experts with larger keys. All ranks are counted at once,
+    first within each group, then among the best TOP_K_POW2 experts of all groups. A search for one
+    maximum after the other is a chain of TOP_K reductions and takes twice as long.
     """
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     TOP_K_POW2: tl.constexpr = triton.next_power_of_2(TOP_K)
@@ -105,7 +105,7 @@ def choose_for_token(
     biased = tl.where(expert < NUM_EXPERTS, biased, float("-inf"))
     bits = biased.to(tl.int32, bitcast=True)
     bits ^= (bits >> 31) & 0x7FFFFFFF  # integers have the order of the fp32 values
-    # of equal scores the expert with the lower id has the larger key
+    # among experts with equal scores, the expert with the lower id has the larger key
     key = (bits.to(tl.int64) << 32) | (EXPERTS_POW2 - 1 - expert).to(tl.int64)
     # the summed axis is the first one, so that each thread sums its own values
     key_of = tl.trans(key)[:, :, None]
@@ -265,7 +265,7 @@ def _route_large_m_kernel(
     HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr,
     SHARED: tl.constexpr,  # 0 or 1
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    TOPK_M: tl.constexpr,  # tokens whose experts are selected at a time
+    TOPK_M: tl.constexpr,  # number of tokens for which experts are selected at a time
     PARALLEL_TOPK: tl.constexpr,
     NUM_STAGES: tl.constexpr,  # 0: load a program's part of the gate before the activations exist
     PDL: tl.constexpr,
@@ -282,7 +282,7 @@ def _route_large_m_kernel(
     no reset. The programs of a tile have adjacent ids, so a waiting program does not keep another
     program of its tile from starting.
     """
-    PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # of a tile of tokens
+    PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # programs per tile
     STEPS: tl.constexpr = triton.cdiv(triton.cdiv(HIDDEN, BLOCK_K), SPLIT_K)
     EVEN_K: tl.constexpr = HIDDEN % (BLOCK_K * SPLIT_K) == 0
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
@@ -365,10 +365,10 @@ class PreparedGate:
     # [ROUTE_SMALL_M_MAX_M, experts] int64: a logit and the flag of the launch that wrote it
     logits: Tensor
     flag: Tensor  # [1] int32, flag of the last launch of `_route_small_m_kernel`
-    all_active: Tensor  # [1] int32, the number of active rows if the caller passes none
-    spin_wait: bool  # programs of a launch may wait for each other
-    scaling: float  # factor of the selected experts' weights
-    shared: bool  # expert number `experts` is every token's last choice, with weight 1
+    all_active: Tensor  # [1] int32, number of active rows unless the caller passes `active`
+    spin_wait: bool  # whether the platform allows spin waits between programs of a launch
+    scaling: float  # factor of the routing weights
+    shared: bool  # whether every token's last choice is expert number `experts`, with weight 1
 
 
 def prepare_gate(

@@ -21,7 +21,7 @@ from negamax.kernels.moe.op import ExpertWeights
 from negamax.kernels.weight_only.layout import PackedTensors, Packing, packed_rows
 from negamax.kernels.weight_only.triton import multiply
 
-BLOCK = tl.constexpr(GROUP)  # columns that share a scale
+BLOCK = tl.constexpr(GROUP)  # number of columns that share a scale
 _MIN_SCALE = tl.constexpr(1e-30)
 
 
@@ -36,12 +36,12 @@ class ExpertConstants:
     GATE_UP: Packing | None = None
     DOWN: Packing | None = None
     ACTIVATION: SwiGlu = SILU
-    SHARED: bool = False  # the last expert is the last choice of every token except padding
+    SHARED: bool = False  # whether the last expert is the last choice of every token except padding
 
 
 @dataclass(frozen=True)
 class PreparedExperts(ExpertWeights):
-    """Stacked weights: FP8 with a scale per 128 x 128, the model's dtype, or packed."""
+    """Stacked weights in FP8 with a scale per 128 x 128, in the model's dtype, or packed."""
 
     # [experts, 2 * width, hidden], gate rows first; packed: the tensors of a `PackedWeight`
     gate_up: Tensor | PackedTensors
@@ -108,7 +108,7 @@ def compute_group_scale(y, axis: tl.constexpr, DTYPE: tl.constexpr):
 
 
 def select_operands(x: Hidden, prepared: PreparedExperts) -> tuple[Tensor, Tensor]:
-    """Return x in FP8 and its scales for FP8 experts, else the plain activations twice."""
+    """Return x in FP8 and its scales for FP8 experts; for other experts return plain x twice."""
     if not prepared.constants.FP8:
         q = scale = unquantized(x)
     else:

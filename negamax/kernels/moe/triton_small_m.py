@@ -22,7 +22,7 @@ from negamax.kernels.moe.triton_shared import (
     select_operands,
 )
 
-_ZERO_CHUNK = tl.constexpr(32)  # pairs whose results are zeroed at a time
+_ZERO_CHUNK = tl.constexpr(32)  # number of pairs whose results are zeroed at a time
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _find_pairs(
         pairs = (start + tl.arange(0, CHUNK) * TOP_K)[:, None] + choices[None, :]
         inside = (pairs < num_pairs) & (choices < TOP_K)[None, :]
         ids = tl.load(topk_ids_ptr + pairs, mask=inside, other=-1)
-        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # pair + 1; 0: no pair
+        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # pair + 1, or 0 without a pair
         is_hit = (hit > 0).to(tl.int32)
         rank = total + tl.cumsum(is_hit, 0) - 1
         match = (rank[None, :] == offs[:, None]) & (hit[None, :] > 0)
@@ -191,7 +191,7 @@ def _gate_up_small_m_kernel(
     num_pairs,
     first_expert,
     num_experts,
-    per_pair,  # 0: one program per expert; 1: one per pair
+    per_pair,  # 0: one program per expert; 1: one program per pair
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
