@@ -3,7 +3,7 @@
 The checks find damaged files, incomplete files and failed conversions. The loader checks each
 parameter once, on the parameter's device, after the copy that filled it. The results stay on the
 device until the last tensor is written, so that the host waits for a GPU only once. Scales are
-checked on the host. Invalid values are counted only in tensors that are refused.
+checked on the host. The checks count invalid values only in tensors that they refuse.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,18 @@ from negamax.formats.floats import E4M3_FNUZ
 from negamax.formats.tensor_format import Role, TensorFormat
 
 _MAX_NAMED = 5  # a message names at most this number of tensors
-# NaN and infinity have all exponent bits set. E4M3FN has no infinity, and its NaN has all bits but
-# the sign set.
+# NaN and infinity have all exponent bits set. E4M3FN has no infinity. Its NaN is 0x7F or 0xFF.
 _SPECIAL_BITS = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
     torch.float8_e4m3fn: (torch.uint8, 0x7F),
 }
-_POWERS = (torch.uint8, torch.float8_e8m0fnu)  # powers of two, stored as exponents
+_POWERS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of scales stored as exponents
 
 
 class _Part(NamedTuple):
-    """The check of values that were written to a parameter from one or more stored tensors."""
+    """The result of checking values that were written to a parameter from stored tensors."""
 
     sources: tuple[TensorEntry, ...]
     dtype: torch.dtype
@@ -61,11 +60,11 @@ class FiniteCheck:
 
     _parts: list[_Part] = field(default_factory=list)
     _scales: dict[str, BrokenScale] = field(default_factory=dict)
-    # name of a matrix -> its parts so far hold only zeros; None: a part has other values
+    # name of a matrix -> the matrix if all its parts so far hold only zeros, else None
     _zeros: dict[str, ZeroMatrix | None] = field(default_factory=dict)
 
     def add(self, values: Tensor, *sources: TensorEntry) -> None:
-        """Check `values`, made from the tensors `sources`, without waiting for the device."""
+        """Check `values`, which come from the tensors `sources`, without waiting for the device."""
         if values.numel() and values.dtype in _SPECIAL_BITS:
             self._parts.append(_Part(sources, values.dtype, _largest_exponent(values)))
 
@@ -74,14 +73,14 @@ class FiniteCheck:
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
-        """Record `scale`, which `finish` reports."""
+        """Record an invalid scale, which `finish` reports."""
         self._scales[scale.entry.name] = scale
 
     def finish(self, reader: CheckpointReader) -> None:
         """Raise `CheckpointError` if a tensor is broken.
 
-        The message gives names, the number of broken values and the index of the first one. Raises
-        the errors of `check_zeros` too.
+        The message gives names, the number of broken values and the index of the first broken
+        value. Calls `check_zeros` and raises its errors too.
         """
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, part in enumerate(self._parts):
@@ -113,7 +112,7 @@ _BROKEN = "download the files again; if they are complete, the checkpoint itself
 
 
 def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorFormat) -> None:
-    """Check `values` (read from `entry`, on the CPU), which have `role` in the format `stored`.
+    """Check `values` (read from `entry`, on the CPU), whose role in the format `stored` is `role`.
 
     Raises `CheckpointError` for invalid scales, and for values that are NaN or infinite.
     """
@@ -122,7 +121,7 @@ def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorF
         with CheckpointReader() as reader:
             text = _describe_scales(reader, [scale])
         raise CheckpointError(text, hint=_BROKEN)
-    # FNUZ encodes NaN differently, and files may declare FNUZ values as E4M3FN
+    # FNUZ values are not checked: their NaN differs, and files may declare them as E4M3FN
     if role is Role.VALUES and values.dtype in _SPECIAL_BITS and stored.element != E4M3_FNUZ:
         places = find_non_finite(values).nonzero()
         if len(places):
@@ -156,9 +155,9 @@ def _numbers(values: Tensor) -> Tensor:
 def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
     """Return a mask that is True where `values` are invalid as scales.
 
-    Scales above 2^10 are invalid: real weights have none, and kernels multiply bf16 scales by
-    2^116, which overflows from 2^11 on. The exponent 255 means NaN. Single fp16 and FP8 scales may
-    have been rounded to 0; a tensor of only zeros is a hole.
+    Scales above 2^10 are invalid: real weights do not need them, and kernels multiply bf16 scales
+    by 2^116, which overflows for scales of 2^11 or more. The E8M0 exponent 255 means NaN. Single
+    fp16 and FP8 scales may be 0 by rounding, but not all scales of a tensor.
     """
     if values.dtype in _POWERS:
         exponents = values.view(torch.uint8)

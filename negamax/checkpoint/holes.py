@@ -1,8 +1,8 @@
-"""Detection of holes: zeros that an interrupted download left in place of weights.
+"""Detection of holes in files. A hole is a range of zeros that an interrupted download left.
 
-The check reads stored bytes and not the values that they encode. A matrix of zeros can be intended,
-for example in a pruned expert. A hole usually extends into the next tensor, which then starts or
-ends with zeros. Packed integers that are stored with an offset are never all 0.
+The check reads the stored bytes and does not decode them. A matrix of zeros can be intended, for
+example in a pruned expert. A hole usually extends into the next tensor, which then starts or ends
+with zeros. If packed integers are stored with an offset, a matrix of zeros is not stored as zeros.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from negamax.formats.tensor_format import TensorFormat
 
 logger = get_logger(__name__)
 
-_EDGE_BYTES = 4096  # bytes read at the start or end of a neighbouring tensor
+_EDGE_BYTES = 4096  # number of bytes that are read at the start or end of a neighbouring tensor
 _CHUNK_BYTES = 2**20
 _MOST_LOOKED_AT = 100
 
 
 class ZeroMatrix(NamedTuple):
-    """A matrix whose stored values hold only bytes of 0."""
+    """A matrix whose stored values consist of zero bytes only."""
 
     entry: TensorEntry  # the tensor of values
     format: TensorFormat
@@ -33,7 +33,7 @@ class ZeroMatrix(NamedTuple):
 def is_zero(values: Tensor) -> bool:
     """Return whether all bytes of `values` (on the CPU, rows contiguous) are 0.
 
-    An empty tensor gives False. The check ends at the first row if this row has other values.
+    An empty tensor gives False. The first row is checked first.
     """
     data = (values if values.dim() else values.reshape(1)).view(torch.uint8)
     return bool(data.numel()) and not bool(data[:1].any()) and not bool(data.any())
@@ -42,7 +42,7 @@ def is_zero(values: Tensor) -> bool:
 def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> None:
     """Log a warning that names the matrices in `zeros`, which hold only zeros.
 
-    Raises `CheckpointError` if a matrix is in a hole, or if its format stores no matrix as zeros.
+    Raises `CheckpointError` if a matrix is in a hole, or if its format never stores only zeros.
     """
     for name, (entry, stored) in list(zeros.items())[:_MOST_LOOKED_AT]:
         if stored.has_offset_codes:
@@ -65,7 +65,7 @@ def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> No
 
 
 def _torn(reader: CheckpointReader, entry: TensorEntry) -> TensorEntry | None:
-    """Return a neighbour of `entry` whose near end is zero, or None if the zeros end at `entry`."""
+    """Return a tensor next to `entry` in the file that has zeros at the common border, or None."""
     entries = sorted(read_header(entry.file), key=lambda each: each.offset)
     place = [each.name for each in entries].index(entry.name)
     for others, is_before in ((entries[:place][::-1], True), (entries[place + 1 :], False)):

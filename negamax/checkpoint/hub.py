@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
     """Return the folder that MODEL names, or None if MODEL is a hub id.
 
-    Raises `ConfigError` for any other MODEL. The error suggests a similar name, which may be one of
+    Raises `ConfigError` for any other MODEL. The error suggests similar names, also names in
     `also`.
     """
     if (embedded := EMBEDDED.get(model) or EMBEDDED_DRAFTS.get(model)) is not None:
@@ -58,7 +58,7 @@ def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise `ConfigError` if the folder has no config.json and its content suggests why."""
+    """Raise `ConfigError` if config.json is missing and the folder's content shows the reason."""
     if (folder / "config.json").exists():
         return
     inner = [path.parent for path in (*folder.glob("snapshots/*/config.json"),
@@ -106,9 +106,9 @@ def resolve_model(
     first, and `check` is called with their folder. The weights of the model and of `subfolder`
     follow if `needs_weights` is set.
 
-    Raises `ConfigError` for an unknown name, an unknown or closed repository or revision, and a
-    failed download. Raises `ResourceError` if the disk cannot store the files. Errors of `check`
-    pass through.
+    Raises `ConfigError` for an unknown name, a missing or closed repository, an unknown revision,
+    and a failed download. Raises `ResourceError` if the disk cannot store the files. Errors of
+    `check` are not caught.
     """
     if (found := check_model_name(model)) is not None:
         return found
@@ -130,7 +130,7 @@ def resolve_model(
         )
     except NegamaxError:
         raise
-    # Versions of the client use different HTTP libraries, so all exceptions are caught.
+    # The exceptions depend on the HTTP library of the client's version, so all are caught.
     except Exception as error:
         # ModelScope's client lists the errors of all failed files; the first error is reported.
         cause = next(iter(getattr(error, "failed_files", {}).values()), error)

@@ -29,9 +29,9 @@ def download(
     """Return the snapshot of `model` in `cache`, and download missing files.
 
     The patterns `others` and `weights` match files at the top level of the repository. The files of
-    `others` are downloaded first. If `check` accepts the folder, the weights and the files that
-    `named` returns follow. Errors of `named` and `check` pass through; `failure` translates all
-    other errors.
+    `others` are downloaded first. If `check` accepts the folder, the files that `named` returns and
+    the weights are downloaded too. `failure` translates all other errors than errors of `named` and
+    `check`.
     """
     folder = _fetch(model, revision, cache, others)
     if check is not None:
@@ -42,7 +42,7 @@ def download(
     licence = _licence(model, folder)
     if licence is not None:
         log_licence(model, licence)
-    # The folder's name is the commit. The branch may point to a newer commit in the meantime.
+    # The name of the folder is the commit of the first files. The branch may have moved since then.
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)
@@ -112,7 +112,7 @@ def _logged_bar() -> type[Any]:
 
     class LoggedBar(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            # Other bars of the client count files and, in some versions, network traffic.
+            # The client has other progress bars, which count files or network traffic.
             counts_bytes = options.get("unit") == "B" and not str(options.get("name")).endswith(
                 ".transfer"
             )
@@ -143,7 +143,7 @@ def failure(error: Exception, where: str) -> NegamaxError:
         hint = "check the name; for a private model run `hf auth login`"
         return ConfigError(f"{where} does not exist on the hub, or is private", hint=hint)
     not_found = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
-    # the exception of the request to the hub; None: no request was sent
+    # exception of the request to the hub; None: no request was sent
     cause = error.__cause__ if not_found else error
     reason = describe_error(cause) if cause else "offline mode"
     refused = isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code in (401, 403)

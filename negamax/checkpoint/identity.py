@@ -1,4 +1,4 @@
-"""Identity of a checkpoint folder, by which caches and conversions recognize their source."""
+"""Hash of a checkpoint folder. Caches and conversions recognize their source by this hash."""
 
 import hashlib
 import re
@@ -14,8 +14,8 @@ _DESCRIPTIONS = ("config.json", "hf_quant_config.json", "quant_model_description
 def compute_identity(folder: Path) -> str:
     """Return a hash that identifies a checkpoint.
 
-    The hash covers names and sizes of the weight files, the content of the files that describe the
-    checkpoint, and the hub's commit or the modification times of the weight files.
+    The hash covers names and sizes of the weight files, and the content of the files that describe
+    the checkpoint. It also covers the hub's commit, or the modification times of the weight files.
     """
     commit = find_commit(folder)
     described = [path for name in _DESCRIPTIONS for path in sorted(folder.glob(name))]

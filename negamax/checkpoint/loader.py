@@ -1,10 +1,9 @@
-"""Loading a checkpoint into a model.
+"""Load a checkpoint into a model.
 
-The loader refuses a checkpoint unless every tensor has one place and every slot is filled once.
+The loader refuses a checkpoint unless every tensor fills a slot and every slot is filled once.
 Names, shapes and dtypes are checked in the file headers before data is read (`plan.py`). The loader
 reads tensors layer by layer, in file order and in large pieces (`stream.py`), and each rank keeps
-only its part. A quantized matrix is copied as stored if a kernel reads its format, and otherwise
-dequantized.
+only its part. The loader dequantizes a quantized matrix unless a kernel reads its format.
 """
 
 import math
@@ -29,15 +28,15 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """Numbers of tensors and bytes that a load read, and the tensors that it skipped."""
+    """Numbers of tensors and bytes that the loader read, and the tensors that it skipped."""
 
-    num_tensors: int  # tensors in the checkpoint, including scales, without skipped tensors
-    num_bytes: int  # bytes that this rank read
-    num_dequantized: int  # weights that were dequantized
-    num_kept: int  # weights that were kept as stored
+    num_tensors: int  # number of tensors in the checkpoint without skipped tensors
+    num_bytes: int  # number of bytes that this rank read
+    num_dequantized: int  # number of weights that were dequantized
+    num_kept: int  # number of weights that were kept as stored
     dequantized_formats: str  # names of formats
     kept_formats: str
-    # largest relative change of a matrix by a conversion (RMS of the change / RMS); None: no change
+    # largest relative change (RMS of the change / RMS) of a matrix whose format changed, else None
     change: float | None
     skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
     seconds: float
@@ -104,7 +103,7 @@ def fill(
             written = move.slot.write_part(part.tensor, move.tensors[0][1].matrix)
             for scale in part.broken:
                 check.add_scale(scale)
-            # Scales are many small tensors that are copied unchanged, so the host checks them.
+            # The host checks scales, because they are many small tensors and are copied unchanged.
             stored = move.slot.stored
             looked_at = part.tensor if stored and stored.role is not Role.VALUES else written
             check.add(looked_at if part.plain is None else part.plain, *move.entries)

@@ -31,7 +31,7 @@ def download(
 ) -> Path:
     """Return the snapshot of `model` in `cache`, and download missing files.
 
-    Order, arguments and errors equal those of `huggingface.download`.
+    The order of downloads, the arguments and the errors are the same as in `huggingface.download`.
     """
     hub = _client()
     api, place = hub.HubApi(), {"revision": revision, "cache_dir": cache}
@@ -115,9 +115,9 @@ def _client() -> Any:
 
 
 def _is_current(path: Path, file: Any) -> bool:
-    """Return whether the local file has the size of ModelScope's file and is not older.
+    """Return whether the local file has the size of ModelScope's file and is not older than it.
 
-    ModelScope changes snapshots of branches in place. Comparing hashes would take minutes.
+    ModelScope updates the snapshot of a branch in place. Comparing hashes would take minutes.
     """
     if not path.is_file() or path.stat().st_size != file.size:
         return False
@@ -134,7 +134,7 @@ def _licence(api: Any, model: str) -> str | None:
 
 
 def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
-    """Return a progress callback class, which the client calls for each part of each file."""
+    """Return a class of progress callbacks. The client calls it for each part of each file."""
     counting, done = threading.Lock(), 0
 
     class Counted(hub.ProgressCallback):  # type: ignore[misc]

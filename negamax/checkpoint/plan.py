@@ -1,8 +1,8 @@
 """Load plans: which tensor of a checkpoint fills which slot of a model.
 
-A plan uses every tensor and every slot once, or the checkpoint is refused. Planning reads only file
-headers, and the slots may be those of a model on the meta device. A fused tensor (q, k and v; gate
-and up; all experts of a layer) fills one slot per matrix with slices of the tensor.
+A checkpoint is refused unless every tensor and every slot occurs once in its plan. Planning reads
+only file headers, and the slots may be those of a model on the meta device. A fused tensor (q, k
+and v; gate and up; all experts of a layer) fills one slot per matrix with slices of the tensor.
 """
 
 import gc
@@ -41,18 +41,18 @@ PLAIN_DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a checkpoint, or the slice of a fused tensor that holds one matrix."""
+    """A tensor of a checkpoint, or a slice of a fused tensor. The slice holds one matrix."""
 
     entry: TensorEntry
     shape: tuple[int, ...]
     index: tuple[int, ...] = ()  # indices into the leading dimensions of `entry`
     start: tuple[int, ...] = ()  # offsets in the other dimensions of `entry`; (): all 0
-    # the shape that a tensor of role SHAPE must hold; None: the shape of the slot's matrix
+    # the shape that a tensor of role SHAPE must contain; None: the shape of the slot's matrix
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
         """Translate `part` (one range per dimension) into ranges in the dimensions of `entry`."""
-        if len(part) != len(self.shape):  # one number, stored as [] or [1]
+        if len(part) != len(self.shape):  # a single number may be stored as [] or [1]
             part = tuple(map(range, self.shape))
         start = self.start or (0,) * len(part)
         moved = (range(p.start + s, p.stop + s) for p, s in zip(part, start, strict=True))
@@ -71,22 +71,22 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The tensors that fill one slot: one tensor, or all tensors of a matrix to dequantize."""
+    """The tensors that fill one slot: a single tensor, or all tensors of a matrix to dequantize."""
 
     slot: WeightSlot
-    # tensors of the slot's format, values first
+    # tensors of the slot's format and their sources; the tensor of values is first
     tensors: tuple[tuple[StoredTensor, SourceTensor], ...]
     layer: int = 0
 
     @property
     def is_dequantized(self) -> bool:
-        """Whether a quantized matrix fills a plain slot."""
+        """Whether a quantized matrix fills an unquantized slot."""
         is_plain = self.is_quantized or self.tensors[0][0] is PLAIN.values
         return self.slot.stored is None and not is_plain
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the loader quantizes the matrix, into one slot per resulting tensor."""
+        """Whether the loader quantizes the matrix. Each resulting tensor then has its own slot."""
         return self.slot.source.is_online
 
     @property
@@ -121,7 +121,7 @@ class Move:
 
     @property
     def read_region(self) -> Region:
-        """The part of a matrix that the loader reads to dequantize or quantize the rank's part."""
+        """The part of a matrix that must be read to dequantize or quantize the rank's part."""
         source, shape = self.slot.source, self.slot.matrix_shape
         if source.made_of is None:
             return source.enclose(self.slot.matrix_region, shape)
@@ -130,7 +130,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank reads. The move of a matrix's values counts a matrix to quantize."""
+        """Bytes that this rank reads, for a matrix to quantize only in the move of its values."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
@@ -138,7 +138,7 @@ class Move:
     def split(self, num_bytes: int) -> Iterator[Self]:
         """Split this move into moves of at most `num_bytes`, or of one row if a row is larger.
 
-        Only a tensor that is copied unchanged is split. Each new move has a slot for its rows.
+        Only a tensor that is copied unchanged is split. Each new move fills a slot for its rows.
         """
         rows = len(self.slot.region[0]) if self.slot.region else 0
         is_whole = self.is_dequantized or len(self.tensors) > 1
@@ -176,8 +176,7 @@ def plan_load(
     Raises `CheckpointError` if files or tensors are missing, unknown, surplus or duplicate, or if
     a tensor has another shape or dtype than the slot needs.
     """
-    # Garbage collection is off, because it would scan the plan's half a million objects again and
-    # again.
+    # Garbage collection is off, because it would scan the plan's many objects repeatedly.
     collects = gc.isenabled()
     gc.disable()
     layers = layout.layers(spec.num_layers) if layout and layout.pp > 1 else None
@@ -234,7 +233,7 @@ Places = Mapping[str, tuple[WeightSlot, StoredTensor]]  # tensor name -> slot, s
 
 
 def _places(slots: Iterable[WeightSlot]) -> Places:
-    """Return all tensors of a checkpoint that can fill the slots."""
+    """Return the places of all tensors that may fill the slots."""
     places: dict[str, tuple[WeightSlot, StoredTensor]] = {}
     for slot in slots:
         if slot.source.made_of is not None:
@@ -254,7 +253,7 @@ def _wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, St
     if slot.stored is not None or slot.source is PLAIN:
         return {slot.name: slot.stored or PLAIN.values}
     wanted = _tensors_of(slot, slot.source)
-    # Some quantization configs do not list a module although it is stored unquantized.
+    # Some quantization configs do not list a module as unquantized although it is.
     source = found.get(slot.name)
     is_plain = source is not None and source.entry.dtype in PLAIN_DTYPES
     if is_plain and not any(name in found for name in wanted if name != slot.name):
@@ -265,7 +264,7 @@ def _wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, St
 def _of_stage(
     entries: Mapping[str, TensorEntry], places: Places, spec: ModelSpec, layers: range
 ) -> dict[str, TensorEntry]:
-    """Return the entries without those of other pipeline stages, which check their own entries."""
+    """Drop the entries of other pipeline stages. Each stage checks its own entries."""
     names, here = import_names(spec), {_module(name) for name in places}
     outer = {_module(weight.name) for weight in names.weights(spec)} - here
 
@@ -284,8 +283,8 @@ def _find(
 ) -> tuple[dict[str, SourceTensor], dict[str, list[str]]]:
     """Match entries with places.
 
-    Returns the sources by the name of their place, or by their own name if they have no place, and
-    the names of skipped tensors by reason.
+    Returns a map of sources, and the names of skipped tensors by reason. The key of a source is the
+    name of its place, or its own name if it has no place.
     """
     found: dict[str, SourceTensor] = {}
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -329,7 +328,7 @@ def _respell(placement: Placement, places: Places) -> Placement:
 def _windows(
     entry: TensorEntry, placement: Placement, places: Places
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Yield the slices of `entry` by name of their place. Errors: `CheckpointError`."""
+    """Yield the slices of `entry` with the names of their places. Errors: `CheckpointError`."""
     names, stacked = placement.slots, "*" in placement.slots[0]
     if len(names) == 1 and not stacked:
         yield names[0], SourceTensor(entry, entry.shape)
@@ -344,7 +343,7 @@ def _windows(
     shapes, matrix = [_shape(*part) for part in known], None
     axis = known[0][1].axis(Axis.ROWS) if shapes[0] else None
     lead, inner = ((count,), entry.shape[1:]) if stacked else ((), entry.shape)
-    if known[0][1].role is Role.SHAPE:  # the tensor holds the shape of the joined matrices
+    if known[0][1].role is Role.SHAPE:  # the tensor contains the shape of the joined matrices
         sizes = [slot.matrix_shape for slot, _ in known]
         matrix = sum(rows for rows, _ in sizes), sizes[0][1]
         starts, joined = [(0,)] * len(sizes), shapes[0]
@@ -363,7 +362,7 @@ def _windows(
 def _join(
     shapes: list[tuple[int, ...]], axis: int | None, given: tuple[int, ...]
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Return the offsets of each tensor in the fused tensor, and the fused shape.
+    """Return the offsets of each tensor in the fused tensor, and the shape of the fused tensor.
 
     Tensors are joined along `axis`. A tensor without rows (`axis` None), such as a single scale, is
     either stored once for all matrices or once per matrix.
@@ -390,7 +389,7 @@ def _module(name: str) -> str:
 
 # --- mismatches -----------------------------------------------------------------------------------
 
-_ONE = ((), (1,))  # two shapes of a single number
+_ONE = ((), (1,))  # both shapes of a tensor with a single number
 _OTHER_MODEL = "config.json and the weights belong to different models"
 _OTHER_CONFIG = "config.json has no quantization_config for this module"
 _INCOMPLETE = "the checkpoint is incomplete, or its quantization config belongs to another one"
@@ -406,10 +405,10 @@ _UNLISTED = (
 
 @dataclass
 class _Problems:
-    """Mismatches of a checkpoint and a model. Single writer: `plan_tensors`."""
+    """Mismatches between a checkpoint and a model. Single writer: `plan_tensors`."""
 
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
-    missing: dict[str, None] = field(default_factory=dict)  # tensor names, in order
+    missing: dict[str, None] = field(default_factory=dict)  # names of missing tensors, in order
     unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # place name -> source
     lost_files: str | None = None
 

@@ -30,7 +30,7 @@ from negamax.parallel.layout import ParallelLayout
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 10**6  # limit of the safetensors format
-MAX_DIMENSIONS = 64  # limit of PyTorch
+MAX_DIMENSIONS = 64  # largest number of dimensions in PyTorch
 MAX_NAME_CHARS = 1024  # names are shown in messages
 
 _SHARD_OF = re.compile(r"-of-(\d+)\.safetensors$")
@@ -44,7 +44,7 @@ _UNUSED_NAMES = {
     "float64": "F64", "int16": "I16", "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32",
     "uint64": "U64",
 }  # fmt: skip
-# name in safetensors -> dtype
+# name in safetensors -> PyTorch dtype
 DTYPES = {name: getattr(torch, own) for own, name in {**SAFETENSORS_NAMES, **_UNUSED_NAMES}.items()}
 
 
@@ -66,7 +66,7 @@ class TensorEntry:
         return self.shape if self.part is None else tuple(map(len, self.part))
 
     def translate(self, region: tuple[range, ...] | None) -> tuple[range, ...] | None:
-        """Translate `region` of the tensor (None: all) into ranges within the file's part.
+        """Convert `region` of the tensor (None: all) to ranges within the part that the file holds.
 
         Raises `CheckpointError` if the file does not hold the whole region.
         """
@@ -91,17 +91,17 @@ def _span(part: range) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The contiguous bytes of a file that contain a part of a tensor, and the part's place in them.
+    """A contiguous range of bytes of a file that contains a part of a tensor.
 
-    The bytes contain only the part's range of the outermost dimension that has more than one index,
-    and inner dimensions in full.
+    The range follows the part in the outermost dimension in which the part has more than one index.
+    It contains all inner dimensions in full.
     """
 
     file: Path
     start: int
     num_bytes: int
     dtype: torch.dtype
-    shape: tuple[int, ...]  # shape of the tensor in these bytes
+    shape: tuple[int, ...]  # shape of the tensor that the bytes contain
     part: tuple[slice, ...]  # the part within `shape`
 
     @staticmethod
@@ -111,7 +111,7 @@ class Span:
         dtype = DTYPES[entry.dtype]
         if region is None or not entry.num_bytes or tuple(map(len, region)) == shape:
             return Span(entry.file, entry.offset, entry.num_bytes, dtype, shape, ())
-        # In all dimensions before `cut` the region has one index.
+        # In each dimension before `cut` the region has a single index.
         cut = next((n for n, part in enumerate(region) if len(part) != 1), len(shape) - 1)
         inner = shape[cut + 1 :]
         first = 0
@@ -131,7 +131,7 @@ class Span:
         )
 
     def view(self, data: Tensor) -> Tensor:
-        """Return the part as a view of `data` ([bytes] uint8), the bytes of the span."""
+        """Return the part as a view of the span's bytes `data` ([bytes] uint8)."""
         data = data[: self.num_bytes]
         if data.storage_offset() % self.dtype.itemsize:
             data = data.clone()
@@ -188,7 +188,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 def read_bytes(data: Tensor, fd: int, start: int) -> int:
     """Fill `data` ([bytes] uint8, on the CPU) from byte `start` of an open file.
 
-    Returns the number of bytes read, which is smaller than `data` if the file ends before.
+    Returns the number of bytes read. If the file ends early, it is smaller than the size of `data`.
     """
     view, done = memoryview(data.numpy()), 0
     while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
@@ -201,9 +201,9 @@ def read_entries(
 ) -> dict[str, TensorEntry]:
     """Return the tensors in `folder` by name. Every file header is read and checked.
 
-    If the checkpoint is split for ranks, the tensors of the rank `layout` are returned. `progress`
-    is called after each file. Raises `CheckpointError` for a missing folder, index, file or tensor,
-    and for truncated or malformed files.
+    If the checkpoint is split for ranks, only the tensors of the rank `layout` are returned.
+    `progress` is called after each file. Raises `CheckpointError` for a missing folder, index, file
+    or tensor, and for truncated or malformed files.
     """
     files, index = _find_files(folder, layout or ParallelLayout())
     entries: dict[str, TensorEntry] = {}
@@ -279,7 +279,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
     if is_split(folder):
         check_split(folder, layout)
         index_path = folder / RANK_INDEX_NAME.format(layout.rank)
-    elif not index_path.exists():  # ModelSlim names the index differently
+    elif not index_path.exists():  # ModelSlim gives the index another name
         index_path = next(folder.glob("quant_model_weight*.index.json"), index_path)
     if index_path.exists():
         index = read_json_object(index_path).get("weight_map")
@@ -306,7 +306,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
                 f"{list_first(missing)}",
                 hint="finish the download",
             )
-        # A file with the same "-of-N" ending that the index omits means that the index is stale.
+        # If the index omits a file with the same "-of-N" ending, the index is stale.
         ends = {match[0] for match in map(_SHARD_OF.search, names) if match}
         forgotten = sorted(
             path.name
@@ -421,5 +421,5 @@ def describe_lost_files(files: Iterable[Path]) -> str | None:
 
 
 def list_first(names: list[str]) -> str:
-    """Return the first ten of `names`, and how many more there are, as text."""
+    """Return text with the first ten `names` and the number of further names."""
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -10,7 +10,7 @@ from negamax.config.json_file import read_json_object
 from negamax.parallel.layout import ParallelLayout
 
 RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
-# Key in a file's header for the whole shape and the offset of each tensor that is stored in part.
+# Key in a file's header. Its value gives whole shape and offset of each tensor stored in part.
 PARTS_KEY = "negamax_parts"
 _MAX_RANKS = 1024
 
@@ -20,7 +20,7 @@ def is_split(folder: Path) -> bool:
 
 
 def read_ranks(folder: Path) -> list[ParallelLayout]:
-    """Return the ranks that a checkpoint is split for, or an empty list if it is not split.
+    """Return the ranks for which a checkpoint is split, or an empty list if it is not split.
 
     Raises `CheckpointError` if the index does not give the sizes of the split.
     """
@@ -60,8 +60,8 @@ def check_split(folder: Path, layout: ParallelLayout) -> None:
             f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; you "
             f"start {layout.world_size} ranks with --tensor-parallel-size {layout.tp}, "
             f"--expert-parallel-size {layout.ep}",
-            hint="start with the sizes of the split, use the checkpoint before the split, or join "
-            "the split one with `negamax convert`",
+            hint="start with the sizes of the split, use the original checkpoint, or join "
+            "this checkpoint with `negamax convert`",
         )
     name = RANK_INDEX_NAME.format(layout.rank)
     if not (folder / name).exists():

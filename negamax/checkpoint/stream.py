@@ -5,7 +5,7 @@ file order. Threads read several pieces at a time into reused buffers, which are
 the weights go to a GPU. The same threads dequantize matrices.
 
 The loader needs host memory for BUFFERS pieces, for the matrices that THREADS threads dequantize,
-and for the scales of a layer. MiniMax-M2 needs 1 GiB, plus the page cache.
+and for the scales of a layer. Loading MiniMax-M2 needs 1 GiB and the page cache.
 """
 
 from collections import deque
@@ -29,22 +29,22 @@ from negamax.kernels.quantize.stored import dequantize, encode
 THREADS = 8
 BUFFERS = 16
 PIECE_BYTES = 32 * 2**20
-GAP_BYTES = 256 * 2**10  # one request spans a gap between parts of up to this size
-_ALIGNMENT = 64  # a piece's address in its buffer and its offset in the file are equal modulo this
+GAP_BYTES = 256 * 2**10  # parts with a gap of up to this size are read in one request
+_ALIGNMENT = 64  # address of a piece in its buffer = offset in the file, modulo this number
 
 
 class Part(NamedTuple):
-    """A rank's part of a tensor, and results of checks.
+    """A rank's part of a tensor, with the results of checks.
 
-    `change` is set if a quantized matrix was converted to another quantized format: the sum of
-    squares of the change, divided by the sum of squares of the matrix.
+    `change` is set if a quantized matrix was converted to another quantized format. It is the sum
+    of squares of the change, divided by the sum of squares of the matrix.
     """
 
     move: Move
     tensor: Tensor
     broken: list[BrokenScale]
     zeros: bool  # all bytes of the part's values are 0 in the file
-    plain: Tensor | None = None  # unquantized values, if the loader quantized the part
+    plain: Tensor | None = None  # values before the loader quantized the part
     change: Tensor | None = None  # [] fp32
 
 
@@ -53,9 +53,9 @@ GiveParts = Callable[[], Sequence[Part]]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The part of a tensor that a move needs. All moves of a matrix to quantize share the part."""
+    """A part of a tensor to read. All moves of a matrix to quantize share the part."""
 
-    moves: list[int]  # indices of moves
+    moves: list[int]  # indices of the moves that need the part
     stored: StoredTensor
     source: SourceTensor
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class _Found(NamedTuple):
 
 @dataclass(slots=True)
 class _Piece:
-    """Bytes `start` to `stop` of a file, which one request reads, and the parts in these bytes."""
+    """One request: bytes `start` to `stop` of a file, and the parts that these bytes contain."""
 
     wanted: list[_Wanted] = field(default_factory=list)
     start: int = 0
@@ -84,7 +84,7 @@ class _Piece:
         return self.stop - self.start
 
     def takes(self, span: Span) -> bool:
-        """Return whether `span` is near enough in the same file to be read in the same request."""
+        """Return whether `span` is in the same file and near enough to be read in this request."""
         return (
             self.wanted[0].span.file == span.file
             and self.start <= span.start <= self.stop + GAP_BYTES
@@ -101,15 +101,15 @@ class _Piece:
 def read_parts(reader: CheckpointReader, moves: Sequence[Move], *, pinned: bool) -> Iterator[Part]:
     """Yield the parts of all `moves`, layer by layer, in pinned memory if `pinned` is set.
 
-    The memory of a part is reused: enqueue copies of the part on the current stream before you
-    request the next part. Raises `CheckpointError` for unreadable files.
+    The memory of a part is reused. The caller enqueues copies of the part on the current stream
+    before it requests the next part. Raises `CheckpointError` for unreadable files.
     """
     with ThreadPoolExecutor(THREADS, "negamax-load") as pool:
         yield from _Stream(reader, moves, pool, pinned=pinned).run()
 
 
 class _Stream:
-    """Pieces that threads read and convert. Single writer: the thread that iterates over `run`."""
+    """Reads and converts pieces in threads. Single writer: the thread that iterates over `run`."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Stream:
         self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
         # index of a move to dequantize or quantize -> its parts that were read so far
         self._there: dict[int, list[_Found]] = {}
-        self._needed = [sum(1 for _ in move.parts()) for move in moves]  # parts of each move
+        self._needed = [sum(1 for _ in move.parts()) for move in moves]  # numbers of parts of moves
 
     def run(self) -> Iterator[Part]:
         for piece in self._pieces:
@@ -140,7 +140,7 @@ class _Stream:
             yield from self._advance()
 
     def _advance(self) -> Iterator[Part]:
-        """Convert the oldest read piece, or yield the parts of the oldest converted piece."""
+        """Convert the first of the read pieces, or yield the parts of the first converted piece."""
         if self._reads and len(self._made) < BUFFERS // 2:
             _, buffer, read = self._reads.popleft()
             self._made.append((buffer, self._make(read.result())))
@@ -183,7 +183,7 @@ class _Stream:
         return _Found(wanted, tensor, broken, role is Role.VALUES and is_zero(tensor))
 
     def _make(self, found: list[_Found]) -> list[GiveParts]:
-        """Return functions that return the parts which `found` completes."""
+        """Return functions that return the parts of the moves that `found` completes."""
         parts: list[GiveParts] = []
         for one in found:
             moves = [self._moves[number] for number in one.wanted.moves]
@@ -223,7 +223,7 @@ class _Stream:
 
 
 def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
-    """Check the tensors of a matrix with `check_entries`, and return those that its values need."""
+    """Check the tensors of a matrix with `check_entries`, and return the tensors it depends on."""
     tensors = {}
     for wanted, tensor, *_ in there:
         stored, part = wanted.stored, wanted.stored.part(move.read_region)
@@ -267,7 +267,7 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
 
 def _relative_change(made: Tensor, plain: Tensor) -> Tensor:
     whole = plain.float()
-    tiny = torch.finfo(torch.float32).tiny  # a matrix of zeros changes by 0
+    tiny = torch.finfo(torch.float32).tiny  # the change of a matrix of zeros is 0
     return (made.float() - whole).square().sum() / whole.square().sum().clamp_min(tiny)
 
 
@@ -276,7 +276,7 @@ def _is_copied(move: Move) -> bool:
 
 
 def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
-    """Return the ranges `part` of a tensor from `found`, which holds the ranges `whole`."""
+    """Return the ranges `part` of a tensor. `found` holds the ranges `whole` of this tensor."""
     places = (
         slice(wanted.start - outer.start, wanted.stop - outer.start)
         for wanted, outer in zip(part, whole, strict=True)
@@ -287,8 +287,8 @@ def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) ->
 def _pieces(moves: Sequence[Move]) -> Iterator[_Piece]:
     """Yield the pieces to read, in order.
 
-    In each layer, the scales of matrices to dequantize come first, because scales are small and can
-    wait in memory until the values arrive.
+    In each layer, the scales of matrices to dequantize are first. Scales are small, so they can
+    wait in memory for the values.
     """
     wanted: list[tuple[tuple[int, bool, str, int], _Wanted]] = []
     quantized: dict[tuple[SourceTensor, tuple[range, ...]], _Wanted] = {}

@@ -1,10 +1,9 @@
 """Synthetic weights: random weights for a model of any size, without a checkpoint.
 
-A model's family defines the distribution of each tensor (`models/<family>/init.py`). All experts of
-a layer are drawn together, a few hundred MB at a time; every other tensor is drawn alone. A draw
-depends only on the seed and the tensor's name. A rank draws whole tensors and keeps its part, so
-the model is the same for every tensor-parallel size. The generators of CPU and GPU differ, so their
-models differ too.
+A model's family defines the distribution of each tensor (`models/<family>/init.py`). Experts of a
+layer are drawn together, a few hundred MB at a time. Other tensors are drawn one by one. The values
+depend only on the seed and the tensor's name. A rank draws whole tensors and keeps its part, so the
+model is the same for every tensor-parallel size. A CPU and a GPU generate different models.
 """
 
 import hashlib
@@ -27,10 +26,10 @@ from negamax.layers.weights import WeightSlot
 from negamax.models.family import Initializer
 from negamax.models.registry import import_init
 
-# For E4M3 with scales per block; `weight_only/draw.py` draws the other formats.
-VALUE_STD = 90.0  # standard deviation of E4M3 values, which end at 448
+# Constants for E4M3 with scales per block. `weight_only/draw.py` draws other formats.
+VALUE_STD = 90.0  # standard deviation of E4M3 values; the largest is 448
 SCALE_SPREAD = 0.1  # standard deviation of scales, relative to their mean
-# Elements per draw. Another number gives other weights, because each draw seeds the generator.
+# Elements per draw. Weights depend on this number, because each draw seeds the generator.
 DRAW_ELEMENTS = 2**27
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -74,7 +73,7 @@ def fill_synthetic(
 
 
 def _draws(slots: Iterable[WeightSlot]) -> Iterator[tuple[str, int, list[WeightSlot]]]:
-    """Yield draws: the name that the slots have in common, the draw's number, the slots."""
+    """Yield draws: the common name of the slots, the number of the draw, and the slots."""
     groups: dict[str, list[WeightSlot]] = {}
     for slot in slots:
         if not slot.optional:

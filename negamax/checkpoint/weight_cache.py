@@ -2,9 +2,9 @@
 
 Each rank has one safetensors file, which it reads from start to end. The file holds the bytes of
 the parameters in model order. The file's header holds a key (`_key`), which identifies the source,
-and a CRC-32 per chunk. CRC-32 detects damage by disks and transfers several times as fast as a
-cryptographic hash. A file with another key is stale: the rank loads the checkpoint and replaces the
-file. A writer renames the file to its final name when the file is complete on disk.
+and a CRC-32 per chunk. CRC-32 detects damage by disks and transfers, and is several times as fast
+as a cryptographic hash. If the key differs, the file is stale. The rank then loads the checkpoint
+and replaces the file. A writer gives the file its final name when the file is complete.
 """
 
 import errno
@@ -58,7 +58,7 @@ def load_cached(
     load: Callable[[], str],
     show_progress: bool = False,
 ) -> str:
-    """Fill a rank's `slots` from its cache file, or by `load`. Return a line for the log.
+    """Fill a rank's `slots` from its cache file or by `load`. Return a line for the log.
 
     If the file is missing, stale or damaged, `load` fills the slots and the file is written. If the
     folder cannot be read or written, a warning is logged. Errors of `load` pass through.
@@ -109,7 +109,7 @@ def _name(checkpoint: Path, layout: ParallelLayout) -> str:
 def _key(
     slots: Mapping[str, WeightSlot], checkpoint: Path, layout: ParallelLayout
 ) -> dict[str, str]:
-    """Return the parts of a file's key by name. The log names the part that differs."""
+    """Return the parts of a file's key by name. The log gives the names of parts that differ."""
     needed = [slot for slot in slots.values() if slot.target is not None]
     formats = {slot.source.name + ("" if slot.stored is None else " as stored") for slot in needed}
     return {
@@ -123,7 +123,7 @@ def _key(
 
 
 def _place(slot: WeightSlot) -> str:
-    """Describe the part of a tensor that fills `slot`, and the place of `slot` in its parameter."""
+    """Describe the part of a tensor that fills `slot`, and the place of `slot` in a parameter."""
     target, stored = slot.target, slot.stored
     assert target is not None
     return repr(
@@ -136,7 +136,7 @@ def _place(slot: WeightSlot) -> str:
 
 
 def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:
-    """Return the memory of each parameter, [bytes] uint8, by the name of its first slot."""
+    """Return the bytes of each parameter ([bytes] uint8) by the name of its first slot."""
     blocks: dict[str, Tensor] = {}
     seen: set[int] = set()
     for slot in slots.values():
@@ -158,7 +158,7 @@ class _CacheFile:
         return sum(len(block) for block in self.blocks.values())
 
     def read(self, progress: Progress) -> list[str]:
-        """Fill `blocks` from the file. Return names of slots without a tensor in the checkpoint.
+        """Fill `blocks` from the file. Return the names of slots that no tensor fills.
 
         Raises `_UnusableError` for a stale or damaged file, and `OSError`.
         """
@@ -187,7 +187,7 @@ class _CacheFile:
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
-        self.path.unlink(missing_ok=True)  # the old file is stale, and its space may be needed
+        self.path.unlink(missing_ok=True)  # delete the stale file, which uses space
         free = shutil.disk_usage(folder).free
         if free < self.num_bytes:
             needed = f"{format_bytes(self.num_bytes)} are needed, {format_bytes(free)} are free"
@@ -195,7 +195,7 @@ class _CacheFile:
         part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}.part")
         with part.open("xb") as stream:
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX)  # the file is locked while its writer lives
+                fcntl.flock(stream, fcntl.LOCK_EX)  # the file stays locked while its writer runs
                 self._write(stream, absent, progress)
                 part.replace(self.path)
             except BaseException:
@@ -234,7 +234,7 @@ class _CacheFile:
         return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(count)]
 
     def _header(self, absent: Sequence[str], checksums: str) -> bytes:
-        """Build the header, padded to a whole page, so that checksums do not change its length."""
+        """Build the header, padded to whole pages, so that checksums do not change its length."""
         header: dict[str, Any] = {"__metadata__": {
             "key": json.dumps(self.key), "absent": json.dumps(absent), "checksums": checksums,
             "checksum": _checksum(f"{json.dumps(absent)}{checksums}".encode()),

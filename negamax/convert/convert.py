@@ -1,7 +1,7 @@
 """Conversion of a checkpoint: one file per layer, one matrix in memory at a time.
 
-An interrupted conversion can be resumed, and complete files are kept. The file config.json is
-written last, so that the folder of an incomplete conversion is not mistaken for a checkpoint.
+An interrupted conversion can be resumed. It keeps complete files. The file config.json is written
+last, so that the folder of an incomplete conversion is not mistaken for a checkpoint.
 """
 
 import errno
@@ -37,20 +37,20 @@ from negamax.quantization.detect import detect
 
 logger = get_logger(__name__)
 
-# Files that describe the stored weights of the source, and are not copied.
+# Files that are not copied, because they describe the stored weights of the source.
 _NOT_CARRIED = (
     "config.json", "*.index.json", ConversionRecord.NAME, "hf_quant_config.json",
     "quant_model_description*",  # ModelSlim
     "quantize_config.json", "quant_config.json", "quantization_config.json",  # GPTQ, AWQ, AutoRound
 )  # fmt: skip
 _CARRIED = (".json", ".jinja", ".txt", ".model")
-_SPARE_BYTES = 64 * 2**20  # disk space for tokenizer, index and the file system
+_SPARE_BYTES = 64 * 2**20  # bytes of disk space for tokenizer, index and file system
 
 
 @dataclass(frozen=True)
 class Conversion:
     model: str  # MODEL as the user wrote it
-    folder: Path  # folder of MODEL
+    folder: Path  # local folder of MODEL
     destination: Path
     target: Target | None  # None: keep the formats of the source
     tp: int = 1
@@ -92,7 +92,7 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     _check_place(conversion)
     others = _other_than_there(destination, identity)
     if others == []:
-        Source(destination)  # raises if the destination's files are missing or truncated
+        Source(destination)  # raises an error if files of the destination are missing or truncated
         logger.info("%s already holds this conversion of the same source", destination)
         return source
     if others:
@@ -151,7 +151,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _LayerStep:
-    """The files of one layer, or of the tensors outside the layers: one file per rank."""
+    """The files of one layer, or of the tensors outside the layers. Each rank has one file."""
 
     layer: int | None  # None: the tensors outside the layers
     pieces: list[Piece]
@@ -179,7 +179,7 @@ def _run(
     destination: Path,
     progress: ShowProgress | None,
 ) -> None:
-    """Write the files that the record does not list as complete."""
+    """Write all files that the record does not list as complete."""
     finished = [step for step in plan if all(map(record.is_finished, step.paths))]
     _check_space(destination, [step for step in plan if step not in finished])
     if finished:
@@ -334,16 +334,16 @@ def _check_place(conversion: Conversion) -> None:
             f"DST {conversion.destination} is inside the source {conversion.model}",
             hint="give a folder outside of the source",
         )
-    is_link = conversion.destination.is_symlink()  # the link may be broken
+    is_link = conversion.destination.is_symlink()  # DST may be a broken link
     if (destination.exists() or is_link) and not destination.is_dir():
         raise ConfigError(f"DST {conversion.destination} is not a folder", hint="give a folder")
 
 
 def _check_content(destination: Path) -> None:
-    """Refuse a folder that is neither empty nor a partial conversion. Errors: `ConfigError`."""
+    """Refuse a folder with other content than a partial conversion. Errors: `ConfigError`."""
     if destination.is_dir() and not (destination / ConversionRecord.NAME).exists():
         names = (path.name for path in destination.iterdir())
-        # A partial record file is allowed: its first write may have been interrupted.
+        # A partial record file is allowed, because the first write may have been interrupted.
         found = sorted(name for name in names if not name.startswith(ConversionRecord.NAME))
         if found:
             raise ConfigError(
@@ -364,7 +364,7 @@ def _check_space(destination: Path, plan: list[_LayerStep]) -> None:
 
 
 def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[str] | None:
-    """Return the fields in which this conversion differs from the complete one in `destination`.
+    """Return the fields in which this conversion differs from the conversion in `destination`.
 
     Returns None if `destination` holds no complete conversion.
     """
@@ -393,8 +393,7 @@ def _write_indices(destination: Path, plan: list[_LayerStep]) -> None:
 def _carry_files(folder: Path, destination: Path, *, description: str | None) -> None:
     """Copy tokenizer, chat template, generation config and licence.
 
-    Files that describe the stored weights of the source are not copied, except the file
-    `description`.
+    Files that describe stored weights are not copied, except the file `description`.
     """
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -415,7 +414,7 @@ def _carry_rotation(folder: Path, destination: Path, name: str) -> None:
 
 def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any]) -> dict[str, Any]:
     config = find_family(source.spec.architecture).own_config(source.config)
-    config.pop("auto_map", None)  # this field names code files, which are not copied
+    config.pop("auto_map", None)  # this field refers to code files, which are not copied
     target = conversion.target
     kept = source.spec.quantization
     if target is None and kept is not None and kept.source == INDEX_NAME:
@@ -439,12 +438,12 @@ def _with_vision(
 ) -> dict[str, Any]:
     """Return the vision-language config.json `whole` with another text model.
 
-    `is_same`: the weights are quantized as before.
+    `is_same` means that the quantization is unchanged.
     """
     quantization = text.pop("quantization_config", None)
     if is_same:
         quantization = whole.get("quantization_config") or quantization
-    elif quantization is not None:  # the tower is not quantized
+    elif quantization is not None:  # the vision tower is not quantized
         for key, pattern in (("ignore", "re:.*{}.*"), ("modules_to_not_convert", "{}")):
             if key in quantization:
                 tower = [pattern.format(module) for module in VISION_MODULES]

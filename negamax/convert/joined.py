@@ -21,7 +21,7 @@ class JoiningReader(CheckpointReader):
         self._ranks = ranks
 
     def read(self, entry: TensorEntry, region: Parts | None = None) -> Tensor:
-        """Read as `CheckpointReader.read` does. `entry` may belong to any rank."""
+        """Read `entry` as `CheckpointReader.read` does. `entry` may belong to any rank."""
         wanted = region or tuple(map(range, entry.shape))
         found = []
         for mine in (entries[entry.name] for entries in self._ranks):
@@ -36,9 +36,9 @@ class JoiningReader(CheckpointReader):
 
 
 def join(ranks: Sequence[Entries]) -> dict[str, TensorEntry]:
-    """Return, for each tensor, the entry of the rank with the largest part.
+    """Return an entry for each tensor, from the rank with the largest part.
 
-    Raises `CheckpointError` if the parts of the ranks do not make up the whole tensor.
+    Raises `CheckpointError` if the parts of the ranks do not cover the whole tensor.
     """
     joined = {}
     for name in dict.fromkeys(name for entries in ranks for name in entries):

@@ -1,7 +1,8 @@
 """Layout of neuronx-distributed-inference: file names, tensor names and stacked experts.
 
-The layout and the rescaling of MiniMax's FP8 blocks follow `preprocess_minimax_m2_fp8.py`. Values
-are converted to bf16, divided by 448 / 240 and rounded to FP8. Scales are multiplied by 448 / 240.
+Source: `preprocess_minimax_m2_fp8.py`, for the layout and for the rescaling of MiniMax's FP8
+blocks. Values are converted to bf16, divided by 448 / 240 and rounded to FP8. Scales are multiplied
+by 448 / 240.
 """
 
 import re
@@ -23,7 +24,7 @@ from negamax.kernels.quantize.stored import encode
 from negamax.quantization.neuron import LARGEST, NEURON_BLOCKS
 
 _EXPERT = re.compile(r"(.*\.block_sparse_moe\.)experts\.(\d+)\.(w1|w2|w3)\.weight")
-# name of a stack -> matrices of an expert that the stack stores as one matrix
+# name of a stack -> matrices of an expert, which the stack stores as one matrix
 _STACKED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 _RENAMED = (
     (re.compile(r"^model\."), ""),
@@ -73,7 +74,7 @@ def _renamed(piece: Piece) -> Piece:
 
 
 def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
-    """Make entry `number` of a stack of `count` experts: matrices [I, K], joined as [K, I]."""
+    """Make entry `number` of a stack of `count` experts. Matrices [I, K] are stored as [K, I]."""
     rows, columns = weights[0].shape
     if rows % E4M3_GROUP or columns % E4M3_GROUP:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Checkpoints split for ranks: each rank has files with its part of every tensor.
+"""Checkpoints that are split for ranks. Each rank has files with its part of every tensor.
 
-A part consists of whole entries of its format, and its unit is the same in both dimensions. So any
-kind of device finds its data in the part. If a border between ranks divides an entry, both
-ranks store this entry. A tensor that a rank does not read has size 0 in the rank's files, so that
-missing tensors are still noticed.
+A part consists of whole entries of its format. Its size is a multiple of the same unit in both
+dimensions, so the part contains the data that a rank needs on any kind of device. If two ranks need
+rows or columns of the same entry, both ranks store this entry. A tensor that a rank does not read
+has size 0 in the rank's files, so that missing tensors are still noticed.
 """
 
 import json
@@ -33,7 +33,7 @@ class Shard:
     """The part of a checkpoint that a rank stores."""
 
     layout: ParallelLayout | None = None  # None: the checkpoint is not split
-    # slot name -> region to store; slots that are not listed store nothing; None: store everything
+    # slot name -> region to store; other slots store nothing; None: slots store whole tensors
     regions: Mapping[str, Parts] | None = None
 
     def file_name(self, number: int, count: int) -> str:
@@ -47,7 +47,7 @@ class Shard:
 
     @property
     def metadata(self) -> dict[str, int]:
-        """Return the metadata of the index, which describe the split."""
+        """Return the metadata that describe the split in the index."""
         if self.layout is None:
             return {}
         return {
@@ -93,8 +93,8 @@ def make_shards(
     """
     if tp == ep == 1:
         return [Shard()]
-    # With sharded index keys a rank reads the index queries of all heads. These shards also serve
-    # ranks without sharded index keys, which read fewer index queries.
+    # With sharded index keys a rank reads the index queries of all heads. Ranks without sharded
+    # index keys read fewer index queries from the same shards.
     spec = replace(spec, quantization=quantization).shard_index()
     kernels = resolve(platform=CPU, dtype=torch.bfloat16)
     shards = []

@@ -1,4 +1,4 @@
-"""The source of a conversion, which is checked like a load and read one weight at a time."""
+"""The source of a conversion. It is checked as for a load, and read one weight at a time."""
 
 import math
 import re
@@ -27,7 +27,7 @@ from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-# Scales of keys, values and queries, which the loader may skip and other engines need.
+# Scales of keys, values and queries. The loader may skip them, but other engines need them.
 _OF_ATTENTION = re.compile(r"\.self_attn\.(?!.*(weight|input)_).*(scale|offset|zero_point)$")
 VISION_MODULES = ("vision_tower", "multi_modal_projector", "patch_merge_mlp")
 _OF_VISION = re.compile(rf"(?:^|\.)(?:{'|'.join(VISION_MODULES)})\.")
@@ -36,8 +36,7 @@ _OF_VISION = re.compile(rf"(?:^|\.)(?:{'|'.join(VISION_MODULES)})\.")
 def is_linear(spec: WeightSpec, layer: int | None) -> bool:
     """Return whether a conversion may quantize the weight.
 
-    A conversion may quantize matrices of layers that are multiplied in the compute dtype. Routers
-    are multiplied in fp32.
+    It may quantize matrices that layers multiply in the compute dtype. Routers use fp32.
     """
     return len(spec.shape) == 2 and not spec.is_table and spec.dtype is None and layer is not None
 
@@ -71,13 +70,13 @@ class Weight:
 
     @property
     def is_as_described(self) -> bool:
-        """Whether the format allows the stored dtype. Some files declare FNUZ as E4M3FN."""
+        """Whether the format has the dtype in the file. Some files declare FNUZ as E4M3FN."""
         stored, source = self.move.tensors[0]
         names = [SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes]
         return stored is PLAIN.values or source.entry.dtype in names
 
     def read(self, reader: CheckpointReader, rows: range | None = None) -> dict[str, Tensor]:
-        """Read the stored tensors by name. `rows` limits the rows of an unquantized matrix."""
+        """Read the stored tensors by name. `rows` selects rows of an unquantized matrix."""
         tensors = {}
         for stored, source in self.move.tensors:
             is_plain = stored is PLAIN.values
@@ -134,7 +133,7 @@ class Source:
             name: WeightSlot(name, spec.shape, target=None, source=self._format(name, spec))
             for name, spec in specs.items()
         }
-        self.ranks = read_ranks(folder)  # ranks that the checkpoint is split for
+        self.ranks = read_ranks(folder)  # ranks for which the checkpoint is split
         layouts = self.ranks or [ParallelLayout()]
         self._entries = [read_entries(folder, layout) for layout in layouts]
         entries = join(self._entries) if self.ranks else self._entries[0]

@@ -1,7 +1,7 @@
 """Targets of `negamax convert --to`.
 
-A target is the quantization config that is written to config.json. `quantization/` reads this
-config to find the format of each module, as it does at load. This module does not import torch.
+A target defines the quantization config that the conversion writes to config.json. The package
+`quantization` reads the format of each module from this config. This module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
 _HEAD_AND_ROUTER = ("lm_head", r"re:.*\.gate$")
-# Published 4-bit checkpoints leave attention in bf16 too.
+# Modules of attention stay in bf16, as in published 4-bit checkpoints.
 _ATTENTION = r"re:.*\.self_attn\..*"
 
 
@@ -39,7 +39,7 @@ class Target:
 
     @property
     def limit(self) -> float:
-        """Largest relative error of a correct conversion. The factor 4 allows for outliers."""
+        """Limit of the relative error of a correct conversion. The factor 4 allows for outliers."""
         return 4 * self.error
 
     @property

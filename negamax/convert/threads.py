@@ -13,7 +13,7 @@ MOST_THREADS = 8  # each thread holds a few fp32 copies of a matrix
 
 
 def run_in_order(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yield the results of `calls` in order. Later calls run in other threads meanwhile."""
+    """Run `calls` in threads, several at a time, and yield their results in order."""
     count = min(MOST_THREADS, os.cpu_count() or 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

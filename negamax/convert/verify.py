@@ -17,7 +17,7 @@ from negamax.convert.targets import TARGETS, Target
 from negamax.convert.threads import run_in_order
 from negamax.formats.floats import PLAIN
 
-_PART_ELEMENTS = 2**18  # elements of an unquantized matrix that are compared at a time
+_PART_ELEMENTS = 2**18  # number of elements of an unquantized matrix that are compared at a time
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -32,7 +32,7 @@ class Difference:
 
     @property
     def kind(self) -> str:
-        """The weight's name with `*` in place of layer and expert numbers."""
+        """The weight's name with `*` in place of the numbers of layers and experts."""
         return _NUMBERED.sub("*", self.name)
 
     def limit(self, target: Target | None) -> float:
@@ -79,7 +79,7 @@ def compare(
 
 
 def _parts(one: Weight, other: Weight) -> Iterator[range]:
-    """Yield ranges of rows to compare at a time, because the embedding is as large as a layer."""
+    """Yield ranges of rows. They are compared one by one, because the embedding is large."""
     count, size = one.spec.shape[0], math.prod(one.spec.shape)
     is_plain = one.format is PLAIN and other.format is PLAIN
     rows = max(1, _PART_ELEMENTS * count // size) if is_plain else count

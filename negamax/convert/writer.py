@@ -1,7 +1,7 @@
 """Writer of safetensors files, piece by piece, and the record of complete files.
 
-All offsets are known before the first tensor is made, so a file of any size needs memory for one
-matrix. A file is renamed to its final name when it is complete on disk.
+The offsets are known before the first tensor is made, so writing a file needs memory for one matrix
+only. A file is renamed to its final name when it is complete on disk.
 """
 
 import json
@@ -24,7 +24,7 @@ from negamax.checkpoint.reader import SAFETENSORS_NAMES, read_header
 from negamax.config.json_file import read_json_object
 
 _CHUNK_BYTES = 2**24
-_ALIGNMENT = 8  # bytes; alignment of the data after the header
+_ALIGNMENT = 8  # alignment of the data after the header, in bytes
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ConversionRecord:
         self._files = found["files"]
 
     def is_finished(self, path: Path) -> bool:
-        """Return whether size, header and CRC-32 of `path` are those of the written file."""
+        """Return whether `path` still has the size, header and CRC-32 of the written file."""
         expected = self._files.get(path.name)
         if expected is None or not path.is_file() or path.stat().st_size != expected[0]:
             return False
@@ -139,14 +139,14 @@ class ConversionRecord:
         write_json(self._path, {"conversion": self._identity, "files": self._files})
 
     def remove(self) -> None:
-        """Delete the record's file, which marks the conversion as complete."""
+        """Delete the file of the record. Its absence marks the conversion as complete."""
         self._path.unlink(missing_ok=True)
 
 
 def differences(identity: Mapping[str, Any], found: object) -> list[str]:
     """Return the fields of `identity` that differ in `found`.
 
-    Command, revision and name of the source are not compared: a digest identifies the source.
+    Command, revision and name of the source are not compared. A digest identifies the source.
     """
     if not isinstance(found, Mapping):
         return list(identity)
