@@ -1,4 +1,4 @@
-"""Add request ids, write the access log, and answer all errors in one shape."""
+"""Add request ids, write the access log, and convert errors to responses."""
 
 import math
 import re
@@ -25,11 +25,11 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_MESSAGE_CHARS = 1000  # Longest error, including quotes from the request.
+MAX_MESSAGE_CHARS = 1000  # Longest error message, including quotes from the request.
 MESSAGES_PATH = "/v1/messages"  # Clients expect Anthropic's error format on this path.
-_ALIAS = "/anthropic"  # MiniMax's own API has Anthropic's routes below this path.
+_ALIAS = "/anthropic"  # Path prefix of Anthropic's routes, as in MiniMax's own API.
 _ALIASED = (f"{_ALIAS}{MESSAGES_PATH}", f"{_ALIAS}/v1/models")
-CLIENT_CLOSED_REQUEST = 499  # Only in logs; nginx uses the same number.
+CLIENT_CLOSED_REQUEST = 499  # Status in logs only; nginx uses the same number.
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _INTERNAL = "the server failed on this request; see the request id in the server's log"
@@ -69,7 +69,7 @@ def build_error_response(
 
 
 def log_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnswer]:
-    """Log an error after the start of a stream and return what `describe_error` returns."""
+    """Log an error that occurred after the start of a stream. Return `describe_error`'s result."""
     status, answer = describe_error(error)
     if status == 500:
         logger.error("request %s failed in its stream: %s", request_id, error, exc_info=error)
@@ -97,7 +97,7 @@ class ErrorMiddleware:
             request_id = secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = request_id
         arrival = time.monotonic()
-        status = 0  # Stays 0 until the response starts.
+        status = 0  # The status is 0 until the response starts.
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -114,11 +114,11 @@ class ErrorMiddleware:
         except Exception as error:
             logger.exception("request %s: %s %r failed", request_id, scope["method"], scope["path"])
             if status:
-                raise  # Part of the response was sent, so close the connection.
+                raise  # Part of the response was sent; close the connection.
             code, answer = describe_error(error)
             await build_error_response(scope, code, answer)(scope, receive, send_with_id)
         finally:
-            if self._logs_access and scope["client"] is not None:  # Another process has no client.
+            if self._logs_access and scope["client"] is not None:  # None means another process.
                 log_access(
                     client="{}:{}".format(*scope["client"]),
                     method=scope["method"],
@@ -139,7 +139,7 @@ def handle_error(request: Request, error: Exception) -> Response:
     challenge = CHALLENGE if request.url.path in PAGE_PATHS else "Bearer"
     headers = {"www-authenticate": challenge} if status == 401 else {}
     if isinstance(error, NegamaxError) and error.retry_after is not None:
-        if request.method == "POST":  # Failed readiness probes do not count as rejections.
+        if request.method == "POST":  # Do not count failed readiness probes.
             request.app.state.metrics.measured.rejections.add(error.code or "")
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     return build_error_response(request.scope, status, answer, headers=headers)

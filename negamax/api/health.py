@@ -19,14 +19,14 @@ def make_health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/readyz")
     async def readyz() -> Response:
-        """Return 200 while the server accepts requests and all its processes have heartbeats."""
+        """Return 200 while the server accepts requests and all its processes send heartbeats."""
         context.lifecycle.check_accepting()
         context.lifecycle.check_leader()
         context.engine.check_responsive()
         return build_json_response(HealthAnswer("ok"))
 
     async def health() -> Response:
-        """Return 200 while an engine runs and 503 otherwise, and the status of each replica."""
+        """Return 200 while an engine runs, else 503. The body has the status of each replica."""
         context.engine.check_alive()
         replicas = [
             ReplicaHealth(replica.index, replica.state) for replica in context.engine.replicas
@@ -37,7 +37,7 @@ def make_health_router(context: ApiContext) -> APIRouter:
         return build_json_response(HealthAnswer("ok" if is_whole else "degraded", replicas))
 
     router.add_api_route("/health", health, methods=["GET"])
-    for method in ("GET", "POST"):  # Two routes, because an OpenAPI operation has one method.
+    for method in ("GET", "POST"):  # An OpenAPI operation has one method.
         router.add_api_route("/ping", health, methods=[method])
 
     @router.get("/version")

@@ -11,7 +11,7 @@ logger = get_logger(__name__)
 
 
 def compute_cache_usage(stats: RankStats) -> float:
-    """Return the share of KV blocks in use."""
+    """Return the fraction of KV blocks in use, 0 to 1."""
     total = stats.num_kv_blocks
     return 1.0 - stats.num_free_kv_blocks / total if total else 0.0
 
@@ -26,9 +26,9 @@ class LoadReport:
         self.hit_rate = 0.0  # Prefix cache hit rate of the latest prompts.
 
     def next(self, stats: EngineStats, *, now: float) -> dict[str, float] | None:
-        """Return the load since the last call, or None for an idle engine.
+        """Return the load since the previous call, or None for an idle engine.
 
-        The values are sequences, shares of 1, and tokens per second without cached prompt tokens.
+        The cache values are between 0 and 1. Prefill tokens exclude cached prompt tokens.
         """
         before, seconds = self._stats, now - self._time
         self._stats, self._time = stats, now

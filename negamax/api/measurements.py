@@ -27,7 +27,7 @@ _STEP_TOKENS = tuple(float(2**power) for power in range(15))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _OTHER = "other"
-_REJECTIONS = (  # Codes of refusals that tell the client when to retry.
+_REJECTIONS = (  # Error codes of refusals with a Retry-After header.
     "queue_full", "queue_tokens_full", "queue_share_full", "memory", "draining",
     "engine_restarting", "engine_dead", "engine_silent", "server_process", _OTHER,
 )  # fmt: skip
@@ -35,16 +35,16 @@ _EVENTS = ("requests", "tool_calls")
 
 
 class Histogram:
-    """Counts of values by bucket, and their sum. Single writer of a row: one event loop."""
+    """The count of each bucket, and the sum of values. Single writer of a row: one event loop."""
 
     __slots__ = ("_bounds", "_numbers", "_row", "_start")
 
     def __init__(
         self, bounds: Sequence[float], *, numbers: SharedNumbers, index: int, start: int
     ) -> None:
-        """`bounds` are increasing upper bounds. One more bucket counts larger values.
+        """`bounds` are the upper bounds of the buckets, sorted. A last bucket counts larger values.
 
-        The counts and then the sum are in row `index` of `numbers`, from column `start`.
+        Row `index` of `numbers` contains the counts and then the sum, from column `start` on.
         """
         self._bounds = tuple(bounds)
         self._numbers = numbers
@@ -69,8 +69,8 @@ class Histogram:
         return family
 
 
-# By key: bucket bounds, help text, and metric names. The later names are for older dashboards and
-# for SGLang's dashboards.
+# Bucket bounds, help text and metric names of each histogram. Names after the first name are for
+# older dashboards and for SGLang's dashboards.
 HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     "ttft": (
         _TTFT_SECONDS,
@@ -125,7 +125,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     "step_tokens": (_STEP_TOKENS, "Tokens per step of the engine.", "vllm:iteration_tokens_total"),
 }
 
-# The shared numbers have the columns of `Lifecycle` first, then counts, then histograms.
+# Columns of the shared numbers: first those of `Lifecycle`, then counts, then histograms.
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS
@@ -135,7 +135,7 @@ NUM_COLUMNS = (
 
 
 class Counts:
-    """Counts by name in all server processes. Single writer of a row: one event loop."""
+    """Named counters, summed over all server processes. Single writer of a row: one event loop."""
 
     def __init__(
         self, names: Sequence[str], *, numbers: SharedNumbers, index: int, start: int
@@ -145,7 +145,7 @@ class Counts:
         self._row = numbers.row(index)
 
     def add(self, name: str, count: int = 1) -> None:
-        """Add `count` to `name`, or to "other" for an unknown name."""
+        """Add `count` to the counter `name`, or to the counter "other" for an unknown name."""
         column = self._columns.get(name)
         self._row[self._columns[_OTHER] if column is None else column] += count
 

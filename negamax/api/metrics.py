@@ -1,7 +1,7 @@
 """Prometheus metrics under the names that vLLM's and SGLang's dashboards read.
 
 Each scrape reads counters and gauges from the engine's statistics, and other metrics from the
-`Measurements` of all server processes. The first process answers for all processes.
+`Measurements` of all server processes. Process 0 answers scrapes for all processes.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import AsyncEngine
 
 _SAMPLE_SECONDS = 1.0  # Interval over which rates are measured.
-# Counters of a data-parallel rank, each as: field of the statistics, help text, metric names.
+# Counters of a data-parallel rank: field of the statistics, help text, metric names.
 _COUNTERS = (
     (
         "prompt_tokens",
@@ -61,9 +61,9 @@ _COUNTERS = (
     ("num_pulled_blocks", "KV blocks read from other servers.", "negamax:pulled_kv_blocks"),
     ("num_expired_leases", "Kept prompts that expired unread.", "negamax:expired_kv_leases"),
 )
-# Copies of KV blocks, each as: field of the statistics, vLLM's name of the direction.
+# Counters of copied KV blocks: field of the statistics, vLLM's name of the direction.
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
-# KV blocks in files, each as: field of the statistics, SGLang's metric name, help text.
+# Counters of KV blocks in files: field of the statistics, SGLang's metric name, help text.
 _FILES = (
     ("num_file_reads", "sglang:prefetched_tokens", "Tokens of KV cache read from files."),
     ("num_file_writes", "sglang:backuped_tokens", "Tokens of KV cache written into files."),
@@ -84,7 +84,7 @@ _SYNTHETIC = "Tokens per step that a benchmark prescribes without verifying draf
 SYNTHETIC_ACCEPTANCE = "negamax:synthetic_acceptance_length"
 
 MetricFamily = type[GaugeMetricFamily] | type[CounterMetricFamily]
-Samples = Iterable[tuple[tuple[str, ...], float]]  # Label values and metric value.
+Samples = Iterable[tuple[tuple[str, ...], float]]  # Pairs of label values and metric value.
 
 
 class ServerMetrics(Collector):
@@ -107,7 +107,7 @@ class ServerMetrics(Collector):
         self._lifecycle = lifecycle
         self._model_name = model_name
         self._throughput = 0.0  # Generated tokens per second.
-        self._hit_rate = 0.0  # Hit rate of the prefix cache.
+        self._hit_rate = 0.0  # Prefix cache hit rate, 0 to 1.
         for replica in engine.replicas:
             replica.on_steps = self._count_steps
 
@@ -137,7 +137,7 @@ class ServerMetrics(Collector):
             info = InfoMetricFamily(name, "The KV cache as configured.", labels=["model_name"])
             info.add_metric([self._model_name], labels)
             yield info
-        # Routers read this metric, although no adapters are loaded.
+        # Some routers need this metric, even without adapters.
         adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         name, text = "vllm:lora_requests_info", "Adapters: none are loaded."
         yield self._metric(GaugeMetricFamily, name, text, [(("0", "", ""), time.time())], *adapters)
@@ -200,7 +200,7 @@ class ServerMetrics(Collector):
     def _rank_metrics(self) -> Iterator[Metric]:
         """Yield the metrics of each data-parallel rank.
 
-        The label `engine` is the number to send in the header X-data-parallel-rank, as in vLLM.
+        As in vLLM, a client can send the label `engine` in the header X-data-parallel-rank.
         """
         size = self._engine.info.data_parallel_size
         ranks = [

@@ -56,7 +56,7 @@ def make_models_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
-        """List all model names. Codex sends `client_version` and also gets its own format."""
+        """List all model names. A client that sends `client_version` also gets Codex's format."""
         is_codex = "client_version" in request.query_params
         return build_json_response(
             ModelList(
@@ -69,7 +69,7 @@ def make_models_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """Return one model, or 404 for an unknown name."""
+        """Return the description of one model, or status 404 for an unknown name."""
         return build_json_response(cards[context.model_names.index(context.model_name(name))])
 
     return router

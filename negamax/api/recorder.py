@@ -34,10 +34,10 @@ class RequestRecord:
     num_prompt_tokens: int
     is_stream: bool
     arrival: float
-    sampling: SamplingParams  # Requested parameters, replaced by those that the engine uses.
+    sampling: SamplingParams  # First the requested parameters, later the engine's parameters.
     measured: Measurements
     takers: Sequence[Callable[["RequestRecord"], None]] = ()
-    start: float | None = None  # Time of the first step.
+    start: float | None = None  # Time of the request's first engine step.
     first_token: float | None = None
     end: float = 0.0
     num_cached_tokens: int = 0
@@ -50,9 +50,9 @@ class RequestRecord:
 
     @property
     def finish_reason(self) -> str:
-        """The reasons of all choices, such as `stop` or `length,stop`.
+        """The finish reasons of all choices, such as `stop` or `length,stop`.
 
-        A request that ended early has `abort` or the code of its error.
+        If the request ended early, the reason is `abort` or the code of its error.
         """
         reasons = [choice.finish_reason for _, choice in sorted(self.choices.items())]
         if len(reasons) == self.sampling.n and None not in reasons:
@@ -66,7 +66,7 @@ class RequestRecord:
         return self.error is None or isinstance(self.error, GeneratorExit | asyncio.CancelledError)
 
     def started(self, at: float) -> None:
-        if self.start is None:  # Only the first choice counts.
+        if self.start is None:  # Use the first choice's start.
             self.start = at
             self.measured.histograms["queue"].observe(max(0.0, at - self.arrival))
 

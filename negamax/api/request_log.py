@@ -18,15 +18,15 @@ from negamax.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-_SPARE_TOKENS = 4  # Extra tokens to decode, because a character may need several.
+_SPARE_TOKENS = 4  # Extra tokens to decode, because one character may need several tokens.
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 class RequestLog:
-    """Logs two lines per request to the engine: at its start and at its end."""
+    """Logs one line when a request to the engine starts, and one line when it ends."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_chars: int) -> None:
-        """`max_prompt_chars` is the number of logged characters of a prompt's text."""
+        """`max_prompt_chars` is the most characters of a prompt that are logged."""
         self._tokenizer = tokenizer
         self._max_prompt_chars = max_prompt_chars
 
@@ -79,14 +79,14 @@ class RequestLog:
 
     def _head(self, prompt_token_ids: Sequence[int]) -> str:
         limit = self._max_prompt_chars
-        few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # A token has at least one character.
+        few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # Each token has a character or more.
         text = self._tokenizer.decode(few, skip_special_tokens=False)
         is_whole = len(text) <= limit and len(few) == len(prompt_token_ids)
         return text if is_whole else text[:limit] + "…"
 
 
 def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: bool) -> None:
-    """Log a refused request, at debug level unless requests are logged."""
+    """Log a refused request. The level is debug unless the options ask for request logs."""
     fields = {
         "x_request_id": request.state.request_id,
         "route": request.url.path,

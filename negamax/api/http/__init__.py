@@ -1,1 +1,1 @@
-"""Connections, bodies, server-sent events and the life of a server process."""
+"""HTTP connections, request bodies, server-sent events, and the lifecycle of a server process."""

@@ -7,18 +7,18 @@ from starlette.types import Scope
 
 from negamax.base.errors import OverloadedError
 
-_STATE = "body_share"  # Key in a request's state.
+_STATE = "body_share"  # Key of the `BodyShare` in a request's state.
 
 
 class BodyBudget:
-    """The bytes that request bodies may use. Single writer: the event loop.
+    """The bytes of memory that request bodies may use. Single writer: the event loop.
 
-    If the server has several keys, no key may hold more bytes than it leaves free.
+    With several API keys, the bytes of one key must not exceed the bytes that remain free.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self._num_free = num_bytes
-        self._held: dict[str, int] = {}  # Bytes by tenant.
+        self._held: dict[str, int] = {}  # Reserved bytes by tenant.
 
     def take(self, count: int, *, tenant: str, is_shared: bool) -> None:
         """Reserve `count` bytes. Raises `OverloadedError` if too few bytes are free."""
@@ -37,10 +37,10 @@ class BodyBudget:
 
 
 class BodyShare:
-    """The bytes that one request holds until its end. Single writer: the request's handler."""
+    """The bytes that one request reserves until its end. Single writer: the request's handler."""
 
     def __init__(self, budget: BodyBudget, scope: Scope) -> None:
-        """The sender of the request in `scope` is identified, unless the route needs no key."""
+        """Reserve bytes for the tenant in the state of `scope`, or for "" if it has no tenant."""
         state = scope.setdefault("state", {})
         state[_STATE] = self
         self._budget = budget
@@ -61,6 +61,6 @@ class BodyShare:
 
 
 def get_share(request: Request) -> BodyShare | None:
-    """Return the share of a request, or None if the request has no share, as in tests."""
+    """Return the `BodyShare` of a request, or None if it has none, as in tests."""
     share: BodyShare | None = request.scope.get("state", {}).get(_STATE)
     return share

@@ -7,11 +7,11 @@ from typing import Any
 
 _READ_LIMIT = 1 << 16
 MAX_IDLE = 256  # Most idle connections to one server.
-IDLE_SECONDS = 4.0  # Servers close idle connections, uvicorn after 5 s.
+IDLE_SECONDS = 4.0  # Less than the idle timeout of uvicorn, 5 s.
 
 
 class KeptReader(asyncio.StreamReader):
-    """Reads a connection. Bytes or EOF from the server make an idle connection unusable."""
+    """Reads from a connection. An idle connection becomes unusable if bytes or EOF arrive."""
 
     def __init__(self) -> None:
         super().__init__(limit=_READ_LIMIT)
@@ -58,11 +58,11 @@ class ConnectionPool:
                 return reader, writer
             writer.close()
             if is_old:
-                self.close()  # The remaining connections are older.
+                self.close()  # All other connections are older.
         return None
 
     def keep(self, connection: Connection) -> None:
-        """Keep a connection whose answer is complete, or close it if it is spoiled or in excess."""
+        """Keep a connection after its answer. Close it if it is unusable or too many are idle."""
         reader, writer = connection
         reader.is_idle, reader.idle_since = True, time.monotonic()
         if reader.is_spoiled or len(self._idle) >= MAX_IDLE:

@@ -13,7 +13,7 @@ from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
 _HEAD_BYTES = 1 << 17  # Longest head of an answer.
-# Headers that belong to one connection, or that are set again.
+# Headers that are not relayed: they belong to one connection, or the relay sets them.
 _OWN_REQUEST_HEADERS = frozenset(
     b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding "
     b"upgrade x-request-id".split()
@@ -46,8 +46,8 @@ class Exchange:
     def __init__(
         self, connection: Connection, gone: UnavailableError, keep: Callable[[], None] | None = None
     ) -> None:
-        """`gone` is raised if the connection or the answer ends early. `keep` is called at the end
-        if the connection can carry another request. Without `keep` the connection is closed.
+        """All methods raise `gone` if the connection or the answer ends early. `keep` is called at
+        the end if the connection is reusable. Without `keep` the connection is closed.
         """
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -58,7 +58,7 @@ class Exchange:
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._has_begun = self._is_complete = False
-        self._has_end = True  # Whether the headers mark the end of the body.
+        self._has_end = True  # Whether headers tell where the body ends.
 
     @classmethod
     async def begin(
@@ -94,7 +94,7 @@ class Exchange:
         return exchange
 
     async def wait_for_body(self) -> None:
-        """Wait for the first bytes or the end of the body, or raise `gone`."""
+        """Wait until the first bytes of the body arrive or the body ends. May raise `gone`."""
         while not self._parts and not self._is_complete:
             await self._read()
 
@@ -110,7 +110,7 @@ class Exchange:
                 await self._read()
 
     async def read(self, *, max_bytes: int) -> bytes:
-        """Return the whole body. Raises `gone` if the body ends early or has over `max_bytes`."""
+        """Return the whole body. Raises `gone` if it ends early or is longer than `max_bytes`."""
         parts, num_bytes = [], 0
         async for part in self.parts():
             parts.append(part)
@@ -129,7 +129,7 @@ class Exchange:
             self._writer.close()
 
     async def _read(self) -> int:
-        """Read and parse some bytes and return their number, or raise `gone`."""
+        """Read and parse available bytes, and return their number, or raise `gone`."""
         try:
             part = await self._reader.read(_READ_BYTES)
             if part:
@@ -143,9 +143,9 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # Bytes follow the answer.
+        self._is_reusable = False  # The server sent more than one answer.
         if not self._is_complete:
-            self.headers = []  # Drop the headers of an interim answer.
+            self.headers = []  # Drop the headers of a 1xx answer.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._has_begun:  # Trailers are ignored.
@@ -167,8 +167,8 @@ class Exchange:
         if self._is_complete:
             return
         self._is_complete = self._has_begun
-        # A server may refuse a request before it has read the body, and would then parse the rest
-        # of the body as the next request.
+        # A server may refuse a request before it has read the body. On a reused connection it would
+        # parse the rest of the body as the next request.
         self._is_reusable = (
             self._has_begun
             and self.status < 400
@@ -187,9 +187,9 @@ class RelayedAnswer(Response):
         encode_end: Callable[[UnavailableError], bytes] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """If an answer ends early, `encode_end` is called and returns the last event of a stream.
-        Without `encode_end`, or for an answer that is no stream, the connection breaks. `on_end` is
-        called after every answer, also after a broken answer.
+        """If a stream ends early, `encode_end` is called to build its last event. If another answer
+        ends early, or `encode_end` is None, the connection breaks. `on_end` is called after every
+        answer, complete or not.
         """
         super().__init__(status_code=exchange.status)
         own = _OWN_ANSWER_HEADERS | _read_options(exchange.headers)
@@ -226,6 +226,6 @@ class RelayedAnswer(Response):
 
 
 def _read_options(headers: Headers) -> set[bytes]:
-    """Return the names in the Connection header, which belong to the connection."""
+    """Return the header names that the Connection header lists. These headers are not relayed."""
     values = [value for name, value in headers if name == b"connection"]
     return {option.strip().lower() for value in values for option in value.split(b",")}

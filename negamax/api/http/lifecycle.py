@@ -16,13 +16,13 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _PULSE_SECONDS = 0.25
-_SILENT_SECONDS = 0.75  # Age of the first process's heartbeat that makes others not ready.
+_SILENT_SECONDS = 0.75  # Others are not ready if process 0's heartbeat is older.
 
 
 class Lifecycle:
     """The state of a server process. Single writer: the event loop.
 
-    The first columns of the process's row hold its load, which other processes can read.
+    The first columns of the process's row in `numbers` contain its load for other processes.
     """
 
     NUM_COLUMNS = 2
@@ -47,7 +47,7 @@ class Lifecycle:
 
     @property
     def num_open(self) -> int:
-        """Requests that this process is answering, also in the background, without probes."""
+        """Number of open requests of this process, with background work and without probes."""
         return int(self._row[self._OPEN])
 
     @property
@@ -56,7 +56,7 @@ class Lifecycle:
 
     @property
     def worst_lag(self) -> float:
-        """The largest event loop lag of all processes at their last heartbeat, in seconds."""
+        """The largest event loop lag in seconds that a process measured at its last heartbeat."""
         return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
 
     def opened(self) -> None:
@@ -93,7 +93,7 @@ class Lifecycle:
             self._drain_end = time.monotonic() + self._drain_timeout
 
     async def drained(self, *, is_idle: Callable[[], bool]) -> bool:
-        """Wait until no request is open and `is_idle`, or return False after the drain timeout."""
+        """Wait until `is_idle()` and no request is open. Return False at the drain timeout."""
         while self.num_open or not is_idle():
             if time.monotonic() >= self._drain_end:
                 return False
@@ -103,7 +103,7 @@ class Lifecycle:
     def start_pulse(self) -> asyncio.Task[None]:
         """Write the heartbeat and the lag of the event loop four times a second until cancelled.
 
-        The first heartbeat is immediate, so that watchers notice a loop that stops at once.
+        The first heartbeat is written here, so that watchers notice a loop that never runs.
         """
         pulse = self._pulses.row(self._index)
         pulse[0] = time.monotonic()
@@ -120,9 +120,9 @@ class Lifecycle:
 class Signals:
     """Handles SIGINT, SIGTERM and SIGHUP. Single writer: the event loop.
 
-    The first SIGINT or SIGTERM cancels the start or drains the server, the second aborts requests,
-    and the third exits at once. SIGHUP reloads files, or acts like SIGTERM after the process has
-    lost its terminal.
+    The first SIGINT or SIGTERM cancels the start or drains the server. The second signal aborts
+    requests, and the third signal exits at once. SIGHUP reloads files. After the process has lost
+    its terminal, SIGHUP acts like SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Signals:
         self._reload: Callable[[], None] | None = None
         self._aborting: asyncio.Future[None] | None = None
         self._count = 0
-        # False if the process was started with nohup.
+        # False under nohup, which ignores SIGHUP.
         self._needs_terminal = (
             signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
         )

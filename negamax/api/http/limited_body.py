@@ -11,9 +11,9 @@ from negamax.api.http.request_body import build_size_error
 from negamax.api.http.unpacking import Unpacker
 from negamax.base.errors import RequestTimeoutError
 
-BODY_SECONDS = 120.0  # Time limit for a body to arrive.
-BODIES_IN_FLIGHT = 8  # Bodies of the largest size that may be in memory at once.
-PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # Removed with the encoding.
+BODY_SECONDS = 120.0  # Time limit for receiving a body.
+BODIES_IN_FLIGHT = 8  # Number of bodies of the largest size that fit in memory.
+PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # Unpacking removes them.
 
 
 class LimitedBody:
@@ -30,7 +30,7 @@ class LimitedBody:
         self._receive = receive
         self._unpacker = None if encoding is None else Unpacker(encoding)
         self._num_packed_bytes = 0
-        self._is_all_packed = False  # The whole compressed body has arrived.
+        self._is_all_packed = False  # Whether the whole compressed body arrived.
         self._max_packed_bytes = max_packed_bytes
         self._share = share
         self._end = time.monotonic() + BODY_SECONDS

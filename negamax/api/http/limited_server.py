@@ -1,4 +1,4 @@
-"""Run uvicorn's server with Negamax's signals, connections and limits."""
+"""Run uvicorn's server with Negamax's signal handling, connection handling and limits."""
 
 import contextlib
 import socket
@@ -44,7 +44,7 @@ class LimitedServer(uvicorn.Server):
             lifespan="off",
             ws="none",
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,  # For clients that stopped reading.
+            timeout_graceful_shutdown=_CLOSE_SECONDS,  # Ends clients that stopped reading.
         )
         super().__init__(self._make_config(app))
 

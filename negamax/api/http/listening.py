@@ -18,15 +18,15 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-HANDSHAKE_SECONDS = 15.0  # Limit of a TLS handshake.
-_GOODBYE_SECONDS = 5.0  # Limit of a TLS shutdown.
+HANDSHAKE_SECONDS = 15.0  # Time limit of a TLS handshake.
+_GOODBYE_SECONDS = 5.0  # Time limit of a TLS shutdown.
 _BACKLOG = 2048
 _BATCH = 64  # Connections accepted in one turn of the event loop.
-_RETRY_SECONDS = 0.5  # Pause before the next accept after files or memory ran out.
+_RETRY_SECONDS = 0.5  # Pause after accept ran out of file descriptors or memory.
 _WARNING_SECONDS = 10.0  # Least time between two warnings.
 _MAX_CONNECTIONS = 65_536
-_SPARE_FILES = 128  # File descriptors for other uses than connections.
-_NETWORK_BITS = 64  # IPv6 prefix length that identifies a client.
+_SPARE_FILES = 128  # File descriptors that are not used for connections.
+_NETWORK_BITS = 64  # Length of the IPv6 prefix that identifies a client.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -37,13 +37,13 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, *, max_files: int, per_address: int | None) -> Self:
-        """Return the limits for `max_files` files. An address may have half of the connections."""
+        """Return the limits for `max_files` open files. By default, an address may use half."""
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)
 
 
 class TlsFiles:
-    """A certificate with its key, as last read. Single writer: the event loop."""
+    """A certificate and its key, read from files. Single writer: the event loop."""
 
     def __init__(self, certfile: str, keyfile: str) -> None:
         """Raises `ConfigError` for files that do not exist or do not match."""
@@ -52,7 +52,7 @@ class TlsFiles:
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again for new connections, or raise `ConfigError` and change nothing."""
+        """Read the files again; new connections use them. On `ConfigError` nothing changes."""
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
                 raise ConfigError(
@@ -87,8 +87,8 @@ class Acceptor:
         self._limits = limits
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._addresses: dict[LimitedProtocol, str] = {}  # Addresses of open connections.
-        self._counts: Counter[str] = Counter()  # Open connections by address.
+        self._addresses: dict[LimitedProtocol, str] = {}  # Address of each connection.
+        self._counts: Counter[str] = Counter()  # Number of open connections by address.
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._last_warning = -_WARNING_SECONDS
@@ -126,7 +126,7 @@ class Acceptor:
                 connection.close()
             elif self._counts[client] >= self._limits.per_address:
                 self._warn(
-                    "connections are refused: %s has %d open, the limit for an address",
+                    "connections are refused: %s has %d open, which is the limit for an address",
                     client,
                     self._limits.per_address,
                 )
@@ -160,7 +160,7 @@ class Acceptor:
             connection.close()
             if not isinstance(error, OSError):
                 raise
-            logger.debug("a connection ended before it began: %s", error)
+            logger.debug("a connection ended before its first request: %s", error)
 
     def _release(self, protocol: LimitedProtocol) -> None:
         client = self._addresses.pop(protocol, None)

@@ -21,16 +21,16 @@ logger = get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024  # Rough limit; `AuthMiddleware` checks the exact limits.
 _MAX_PARSED_URL_BYTES = 65535  # httptools refuses longer URLs.
-HEAD_SECONDS = 30.0  # Time limit of a head, from the connection or the first byte.
-MAX_FRAMING_BYTES = 64 * 1024  # Limit of chunk extensions and trailers.
-# Limit of a body after its answer: many clients read only after they have sent everything.
+HEAD_SECONDS = 30.0  # Time limit for a request's head to arrive.
+MAX_FRAMING_BYTES = 64 * 1024  # Size limit of chunk extensions and trailers.
+# Size limit of a body after its answer: many clients send the whole body before they read.
 MAX_UNWANTED_BYTES = 64 * 2**20
-LINGER_SECONDS = 30.0  # Limit for a body to end after its answer.
-_CHUNK_BYTES = 32  # Uncounted framing bytes of a chunk: its size and line ends.
+LINGER_SECONDS = 30.0  # Time limit for a body to end after its answer.
+_CHUNK_BYTES = 32  # Bytes of a chunk's size and line ends, which do not count.
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
-# Names of timers, which wait for a head, the rest of a body, or a client that reads.
+# Names of timers: for a head, for the rest of a body, and for a client that does not read.
 _HEAD, _BODY, _READER = "head", "body", "reader"
-BODY_CHANNEL = "negamax.body_channel"  # Scope extension that holds the `BodyChannel`.
+BODY_CHANNEL = "negamax.body_channel"  # Name of the ASGI extension with the `BodyChannel`.
 
 
 class Pausable(Protocol):
@@ -49,7 +49,7 @@ class BodyChannel:
 
     def __init__(self, protocol: "LimitedProtocol", response: Any) -> None:
         """`response` is uvicorn's cycle of request and response."""
-        self._protocol = weakref.ref(protocol)  # Weak, so that ended requests are freed.
+        self._protocol = weakref.ref(protocol)  # Weak references, so that ended requests are freed.
         self._response = weakref.ref(response)
         self._transport: asyncio.Transport | None = None  # Set only while there is a body to write.
         self._is_chunked = False
@@ -65,7 +65,7 @@ class BodyChannel:
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Set the source of the next parts, which pauses for a slow client, or None at the end."""
+        """Set the source of the next parts, or None at the end. A slow client pauses the source."""
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:
@@ -88,10 +88,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False  # True until the trailers end.
         self._head_bytes = 0
         self._framing_bytes = 0
-        self._has_begun = False  # Whether a body began in the current bytes.
+        self._has_begun = False  # Whether a body began in the current data.
         self._unwanted_bytes = 0
         self.source: Pausable | None = None  # Source of the body being sent.
-        self.ended: Callable[[LimitedProtocol], None] | None = None  # Called on disconnection.
+        self.ended: Callable[[LimitedProtocol], None] | None = None  # Called on disconnect.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -124,7 +124,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._check_head(len(data))
         elif self._in_body:
             self._check_framing(len(data) if was_in_body and not self._has_begun else 0)
-        # The bytes did not begin a request.
+        # The received bytes did not begin a request.
         elif self.cycle.response_complete and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -132,7 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _check_head(self, num_bytes: int) -> None:
         if not self._head_bytes:
-            self._head_bytes = num_bytes  # The head began after the body of the previous request.
+            self._head_bytes = num_bytes  # A head follows a body in the same data.
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(
                 431,
@@ -143,9 +143,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_HEAD, HEAD_SECONDS, self._head_is_late)
 
     def _check_framing(self, num_bytes: int) -> None:
-        """Check the framing of a body after `num_bytes` more bytes were received.
+        """Check the size of a body's framing after `num_bytes` more bytes were received.
 
-        `on_body` and `on_chunk_header` have already subtracted the allowed bytes.
+        `on_body` and `on_chunk_header` have already subtracted the bytes that are not framing.
         """
         self._framing_bytes = max(0, self._framing_bytes + num_bytes)
         if self._framing_bytes > MAX_FRAMING_BYTES:
@@ -165,13 +165,13 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # `_parse` parses this message again.
-        super().on_headers_complete()  # Raises for a URL that cannot be parsed.
+        super().on_headers_complete()  # Raises if the URL cannot be parsed.
         self._in_head = False
         self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._stop_timer(_HEAD)
         channel: Any = BodyChannel(self, self.cycle)
-        self.scope["extensions"] = {BODY_CHANNEL: channel}  # Set before the app's task begins.
+        self.scope["extensions"] = {BODY_CHANNEL: channel}  # The app's task has not begun yet.
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
 
@@ -199,9 +199,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_BODY, LINGER_SECONDS, self._hang_up)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. A message that offers another protocol is parsed without the offer.
+        """Feed the parser. If a request offers a protocol upgrade, parse it without the offer.
 
-        Otherwise the parser would skip the body. Raises `HttpParserError`, also for CONNECT.
+        With the offer, the parser would skip the body. Raises `HttpParserError`, also for CONNECT.
         """
         rest = memoryview(data)
         while rest:
@@ -214,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 rest = rest[upgrade.args[0] :]
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
-                # The replaced parser has the same setting.
+                # The old parser had the same setting.
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
 
@@ -253,7 +253,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer(_READER, self._slow_client_timeout, self._cut_off)
 
     def _start_timer(self, awaited: str, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` after `seconds` unless the timer is stopped. A running timer continues."""
+        """Call `late` after `seconds` unless the timer is stopped. A running timer is kept."""
         if awaited not in self._timers:
             self._timers[awaited] = self.loop.call_later(seconds, late)
 
@@ -290,7 +290,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _can_answer(self) -> bool:
-        """Whether a complete answer to the incoming message can be sent next."""
+        """Whether the next bytes sent can be a whole answer to the incoming request."""
         if self.pipeline:
             return False
         if self._in_body:
@@ -299,9 +299,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(response: Any) -> None:
-    """Send bodies of unknown length without chunks, which HTTP/1.0 does not have.
+    """Send bodies of unknown length without chunks, because HTTP/1.0 has no chunks.
 
-    The end of the connection ends the body; uvicorn's cycle `response` closes the connection.
+    The end of the connection ends the body. `response`, uvicorn's cycle, closes the connection.
     """
     send = response.send
     has_length = True

@@ -1,8 +1,8 @@
-"""Receive request bodies within limits, and decode the fields that the request's model reads.
+"""Receive request bodies within limits, and decode the fields that the request class has.
 
-Decoding holds the GIL in any thread. Elements of lists and objects cost more memory than their
-bytes, so their number is limited before decoding. A thread decodes a large body piece by piece, so
-that the event loop can run between two pieces.
+Decoding holds the GIL in any thread. Decoded elements of lists and objects take more memory than
+their JSON, so their number is limited before decoding. A thread decodes a large body piece by
+piece, so that the event loop can run between two pieces.
 """
 
 import codecs
@@ -21,22 +21,22 @@ from negamax.base.errors import ContextLengthError, InvalidRequestError, Payload
 from negamax.base.unicode import valid_escapes
 
 MAX_JSON_DEPTH = 64
-_LEAST_CHARS = 2**22  # Least character limit of a text, for short contexts.
+_LEAST_CHARS = 2**22  # Lowest character limit of a text; applies to short contexts.
 _CHARS_PER_TOKEN = 8
-_LEAST_COMMAS = 2**20  # Least comma limit of a body, for short contexts.
+_LEAST_COMMAS = 2**20  # Lowest comma limit of a body; applies to short contexts.
 _LEAST_OPENERS = 2**18
 _INLINE_BYTES = 32 * 1024  # Larger bodies are decoded in a thread.
 _PIECE_BYTES = 256 * 1024  # Larger values are decoded piece by piece.
-_PIECE_LEVELS = 4  # Levels that are split: messages, a message, its parts, a part.
+_PIECE_LEVELS = 4  # Number of nested levels that are split: messages, message, parts, part.
 _DENSE = 16  # Values with fewer bytes per comma are decoded in one piece.
-_MOST_LONG_NUMBERS = 32  # Limit per body, because parsing takes quadratic time.
+_MOST_LONG_NUMBERS = 32  # Limit per body, because parsing a long number takes quadratic time.
 _LONG_NUMBER = b"0" * 400
 _SHOW_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(".") for byte in range(256))
-_LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # A string literal, or digits.
+_LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # Matches a JSON string, or digits.
 _LENIENT = msgspec.json.Decoder(float_hook=float)  # Decodes 1e400 as infinity, as Python does.
 _NULL = b"null"
 _QUOTE = b'"'
-_LONGEST_CHARACTER = 12  # Bytes of a pair of escaped surrogates.
+_LONGEST_CHARACTER = 12  # Bytes of two escaped surrogates.
 _CHARACTER = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[\x00-\x7f]|[\xc0-\xff][\x80-\xbf]+",
     re.DOTALL,
@@ -47,13 +47,13 @@ _RawFields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of one body. Commas, colons and brackets within texts also count."""
+    """Limits of one body. Commas, colons and brackets inside strings also count."""
 
     num_bytes: int
     context_length: int  # Context length of the model.
-    chars: int  # Limit of one non-ASCII text, whose characters take up to four bytes each.
-    commas: int  # Limit of elements.
-    openers: int  # Limit of '[', '{' and ':', because containers cost more than numbers.
+    chars: int  # Limit of one non-ASCII text; a character takes up to four bytes.
+    commas: int  # Limit of commas, so of elements.
+    openers: int  # Limit of '[', '{' and ':', because containers take more memory than numbers.
 
     @classmethod
     def of(cls, *, max_bytes: int, max_model_len: int) -> Self:
@@ -74,9 +74,9 @@ def compute_max_chars(max_model_len: int) -> int:
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Read a JSON body as a `model`, and also return the size of the fields read.
+    """Read a JSON body as a `model`. Also return the size of the fields that it has.
 
-    The memory reserved for other fields is released. Raises the errors of `decode_request`.
+    Release the memory that was reserved for other fields. Raises the errors of `decode_request`.
     """
     params, num_bytes = await decode_request(await receive(request, limits), model, limits)
     if share := get_share(request):
@@ -124,10 +124,10 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
 async def decode_request(
     body: bytes, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Decode the request in `body`, and also return the size of the fields read.
+    """Decode the request in `body`. Also return the size of the fields that it has.
 
-    Raises `InvalidRequestError` for malformed JSON, NaN, overflowing numbers, deep nesting or long
-    texts, and the errors of `RequestModel.parse`.
+    Raises `InvalidRequestError` for malformed JSON, NaN, numbers that overflow, deep nesting and
+    long texts. Raises the errors of `RequestModel.parse`.
     """
 
     def decode() -> tuple[RequestT, int]:
@@ -146,7 +146,7 @@ def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
 def _decode_fields(
     body: bytes, model: type[RequestModel], limits: BodyLimits
 ) -> tuple[dict[str, object], int]:
-    """Decode the fields in `body`, and return the size of the fields that the model reads.
+    """Decode the fields in `body`, and return the size of the fields that `model` has.
 
     The values of other fields are only checked for valid syntax.
     """
@@ -175,9 +175,9 @@ def _decode_fields(
 
 
 def _split_fields(body: bytes) -> tuple[_RawFields, bool]:
-    """Split an object into its fields, and return whether a lone surrogate became U+FFFD.
+    """Split an object into its fields, and return whether U+FFFD replaced a lone surrogate.
 
-    Agents send lone surrogates after a tool has split an emoji.
+    Agents send a lone surrogate when a tool has cut the text of an emoji in two.
     """
     try:
         return msgspec.json.decode(body, type=_RawFields), False
@@ -261,13 +261,13 @@ class _ValueDecoder:
 
 
 def _find_boundary(piece: bytes) -> int:
-    """Return the last position within `_PIECE_BYTES` at which a character begins."""
+    """Return the last position up to `_PIECE_BYTES` at which a character begins."""
     start = _PIECE_BYTES - _LONGEST_CHARACTER
     while piece[start] & 0xC0 == 0x80:  # Go back to the start of a character.
         start -= 1
     before = piece[:start]
     num_backslashes = start - len(before.rstrip(b"\\"))
-    start -= num_backslashes % 2  # The last backslash of an odd number begins an escape.
+    start -= num_backslashes % 2  # After an odd number of backslashes, one begins an escape.
     for match in _CHARACTER.finditer(piece, start):
         if match.end() > _PIECE_BYTES:
             return match.start()
@@ -275,7 +275,7 @@ def _find_boundary(piece: bytes) -> int:
 
 
 def count_openers(text: bytes) -> int:
-    """Count '[', '{' and ':', also within texts."""
+    """Count '[', '{' and ':', also inside strings."""
     return text.count(b"[") + text.count(b"{") + text.count(b":")
 
 

@@ -1,4 +1,4 @@
-"""Run long work on requests in threads, which senders and work sizes share by turns."""
+"""Run long work on requests in threads. Senders and size classes take turns."""
 
 import asyncio
 import os
@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 # The tenant whose request the current task handles; "" if there is only one tenant.
 SENDER = ContextVar("sender", default="")
-# A thread takes turns with the event loop in holding the GIL, or waits for a child of `Confined`.
+# A thread either shares the GIL with the event loop, or waits for a child process of `Confined`.
 _NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
-_NUM_LARGE = _NUM_THREADS // 2  # Threads that may run large work.
-_SIZES = (128 * 1024, 2**20)  # Bytes above which work is large, and very large.
+_NUM_LARGE = _NUM_THREADS // 2  # Most threads that run large work.
+_SIZES = (128 * 1024, 2**20)  # Bytes above which work is large or very large.
 INLINE_BYTES = 8192  # Larger work runs in a thread.
 
 T = TypeVar("T")
@@ -33,19 +33,19 @@ async def run_off_loop(
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """The waiting work of one sender and size, and the seconds that such work took."""
+    """The waiting work of one sender and size class, and the seconds that such work has taken."""
 
     sender: str
-    size: int  # Size class; 0 is small.
+    size: int  # Size class: 0 is small, 1 large, 2 very large.
     seconds: float = 0.0
     waiting: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
 
 
 class RequestThreads:
-    """Runs work in threads. The sender and size that took the least time come next.
+    """Runs work in threads. The flow (sender and size class) that took the least time runs next.
 
-    Large work leaves threads free for small work. Large work of a named sender leaves one thread
-    free for large work of others. Any thread may call `submit`.
+    Large work leaves threads free for small work. Large work of one named sender leaves a thread
+    free for large work of other senders. Any thread may call `submit`.
     """
 
     def __init__(self, *, num_threads: int = _NUM_THREADS, num_large: int = _NUM_LARGE) -> None:
@@ -53,19 +53,19 @@ class RequestThreads:
         self._lock = threading.Lock()
         self._num_free = num_threads
         self._num_large = num_large
-        self._large = Counter[str]()  # Large work in progress, by sender.
-        self._flows: dict[tuple[str, int], _Flow] = {}  # Flows by sender and size.
+        self._large = Counter[str]()  # Number of large tasks in progress, by sender.
+        self._flows: dict[tuple[str, int], _Flow] = {}  # Flows by sender and size class.
         self._waiting: list[_Flow] = []  # Flows with waiting work.
-        self._latest = 0.0  # Seconds of the flow that began last.
+        self._latest = 0.0  # `seconds` of the flow that was started last.
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
-        """Run `work` when the turn of `sender` comes, unless the future is cancelled before."""
+        """Run `work` at the turn of `sender`, unless the returned future is cancelled before."""
         future: Future[T] = Future()
         key = sender, sum(num_bytes > limit for limit in _SIZES)
         with self._lock:
             flow = self._flows.setdefault(key, _Flow(*key))
             if not flow.waiting:
-                flow.seconds = max(flow.seconds, self._latest)  # Idle time earns no credit.
+                flow.seconds = max(flow.seconds, self._latest)  # An idle flow gains no priority.
                 self._waiting.append(flow)
             flow.waiting.append((future, work))
             self._begin()

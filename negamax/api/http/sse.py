@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 FIRST_OUTPUT_SECONDS = 5.0
 
 T = TypeVar("T")
-Write = Callable[[bytes], None]  # Queues events for the connection.
+Write = Callable[[bytes], None]  # A function that queues bytes for the connection.
 
 
 class OutputSource(Pausable, Protocol):
@@ -44,7 +44,7 @@ def encode_named_event(name: str, answer: Struct) -> bytes:
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`. If the client closes its connection, cancel `work` and raise `ClientGoneError`.
 
-    `receive` is the ASGI channel after the body was read, when only the disconnect can arrive.
+    `receive` is the ASGI channel after the whole body was read. Only a disconnect can arrive.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_hang_up(receive))
@@ -67,9 +67,9 @@ async def _hang_up(receive: Receive) -> None:
 async def wait_for_first_output(
     receive: Receive, source: OutputSource, *, seconds: float | None = FIRST_OUTPUT_SECONDS
 ) -> None:
-    """Start `source` and wait for its first output, so that an earlier error sets the status.
+    """Start `source` and wait for its first output. An error before it sets the HTTP status.
 
-    After `seconds` without an output (never for None) the stream begins, and errors are events.
+    The wait ends after `seconds`, unless `seconds` is None. Later errors are sent as events.
     """
     try:
         with suppress(TimeoutError):
@@ -84,10 +84,10 @@ async def wait_for_first_output(
 
 
 class EventStream(Response):
-    """Sends the events that `write_events` writes while it runs.
+    """Runs `write_events`, and sends each event that it writes.
 
-    `source` pauses while the client does not read, and ends when the client disconnects. The stream
-    sends `ping` after `ping_seconds` of silence.
+    `source` pauses while the client does not read, and ends when the client disconnects. After
+    `ping_seconds` without an event, the stream sends `ping`.
     """
 
     media_type = "text/event-stream"

@@ -13,14 +13,14 @@ else:
     from backports import zstd
 
 PIECE_BYTES = 256 * 1024  # Bytes decompressed at a time.
-MAX_PARTS = 1024  # Gzip members or zstd frames of one body.
-_WINDOW_BITS = 23  # The largest window of content encodings (RFC 9659), 8 MiB.
-_FRAME_BYTES = 2  # Bytes that show whether there is a zlib header.
-_RAW_DEFLATE = -15  # Window bits of deflate without its zlib header.
+MAX_PARTS = 1024  # Most gzip members or zstd frames in one body.
+_WINDOW_BITS = 23  # Largest zstd window that RFC 9659 allows: 8 MiB.
+_FRAME_BYTES = 2  # Number of bytes that show whether data has a zlib header.
+_RAW_DEFLATE = -15  # zlib's `wbits` for deflate data without a zlib header.
 
 
 class _Inflater:
-    """zlib's decompressor with the interface of zstd's. Single writer: the `Unpacker`."""
+    """Gives zlib's decompressor the interface of zstd's. Single writer: the `Unpacker`."""
 
     def __init__(self, window_bits: int) -> None:
         self._zlib = zlib.decompressobj(window_bits)
@@ -81,7 +81,7 @@ class Unpacker:
         self._packed += packed
 
     def take(self) -> bytes:
-        """Return the next piece, or b"" until more data is fed. Raises `InvalidRequestError`."""
+        """Return the next piece, or b"" if more data is needed. Raises `InvalidRequestError`."""
         if not self._has_begun and not self._begin():
             return b""
         while self._packed or not (self._decoder.eof or self._decoder.needs_input):
@@ -99,7 +99,7 @@ class Unpacker:
             raise self._error("the data is truncated")
 
     def _begin(self) -> bool:
-        """Return whether the first bytes have arrived, and choose the format by these bytes."""
+        """Return whether the first bytes have arrived. These bytes select the deflate format."""
         if len(self._packed) < _FRAME_BYTES:
             return False
         self._has_begun = True
@@ -116,13 +116,13 @@ class Unpacker:
         return piece
 
     def _begin_next_part(self) -> None:
-        """Begin the next member or frame of a body. Zeros may follow gzip members."""
+        """Begin the next gzip member or zstd frame of a body. Skip zeros after gzip members."""
         if self._encoding != b"zstd":
             self._packed = self._packed.lstrip(b"\0")
         if not self._packed:
             return
         if self._encoding == b"deflate":
-            raise self._error("more data follows the end")
+            raise self._error("data follows the end of the stream")
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
             raise self._error(f"more than {MAX_PARTS} parts; send the body as one part")

@@ -26,9 +26,9 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-# Sent with a 401 for one of PAGE_PATHS.
+# Header `www-authenticate` of a 401 response on PAGE_PATHS.
 CHALLENGE = 'Basic realm="Negamax: the password is the API key", charset="UTF-8"'
-_OWN_HEADER = b"x-negamax-page"  # Header of requests that the chat page sends.
+_OWN_HEADER = b"x-negamax-page"  # Header that the chat page adds to its requests.
 _FOLDER = Path(__file__).parent
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -45,11 +45,11 @@ def _get_address(path: Path) -> str:
 
 
 _FILES = {_get_address(path): path for path in sorted(_FOLDER.rglob("*")) if path.suffix in _TYPES}
-PAGE_PATHS = frozenset(_FILES)  # Paths that a browser requests before it has a key.
+PAGE_PATHS = frozenset(_FILES)  # Paths that a browser requests before the user enters a key.
 
 
 def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the password of Basic credentials, which a user entered in the browser's own dialog.
+    """Return the password of Basic credentials, which the user entered in a dialog of the browser.
 
     Browsers add Basic credentials to requests of any site. Therefore Basic credentials count only
     for the files of the page, or together with a header that other sites cannot send.
@@ -75,7 +75,7 @@ class _File:
         headers = {
             "content-type": _TYPES[path.suffix],
             "etag": f'W/"{hashlib.sha256(body).hexdigest()[:32]}"',
-            # The browser revalidates each time and gets 304 until the file changes.
+            # The browser revalidates each time. The answer is 304 until the file changes.
             "cache-control": "no-cache",
             "content-security-policy": POLICY,
             "cross-origin-opener-policy": "same-origin",

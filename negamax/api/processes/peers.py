@@ -14,7 +14,7 @@ from negamax.api.http.sse import run_while_connected
 from negamax.api.processes.server_rank import ServerRank
 from negamax.base.errors import UnavailableError
 
-_INTERNAL = "/internal/"  # Path prefix for other server processes only.
+_INTERNAL = "/internal/"  # Path prefix that only other server processes may use.
 
 Answer = Callable[[bytes], bytes]
 
@@ -27,16 +27,16 @@ class PeerClient:
         self._answers: dict[str, Answer] = {}
 
     async def relay(self, request: Request, *, to: int, body: bytes = b"") -> Response:
-        """Return the answer of process `to` to a request whose body was read.
+        """Relay a request and its `body` to process `to`, and return the answer.
 
-        Raises `UnavailableError` if the process is down, and `ClientGoneError`.
+        Raises `UnavailableError` if the process is down, `ClientGoneError` if the client leaves.
         """
         method, target = request.method.encode(), read_target(request.scope)
         begin = self._begin(to, method, target, headers=list_headers(request.scope), body=body)
         return RelayedAnswer(await run_while_connected(request.receive, begin))
 
     async def ask(self, question: str, body: object, *, of: int) -> Any:
-        """Return the answer of process `of` to a question, or raise `UnavailableError`."""
+        """Return the answer of process `of` to an internal request, or raise `UnavailableError`."""
         content = msgspec.json.encode(body)
         target = (_INTERNAL + question).encode()
         exchange = await self._begin(of, b"POST", target, headers=(), body=content)
@@ -60,7 +60,7 @@ class PeerClient:
         self._answers[_INTERNAL + question] = encoded
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
-        """Return an app that answers questions of other processes and otherwise calls `app`."""
+        """Return an app that answers internal requests, and passes other requests to `app`."""
 
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
             answer = self._answers.get(scope.get("path", ""))
@@ -86,7 +86,7 @@ class PeerClient:
         )
 
     def owner_route(self, parameter: str) -> type[APIRoute]:
-        """Make a route class that relays requests to the process that owns the id `parameter`."""
+        """Make a route class that relays a request to the process that owns its id `parameter`."""
         peers = self
 
         class OwnerRoute(APIRoute):

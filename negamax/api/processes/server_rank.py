@@ -17,14 +17,14 @@ _MARK = re.compile(rf"[0-9a-f]{{{_MARK_DIGITS}}}")
 
 @dataclass(frozen=True)
 class ServerRank:
-    """Process `index` of `count`. Process 0 supervises the other processes."""
+    """The server process `index` of `count`. Process 0 supervises the other processes."""
 
     index: int
     count: int
-    folder: Path  # Folder of shared files, which only this user can enter.
+    folder: Path  # Folder of shared files; only this user can open it.
     queue: SharedQueue  # Requests that wait for the engines.
     metrics: SharedNumbers
-    pulses: SharedNumbers  # When each event loop last ran, in monotonic seconds, or 0.
+    pulses: SharedNumbers  # Monotonic time of each process's last heartbeat, or 0.
 
     @classmethod
     def of(cls, index: int, count: int, folder: Path, *, num_replicas: int = 1) -> Self:
@@ -45,7 +45,7 @@ class ServerRank:
         return f"{prefix}_{random}{self.index:0{_MARK_DIGITS}x}"
 
     def owner_of(self, name: str | None) -> int:
-        """Return the process that owns an id, or this process for a foreign id."""
+        """Return the index of the process that owns an id; this process owns foreign ids."""
         mark = (name or "")[-_MARK_DIGITS:]
         if not _MARK.fullmatch(mark) or int(mark, 16) >= self.count:
             return self.index
@@ -57,7 +57,7 @@ class ServerRank:
         return self.folder / "pulses"
 
     def clear(self, index: int) -> None:
-        """Reset the rows of process `index`, which has ended, but keep its counters."""
+        """Reset the shared state of process `index` after its end, but keep its counters."""
         self.queue.clear(index)
         self.metrics.clear(index, num_columns=Lifecycle.NUM_COLUMNS)
         self.pulses.clear(index)

@@ -28,8 +28,8 @@ logger = get_logger(__name__)
 
 SERVER_WORKER_MODULE = "negamax.api.server_worker"
 _POLL_SECONDS = 0.05
-_RESTARTS = SupervisionLimits(max_restarts=3)  # Restart limit of one process.
-_END_SECONDS = 7.0  # Time for processes to end after `Abort`.
+_RESTARTS = SupervisionLimits(max_restarts=3)  # Limit of restarts per process.
+_END_SECONDS = 7.0  # Time limit for processes to end after `Abort`.
 
 
 class ServerSupervisor:
@@ -43,18 +43,18 @@ class ServerSupervisor:
         *,
         listener: socket.socket,
     ) -> None:
-        """Start the processes, which wait for the engine and listen at `listener`'s address."""
+        """Start the processes. They wait for the engine, and listen at `listener`'s address."""
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # The reason.
-        self.on_death: Callable[[int], None] | None = None  # Called with a dead process's index.
+        self.on_death: Callable[[int], None] | None = None  # Called with the process index.
         self._rank = rank
         self._engine_options = engine_options
         self._server_options = server_options
         self._listener = listener
-        # The hang limit of the engine also applies to server processes.
+        # The engine's hang limit also applies to server processes.
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
-        # Passed to the children of this process.
+        # Lets child processes watch this process.
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
-        # The state of each engine, sent to a new process.
+        # Latest state of each engine, which each new process receives.
         self._engine_messages: dict[int, wire.EngineMessage] = {}
         self._processes: dict[int, Supervised] = {}
         self._is_ending = False
@@ -68,7 +68,7 @@ class ServerSupervisor:
         return sum(child.exit_code is None for child in self._processes.values())
 
     async def ready(self) -> None:
-        """Wait until all processes serve or must end. Raises `EngineDeadError` for a failed one."""
+        """Wait until all processes serve or must end. Raises `EngineDeadError` if one fails."""
         for index in range(1, self._rank.count):
             while not self._is_ending and not await _answers(str(self._rank.socket_of(index))):
                 if self.failed.done():
@@ -87,11 +87,11 @@ class ServerSupervisor:
         self._is_ending = self._is_ending or sum(dead) == self._engine_options.num_replicas
 
     def reload(self) -> None:
-        """Have all processes reload their key and TLS files."""
+        """Tell all processes to reload their key and TLS files."""
         self._send_all(wire.Reload())
 
     def drain(self) -> None:
-        """Have all processes answer their open requests and end."""
+        """Tell all processes to answer their open requests and end."""
         self._is_ending = True
         self._send_all(wire.Drain())
 
@@ -114,7 +114,7 @@ class ServerSupervisor:
         shutil.rmtree(self._rank.folder, ignore_errors=True)
 
     async def _supervise(self, index: int) -> None:
-        """Run a process and restart it when it ends."""
+        """Run server process `index`, and restart it when it ends."""
         policy, has_served = RestartPolicy(_RESTARTS), False
         while not self._is_ending:
             try:

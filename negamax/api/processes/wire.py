@@ -20,7 +20,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class UseEngine(msgspec.Struct, frozen=True, tag="engine-ready"):
-    """The engine of a replica accepts requests at the sockets in `folder`."""
+    """The engine of `replica` accepts requests at the sockets in `folder`."""
 
     replica: int
     folder: str
@@ -28,7 +28,7 @@ class UseEngine(msgspec.Struct, frozen=True, tag="engine-ready"):
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag="engine-lost"):
-    """The engine has ended. The next engine is expected in `ready_in` seconds."""
+    """The engine of `replica` has ended. A new engine should be ready in `ready_in` seconds."""
 
     replica: int
     reason: str
@@ -36,7 +36,7 @@ class EngineLost(msgspec.Struct, frozen=True, tag="engine-lost"):
 
 
 class EngineDead(msgspec.Struct, frozen=True, tag="engine-failed"):
-    """The engine is not restarted."""
+    """The engine of `replica` has ended and is not restarted."""
 
     replica: int
     reason: str

@@ -47,18 +47,18 @@ from negamax.base.log import get_logger
 logger = get_logger(__name__)
 
 MAX_RETRIES = 1  # More retries would let a fatal request kill all servers.
-_BUSY = frozenset({429, 502, 503})  # A full queue, a dead engine, a server that stops.
+_BUSY = frozenset({429, 502, 503})  # Statuses of a full queue, a dead engine, or shutdown.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # Answers contain PARAMS.
+_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # Can use prefillers.
 _STORED_PATH = "/v1/responses"  # Only the server that made a response stores it.
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
-_PARAMS_BYTES = 8 * 2**20  # Size limit of a prefilling server's answer.
+_PARAMS_BYTES = 8 * 2**20  # Size limit of the answer of a prefilling server.
 _INLINE_BYTES = 32 * 1024  # Prompts of larger bodies are hashed in a thread.
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request as it is sent to a server."""
+    """A request in the form that is sent to a server."""
 
     path: str
     method: bytes
@@ -70,7 +70,7 @@ class RoutedRequest:
 
 
 class RouterApp:
-    """The router's ASGI app. `pool` answers requests. `prefillers` may compute the prompts."""
+    """The router's ASGI app. Servers of `pool` answer; servers of `prefillers` compute prompts."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RouterApp:
         try:
             response = await self._respond(scope, receive)
             await response(scope, receive, send)
-        except UnavailableError:  # Logged before; uvicorn closes the unfinished connection.
+        except UnavailableError:  # Was logged; uvicorn closes the connection.
             pass
         finally:
             self._lifecycle.closed()
@@ -109,7 +109,7 @@ class RouterApp:
         except NegamaxError as error:
             return _build_refusal(scope, error)
         finally:
-            share.keep(0)  # The body is not sent again after the first bytes of an answer.
+            share.keep(0)  # After an answer has begun, the body is never sent again.
 
     def _answer_itself(self, scope: Scope) -> Response | None:
         """Answer a route of the router, or return None for a route that servers answer."""
@@ -130,7 +130,7 @@ class RouterApp:
     async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> RoutedRequest:
         """Receive a request. Raises the errors of `LimitedBody`, and `PayloadTooLargeError`."""
         headers, body, prompt = list_headers(scope), b"", RoutedPrompt()
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # Uvicorn drops the body.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # Uvicorn drops its body.
         if method not in _SAFE_METHODS:
             most = self._max_body_bytes
             encoding = find_encoding(headers)
@@ -185,13 +185,13 @@ class RouterApp:
     async def _prefill(self, request: RoutedRequest) -> bytes | RelayedAnswer | None:
         """Let a prefilling server compute the prompt, and return the body for the decoding server.
 
-        Return the answer of a prefilling server that refuses the request. Return None if the
-        decoding server must compute the prompt.
+        If a prefilling server refuses the request, return its answer. If the decoding server must
+        compute the prompt, return None.
         """
         fields = request.prompt.fields
         if self._prefillers is None or fields is None or request.path not in _PAIRED_PATHS:
             return None
-        if PARAMS in fields:  # Another router is in front of this one.
+        if PARAMS in fields:  # Another router is in front and chose a server.
             return None
         body, tried = build_prefill_body(fields), list[RoutedServer]()
         while len(tried) <= MAX_RETRIES and self._prefillers.list_ready(tried):
@@ -212,7 +212,7 @@ class RouterApp:
 
 
 async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
-    """Send a request and wait for the first bytes of the answer's body. Before the first bytes,
+    """Send a request and wait for the first bytes of the answer's body. Until then,
     another server could answer instead. Raises `UnavailableError` if the server does not answer.
     """
     exchange = None
@@ -239,7 +239,7 @@ def _encode_end(request: RoutedRequest, server: RoutedServer, error: Unavailable
     if request.path.startswith(MESSAGES_PATH):
         named = build_message_error(status, answer, request_id=request.request_id)
         end = encode_named_event("error", named)
-    return b"\n\n" + end  # Ends an event that has arrived in part.
+    return b"\n\n" + end  # The blank line ends an incomplete event.
 
 
 def _build_refusal(scope: Scope, error: NegamaxError) -> Response:

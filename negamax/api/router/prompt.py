@@ -9,10 +9,10 @@ import msgspec
 
 from negamax.engine.client.placement import MAX_BLOCKS
 
-CHUNK_BYTES = 256  # Size of a hashed chunk; its hash also covers the chunks before it.
-BYTES_PER_TOKEN = 4  # Approximate value for English text and code.
+CHUNK_BYTES = 256  # Size of a hashed chunk. A hash also covers all earlier chunks.
+BYTES_PER_TOKEN = 4  # Approximate size of a token of English text or code.
 CHUNK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
-# In the order of chat templates, so that new messages do not change the text before them.
+# Fields of the prompt in the order of chat templates. New messages come last.
 _PROMPT_FIELDS = [
     "model",
     "cache_salt",
@@ -26,14 +26,14 @@ _PROMPT_FIELDS = [
     "input_ids",
     "messages",
 ]
-# Clients move this mark to the latest message without changing the prompt.
+# Clients move this mark to the latest message. It is not part of the prompt.
 _CACHE_MARK = re.compile(rb'(?:,\s?)?"cache_control"\s?:\s?(?:\{[^{}]*\}|null)')
-_TAG_BYTES = 6  # As in `hash_blocks`, because a float64 holds 6 bytes exactly.
+_TAG_BYTES = 6  # As in `hash_blocks`: a float64 represents 6-byte integers exactly.
 _ASK_PREFILL = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-# Fields about the answer, which a prefilling server does not need.
+# Fields that only affect the answer. A prefilling server does not get them.
 _OF_ANSWERS = frozenset(
     [
         "best_of",
@@ -56,19 +56,19 @@ Fields = dict[str, msgspec.Raw]
 class RoutedPrompt:
     tags: Sequence[int] = ()  # Hashes of the full chunks.
     num_tokens: int = 0  # Approximate number of tokens.
-    fields: Fields | None = None  # Fields of the body; None if it is not a JSON object.
+    fields: Fields | None = None  # Fields of the body, or None without a JSON object.
 
 
 def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
-    """Hash the prompt in a body. Senders share no hashes, as on a server with several keys."""
+    """Hash the prompt in a body. Different senders get different hashes of equal prompts."""
     try:
         fields = msgspec.json.decode(body, type=Fields)
     except (msgspec.MsgspecError, RecursionError):
         return RoutedPrompt()  # The server refuses such a body.
-    # Without the last bracket or quote, so that the next turn begins with this text.
+    # Omit the last bracket or quote. Then the next turn's text begins with this text.
     parts = [bytes(fields[name])[:-1] for name in _PROMPT_FIELDS if name in fields]
     text = _CACHE_MARK.sub(b"", b"\n".join(parts))
-    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # A table holds at most MAX_BLOCKS.
+    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # The table's limit.
     state = blake2b(sender, digest_size=_TAG_BYTES)
     tags = []
     for start in range(0, num_chunks * CHUNK_BYTES, CHUNK_BYTES):
@@ -85,7 +85,7 @@ def build_prefill_body(fields: Fields) -> bytes:
 
 
 def build_decode_body(fields: Fields, answer: bytes) -> bytes | None:
-    """Return the body with the params of a prefilling server's answer, or None without params."""
+    """Add PARAMS of a prefilling server's answer to the body. Return None if it has no PARAMS."""
     try:
         params = msgspec.json.decode(answer, type=Fields).get(PARAMS)
     except (msgspec.MsgspecError, RecursionError):

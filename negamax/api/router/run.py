@@ -19,12 +19,12 @@ from negamax.options.route import RouteOptions
 
 logger = get_logger(__name__)
 
-_SLOW_CLIENT_SECONDS = 60.0  # The default of `negamax serve`.
-_DRAIN_SECONDS = 30.0  # The default of `negamax serve`.
+_SLOW_CLIENT_SECONDS = 60.0  # Same as the default of `negamax serve`.
+_DRAIN_SECONDS = 30.0  # Same as the default of `negamax serve`.
 
 
 def open_router_socket(options: RouteOptions) -> socket.socket:
-    """Bind a socket. Raises `ConfigError`, also for an address that other machines reach."""
+    """Bind a socket. Raises `ConfigError` if other machines would reach it, unless allowed."""
     family, address = resolve_host(options.host, options.port)
     if not (options.allow_unauthenticated or is_loopback(str(address[0]))):
         raise ConfigError(
@@ -46,9 +46,9 @@ async def serve_router(
     listener: socket.socket,
     announce: Callable[[str, int], None],
 ) -> None:
-    """Route until SIGINT or SIGTERM. `announce` gets the URL and the number of servers that answer.
+    """Route until SIGINT or SIGTERM. `announce` gets the URL and the number of healthy servers.
 
-    A server that does not answer yet gets requests as soon as it answers.
+    A server that is down at the start gets requests as soon as it answers.
     """
     signals = Signals()
     pools = [ServerPool(servers, role="decode" if prefillers else "both")]

@@ -24,21 +24,21 @@ from negamax.engine.client.placement import (
 logger = get_logger(__name__)
 
 _CONNECT_SECONDS = 5.0
-_HEALTH_SECONDS = 5.0  # Limit of a probe: busy servers are slow, dead servers refuse.
-# A request is sent again if a kept connection ends within this time after sending.
+_HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slowly.
+# If a reused connection ends within this time after a request, the request is sent again.
 _CROSSED_SECONDS = 1.0
-_RETRY_SECONDS = 1.0  # Time to retry if no server answers.
+_RETRY_SECONDS = 1.0  # Retry-After if no server answers.
 
 
 class RoutedServer:
     """A server behind the router. Single writer: the event loop."""
 
     def __init__(self, address: SplitResult, *, role: str, load: ReplicaLoad) -> None:
-        """`role` is a label of metrics. `load` is written by the router alone."""
+        """`role` is a label of metrics. Only the router writes `load`."""
         self.url, self.role, self.load = address.geturl(), role, load
         self.is_up = False
         self.num_open = 0
-        # Counters since the start.
+        # Counters since the start of the router.
         self.num_requests = self.num_failures = self.num_retries = self.num_prefix_hits = 0
         is_https = address.scheme == "https"
         self.connections = ConnectionPool(
@@ -117,11 +117,11 @@ class RoutedServer:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A request at a server, counted as load until `close`. Single writer: the handler."""
+    """A request at a server. It counts as load until `close`. Single writer: the handler."""
 
     server: RoutedServer
     num_tokens: int
-    num_pending: int  # Prompt tokens that the server probably computes.
+    num_pending: int  # Estimated number of prompt tokens that the server computes.
     _name: str = field(init=False)
     _is_open: bool = field(default=True, init=False)
 
@@ -141,7 +141,7 @@ class OpenCall:
 
 
 class ServerPool:
-    """Servers that can replace each other. Single writer: the event loop."""
+    """Servers that can answer the same requests. Single writer: the event loop."""
 
     def __init__(self, addresses: Sequence[SplitResult], *, role: str) -> None:
         numbers = SharedNumbers(NUM_COLUMNS * len(addresses))
@@ -163,7 +163,7 @@ class ServerPool:
     ) -> OpenCall:
         """Choose a server for a prompt. Raises `UnavailableError` if no server is left.
 
-        `without` has servers that failed. With `is_computed` a prefilling server has the prompt.
+        `without` lists failed servers. `is_computed` means that a prefilling server has the prompt.
         """
         ready = self.list_ready(without)
         if not ready:
