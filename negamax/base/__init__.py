@@ -1,1 +1,1 @@
-"""Code that all other rooms use: errors, logging, environment, child processes."""
+"""Code that all other packages use: errors, logging, environment, child processes."""

@@ -17,14 +17,14 @@ from negamax.base.log import get_logger
 logger = get_logger(__name__)
 
 OFF = "none"  # Value of the folder option that disables crash dumps.
-MAX_FILES = 20  # Crash dumps in a folder; older dumps are removed.
-_PAUSE_SECONDS = 60.0  # Least time between two dumps of a process, as each step may fail.
-_MAX_LINE = 2000  # Characters kept of a line of the traceback.
+MAX_FILES = 20  # Most crash dumps in a folder; older dumps are removed.
+_PAUSE_SECONDS = 60.0  # Least time between two dumps of a process.
+_MAX_LINE = 2000  # Longest line of a traceback in a dump.
 _PACKAGES = ("negamax", "torch", "triton", "xgrammar", "msgspec", "pyzmq", "tokenizers", "fastapi")
 
 
 def default_folder() -> Path:
-    """Return the folder of crash dumps that is used unless the operator names a folder."""
+    """Return the folder for crash dumps if the operator names none."""
     state = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "negamax" / "crashes"
 
@@ -33,8 +33,8 @@ class CrashDumps:
     """Writes the crash dumps of one process, in the thread that notices a crash."""
 
     def __init__(self, folder: str | None, *, part: str, options: Mapping[str, Any]) -> None:
-        """Write into `folder`; None is the default folder, and `OFF` disables crash dumps.
-        `part` is the kind of process, such as "engine". `options` must hold no secret.
+        """Write into `folder`; None selects the default folder, `OFF` disables crash dumps. `part`
+        is the kind of process, such as "engine". `options` must not contain secrets.
         """
         self._folder, self._part, self._options = folder, part, options
         self._last = -_PAUSE_SECONDS
@@ -47,7 +47,7 @@ class CrashDumps:
         error: BaseException | None = None,
     ) -> Path | None:
         """Write a crash dump with file mode 0600, and log its path. Never raises. Return None if
-        dumps are off, if the last dump is recent, or if writing fails.
+        dumps are disabled, if the last dump is recent, or if writing fails.
         """
         now = time.monotonic()
         if self._folder == OFF or now - self._last < _PAUSE_SECONDS:

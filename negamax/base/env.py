@@ -1,4 +1,4 @@
-"""Read the process environment (no other module does): variables, packages, cores, memory."""
+"""Read variables, packages, cores and memory. No other module reads the process environment."""
 
 import hashlib
 import math
@@ -23,9 +23,8 @@ def get(name: str) -> str | None:
 
 
 def make_child_env(*, has_secrets: bool = True, **variables: str) -> dict[str, str]:
-    """Return the environment of a child process: this one with `variables`, without API keys.
-
-    Without `has_secrets`, the child gets only `variables` and those listed in `_HARMLESS`.
+    """Return this process's environment without API keys, plus `variables`, for a child process. If
+    `has_secrets` is False, keep only the variables with prefixes in `_HARMLESS`.
     """
     kept = {
         name: value
@@ -71,9 +70,9 @@ def set_variable(name: str, value: str) -> None:
 def set_openmp_defaults() -> None:
     """Let OpenMP threads sleep at barriers instead of spinning, unless the user chose otherwise.
 
-    If the machine has other work, spinning threads take the cores of the threads that they wait
-    for. Call this function before the import of PyTorch, at which libgomp reads the variables.
-    Child processes inherit the variables. A spin count of 1000 lasts a few microseconds.
+    On a busy machine, spinning threads take the cores of the threads that they wait for. Call this
+    function before PyTorch is imported, because libgomp reads the variables then. Child processes
+    inherit the variables. Spinning 1000 times takes a few microseconds.
     """
     if not any(map(get, ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))):
         set_variable("OMP_WAIT_POLICY", "PASSIVE")
@@ -81,11 +80,11 @@ def set_openmp_defaults() -> None:
 
 
 def set_batch_invariant_gemms() -> None:
-    """Make the CPU's GEMM libraries compute a row alike in every batch (decision 3).
+    """Make CPU GEMM libraries compute a row with the same result in every batch.
 
     Variables that the user has set keep their values. Libraries read variables at the first GEMM.
-    With AMX, oneDNN's bf16 results for rows of more than 256 numbers depend on the batch size from
-    33 rows up. On Intel processors, MKL's fp32 results depend on the batch size, too.
+    With AMX, oneDNN's bf16 results depend on the batch size if there are over 32 rows of over 256
+    numbers. On Intel processors, MKL's fp32 results depend on the batch size, too.
     """
     set_default("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if _is_intel():
@@ -125,7 +124,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def available_memory() -> int:
-    """Return the free main memory in bytes, or half of all memory if the system reports none."""
+    """Return the free main memory in bytes, or half of all memory if it is not reported."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -135,7 +134,7 @@ def available_memory() -> int:
 
 
 def main_memory() -> int:
-    """Return the main memory of this machine or the container's limit, in bytes."""
+    """Return the size of main memory or, if smaller, the container's limit, in bytes."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # Files of cgroups version 2 and 1.
         limit = Path("/sys/fs/cgroup") / name
@@ -145,8 +144,8 @@ def main_memory() -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that affinity and the container's quota leave this process.
-    If threads exceed the quota, the system stops all threads for parts of a second.
+    """Return the number of CPU cores that affinity and the container's quota allow this process. If
+    threads exceed the quota, the system pauses all threads for parts of a second.
     """
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min(count, _cpu_quota(Path("/sys/fs/cgroup")))))

@@ -9,10 +9,9 @@ from pathlib import Path
 
 
 class NegamaxError(Exception):
-    """The base class of all errors: a message for people, and how the error is reported.
-
-    `hint` is an optional second sentence, `param` the request field at fault, and `code` a stable
-    machine-readable word. After `retry_after` seconds the same request may succeed.
+    """The base class of all errors: a message, and how to report the error. `hint` states the
+    remedy, `param` names the wrong field of the request, and `code` is a stable machine-readable
+    word. After `retry_after` seconds the same request may succeed.
     """
 
     http_status = 500
@@ -53,7 +52,7 @@ class NegamaxError(Exception):
 
 
 class InvalidRequestError(NegamaxError, status=400, kind="invalid_request_error", exit_code=2):
-    """A request that can never be served as it was sent (400)."""
+    """A request that cannot be served unless it is changed (400)."""
 
 
 class ContextLengthError(InvalidRequestError):
@@ -65,8 +64,8 @@ class ContextLengthError(InvalidRequestError):
     ) -> "ContextLengthError":
         """Return the error of a prompt that leaves no room for an answer.
 
-        With `is_counted` False the prompt has more tokens than `num_tokens`. Clients recognize the
-        message: Anthropic's by the first sentence, and OpenAI's by the second sentence.
+        If `is_counted` is False, the prompt has at least `num_tokens` tokens. Clients recognize the
+        message: Anthropic's by its first sentence, and OpenAI's by its second sentence.
         """
         maximum = context_length if num_tokens > context_length else context_length - 1
         more = "" if is_counted else " (or more; the rest was not counted)"
@@ -116,7 +115,7 @@ class OverloadedError(NegamaxError, status=429, kind="rate_limit_error", retry_a
 
 
 class AbortedError(NegamaxError, status=499, kind="request_aborted"):
-    """The request was aborted (499: clients do not repeat the request)."""
+    """The request was aborted (499, so that clients do not repeat the request)."""
 
 
 class EngineError(NegamaxError, status=500, kind="internal_error"):
@@ -124,7 +123,7 @@ class EngineError(NegamaxError, status=500, kind="internal_error"):
 
 
 class UnavailableError(NegamaxError, status=503, kind="service_unavailable_error"):
-    """The server accepts no requests now: it stops, or its engine restarts (503)."""
+    """The server accepts no requests, because it stops or its engine restarts (503)."""
 
 
 class EngineDeadError(UnavailableError):
@@ -152,7 +151,7 @@ class ResourceError(ConfigError):
 
     @classmethod
     def of_system(cls, error: OSError) -> "ResourceError":
-        """Return an error that states the system's refusal on one line."""
+        """Return an error that states on one line why the system refused an operation."""
         if error.errno == errno.ENAMETOOLONG:
             name = max(str(error.filename or "").split("/"), key=len)
             return cls(

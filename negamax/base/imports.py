@@ -1,4 +1,4 @@
-"""Import large libraries without the garbage collector."""
+"""Disable the garbage collector while large libraries are imported."""
 
 import gc
 from collections.abc import Iterator

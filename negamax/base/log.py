@@ -1,6 +1,6 @@
 """Write logs to standard error, one line per event; stdout is for data only.
 
-A child process takes its parent's settings from an environment variable (`base.supervision.spawn`).
+A child process reads its parent's settings from an environment variable that `spawn` sets.
 """
 
 import datetime
@@ -21,7 +21,7 @@ FORMATS = ("text", "json")
 CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"
 
 _KEPT_LINES = 100  # Log lines kept for a crash dump.
-_KEPT_CHARACTERS = 2000  # Characters kept of each log line.
+_KEPT_CHARACTERS = 2000  # Longest kept part of a log line.
 
 get_logger = logging.getLogger
 
@@ -30,8 +30,8 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 
 
 def setup(level: str | int = "info", log_format: str = "text", *, replica: str = "") -> None:
-    """Configure the root logger. `level` is for Negamax's messages; libraries log warnings and
-    errors. `log_format` is "text" or "json". `replica` is this engine's number among several.
+    """Configure the root logger. `level` applies to Negamax; libraries log warnings and errors.
+    `log_format` is "text" or "json". `replica` is this engine's index among several.
     """
     handler = StderrHandler()
     handler.addFilter(RateLimit())
@@ -67,7 +67,7 @@ def settings(replica: int | None = None) -> str:
 
 
 def recent_lines() -> list[str]:
-    """Return the last log lines without lines of `negamax.api`, which may quote clients."""
+    """Return the last log lines, except lines of `negamax.api`, which may quote clients."""
     handlers = logging.getLogger().handlers
     return [line for each in handlers if isinstance(each, _RecentLines) for line in each.lines]
 
@@ -75,7 +75,7 @@ def recent_lines() -> list[str]:
 def _log_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Log an uncaught exception as JSON; the hooks of Python would print plain text."""
+    """Log an uncaught exception as JSON. Python's own hooks would print plain text."""
     if issubclass(kind, KeyboardInterrupt | SystemExit):
         return
     logger = logging.getLogger("negamax")
@@ -98,7 +98,7 @@ class _RecentLines(logging.Handler):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Writes one JSON object per line, with the members of a record's `fields`, if it has any."""
+    """Writes each record as a JSON object on one line, with the members of its `fields`."""
 
     def __init__(self, replica: str = "") -> None:
         super().__init__()

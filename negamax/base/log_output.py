@@ -16,11 +16,11 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069
 _CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
 
 _LIMIT_SECONDS = 10.0
-_LIMIT_RECORDS = 20  # Records of one kind that pass within _LIMIT_SECONDS.
-_LIMIT_KINDS = 1000  # Kinds of records that are counted at a time.
+_LIMIT_RECORDS = 20  # Most records of one kind per _LIMIT_SECONDS.
+_LIMIT_KINDS = 1000  # Most kinds of records that are counted at a time.
 
-_MOST_PENDING = 1000  # Lines that wait until standard error can be written.
-_LONGEST_WRITE = 4096  # Bytes that a pipe accepts completely or not at all.
+_MOST_PENDING = 1000  # Most lines that wait for standard error.
+_LONGEST_WRITE = 4096  # Most bytes that a pipe accepts completely or not at all.
 
 
 def escaped(text: str) -> str:
@@ -41,11 +41,11 @@ class TextFormatter(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Limits the rate of equal warnings and errors of a logger, and counts the dropped ones."""
+    """Limits the rate of equal warnings and errors of a logger. Counts dropped records."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Start of the period (monotonic seconds), and number of records in it, by kind of record.
+        # For each kind of record: start of the period (monotonic seconds), number of records in it.
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -67,7 +67,7 @@ class RateLimit(logging.Filter):
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error without blocking, and keeps `_MOST_PENDING` unwritten lines."""
+    """Writes to standard error without blocking. Keeps up to `_MOST_PENDING` unwritten lines."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -113,7 +113,7 @@ class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _writer_without_waiting() -> Callable[[bytes], int] | None:
-    """Return a write function that raises `BlockingIOError`; None if stderr never blocks."""
+    """Return a write function that raises `BlockingIOError`; None if stderr cannot block."""
     try:
         fd = sys.stderr.fileno()
         mode = os.fstat(fd).st_mode
@@ -121,7 +121,7 @@ def _writer_without_waiting() -> Callable[[bytes], int] | None:
             connection = socket.socket(fileno=os.dup(fd))
             return lambda line: connection.send(line, socket.MSG_DONTWAIT)
         if stat.S_ISFIFO(mode) or os.isatty(fd):
-            # The pipe is reopened, so that writes of other processes to this pipe keep blocking.
+            # Reopen the pipe: writes of other processes to this pipe must still block.
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
             own = os.open(f"/proc/self/fd/{fd}", flags)
             return lambda line: os.write(own, line)

@@ -1,5 +1,5 @@
-"""Process long texts in pieces, so that the event loop can run between pieces: a regular
-expression or a decoder holds the GIL until its call returns.
+"""Process long texts in pieces, because a call of a regular expression or a decoder holds the GIL
+until it returns. The event loop can run between pieces.
 """
 
 import re
@@ -34,7 +34,7 @@ def replace_all(
     *,
     longest: int,
 ) -> AnyStr:
-    """Return `pattern.sub(replacement, text)`. Search in pieces with the limits of `find_all`."""
+    """Return `pattern.sub(replacement, text)`, with the restrictions on matches of `find_all`."""
     if len(text) <= PIECE:
         return pattern.sub(replacement, text)
     empty = text[:0]
@@ -53,7 +53,7 @@ def replace_all(
 def num_chars(
     value: object, *, is_left_out: Callable[[Mapping[str, Any]], bool] = lambda _: False
 ) -> int:
-    """Return a lower bound of the characters of a JSON value, without objects left out."""
+    """Return a lower bound of a JSON value's length, without objects that `is_left_out`."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

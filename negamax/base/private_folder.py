@@ -1,7 +1,7 @@
 """Create private folders for the sockets and shared files of one process tree.
 
-The creating process holds a lock on a file in its folder. Each creation removes unlocked folders,
-whose processes were killed.
+The creating process holds a lock on a file in its folder. Creating a folder also removes unlocked
+folders, which killed processes have left.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from negamax.base.errors import ResourceError
 _PREFIX = "negamax-"
 _LOCK = "lock"
 _MOST_BYTES = 103  # Longest path of a socket on macOS; Linux allows 107 bytes.
-# Longest path of a socket below the parent folder.
+# Longest path of a socket, relative to the parent folder.
 _OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")
 _SECONDS_TO_LOCK = 10.0  # Age from which an unlocked folder counts as abandoned.
 
 
 class PrivateFolder:
-    """A new folder, removed by `remove`. Raises `ResourceError` if no path is short enough."""
+    """A new folder, which `remove` deletes. Raises `ResourceError` if all paths are too long."""
 
     def __init__(self) -> None:
         parent = _parent()
@@ -42,7 +42,7 @@ class PrivateFolder:
 
 
 def _parent() -> str:
-    """Return the folder for temporary files, or another folder if that path is too long."""
+    """Return the folder for temporary files or, if its path is too long, another folder."""
     preferred = tempfile.gettempdir()
     longest = _MOST_BYTES - _OWN_BYTES
     for folder in (preferred, env.get("XDG_RUNTIME_DIR"), "/tmp"):
@@ -58,7 +58,7 @@ def _parent() -> str:
 def _remove_abandoned(parent: str) -> None:
     """Remove the private folders in `parent` whose processes are gone."""
     for folder in Path(parent).glob(f"{_PREFIX}*"):
-        # An error means that the folder is of another user or kind, or was just removed.
+        # An error means that the folder belongs to another user or program, or was just removed.
         with contextlib.suppress(OSError):
             found = folder.lstat()
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

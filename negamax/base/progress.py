@@ -1,4 +1,4 @@
-"""Show progress of long work on standard error: a redrawn line on a terminal, else log lines."""
+"""Show progress of long work on standard error: redraw a line on a terminal, else log lines."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows progress when it is called with the done and the total amount of work.
+    """Shows progress. Callers pass the completed and the total amount of work.
 
     As a context manager, `Progress` clears its line at the end. Without a terminal, or with a JSON
     log, `Progress` logs a line every 5 s, or prints the line at log level warning.

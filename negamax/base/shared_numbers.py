@@ -1,5 +1,5 @@
-"""Share numbers between processes. Each process writes one row; all processes read all rows.
-No lock is needed: a number is eight aligned bytes, and no reader needs two matching numbers.
+"""Share numbers between processes. Each process writes one row; all processes read all rows. No
+lock is needed: a number is eight aligned bytes, and readers do not combine numbers.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ class SharedNumbers:
         self._num_columns, self.num_rows = num_columns, num_rows
 
     def row(self, index: int, *, start: int = 0, count: int | None = None) -> Row:
-        """Return `count` (default: all) numbers of the row of process `index` from `start` on."""
+        """Return `count` numbers (default: all) from column `start` on, of process `index`."""
         count = self._num_columns - start if count is None else count
         offset = (index * self._num_columns + start) * _BYTES
         return (ctypes.c_double * count).from_buffer(self._memory, offset)
@@ -40,6 +40,6 @@ class SharedNumbers:
         return sum(self._numbers[column :: self._num_columns])
 
     def clear(self, index: int, *, num_columns: int | None = None) -> None:
-        """Set the row of a dead process, or its first `num_columns` columns, to zero."""
+        """Set the row of a dead process to zero, or only its first `num_columns` columns."""
         row = self.row(index, count=num_columns)
         row[:] = [0.0] * len(row)

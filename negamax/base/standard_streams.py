@@ -3,13 +3,13 @@
 import os
 import sys
 
-# With these modes, reading stdin and writing stdout fail, and messages on stderr are lost.
+# These modes make reads of stdin and writes to stdout fail, and drop messages on stderr.
 _MODES = {"stdin": ("r", os.O_WRONLY), "stdout": ("w", os.O_RDONLY), "stderr": ("w", os.O_WRONLY)}
 
 
 def open_missing() -> None:
-    """Open missing standard streams, so that no other file gets the descriptors 0 to 2. The opened
-    stdin cannot be read, the opened stdout cannot be written, and stderr drops its messages.
+    """Open missing standard streams, so that no other file gets the descriptors 0 to 2. Reads of an
+    opened stdin and writes to an opened stdout fail; an opened stderr drops messages.
     """
     for number, (name, (mode, flags)) in enumerate(_MODES.items()):
         if getattr(sys, name) is None:

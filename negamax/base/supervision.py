@@ -1,7 +1,7 @@
 """Start child processes, watch their pipes and heartbeats, restart and stop them.
 
 Engines, ranks, grammar processes, server workers and Ray's driver are `Supervised` children. The
-second half of this module runs in the children, which end with their parent.
+second half of this module runs in the children and ends them with their parent.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from negamax.base.shared_numbers import Row, SharedNumbers
 logger = log.get_logger(__name__)
 
 _GROUP_END_SECONDS = 5.0
-_EXIT_CODE_SECONDS = 1.0  # Longest wait for the exit code of a child that has closed its files.
-_LONGEST_LOOK_SECONDS = 1.0  # Most seconds that count between two looks of a watcher.
-_FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; doubles with each further restart.
+_EXIT_CODE_SECONDS = 1.0  # Longest wait for the exit code of a child that closed its pipe.
+_LONGEST_LOOK_SECONDS = 1.0  # Most time that a watcher counts between two looks.
+_FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; doubled by each restart.
 _LONGEST_PAUSE = 30.0
 _PARENT_LOOK_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 1.0  # Time for children to inform their clients before the parent is killed.
 
 
 class Silence:
-    """Measures the seconds since the last heartbeat of a process, for one watcher that looks
-    several times a second. Between two looks, at most `_LONGEST_LOOK_SECONDS` count.
+    """Measures the seconds since the last heartbeat of a process. One watcher must look several
+    times a second. At most `_LONGEST_LOOK_SECONDS` are counted between two looks.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Silence:
         self._last_look = time.monotonic()
 
     def seconds(self, heartbeat: float) -> float:
-        """Return the seconds since `heartbeat` changed, which is 0 before the first heartbeat."""
+        """Return the seconds since `heartbeat` changed; 0 if `heartbeat` is still 0."""
         now = time.monotonic()
         self._seconds += min(now - self._last_look, _LONGEST_LOOK_SECONDS)
         self._last_look = now
@@ -60,7 +60,7 @@ def spawn(
     variables: Mapping[str, str] | None = None,
     has_secrets: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module args`, in a new session and process group if `own_group` is set.
+    """Start `python -m module args`. If `own_group` is set, create a session and process group.
 
     The child inherits the open files `pass_fds`, and the environment (`env.make_child_env`) plus
     `variables`. The child can log as its parent does (`log.setup_as_parent`). The child's standard
@@ -80,8 +80,8 @@ class Supervised:
     def __init__(
         self, module: str, *args: str, heartbeat: Row | None = None, **options: Any
     ) -> None:
-        """Start the child; `options` are those of `spawn`. The child changes the first number of
-        `heartbeat` as long as it runs; the number is 0 before the first heartbeat.
+        """Start the child; `options` are passed to `spawn`. The running child keeps changing the
+        first number of `heartbeat`, which is 0 before the first heartbeat.
         """
         self._child = spawn(module, *args, **options)
         self._heartbeat = heartbeat
@@ -93,7 +93,7 @@ class Supervised:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code, which is -N after signal N; None while the child runs."""
+        """Return the exit code (-N if signal N ended the child); None while the child runs."""
         return self._child.poll()
 
     @property
@@ -104,11 +104,11 @@ class Supervised:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the child has closed its pipe. A device driver may delay the exit code."""
+        """Return whether the child has closed its pipe. Its exit code may be available later."""
         if self.exit_code is not None:
             return True
         poller = select.poll()
-        poller.register(self.pipe, 0)  # poll() reports errors in any case.
+        poller.register(self.pipe, 0)  # poll() always reports errors.
         return bool(poller.poll(0))
 
     def silence(self) -> float:
@@ -117,7 +117,7 @@ class Supervised:
         return self._silence.seconds(self._heartbeat[0])
 
     def describe_end(self) -> str:
-        """Describe how a child that is gone has ended."""
+        """Describe how a child ended that has closed its pipe."""
         try:
             return f"exit code {self._child.wait(_EXIT_CODE_SECONDS)}"
         except subprocess.TimeoutExpired:  # The device driver is still freeing the child's memory.
@@ -133,8 +133,8 @@ class Supervised:
         self._child.kill()
 
     def kill_group(self) -> None:
-        """Kill a child that has its own process group, and all descendants of the child. Wait at
-        most 5 s for the end of the descendants, which the system reaps.
+        """Kill a child that was started with `own_group`, and all its descendants. Wait at most 5 s
+        until the system has reaped the descendants.
         """
         # macOS raises PermissionError for a group of zombies.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -158,7 +158,7 @@ class Supervised:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process. On other systems than Linux return False."""
+    """Return whether a signal has stopped a process. Return False on systems without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -178,15 +178,15 @@ def stop_children(children: Sequence[Supervised], *, timeout: float) -> None:
 
 @dataclass(frozen=True)
 class SupervisionLimits:
-    """Limits after which a silent process is killed, and a dead process is not started again."""
+    """Limits for killing silent processes and for restarting dead processes."""
 
-    max_restarts: int = 0  # Restarts within `restart_window` until the process stays dead.
+    max_restarts: int = 0  # Most restarts within `restart_window`.
     restart_window: float = 600.0  # Seconds.
-    hang_timeout: float = 300.0  # Seconds without progress until a process with work is killed.
+    hang_timeout: float = 300.0  # Seconds without progress until a busy process is killed.
 
 
 class RestartPolicy:
-    """Decides whether a dead process is started again, by the times of its recent deaths."""
+    """Decides whether a dead process is restarted, based on the times of its recent deaths."""
 
     def __init__(self, limits: SupervisionLimits) -> None:
         self._limits = limits
@@ -235,7 +235,7 @@ def exit_now(code: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class ParentPulse:
-    """The heartbeat of the event loop of process `pid`, and the longest time between two beats."""
+    """The heartbeat of process `pid`'s event loop, and the longest time between two beats."""
 
     pid: int
     path: str  # File of `SharedNumbers`, whose first number is the heartbeat.
@@ -246,7 +246,7 @@ def watch_parent(parent: ParentPulse, *, report: Callable[[str], object] | None 
     """Watch the parent's heartbeat in a thread. If the parent is silent for too long, call
     `report` with the reason; one second later kill the parent and end this process.
 
-    A parent that is process 1 of a container cannot be killed, but this process ends anyway.
+    A parent that is process 1 of a container cannot be killed; this process ends nevertheless.
     """
     heartbeat = SharedNumbers(1, path=Path(parent.path)).row(0)
 

@@ -1,4 +1,4 @@
-"""Replace lone surrogates, which JSON can escape and UTF-8 cannot encode, by U+FFFD."""
+"""Replace lone surrogates by U+FFFD. JSON can escape them, but UTF-8 cannot encode them."""
 
 import re
 
@@ -13,7 +13,7 @@ _LONGEST = 12  # Bytes of an escaped surrogate pair.
 
 
 def valid_unicode(text: str) -> str:
-    """Return `text` with U+FFFD for every lone surrogate and with joined surrogate pairs."""
+    """Replace lone surrogates in `text` by U+FFFD, and join surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -32,6 +32,6 @@ def _mend(match: re.Match[bytes]) -> bytes:
     backslashes = 0
     while start > backslashes and body[start - backslashes - 1] == _BACKSLASH:
         backslashes += 1
-    if backslashes % 2:  # The match's first backslash is escaped, so its first half is text.
+    if backslashes % 2:  # The first backslash is escaped, so the first half is plain text.
         return match[0][: len(match[0]) - len(low)] + (_REPLACEMENT if low else b"")
     return match[0] if low else _REPLACEMENT

@@ -1,1 +1,1 @@
-"""Split a model over ranks (`layout`), and let the ranks communicate (`context`)."""
+"""Assign parts of a model to ranks (`layout`), and let the ranks communicate (`context`)."""

@@ -20,9 +20,9 @@ __all__ = ["Collective", "Partial", "ProcessGroup", "SingleRank"]
 
 @dataclass(frozen=True)
 class Partial:
-    """This rank's part of a sum over `group`. `RmsNorm` computes the sum."""
+    """This rank's summand of a sum over the ranks of `group`, which `RmsNorm` computes."""
 
-    x: Tensor  # [T, width], or [T, P, width] with P parts that must be summed, too
+    x: Tensor  # [T, width], or [T, P, width] where dimension P must be summed, too
     group: Collective
 
 
@@ -65,9 +65,9 @@ class ProcessGroup:
         self.peers = peers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks. The result is in `tensor` or in a buffer that the next call
-        overwrites. On the CPU the sum is in fp32 and in rank order, so that a token's result does
-        not depend on its batch. GPU kernels that use `peers` sum small tensors in rank order.
+        """Sum `tensor` over the ranks. The result is `tensor` itself, or a buffer that the next
+        call overwrites. CPU tensors are summed in fp32 in rank order, so that a token's result does
+        not depend on its batch. On GPUs, kernels sum small tensors in rank order through `peers`.
         """
         if tensor.is_cuda:
             if self._shared is not None and self._shared.fits(tensor):
@@ -81,7 +81,7 @@ class ProcessGroup:
         return total.to(tensor.dtype)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks (on the CPU as `all_reduce`). Return this rank's rows."""
+        """Sum `tensor` over the ranks in the order of `all_reduce`; return this rank's rows."""
         assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows over {self.size} ranks"
         rows = tensor.shape[0] // self.size
         if not tensor.is_cuda:
@@ -100,8 +100,8 @@ class ProcessGroup:
     def exchange(
         self, *, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
     ) -> None:
-        """Send a tensor to one rank while receiving a tensor from another. On a GPU, only enqueue
-        both transfers. Raises `EngineDeadError` if a rank is gone.
+        """Send a tensor to one rank and receive a tensor from another rank at the same time. On a
+        GPU, only enqueue both transfers. Raises `EngineDeadError` if a rank is gone.
         """
         operations = [
             dist.P2POp(way, part[0], group=self._group, group_peer=part[1])

@@ -1,4 +1,4 @@
-"""Build the process groups of one rank at its start, for all code that communicates."""
+"""Create the process groups of a rank when it starts. All communication uses these groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from negamax.parallel.poll_control import PollControl
 from negamax.parallel.rendezvous import open_store
 
 START_TIMEOUT_S = 120.0  # Time limit for all ranks to connect at start.
-STEP_TIMEOUT_S = 600.0  # Time limit of a collective, which is longer than any forward pass.
+STEP_TIMEOUT_S = 600.0  # Time limit of a collective. Every forward pass is shorter.
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ParallelContext:
     # Ranks that split the experts of a layer.
     expert_group: Collective = field(default_factory=SingleRank)
     world: Collective = field(default_factory=SingleRank)
-    # One rank of each data-parallel replica; these ranks exchange tokens for experts.
+    # Ranks with equal position in their data-parallel replicas, which exchange tokens for experts.
     data_group: Collective = field(default_factory=SingleRank)
     # Ranks of one context-parallel group, which split the tokens of prompts.
     context_group: Collective = field(default_factory=SingleRank)
@@ -50,7 +50,7 @@ class ParallelContext:
     def gloo(
         layout: ParallelLayout, rendezvous: str, *, has_drafts: bool = False
     ) -> ParallelContext:
-        """Connect to the other ranks over gloo at `rendezvous` (`rendezvous.open_store`). Every
+        """Connect to the other ranks over gloo. `rendezvous` is explained in `open_store`. Every
         rank must pass the same sizes. Raises `EngineError` if a rank does not connect in time.
         """
         if layout.world_size == 1:
@@ -77,12 +77,12 @@ class ParallelContext:
         is_one_sided: bool = False,
         has_drafts: bool = False,
     ) -> ParallelContext:
-        """Connect to the other ranks over NCCL and, for CPU tensors, gloo. `device` is the rank's
-        GPU and the current device. Kernels exchange rows through peer memory, which is `peers` of a
-        group, or None if the GPUs cannot access each other. Peer memory has room for rows of
-        `hidden_size` numbers, norm statistics of `max_tokens` tokens and `max_rows` sampled tokens.
-        With `is_one_sided`, there is also room for partial attention and for tokens that are sent
-        to experts. Every rank must pass the same sizes.
+        """Connect to the other ranks: NCCL carries GPU tensors, gloo CPU tensors. `device` is the
+        rank's GPU and the current device. Kernels exchange rows through the peer memory `peers` of
+        a group, which is None if the GPUs cannot access each other. Peer memory has room for rows
+        of `hidden_size` numbers, norm statistics of `max_tokens` tokens and `max_rows` sampled
+        tokens. With `is_one_sided`, there is also room for partial attention and for tokens that
+        are sent to experts. Every rank must pass the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -92,8 +92,8 @@ class ParallelContext:
         _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
-        # (most tokens, most sampled rows, words per row that is sent to experts) of each group that
-        # exchanges rows in kernels.
+        # (most tokens, most sampled rows, words per row for experts) by the ranks of each group
+        # whose kernels exchange rows.
         kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
         for senders in (layout.data_ranks, layout.context_ranks):
             if is_one_sided and len(senders) > 1:
@@ -137,7 +137,7 @@ class ParallelContext:
         return ParallelContext(layout, links=links, poll_control=control, **own)
 
     def world_min(self, value: int) -> int:
-        """Return the smallest `value` of all ranks."""
+        """Return the smallest `value` over all ranks."""
         return int(self.world.all_gather(torch.tensor([value], dtype=torch.int64), dim=0).min())
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def _meet(
 
 
 def _list_groups(layout: ParallelLayout) -> dict[str, tuple[int, ...]]:
-    """Return the world ranks of each group of a rank, by its field in `ParallelContext`."""
+    """Map each group field of `ParallelContext` to the world ranks of this rank's group."""
     return {
         "attention_group": layout.attention.ranks,
         "expert_group": layout.experts.ranks,
@@ -183,7 +183,7 @@ def _list_groups(layout: ParallelLayout) -> dict[str, tuple[int, ...]]:
 def _new_groups(
     layout: ParallelLayout, *, backend: str
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Create the groups of all ranks; return this rank's groups by their lists of world ranks."""
+    """Create the groups of all ranks. Return the groups of this rank by their world ranks."""
     places = [layout.replace_rank(rank) for rank in range(layout.world_size)]
     groups = {}
     # torch.distributed requires that every rank creates all groups in the same order.

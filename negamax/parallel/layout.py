@@ -1,10 +1,11 @@
-"""Compute which part of a model each rank holds, with tensor (tp), expert (ep), data (dp), pipeline
-(pp), prefill context (cp) and decode context (dcp) parallelism.
+"""Compute which part of a model each rank holds. The parallel sizes are tensor (tp), expert (ep),
+data (dp), pipeline (pp), prefill context (cp) and decode context (dcp).
 
 The ranks form a grid with the axes `pp, dp, cp, tp`, where `tp` varies fastest: rank = ((pp_rank *
 dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Attention uses `tp` ranks per data-parallel replica.
-All `dp * cp * tp` ranks of a pipeline stage hold experts. A layer's experts are split into `ep`
-parts. If there are more ranks than parts, the ranks of a part split the width of each expert.
+All `dp * cp * tp` ranks of a pipeline stage hold experts. The ranks of a stage form `ep` equal
+sets, and each set holds a part of every layer's experts. The ranks of a set split the width of each
+expert.
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ class AttentionView:
         return shard(num_heads, rank=self.rank, size=self.size, what="number of attention heads")
 
     def cache_heads(self, num_heads: int) -> range:
-        """Return the query heads for which each rank that splits a KV cache computes attention."""
+        """Return the query heads of all ranks that split a KV cache with this rank."""
         own = self.heads(num_heads)
         first = own.start - self.cache_rank * len(own)
         return range(first, first + self.cache_size * len(own))
@@ -58,7 +59,7 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this rank's KV heads. With more ranks than KV heads, several ranks hold copies."""
+        """Return this rank's KV heads. If there are more ranks than heads, ranks hold copies."""
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank
@@ -70,7 +71,7 @@ class RankShare:
     """A rank's part of the rows or columns of a weight."""
 
     part: range
-    size: int  # Rows or columns of each rank after padding with zeros.
+    size: int  # Number of rows or columns per rank after zero padding.
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class ExpertView:
         return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
 
     def width(self, intermediate_size: int, *, unit: int = 1) -> RankShare:
-        """Return this rank's rows of gate and up (columns of down), at multiples of `unit`."""
+        """Return this rank's rows of gate and up, which are columns of down, in whole units."""
         what = "expert intermediate size"
         shard(intermediate_size, rank=self.tp_rank, size=self.tp, what=what)
         return share(intermediate_size, rank=self.tp_rank, size=self.tp, unit=unit)
@@ -114,7 +115,7 @@ class ExpertView:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """One rank's place in the grid. Raises `ConfigError` for invalid sizes or an invalid rank."""
+    """One rank's position in the grid. Raises `ConfigError` for invalid sizes or ranks."""
 
     rank: int = 0
     tp: int = 1
@@ -122,9 +123,9 @@ class ParallelLayout:
     dp: int = 1
     pp: int = 1
     cp: int = 1
-    dcp: int = 1  # Number of adjacent ranks, of the tp ranks, that split the KV cache of one head.
+    dcp: int = 1  # Number of adjacent tp ranks that split the KV cache of one head.
     partition: tuple[int, ...] = ()  # Number of layers of each pipeline stage; () splits evenly.
-    # Total number of slots for extra copies of experts on the ranks of a stage.
+    # Number of slots for extra copies of experts, summed over the ranks of a stage.
     redundant_experts: int = 0
     # The expert in each slot of each layer at start; () places experts in order.
     expert_placement: tuple[tuple[int, ...], ...] = ()
@@ -225,27 +226,27 @@ class ParallelLayout:
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
     def expert_slots(self, num_experts: int, layer: int) -> tuple[int, ...]:
-        """Return the expert in each slot at start, by `expert_placement` or in order."""
+        """Return the initial expert of each slot, from `expert_placement` or in order."""
         if self.expert_placement:
             return self.expert_placement[layer]
         return tuple(slot % num_experts for slot in range(num_experts + self.redundant_experts))
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """Return the world ranks with this rank's place in each data-parallel replica."""
+        """Return the world ranks that have this rank's position in any data-parallel replica."""
         per_replica = self.cp * self.tp
         first = self.rank - self.dp_rank * per_replica
         return tuple(first + number * per_replica for number in range(self.dp))
 
     @property
     def context_ranks(self) -> tuple[int, ...]:
-        """Return the world ranks that split prompts with this rank and have equal weights."""
+        """Return the world ranks that split prompts with this rank and hold the same weights."""
         first = self.rank - self.cp_rank * self.tp
         return tuple(first + number * self.tp for number in range(self.cp))
 
     @property
     def token_ranks(self) -> tuple[int, ...]:
-        """Return the stage's world ranks with this rank's place in each tensor-parallel group."""
+        """Return the world ranks of this stage that have this rank's tensor-parallel rank."""
         first = self.pp_rank * self.stage_size + self.tp_rank
         return tuple(range(first, first + self.stage_size, self.tp))
 
@@ -266,7 +267,7 @@ class ParallelLayout:
 
     @property
     def within_stage(self) -> "ParallelLayout":
-        """Return this rank's place in a grid that consists of its pipeline stage alone."""
+        """Return this rank's position in a grid of only its own pipeline stage."""
         return replace(self, rank=self.rank % self.stage_size, pp=1, partition=())
 
     def layers(self, num_layers: int) -> range:
@@ -281,7 +282,7 @@ class ParallelLayout:
         sizes = self.partition or even
         if sum(sizes) != num_layers:
             raise ConfigError(
-                f"--pp-layer-partition adds up to {sum(sizes)} layers, the model has {num_layers}",
+                f"--pp-layer-partition adds up to {sum(sizes)} layers; the model has {num_layers}",
                 hint=f"use for example {','.join(map(str, even))}",
             )
         first = sum(sizes[: self.pp_rank])
@@ -289,7 +290,7 @@ class ParallelLayout:
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
-        """Return the world ranks with this rank's place in each pipeline stage."""
+        """Return the world ranks that have this rank's position in any pipeline stage."""
         return tuple(range(self.rank % self.stage_size, self.world_size, self.stage_size))
 
     def vocab(self, vocab_size: int) -> range:
@@ -298,7 +299,7 @@ class ParallelLayout:
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """Return the `rank`-th of `size` equal slices. Raises a `ConfigError` that names `what`."""
+    """Return the `rank`-th of `size` equal slices. Raises `ConfigError` about `what`."""
     if total % size:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks")
     per_rank = total // size
@@ -306,7 +307,7 @@ def shard(total: int, *, rank: int, size: int, what: str) -> range:
 
 
 def share(total: int, *, rank: int, size: int, unit: int) -> RankShare:
-    """Return the `rank`-th of `size` slices of units, which differ by at most one unit."""
+    """Split whole units into `size` slices of nearly equal length; return slice `rank`."""
     units = -(-total // unit)
     first, stop = (min(units * edge // size * unit, total) for edge in (rank, rank + 1))
     return RankShare(range(first, stop), -(-units // size) * unit)

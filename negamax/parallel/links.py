@@ -19,7 +19,7 @@ class Arrival:
         self._work = work
 
     def wait(self) -> None:
-        """Wait for the tensor (on a GPU, the stream waits). Raises `EngineDeadError`."""
+        """Wait for the tensor; on a GPU, only the stream waits. Raises `EngineDeadError`."""
         if self._work is None:
             return
         try:
@@ -29,15 +29,15 @@ class Arrival:
 
 
 class Link:
-    """A link to or from rank `peer`. Each link has its own group, so links are independent."""
+    """A one-way link to or from rank `peer`. Its own process group keeps it independent."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
-        """`kept` tensors may be in flight; a further `send` waits for the oldest of them."""
+        """If `kept` tensors are in flight, `send` waits until the oldest tensor has arrived."""
         self._group, self._peer, self._kept = group, peer, kept
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Send `tensor`, which must not change, without waiting. Raises `EngineDeadError`."""
+        """Start to send `tensor`, which must not change. Raises `EngineDeadError`."""
         while len(self._sent) >= self._kept:
             Arrival(self._sent[0][0]).wait()
             self._sent.popleft()
@@ -56,14 +56,14 @@ class Link:
             raise EngineDeadError(f"another stage is gone: {error}") from error
 
     def finish(self) -> None:
-        """Wait until every sent tensor may be freed. Raises `EngineDeadError`."""
+        """Wait until all tensors are sent and can be freed. Raises `EngineDeadError`."""
         while self._sent:
             Arrival(self._sent.popleft()[0]).wait()
 
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """Links of one rank to the ranks with the same place in other stages."""
+    """Links of one rank to the ranks that have its position in other stages."""
 
     previous: Link | None = None  # None in the first stage.
     next: Link | None = None  # None in the last stage.
@@ -75,7 +75,7 @@ class PipelineLinks:
         layout: ParallelLayout, *, backend: str, device: torch.device, has_drafts: bool = False
     ) -> "PipelineLinks":
         """Open the links; every rank of the world must call this. The last stage sends sampled
-        tokens to the first stage or, with `has_drafts`, to all stages. Raises `EngineDeadError`.
+        tokens to the first stage, or to all if `has_drafts` is set. Raises `EngineDeadError`.
         """
         if layout.pp == 1:
             return PipelineLinks()

@@ -1,4 +1,4 @@
-"""Limit how long kernels poll for words that other ranks write to this rank's memory."""
+"""Limit how long kernels poll this rank's memory for data that other ranks write."""
 
 import ctypes
 
@@ -6,15 +6,15 @@ import torch
 
 
 class PollControl:
-    """A clock, a time limit and an abort flag in host memory. Polling kernels read these numbers
-    about once a millisecond, and set the flag at the time limit, which makes results invalid.
+    """A clock, a time limit and an abort flag in host memory. Polling kernels read them about once
+    a millisecond, and set the flag at the time limit. Once the flag is set, results are invalid.
     """
 
     def __init__(self, seconds: float) -> None:
-        """Limit one wait of a kernel to `seconds` of the clock, which only `tick` advances."""
+        """Limit each wait of a kernel to `seconds`, on a clock that only `tick` advances."""
         self._memory = torch.zeros(3, dtype=torch.int64, pin_memory=True)
-        self.address = self._memory.data_ptr()  # Kernels read and write the words here.
-        # [clock, limit, abort flag], in ms. ctypes writes the words, because a thread that is in a
+        self.address = self._memory.data_ptr()  # Kernels access the three numbers here.
+        # [clock, limit, abort flag], in ms. Written through ctypes, because a thread inside a
         # tensor operation at exit would abort the process.
         self.words = (ctypes.c_int64 * 3).from_address(self.address)
         self.words[1] = round(1000 * seconds)

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from negamax.base.addresses import bind
 from negamax.parallel.layout import ParallelLayout
 
-_BACKLOG = 1024  # Pending connections, of which each rank opens several.
+_BACKLOG = 1024  # Most pending connections. Each rank opens several connections.
 _POLL_SECONDS = 0.05
 
 
 def open_store(rendezvous: str, layout: ParallelLayout, *, timeout_s: float) -> dist.Store:
     """Open a new store at `rendezvous`, which is a file or `tcp://ADDRESS:PORT`. Rank 0 listens on
-    ADDRESS only; a socket that PyTorch opens would listen on all addresses. Raises `OSError` on
-    failure and after `timeout_s`.
+    ADDRESS only, whereas PyTorch's own socket would listen on all addresses. Raises `OSError` on
+    failure or after `timeout_s`.
     """
     if not rendezvous.startswith("tcp://"):
         return dist.FileStore(rendezvous, layout.world_size)

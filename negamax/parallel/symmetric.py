@@ -1,6 +1,6 @@
 """Allocate GPU memory that all ranks of a group can write. Kernels exchange rows through regions of
-this memory. One region is a buffer in which PyTorch sums tensors of medium size. The ranks map the
-memory peer-to-peer, without NVLink multicast.
+this memory. PyTorch sums medium-sized tensors in one of the regions. The ranks map the memory
+peer-to-peer, without NVLink multicast.
 """
 
 from collections.abc import Callable
@@ -22,26 +22,26 @@ from negamax.parallel.poll_control import PollControl
 
 logger = get_logger(__name__)
 
-# These limits count rows of hidden states. NCCL carries larger batches.
+# The following limits are numbers of hidden states (one row per token). NCCL transfers more rows.
 REDUCE_ROWS = 256  # Most rows that are summed through peer memory.
 DISPATCH_ROWS = 128  # Most rows that a rank sends to experts through peer memory.
-SHARED_ROWS = 2048  # Most rows in the shared buffer; NCCL is as fast for more rows (four H200).
-SHARD_ROWS = 16384  # Most rows of a step that ranks shard through peer memory.
+SHARED_ROWS = 2048  # Most rows in the shared buffer; on four H200, NCCL is as fast for more.
+SHARD_ROWS = 16384  # Most rows of a sharded step that uses peer memory.
 BUFFERS = 2
-# Longest wait of a kernel for another rank, below the engine's own limit and above any skew.
+# Longest wait of a kernel for another rank. --engine-hang-timeout should be longer.
 PEER_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Sums bf16 tensors. Every rank sums one slice and writes it to the buffers of all ranks."""
+    """Sums bf16 tensors. Every rank sums one slice and writes the sum to all ranks' buffers."""
 
     memory: Tensor  # [elements] bf16; each rank of the group has such a buffer
     group_name: str
     world: int
 
     def fits(self, tensor: Tensor) -> bool:
-        whole_slices = tensor.numel() % (8 * self.world) == 0  # Slices consist of 16-byte words.
+        whole_slices = tensor.numel() % (8 * self.world) == 0  # Slices are multiples of 16 bytes.
         return (
             tensor.dtype == self.memory.dtype
             and whole_slices
@@ -68,8 +68,8 @@ def connect(
 ) -> tuple[PeerMemory, SharedBuffer] | None:
     """Allocate peer memory for rows of `hidden_size` numbers, norm statistics of `max_tokens`
     tokens, `max_rows` sampled tokens, and rows of `token_words` words that are sent to experts.
-    Every rank of `group` must call this function with the same sizes. All ranks get None if the
-    GPUs cannot access each other or if their number is not a power of two, which kernels need.
+    Every rank of `group` must call this function with the same sizes. Return None on all ranks if
+    the GPUs cannot access each other or their number is not a power of two, as kernels require.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
@@ -82,7 +82,7 @@ def connect(
         *([(reduce_rows, token_words)] if token_words else []),
     ]  # Number of rows, and words per row, of each region.
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
-    # The shared buffer comes first: PyTorch sums only at the start of symmetric memory.
+    # The shared buffer comes first: PyTorch can only sum at the start of symmetric memory.
     shared_words = _aligned(-(-min(SHARED_ROWS, max_tokens) * hidden_size // 4))
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)
@@ -93,7 +93,7 @@ def connect(
         if _all_agree(problem is None, group):
 
             def addresses(word: int, *others: int) -> Tensor:
-                """Return the address of `word` in each rank's memory, followed by `others`."""
+                """Return a tensor: the address of `word` on each rank, followed by `others`."""
                 found = [*(base + 8 * word for base in bases), *others]
                 return torch.tensor(found, dtype=torch.int64, device=device)
 
@@ -129,7 +129,7 @@ def connect(
             )
             return peers, shared
     logger.warning(
-        "GPUs share no memory (%s): NCCL computes every sum over ranks",
+        "GPUs cannot access each other's memory (%s): NCCL computes every sum over ranks",
         problem or "reported by another rank",
     )
     return None
@@ -149,7 +149,7 @@ def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, in
 
 
 def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return why this GPU cannot access another GPU of the group; None if no reason is known."""
+    """Return why this GPU cannot access a GPU of the group; None if nothing prevents it."""
     own = torch.tensor([device.index], dtype=torch.int64)
     indices = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(indices, own, group=group)
@@ -168,15 +168,15 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def _share(
     num_words: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], Callable[[], None], str | None]:
-    """Return zeroed 8-byte words, their addresses on all ranks, a barrier and an error."""
+    """Return zeroed 8-byte words, their address on each rank, a barrier and an error."""
     try:
         words = symm_mem.empty(num_words, dtype=torch.int64, device=device)
         words.zero_()
-        torch.cuda.synchronize(device)  # The words are zero before a rank passes the rendezvous.
+        torch.cuda.synchronize(device)  # No rank may write before the words are zero.
         handle = symm_mem.rendezvous(words, group)
     except RuntimeError as error:
         return torch.empty(0), [], lambda: None, str(error).splitlines()[0]
-    # This offset is equal on all ranks, which allocate in the same order.
+    # All ranks allocate in the same order, so this offset is equal on all ranks.
     within = words.data_ptr() - handle.buffer_ptrs[handle.rank]
     barrier = partial(handle.barrier, timeout_ms=round(1000 * PEER_TIMEOUT_S))
     return words, [pointer + within for pointer in handle.buffer_ptrs], barrier, None

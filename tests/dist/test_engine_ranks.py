@@ -109,7 +109,7 @@ def test_ranks_that_wait_for_a_mask_can_be_stopped(
 
 
 def test_refuses_impossible_splits(m2: str) -> None:
-    partition = r"adds up to 6 layers, the model has 5 \(use for example 3,2\)"
+    partition = r"adds up to 6 layers; the model has 5 \(use for example 3,2\)"
     for options, words in (
         ({}, r"5 layers .* 6 .*stages \(use --pipeline-.*-size 5 or"),
         ({"pp_layer_partition": "3,3"}, partition),

@@ -81,7 +81,7 @@ def test_stages_hold_the_layers_that_a_partition_gives_them() -> None:
     options = ParallelOptions(pipeline_parallel_size=3, pp_layer_partition="2, 5,1")
     stages = [ParallelLayout.of(options).replace_rank(rank) for rank in range(3)]
     assert [stage.layers(8) for stage in stages] == [range(2), range(2, 7), range(7, 8)]
-    with pytest.raises(ConfigError, match=r"adds up to 8 layers, the model has 9 .*3,3,3"):
+    with pytest.raises(ConfigError, match=r"adds up to 8 layers; the model has 9 .*3,3,3"):
         stages[0].layers(9)
 
 
