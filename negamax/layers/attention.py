@@ -22,7 +22,7 @@ from negamax.layers.qk_norm import FullWidthNorm, PerHeadNorm
 from negamax.layers.weights import LayerSetup
 from negamax.parallel.collectives import Partial
 
-# Names and caches of one layer on this rank. A cache is [num_blocks, heads, block_size, width]:
+# The caches of one layer on this rank, by name. A cache is [num_blocks, heads, block_size, width]:
 # within a block, the tokens of a head are adjacent (`kernels/kvcache/op.py`).
 KvCaches = Mapping[str, Tensor]
 
@@ -52,9 +52,9 @@ class GroupedQueryStep:
     slot_mapping: Tensor  # [T * kv_heads] int64, cache row of each token's keys and values
     # plan of the attention.decode kernel for the first num_decodes tokens; None if num_decodes is 0
     decode: Any
-    # plan of the attention.prefill kernel for the other tokens; None if all are decodes
+    # plan of the attention.prefill kernel for the other tokens; None if all tokens are decodes
     prefill: Any
-    exchange: KeyExchange | None  # exchange of keys and values; None: no sharded tokens
+    exchange: KeyExchange | None  # None: the tokens are not sharded over ranks
 
 
 class PagedKind:
@@ -63,7 +63,7 @@ class PagedKind:
     ops: tuple[Op[Any, Any], Op[Any, Any]]
 
     def __init__(self, shape: PagedShape, *, frequencies: Tensor, kernels: KernelTable) -> None:
-        """The dtype of `shape` is set from `kernels`, and its block size in each step."""
+        """`kernels` sets the dtype of `shape`, and each step sets its block size."""
         self._shape = replace(shape, dtype=kernels.dtype)
         self._frequencies, self._locate = frequencies, kernels[LOCATE].run
         self._plan_decode, self._plan_prefill = (kernels[op].prepare for op in self.ops)
@@ -105,10 +105,11 @@ class GroupedQueryKind(PagedKind):
 class Attention:
     """Grouped-query attention from q, k, v projection to output projection, with QK norm and rope.
 
-    RMS norm covers all heads together, or each head alone with `norm_per_head`. With `gemma_norm`
-    the norm scales by 1 + the weights. A rank holds `heads / tp` query heads and `kv_heads / tp` KV
-    heads. If there are more ranks than KV heads, adjacent ranks hold copies of one KV head. If
-    ranks shard a KV head's cache by blocks (DCP), each projects the query heads of all these ranks.
+    RMS norm runs over all heads together or, with `norm_per_head`, over each head. With
+    `gemma_norm` the norm scales by 1 + the weights. A rank holds `heads / tp` query heads and
+    `kv_heads / tp` KV heads. If there are more ranks than KV heads, adjacent ranks hold copies of
+    one KV head. If ranks shard a KV head's cache by blocks (DCP), each rank projects all their
+    query heads.
     """
 
     def __init__(

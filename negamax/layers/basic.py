@@ -26,9 +26,10 @@ _ROWS = 4096  # rows of an embedding that `map_rows` changes at a time
 class RmsNorm:
     """Completes a sum over ranks, adds it to the residual stream, and applies RMS norm.
 
-    Every rank holds the whole stream. For large batches on GPUs, a rank holds only some rows of
-    the stream from the first to the last norm of a step (`kernels/collectives/triton.py`).
-    `activation`: quantized form that the next layer takes. `gemma`: weights are stored minus 1.
+    Every rank holds the whole stream, except for large batches on GPUs: between the first and last
+    norm of a step, a rank then holds only some rows (`kernels/collectives/triton.py`).
+    `activation`: quantized form that the next layer takes. `gemma`: the checkpoint stores the
+    weights minus 1.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RmsNorm:
         self, residual: Tensor, group: Collective, *, copy: bool = True, out: Tensor | None = None
     ) -> Tensor:
         """Return the whole residual stream [T, width] after this norm's sum over `group`. With
-        `copy` the result is a copy, in `out` if given. Without `copy` the result may be `residual`.
+        `copy` the result is a copy, in `out` if given. Without `copy` it may be `residual` itself.
         """
         stream: Tensor = self._complete(residual, group, copy=copy, out=out)
         return stream
@@ -81,7 +82,7 @@ class VocabEmbedding:
         weights: WeightFormat,
     ) -> None:
         self._group = group
-        # [rows + 2, hidden]: tokens of other ranks read the row of zeros at either end
+        # [rows + 2, hidden]: ids of other ranks' tokens select the zeros at either end
         self.table = torch.zeros(
             len(rows) + 2, shape[1], dtype=weights.dtype, device=weights.device
         )
@@ -108,7 +109,7 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """The output head. The attention group splits the vocabulary."""
+    """The output head. The ranks of the attention group shard the vocabulary."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], *, rows: range, setup: LayerSetup
@@ -122,7 +123,7 @@ class VocabHead:
         self._linear.finish_loading()
 
     def local(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] -> [R, rows of this rank] fp32, in `out` if given (GPU only)."""
+        """hidden [R, hidden] -> [R, vocab of this rank] fp32, in `out` if given (GPU only)."""
         return self._linear(hidden, LinearOutput(torch.float32, out))
 
     def __call__(self, hidden: Tensor) -> Tensor:

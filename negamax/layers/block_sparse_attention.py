@@ -36,13 +36,13 @@ from negamax.parallel.collectives import Partial
 
 @dataclass(frozen=True)
 class BlockSparseStep(GroupedQueryStep):
-    index_rows: Tensor | None  # [T] int64, row of each index key; None: slot_mapping gives it
+    index_rows: Tensor | None  # [T] int64, cache row of each index key; None: use slot_mapping
     select: Any  # plan of the kernel that selects blocks for all tokens
-    merge: Any  # plan of the kernel that merges selections of all shards; None: no shards
+    merge: Any  # plan of the kernel that merges selections of shards; None: one shard
 
 
 class BlockSparseKind(PagedKind):
-    """Prepares the steps of `BlockSparseAttention`."""
+    """Prepares the state that `BlockSparseAttention` layers share in a step."""
 
     name = "block sparse"
     ops = BLOCK_SPARSE_DECODE, BLOCK_SPARSE_PREFILL
@@ -80,8 +80,8 @@ class BlockSparseKind(PagedKind):
 class BlockSparseAttention:
     """Attention to the KV blocks that index heads select, from projections to output projection.
 
-    Heads are split as in `Attention`. An index head is on the rank of its KV head, unless the index
-    keys are sharded: then every rank computes the index queries of all heads. Each head of q, k,
+    Heads are split as in `Attention`. If the index keys are sharded, every rank computes the index
+    queries of all heads. Otherwise an index head is on the rank of its KV head. Each head of q, k,
     index q and index k has RMS norm; with `gemma_norm` norms scale by 1 + the checkpoint's weights.
     """
 

@@ -1,8 +1,8 @@
 """Decode context parallelism (DCP): ranks with the same KV head split the blocks of its cache.
 
-Every rank attends to its own blocks with the query heads of all ranks that share the KV head. It
-then merges the partial results of its own heads. Attention layers need no code for DCP, because
-their kernel table contains ops that split and merge.
+Every rank attends to its own blocks with the query heads of all ranks that share the KV head. Each
+rank then merges the partial results of its own heads. Attention layers need no code for DCP,
+because their kernel table contains ops that split and merge.
 """
 
 from collections.abc import Callable
@@ -81,7 +81,7 @@ class _Merged:
         return _Plan(self.part.prepare(queries, replace(shape, quantize=False)), shape.quantize)
 
     def run(self, q: Tensor, cache: KvCache, *rest: Any) -> Hidden:
-        """q [T, group heads, head_dim] -> [T, own heads * head_dim]. `rest` ends with the plan."""
+        """q [T, group heads, head_dim] -> [T, own heads * head_dim]. The plan is last in `rest`."""
         *choice, plan = rest
         own = self.part.run(q, cache, *choice, plan.part)
         count = q.shape[1] // self.group.size

@@ -19,7 +19,7 @@ class KeyExchange:
     def __init__(
         self, metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
     ) -> None:
-        """`metadata`: a step with sharded tokens. `heads`: head counts of a layer's caches."""
+        """`metadata`: metadata of a sharded step. `heads`: head counts of a layer's caches."""
         shared = metadata.shared_tokens
         assert shared is not None
         self._group = shared.group
@@ -30,7 +30,7 @@ class KeyExchange:
         }
 
     def __call__(self, caches: Sequence[Tensor]) -> None:
-        """Complete `caches` [num_blocks, heads, block_size, width] with all ranks' tokens."""
+        """Write all ranks' tokens to `caches` [num_blocks, heads, block_size, width]."""
         group, sent = self._group, []
         rows = [self._rows[cache.shape[1]] for cache in caches]
         for cache, places in zip(caches, rows, strict=True):
@@ -44,5 +44,5 @@ class KeyExchange:
 
 
 def _stored_rows(cache: Tensor) -> Tensor:
-    """View as bytes [rows, bytes per row], because FP8 tensors cannot be indexed."""
+    """View `cache` as bytes [rows, bytes per row], because FP8 tensors cannot be indexed."""
     return cache.view(torch.uint8).view(-1, cache.shape[-1] * cache.element_size())

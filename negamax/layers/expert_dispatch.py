@@ -15,15 +15,13 @@ from negamax.kernels.moe.op import PLACE
 from negamax.layers.weights import LayerSetup
 from negamax.parallel.collectives import Collective, Partial
 
-# Up to this number of rows of all ranks together, rows are sent quantized and unquantized, because
-# kernels for few tokens read unquantized rows.
+# If all ranks together send at most this many rows, each row is sent quantized and unquantized,
+# because kernels for few tokens read unquantized rows.
 UNQUANTIZED_ROWS = 64
 
 
 class ExpertMap:
-    """Slots of each expert and counts of its selections. CUDA graphs read these tensors, so they
-    are updated in place.
-    """
+    """Slots and selection counts of experts, updated in place because CUDA graphs read them."""
 
     def __init__(
         self, table: Sequence[int], *, most_copies: int, device: torch.device, counts: Tensor
@@ -111,8 +109,9 @@ class TokenExchange:
 
 class ReplicatedTokens:
     """The dispatch for an expert group whose ranks all have all tokens. Each rank runs the experts
-    in its own slots. No token is sent; the next norm sums over the group. Without a map, expert i
-    is in slot i and no kernel is launched. This rank holds slots first .. first + len(experts) - 1.
+    in its own slots. No token is sent; the next norm sums outputs over the group. Without a map,
+    expert i is in slot i and no kernel is launched. This rank holds slots first .. first +
+    len(experts) - 1.
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
@@ -157,8 +156,8 @@ class ReplicatedTokens:
 
 
 class DistributedTokens(ReplicatedTokens):
-    """The dispatch for data-parallel ranks, which have different tokens. Each rank sends its
-    tokens to the others, padded to the largest number on any rank, and receives summed outputs.
+    """The dispatch for data-parallel ranks, which have different tokens. Each rank pads its tokens
+    to the largest number on any rank, sends them to the other ranks, and receives summed outputs.
 
     In a sharded step, context-parallel ranks also exchange their shards of tokens. In other steps,
     context-parallel ranks have equal tokens: tokens are exchanged only between ranks of the same

@@ -12,7 +12,7 @@ from negamax.layers.weights import WeightSlot
 
 
 class KvScales:
-    """The scales of one layer's keys and values. A scale is 1.0 if the checkpoint has none."""
+    """The scales of one layer's keys and values. The default of a scale is 1.0."""
 
     def __init__(self, names: AttentionNames) -> None:
         self._names, self.values, self.are_stored = names, (1.0, 1.0), False
@@ -23,13 +23,13 @@ class KvScales:
         ]
 
     def finish_loading(self) -> None:
-        """Raises `CheckpointError` for an invalid scale, or if one scale of the two is missing."""
+        """Raises `CheckpointError` for an invalid scale, or if only one scale is stored."""
         written, absent = (
             [slot.name for slot in self.slots if slot.written is there] for there in (True, False)
         )
         if written and absent:
             raise CheckpointError(
-                f"the checkpoint has {written[0]} and no {absent[0]}; it must have both or none"
+                f"the checkpoint has {written[0]} but not {absent[0]}; it must have both or neither"
             )
         self.are_stored = bool(written)
         k_scale, v_scale = self._stored.tolist()

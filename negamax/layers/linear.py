@@ -123,9 +123,7 @@ class ColumnParallels:
 
 
 class RowParallel(_Linear):
-    """y = x W^T, where x and W hold this rank's input columns. y is this rank's part of a sum over
-    the attention group.
-    """
+    """y = x W^T over this rank's input columns: a partial sum over the attention group."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], *, columns: range, setup: LayerSetup

@@ -24,17 +24,17 @@ from negamax.parallel.collectives import Partial
 from negamax.quantization.scheme import WeightFormat
 
 ALL_TOKENS = StepTokens()
-# Most tokens for which the shared expert runs on a second stream. M3.1 on an H200: steps take 2 %
-# less time at 1 token, 1 % less at 16 tokens, 1 % more at 64 tokens.
+# Maximum number of tokens for which the shared expert runs on a second stream. M3.1 on an H200:
+# steps take 2 % less time at 1 token, 1 % less at 16 tokens, 1 % more at 64 tokens.
 _FORK_MAX_M = 32
 
 
 class SparseMoe:
     """A router in fp32 on every rank, and SwiGLU experts that are split by expert and by width.
 
-    The shared expert is one more expert that is selected for every token. If the shared expert's
-    format or size differs, or if ranks hold different experts, it is a separate `Mlp`, split by
-    width over the ranks with the same tokens.
+    The shared expert is one more expert that is selected for every token. If its format or size
+    differs from those of other experts, or if ranks hold different experts, it is a separate `Mlp`,
+    split by width over the ranks with the same tokens.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SparseMoe:
         table: Sequence[int] | None = None,
     ) -> None:
         """`routed_scaling`: factor of the routing weights. `shared_width`: width of the shared
-        expert (0: none). `table`: the expert in each slot (None: as the layout says for `layer`).
+        expert (0: none). `table`: the expert in each slot (None: the layout's table).
         """
         experts = [names.expert(number) for number in range(num_experts)]
         layout, kernels, weights = setup.context.layout, setup.kernels, setup.weights
@@ -167,7 +167,7 @@ class SparseMoe:
 
     @property
     def expert_weights(self) -> ExpertWeights:
-        """Loaded weights in the slots of this rank."""
+        """Loaded expert weights in the slots of this rank."""
         assert self._prepared is not None, "the experts are not loaded"
         return self._prepared
 
@@ -245,7 +245,7 @@ class SparseMoe:
 def _fork(ids: Tensor) -> torch.cuda.Stream | None:
     """Return a stream that continues from the current stream, for captured steps of few tokens.
 
-    `ids`: [T, top_k]. Return None for other steps, which host launches or memory traffic limit.
+    `ids`: [T, top_k]. Return None for other steps, whose limit is launches or memory traffic.
     """
     if not ids.is_cuda or len(ids) > _FORK_MAX_M or not torch.cuda.is_current_stream_capturing():
         return None

@@ -30,20 +30,20 @@ class LayerSetup:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored tensor of a quantized matrix, which a slot takes without dequantizing it."""
+    """A stored tensor of a quantized matrix, which a slot keeps as stored."""
 
     tensor: StoredTensor
     # shape of the matrix and this rank's region of it; None: shape and region of the slot
     matrix: tuple[tuple[int, int], Region] | None = None
     # compare the tensor with its only valid values, and keep nothing
     is_compared: bool = False
-    copies: Copies = ()  # repetitions of entries; empty: no repetition
+    copies: Copies = ()  # how to repeat the entries; empty: no repetition
 
 
 class WeightSlot:
-    """The destination of one checkpoint tensor of `shape` on this rank. Single writer: the loader.
+    """The destination of one checkpoint tensor of `shape` on this rank. Only the loader writes it.
 
-    `target`: parameter or view that receives the part `region`, one range per dimension. None: this
+    `target`: parameter or view that receives the part `region`, one range per dimension; None: this
     rank keeps nothing. The slot drops `target` once it is written. `source`: the matrix's format in
     the checkpoint. `stored`: the stored tensor that the slot takes; None: the dequantized matrix.
     `optional`: the tensor may be absent. `reason`: why a matrix is dequantized, for the log.
@@ -184,7 +184,7 @@ class MatrixWeight:
         reason: str = "",
     ) -> None:
         """`stored`: the format held in memory, `PLAIN` for the compute dtype. `reason`: why this
-        format was chosen. `padded`: whether `slots` leave entries unfilled.
+        format was chosen. `padded`: whether `slots` leave entries empty.
         """
         *lead, rows, columns = shape
         self.format, self._weights, self._reason = stored, weights, reason
@@ -207,8 +207,8 @@ class MatrixWeight:
         region: Region | None,
         at: tuple[int, ...] = (0,),
     ) -> list[WeightSlot]:
-        """Return the slots of the matrix `name`. This rank keeps `region` (None: nothing) at the
-        leading indices and first row `at`. `region` must not cut a group of the held format.
+        """Return the slots of the matrix `name`. This rank keeps `region` (None: nothing). `at`:
+        leading indices and first row of the kept part. `region` must not cut a group.
         """
         source = self._weights.stored(name)
         if self.format is PLAIN:
@@ -243,7 +243,7 @@ class MatrixWeight:
         ]
 
     def _place_of(self, tensor: StoredTensor, region: Region, at: tuple[int, ...]) -> Tensor:
-        """Return the view of the parameter for `region`, from row at[-1] and column 0 on."""
+        """Return the view of the parameter for `region`, which starts at row at[-1], column 0."""
         held, own = self._tensors[tensor.name][at[:-1]], tensor.held()
         for n, (dim, part) in enumerate(zip(own.dims, own.part(region), strict=True)):
             row = at[-1] if dim.axis is Axis.ROWS else 0
@@ -269,7 +269,7 @@ class MatrixWeight:
 
 
 def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
-    """Return how to repeat the entries of `tensor` for `region` to get the units of `held`."""
+    """Return how to repeat entries of `tensor` in `region` for the smaller units of `held`."""
     assert tensor.name == held.name, f"{tensor.name} <- {held.name}"
     found = []
     for wide, fine in zip(tensor.dims, held.dims, strict=True):

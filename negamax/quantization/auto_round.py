@@ -1,7 +1,7 @@
 """Method "auto-round" (Intel).
 
-The method stores integers in the layouts of GPTQ or AWQ, FP8, or FP4 and MX formats in the layouts
-of compressed-tensors. Single modules may have other bits or stay unquantized.
+Integers have the layouts of GPTQ or AWQ. FP4 and MX formats have the layouts of compressed-tensors.
+FP8 has a scale per row, matrix or block. A module may have its own number of bits.
 """
 
 import re
@@ -35,14 +35,14 @@ from negamax.quantization.integers import (
 from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse, spellings
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
-# Layout -> its allowed bits and its format. "auto_round" is GPTQ with unshifted zero points.
+# Layout -> its allowed bits and its format. "auto_round" means GPTQ with unshifted zero points.
 _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat]]] = {
     _GPTQ: (PACKED_BITS, lambda bits, size: gptq(bits, size, version=1)),
     _AWQ: ((4,), lambda bits, size: awq(size)),
     "auto_round": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
     "auto_round:gptqmodel": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
 }
-# FP8 formats by group size: -1 has a scale per row, 0 has a scale per matrix.
+# FP8 formats by group size: -1 selects a scale per row, 0 a scale per matrix.
 _FP8 = {
     -1: fp8("fp8_e4m3_channel", (ROWS,), input_scale="input_scale"),
     0: fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"),
@@ -115,7 +115,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 
 
 def _floats(spec: QuantizationSpec, data_type: str) -> TensorFormat:
-    """Return the format of FP8, FP4 or MX weights. Activations may be quantized, too."""
+    """Return the format of FP8, FP4 or MX weights. The scheme may also quantize activations."""
     known = {
         **UNLESS_MORE, "data_type": (spec.fields["data_type"],),
         "static_attention_dtype": (None, "fp8"),

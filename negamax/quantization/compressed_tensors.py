@@ -6,7 +6,7 @@
   - int-quantized: integers of up to 8 bits, one in a byte, in groups of columns or per row
   - dense: only the KV cache has scales
 
-If the description also rounds activations to 8 bits, kernels may round them with a scale per token.
+Some kernels round activations, with a scale per token, if the description rounds them to 8 bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ from negamax.quantization.scheme import (
     refuse,
 )
 
-_GROUP_ORDERS = ("group", "dynamic", True)  # here a stored tensor assigns columns to groups
+_GROUP_ORDERS = ("group", "dynamic", True)  # with these, a stored tensor assigns columns to groups
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -208,9 +208,9 @@ def _read_floats(
 def packed(
     bits: int, size: int, *, symmetric: bool = True, is_stored_order: bool = False
 ) -> TensorFormat:
-    """Return integers in 32-bit words along the columns, stored as number + 2^(bits - 1).
+    """Return the format of integers in 32-bit words along columns, stored as number + 2^(bits - 1).
 
-    Each row and group of `size` columns (-1: all columns) has a scale and, unless `symmetric`, a
+    Each group of `size` columns of a row (-1: all columns) has a scale and, unless `symmetric`, a
     zero point.
     """
     group, word = make_group_dim(size), 32 // bits
@@ -263,7 +263,7 @@ def _read_packed(weights: QuantizationSpec) -> TensorFormat:
 
 @cache
 def int8(size: int) -> TensorFormat:
-    """Return int8 with a scale per row and group of `size` columns (-1: all columns)."""
+    """Return the int8 format with a scale per row and group of `size` columns (-1: all columns)."""
     group = make_group_dim(size)
     return TensorFormat(
         f"int8_{group_name(size)}",

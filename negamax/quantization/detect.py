@@ -1,4 +1,4 @@
-"""The table of quantization methods. A new method needs a file and a line here."""
+"""The table of quantization methods. A new method needs a file and an entry in `METHODS`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
 
 
 def detect(spec: QuantizationSpec | None) -> Scheme | None:
-    """Return a checkpoint's scheme; None if unquantized. Raises `ConfigError` if unsupported."""
+    """Return a checkpoint's scheme; None if unquantized. Raises `ConfigError` for other methods."""
     if spec is None:
         return None
     if (stored := spec.fields.get("blocks_of")) and spec.source == online.SOURCE:

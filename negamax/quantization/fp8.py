@@ -1,9 +1,9 @@
-"""Methods "fp8" and "mxfp8" (MiniMax). Listed modules are not quantized.
+"""Methods "fp8" and "mxfp8" (MiniMax). Modules in the description's list are not quantized.
 
 FP8 is E4M3 with a scale per block, usually of 128 x 128, or per matrix. A kernel that reads the
-weights as stored also rounds activations, per 128 columns for blocks and otherwise per token. MXFP8
-has a power-of-two scale per 32 columns. MXFP8 would also round activations, but here activations
-stay in the compute dtype. With `moe_quant_algo` (MiniMax-M3.1) the routed experts are in NVFP4.
+stored weights also rounds activations, with a scale per 128 columns for blocks and otherwise per
+token. MXFP8 has a power-of-two scale per 32 columns. Activations of MXFP8 stay in the compute
+dtype. With `moe_quant_algo` (MiniMax-M3.1) the routed experts are in NVFP4.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ PACKED_NVFP4 = nvfp4(
     input_scale="input_global_scale",
 )  # fmt: skip
 _EXPERTS = ("block_sparse_moe.experts",)
-_PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # never quantized, listed or not
+_PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # never quantized, even if the list lacks them
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -49,8 +49,8 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def read_mxfp8(spec: QuantizationSpec) -> Scheme:
-    """Read the scheme of MXFP8 weights. Queries, keys, values and index keys, which M3.1 also
-    rounds, keep the dtypes of the options.
+    """Read the scheme of MXFP8 weights. M3.1 also rounds queries, keys, values and index keys; here
+    the options set their dtypes.
     """
     has_nvfp4 = spec.fields.get("moe_quant_algo") is not None
     mixed: dict[str, tuple[object, ...]] = {
@@ -99,7 +99,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
 def fp8_blocks(
     spec: QuantizationSpec, name: str, *, scale_name: str = "weight_scale", fnuz: bool = False
 ) -> TensorFormat:
-    """Return E4M3 with a scale per block. Field `name` is the block size. Raises `ConfigError`."""
+    """Return E4M3 with a scale per block, whose size is field `name`. Raises `ConfigError`."""
     block: Any = spec.fields.get(name)
     is_block = isinstance(block, list | tuple) and len(block) == 2
     if not is_block or not all(type(size) is int and size > 0 for size in block):

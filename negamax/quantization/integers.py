@@ -22,7 +22,7 @@ from negamax.quantization.scheme import refuse
 
 P = ParamSpec("P")
 
-PACKED_BITS = (2, 4, 8)  # A 32-bit word holds a whole number of such integers.
+PACKED_BITS = (2, 4, 8)  # A 32-bit word holds a whole number of integers of these bits.
 # Fields of AutoAWQ, GPTQModel and AutoRound that do not change the stored tensors.
 OF_THE_QUANTIZER = (
     "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",
@@ -48,7 +48,7 @@ ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 
 def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
-    """Cache `make`. Equal arguments return one object, whether defaults are passed or not."""
+    """Cache `make`. Calls with equal arguments, passed or default, return one object."""
     signature, known = inspect.signature(make), cache(make)
 
     @wraps(make)
@@ -69,7 +69,7 @@ def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
 
 
 def read_names(spec: QuantizationSpec, name: str) -> tuple[str, ...]:
-    """Return the names in field `name`, a list of names or of such lists. Raises `ConfigError`."""
+    """Return the names in field `name`, which may be a nested list. Raises `ConfigError`."""
     found = spec.fields.get(name) or []
     parts = found if isinstance(found, list) else [None]
     names = [each for part in parts for each in (part if isinstance(part, list) else [part])]
@@ -91,7 +91,7 @@ def group_name(size: int) -> str:
 def make_group_index(
     name: str, size: int, *, is_stored_order: bool, optional: bool
 ) -> StoredTensor:
-    """Return the tensor of each column's group, whose values are known unless `is_stored_order`."""
+    """Return the tensor of group numbers per column, with known values unless `is_stored_order`."""
     return StoredTensor(
         name,
         Role.PERMUTATION,
@@ -104,7 +104,7 @@ def make_group_index(
 
 
 def int8_rows(name: str, *others: StoredTensor, scale: Dim = ROWS) -> TensorFormat:
-    """Return int8 with a weight_scale per row or, with `scale` ONE, per matrix.
+    """Return the int8 format with a weight_scale per row or, if `scale` is ONE, per matrix.
 
     `others` are further stored tensors, which do not change the values.
     """

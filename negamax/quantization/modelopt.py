@@ -1,8 +1,8 @@
 """Method "modelopt" (NVIDIA Model Optimizer).
 
-One algorithm applies to all modules that are not excluded. MIXED_PRECISION lists an algorithm for
-each module. If it is null, no module is quantized, and at most the KV cache has scales. The fields
-are in config.json, or under "quantization" in hf_quant_config.json.
+One algorithm applies to all modules that are not excluded. The algorithm MIXED_PRECISION lists an
+algorithm per module. If the algorithm is null, no module is quantized, but the KV cache may have
+scales. The fields are in config.json, or under "quantization" in hf_quant_config.json.
 
 Most algorithms also round activations. For FP8 per matrix or row, kernels may round activations
 with a scale per token. For other formats activations stay in the compute dtype.

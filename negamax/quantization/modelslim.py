@@ -3,8 +3,8 @@
 Kernels may round activations to 8 bits as the method does, but with a scale per token, so the
 stored scales of activations are not needed. `quant_bias` and `deq_scale` only undo the rounding of
 activations: `quant_bias` is the layer's bias (M2 has none) minus the contribution of
-`input_offset`. QuaRot's rotation is folded into the weights. Only a draft that was trained on the
-unrotated model needs the rotation (`checkpoint/quarot.py`).
+`input_offset`. QuaRot's rotation is folded into the weights. Only a draft model that was trained on
+the unrotated model needs the rotation (`checkpoint/quarot.py`).
 """
 
 from functools import cache
@@ -51,7 +51,7 @@ def _scales(size: int) -> tuple[StoredTensor, StoredTensor]:
 
 @cache
 def int8(size: int, *, is_static: bool) -> TensorFormat:
-    """Return int8 with a weight_scale per row and group of `size` columns (-1: all columns)."""
+    """Return the int8 format with a weight_scale per row and group of `size` columns (-1: all)."""
     static = (*_STATIC, _INPUT_SCALE, _DEQ_SCALE) if is_static else ()
     return TensorFormat(
         f"modelslim_int8_{group_name(size)}{'_static' if is_static else ''}",
@@ -77,9 +77,9 @@ INT8_DEQ_SCALE = TensorFormat(
 
 @cache
 def int4(parts: int) -> TensorFormat:
-    """Return int4 with a weight_scale per row. A byte holds two rows, the even row in its low half.
+    """Return int4 with a weight_scale per row. The low half of a byte belongs to the even row.
 
-    scale_bias corrects activations, with a sum for each of `parts` parts of the columns.
+    scale_bias, a sum for each of `parts` parts of the columns, corrects rounded activations.
     """
     return TensorFormat(
         f"modelslim_int4_channel_{parts}",

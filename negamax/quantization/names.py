@@ -1,4 +1,4 @@
-"""Check `--quantization` against the checkpoint, with the names of vLLM 0.33 and SGLang 0.5.23."""
+"""Check `--quantization` against the checkpoint. Names are those of vLLM 0.33 and SGLang 0.5.23."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ _BLOCKS, _AS_STORED = ("fp8", "fp8-per-block"), "mxfp8"
 
 
 def check_name(name: str | None) -> str | None:
-    """Return the normalized `name`; None to detect the format. Raises `ConfigError`."""
+    """Return the normalized `name`, or None to detect the format. Raises `ConfigError`."""
     spelled = plain(name or "")
     if spelled in ("", "auto", "none"):
         return None
@@ -21,7 +21,7 @@ def check_name(name: str | None) -> str | None:
     if spelled not in map(plain, known):
         raise ConfigError(
             f"--quantization is {name!r}; allowed: {', '.join(sorted(known))}",
-            hint="omit it: the format of a checkpoint is detected in its files",
+            hint="omit the option: the format of a checkpoint is detected in its files",
         )
     return spelled
 
@@ -42,7 +42,7 @@ def quantized(
     if spec is None:
         raise ConfigError(
             f"--quantization is {name!r}; the checkpoint is not quantized",
-            hint=f"omit it, or quantize the weights while they are read, with one of: "
+            hint=f"omit the option, or quantize weights while they are read, with one of: "
             f"{', '.join(online.NAMES)}",
         )
     if wanted not in (plain(spec.method), *map(plain, _names(spec))):
@@ -70,7 +70,7 @@ def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
 def _names(spec: QuantizationSpec) -> list[str]:
     """Return the checkpoint's normalized method, and the names of its format."""
     method = find_method(spec.method)
-    fields = spec.fields.get("quantization")  # present in hf_quant_config.json
+    fields = spec.fields.get("quantization")  # only hf_quant_config.json has this field
     fields = fields if isinstance(fields, Mapping) else spec.fields
     kinds = ("", fields.get("format"), fields.get("quant_algo"))
     return [method, *(name for name, kind in METHODS.get(method, {}).items() if kind in kinds)]

@@ -1,4 +1,4 @@
-"""Method "neuron_fp8": Trainium's FP8 (values up to 240) by neuronx-distributed-inference.
+"""Method "neuron_fp8": Trainium's FP8 (values up to 240) of neuronx-distributed-inference.
 
 q, k and v have a scale per output row. Experts are stacked and transposed, with a scale per 128 x
 128 block or, in mode per_row, per output row. No other weights are quantized. The tool writes no

@@ -1,6 +1,6 @@
 """Method "quark" (AMD): one format for all modules, and other formats for named modules.
 
-If the description also rounds activations to 8 bits, kernels may round them with a scale per token.
+Some kernels round activations, with a scale per token, if the description rounds them to 8 bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,8 +68,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     layers = spec.fields.get("layer_quant_config") or {}
     if not isinstance(layers, Mapping):
         refuse(spec, "layer_quant_config", layers, "an object of modules")
-    # If a description is written file by file, only this list names the modules with cached
-    # outputs.
+    # Some descriptions name the modules with cached outputs in only one of these fields.
     cached = (*read_modules(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
 
     def is_cached(name: str) -> bool:
@@ -91,7 +90,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False) -> TensorFormat:
-    """Return the format in `said`. `cached` is true if the KV cache holds the module's outputs."""
+    """Return the format that `said` states. `cached`: the KV cache holds the module's outputs."""
     if said is None:
         return PLAIN
     if not isinstance(said, Mapping):
@@ -146,7 +145,7 @@ def _check(
 
 @cache
 def int8(*, is_static: bool, by_row: bool = True) -> TensorFormat:
-    """Return int8 with a weight_scale per row or matrix. All stored zero points are 0."""
+    """Return the int8 format with a weight_scale per row or matrix. Zero points are all 0."""
     numbers = ("int8", "int32", *FLOATS)
     dim = ROWS if by_row else ONE
     zero_point = StoredTensor(

@@ -153,8 +153,8 @@ def make_lookup(table: Mapping[str, V]) -> Callable[[str], V | None]:
 def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
     """Yield the names that checkpoints use for a module, its own name first.
 
-    Tools differ in prefixes and in the name of the MoE block. If `pattern` names experts, or
-    projections of the MLP, the names that tools use for experts' matrices are yielded as well.
+    Tools differ in prefixes and in the name of the MoE block. If `pattern` names experts or
+    projections of the MLP, the result includes the names that tools use for matrices of experts.
     """
     return _spell(module, tells_experts=_tells_experts(pattern.pattern))
 
@@ -196,7 +196,7 @@ _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sp
 
 
 _PROJECTION = re.compile(r"(?<=\.)(?:gate|up|down)_proj$")
-_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # Name in transformers for M3.
+_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # The name in transformers' M3 model.
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Of experts.
 _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PROJECTIONS.items()}
 

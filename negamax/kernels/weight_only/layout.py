@@ -30,17 +30,17 @@ from negamax.kernels.quantize.stored import decode
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
 SIDE_COLUMNS = 128  # scales of this many columns of a row are adjacent, and so are zero points
-# Permutation of an 8-bit span [2, 2, 2, 4, 2] to its stored order. The codes of a pair are two
-# bytes apart.
+# Permutation of an 8-bit span [2, 2, 2, 4, 2] to its stored order. A pair's codes are 2 bytes
+# apart.
 AXES = (3, 0, 1, 4, 2)
-# Positions in a word of the bits of a 4-bit code, lowest bit first, for the first code of each
-# pair. The bits of the second code are 16 positions higher, modulo 32. Except for the first pair,
+# For the first 4-bit code of each pair: the position of each of its bits in the word, lowest bit
+# first. The bits of the second code are 16 positions higher, modulo 32. Except for the first pair,
 # one shift or rotation and one mask move the bits of e2m1 to their bf16 positions (`launch.ptx`).
 BITS = {
     "uint4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
     "e2m1": ((14, 7, 8, 15), (4, 5, 6, 13), (0, 1, 2, 9), (26, 27, 28, 3)),
 }
-E5M3_BIAS = 23  # maps the exponents of E4M3 (-9 to 8) to at most 31
+E5M3_BIAS = 23  # bias that maps the exponents of E4M3 (-9 to 8) to at most 31
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Packing:
     ELEMENT: str  # "uint4", "e2m1", "uint8", "int8", "e4m3"
     CODES: int  # codes per byte
     K: int  # columns
-    K_PACKED: int  # columns, padded
+    K_PACKED: int  # columns, padding included
     GROUP: int  # columns that share a scale; 0: only scales per row
     SCALE: str  # "float", "e5m3", "e8m0"
     ZEROS: bool  # whether groups have zero points; if not, code 0 (uint4: code 8) means 0
@@ -64,9 +64,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Stacked matrices. Tensors that `packing` does not have refer to `qweight`; no kernel reads
-    them.
-    """
+    """Stacked matrices. Tensors that `packing` does not use are unread references to `qweight`."""
 
     qweight: Tensor
     scales: Tensor
@@ -81,7 +79,7 @@ class PackedWeight:
 
     @property
     def tensors(self) -> PackedTensors:
-        """Return the tensors for kernels; codes, and scales that are IN_WORDS, are words."""
+        """Return the tensors for kernels, with codes (and scales, if IN_WORDS) as int32 words."""
         scales = self.scales.view(torch.int32) if self.packing.IN_WORDS else self.scales
         return self.qweight.view(torch.int32), scales, self.zeros, self.row_scale
 
@@ -105,7 +103,7 @@ def packed_rows(
 def pack(weight: StoredWeight) -> PackedWeight:
     """Pack weight [N, K] or [count, N, K] in a format that `reads_packed` accepts.
 
-    Matrices are packed one after the other, because each unpacked code takes a byte.
+    Matrices are packed one after the other, which saves memory: each unpacked code takes a byte.
     """
     lead = weight.values.shape[:-2]
     bits = 4 if "int4" in weight.format.element else 8
@@ -221,10 +219,9 @@ def _held(scale: Tensor) -> tuple[str, Tensor]:
 
 
 def _widened(each: Tensor, group: int, widest: str) -> Tensor:
-    """Widen entries to at least 4 bytes per 128 columns of a row.
+    """Widen the dtype until the entries for 128 columns of a row take at least 4 bytes.
 
-    Each thread copies one row of a 128 x 128 tile, and an asynchronous copy to shared memory needs
-    4 bytes per thread.
+    Each thread copies one row of a 128 x 128 tile, and asynchronous copies need 4 bytes per thread.
     """
     size = min(4, 4 * group // 128)
     if each.itemsize >= size:

@@ -2,13 +2,14 @@
 
 A tile is loaded in words. Four threads load a row, 16 neighboring bytes each, and the tensor cores
 expect the codes of these bytes in the same threads (`layout.py`). A warp loads eight rows of words,
-but the operand of the tensor cores has 16 rows per warp. The rows of a tile are therefore loaded in
-another order, so that no thread passes unpacked values to another thread.
+but the operand of the tensor cores has 16 rows per warp. Rows are therefore loaded in the order of
+`compute_load_order`, with which no thread passes unpacked values to another thread.
 
 On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
 e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their places in bf16,
-which makes the value too small by a power of two. The scale includes this power except for 2^_POST,
-which multiplies the final sum, so that scales and values stay in the range of bf16.
+which makes the value too small by a power of two. The scale compensates for this power except for
+2^_POST. The final sum is multiplied by 2^_POST, so that scales and values stay in the range of
+bf16.
 
 If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
 smaller groups multiply the weights. The scaled weights are rounded to the activations' dtype, which
@@ -46,9 +47,7 @@ def _converts_pairs(DTYPE: Any) -> bool:
 
 @triton.constexpr_function
 def exponent(P: Any, DTYPE: Any) -> int:
-    """Return e such that scales include a factor of 2^e. If e is not 0, unpacked codes are too
-    small by 2^(e + _POST).
-    """
+    """Return e: scales include a factor 2^e. If e != 0, codes are too small by 2^(e + _POST)."""
     lack = {"e2m1": 126 - _POST, "e4m3": 120 - _POST}.get(P.ELEMENT, 0)
     return lack if _converts_pairs(DTYPE) else 0
 
@@ -68,9 +67,9 @@ def multiply(
     """Multiply rows of the packed weight w with rows of x -> [PARTS * BLOCK_N, BLOCK_M] fp32.
 
     w has `num_rows` rows. Part p of the result has the BLOCK_N rows from `first` + p * APART on;
-    the first `left` rows of a part are valid. The rows of x begin at the pointers `x_rows`
-    [BLOCK_M], where `valid`. The columns are steps start .. stop - 1 of BLOCK_K. The weight is the
-    tall operand of the tensor cores, and they read it from registers.
+    the first `left` rows of a part are valid. Row m of x begins at pointer x_rows[m] if valid[m].
+    The product covers the columns of steps start .. stop - 1 of BLOCK_K columns. The weight is the
+    left operand of `tl.dot`, read from registers.
     """
     ROWS: tl.constexpr = PARTS * BLOCK_N
     rows, inside = _rows(tl.arange(0, ROWS), left, BLOCK_N, APART)
@@ -123,7 +122,7 @@ def multiply(
 
 @triton.jit
 def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
-    """Return distances of rows `offs` (runs of 8) from a tile's first row, and their validity."""
+    """Return the distances of rows `offs` from a tile's first row, and whether each is valid."""
     of_part = tl.max_contiguous(tl.multiple_of(offs % BLOCK_N, 8), 8)
     part = tl.max_constancy(offs // BLOCK_N, 8)
     return of_part + part * APART, of_part < left
@@ -143,9 +142,8 @@ def convert_sides(
     scale, zero, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Return the factors and addends of each product of span `i`, for `unpack_numbers`. `scale` and
-    `zero` are the scales (used if GROUPED) and zero points that `load_side` loaded for all SPANS
-    spans.
+    """Return the factors and addends of each product of span `i`, for `unpack_numbers`. `load_side`
+    loaded `scale` (used if GROUPED) and `zero` for all SPANS spans.
     """
     PART: tl.constexpr = i % (2 // P.CODES)  # index of the span among spans with the same scales
     factors, added = make_constants(P, DTYPE)
@@ -196,9 +194,7 @@ def split_by_product(each, P: tl.constexpr):
 
 @triton.jit
 def _reorder_tile(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Reorder rows and columns from the order of loads and words to that of the matrix ->
-    [ROWS, COLUMNS].
-    """
+    """Reorder rows (load order) and columns (word order) to matrix order -> [ROWS, COLUMNS]."""
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     TILES: tl.constexpr = ROWS // (16 * WARPS)
     numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2))
@@ -216,8 +212,8 @@ def load_side(
 ):  # fmt: skip
     """Load stored scales or zero points -> [BLOCK_N, entries] of columns k .. k + BLOCK_K - 1.
 
-    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows; rows not
-    `inside` get 0.
+    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows. Entries are 0
+    where `inside` is false.
     """
     tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # sizes that `_select_span` splits
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
@@ -290,15 +286,13 @@ def scale_to_fp32(scale, P: tl.constexpr):
 
 @triton.constexpr_function
 def _bits_of_scale(P: Any, DTYPE: Any) -> int:
-    """Return the number that turns e8m0 or e5m3 bits in bf16 into scale * `_factor` if added."""
+    """Return the number to add to e8m0 or e5m3 bits in bf16 to obtain scale * `_factor`."""
     return (exponent(P, DTYPE) + (0 if P.SCALE == "e8m0" else 127 - layout.E5M3_BIAS)) << 7
 
 
 @triton.constexpr_function
 def side_entries(P: Any, IN_WORDS: bool) -> int:
-    """Return the number of scales or zero points per row that are stored together; IN_WORDS: the
-    number of their words.
-    """
+    """Return how many scales or zero points (IN_WORDS: words) of a row are stored together."""
     groups: int = max(1, layout.SIDE_COLUMNS // P.GROUP)
     return groups // 4 if IN_WORDS else groups
 
@@ -339,7 +333,7 @@ def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.
     of these columns -> [N, 4] for the first and for the second half of the codes. If codes are
     converted in pairs, one entry holds the numbers of both halves as two bf16 values.
     """
-    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word have one group
+    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word belong to one group
     if _converts_pairs(DTYPE) and ARE_ALIKE:
         number = pack_pair(number, number, tl.bfloat16)
     runs = _repeated(number, 8)  # one entry per 16 columns
@@ -391,9 +385,10 @@ def unpack_numbers(
     IS_RAW: tl.constexpr = False,
 ):  # fmt: skip
     """Unpack words -> [..., 2, 2] in DTYPE, or [..., 2, 2, 2] for 4-bit codes. The last dimensions
-    are neighboring columns, columns 8 apart, columns 16 apart. IS_RAW returns the codes plus RAW.
+    index neighboring columns, columns 8 apart, columns 16 apart. With IS_RAW the result is the
+    codes plus RAW.
     """
-    ELEMENT: tl.constexpr = P.ELEMENT  # Triton 3.6 treats a field as a tensor
+    ELEMENT: tl.constexpr = P.ELEMENT  # a constexpr, because Triton 3.6 treats a field as a tensor
     ZEROS: tl.constexpr = P.ZEROS
     SCALED: tl.constexpr = GROUPED or exponent(P, DTYPE) != 0
     if _converts_pairs(DTYPE):
@@ -412,7 +407,7 @@ def unpack_numbers(
 
 @triton.constexpr_function
 def _place(i: int, bit: int, ELEMENT: str) -> int:
-    """Return the position in a word of bit `bit` of code i."""
+    """Return the position of bit `bit` of code i in its word."""
     return (layout.BITS[ELEMENT][i // 2][bit] + i % 2 * 16) % 32
 
 
@@ -448,8 +443,8 @@ def _number(code, scale, added, P: tl.constexpr):
 
 @triton.constexpr_function
 def _offset(P: Any, DTYPE: Any) -> float:
-    """Return the addend of unpacked codes. Pairs of uint4 are unpacked as code + 128, uint8 as
-    code - 128; codes without zero points have the zero point 8.
+    """Return the addend of unpacked codes. In pairs, uint4 is unpacked as code + 128 and uint8 as
+    code - 128. Codes without zero points have the zero point 8.
     """
     if P.ELEMENT not in ("uint4", "uint8"):
         return 0.0

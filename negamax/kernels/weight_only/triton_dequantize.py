@@ -69,8 +69,8 @@ def _dequantize_kernel(
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantize a weight to a matrix [N, K] in `dtype` (bf16, fp16). Each value is rounded once;
-    integers with scales per group are rounded twice, as in tiles.
+    """Dequantize a weight to a matrix [N, K] in `dtype` (bf16, fp16). Integers with group scales
+    are rounded twice, as in tiles; other values are rounded once.
     """
     packing: Packing = weight.packing
     N, device = weight.num_rows, weight.qweight.device

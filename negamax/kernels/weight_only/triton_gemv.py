@@ -4,14 +4,13 @@ before it uses the first value.
 The warps split the columns. In each step a warp multiplies SPAN columns of all rows of the program,
 as one batch entry of a batched product on the tensor cores. One instruction multiplies 256 weights
 with eight tokens; the CUDA cores would need 128 instructions for each token. With a single token
-the eight columns of a product are the values of x for eight steps:
+the eight columns of a product hold the values of x for eight steps:
 
     several tokens                         one token
     step i    w_i [x0_i x1_i .. x7_i]      w_i [x_0 x_1 .. x_7], of which column i is used
 
-The values of a single token are therefore loaded once and not in each step. All 4-bit codes have
-the same addend. The kernel multiplies this addend with x once, and all products start from the
-result.
+The values of a single token are therefore loaded once and not in each step. If all 4-bit codes have
+one addend, the kernel multiplies it with x once and starts all products from the result.
 
 A fragment has one span per row and warp: [8, NUM_WARPS, ROWS / 8, 16] words. A thread has four
 neighboring words of every eighth row, and four threads have a span. A span is SPAN columns with
@@ -41,9 +40,9 @@ from negamax.kernels.weight_only.triton import (
     unpack_numbers,
 )
 
-TOKENS = tl.constexpr(8)  # the short side of the tensor cores' smallest product
-SPAN = tl.constexpr(128)  # columns of a warp in a step
-_WORDS = tl.constexpr(16)  # words of a row in a fragment
+TOKENS = tl.constexpr(8)  # columns of the smallest product of the tensor cores
+SPAN = tl.constexpr(128)  # columns that a warp multiplies in a step
+_WORDS = tl.constexpr(16)  # words per row of a fragment
 # number of neighboring columns of a 16-bit product that Triton assigns to a thread
 _NEIGHBORS = 2 if TRITON_VERSION >= (3, 8) else 4
 
@@ -62,13 +61,13 @@ def _steps(P: Any, NUM_WARPS: int) -> int:
 
 @triton.constexpr_function
 def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
-    """Return whether this number of columns leaves no warp idle."""
+    """Return whether this number of columns keeps all warps busy in every step."""
     return columns % (SPAN.value * NUM_WARPS) == 0
 
 
 @triton.constexpr_function
 def _vector(P: Any) -> int:
-    """Return the adjacent columns of a thread: 8 with byte scales or many zero points."""
+    """Return the number of adjacent columns per thread: 8 with byte scales or many zero points."""
     grouped = P.GROUP > 0 and not _has_one_scale(P)
     is_byte = (P.SCALE != "float" and not P.IN_WORDS) or (P.ZEROS and P.GROUP < 64)
     return 8 if grouped and is_byte else _NEIGHBORS
@@ -82,7 +81,7 @@ def _starts_from_offset(P: Any) -> bool:
 
 @triton.constexpr_function
 def _column(step: int) -> int:
-    """Return the column of a product of one token that `step` uses."""
+    """Return which of the eight columns of a one-token product `step` uses."""
     return step % TOKENS.value
 
 
@@ -232,8 +231,8 @@ def _load_tokens(
 ):  # fmt: skip
     """Load rows `rows` [TOKENS] of x [any, K] for the tensor cores -> [NUM_WARPS, SPAN, TOKENS].
 
-    A scalar `first` is the first column of one step. If `first` is [1, 1, TOKENS, 1, 1], it has the
-    first columns of STEPS steps. A thread loads its own operands.
+    A scalar `first` is the first column of one step. If `first` is [1, 1, TOKENS, 1, 1], it holds
+    the first columns of STEPS steps. A thread loads its own operands.
     """
     # [8 columns apart, NUM_WARPS, TOKENS, thread, neighbors]
     thread = tl.arange(0, 4)[None, None, None, :, None]

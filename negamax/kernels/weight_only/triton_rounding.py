@@ -27,7 +27,7 @@ _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 def rounded_dtype(packing: Packing) -> torch.dtype:
-    """Return the dtype of the codes and of the activations that they are multiplied with."""
+    """Return the dtype that the codes and the rounded activations have."""
     return _DTYPES[packing.ELEMENT]
 
 
@@ -53,7 +53,7 @@ def round_rows(y, scale, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def add_product(acc, x, w, x_scale):
-    """Return acc + x w: for int8 exact sums in int32, for E4M3 times x_scale [BLOCK_M] in fp32.
+    """Return acc + x w: exact int32 sums for int8, fp32 sums times x_scale [BLOCK_M] for E4M3.
     Hopper's tensor cores keep 14 bits of a sum of E4M3 products, so this function adds in fp32.
     """
     if x.dtype == tl.int8:
