@@ -47,8 +47,8 @@ from negamax.options.server import ServerOptions
 
 logger = get_logger(__name__)
 
-_GC_THRESHOLD = 10_000  # New containers between two collections of the youngest generation.
-# Turns off FastAPI's telemetry, which environment variables could enable; old versions ignore it.
+_GC_THRESHOLD = 10_000  # Allocated containers that trigger a collection of generation 0.
+# Disables FastAPI's telemetry, which environment variables can enable. Old versions ignore this.
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 ROUTERS = (
     make_health_router, make_models_router, make_chat_router, make_completions_router,
@@ -68,7 +68,7 @@ def create_app(context: ApiContext) -> FastAPI:
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
     )
-    app.add_middleware(AuthMiddleware, context=context)  # The innermost layer is added first.
+    app.add_middleware(AuthMiddleware, context=context)  # The first layer added is the innermost.
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -96,19 +96,19 @@ def create_app(context: ApiContext) -> FastAPI:
 
 
 def open_listener(options: ServerOptions) -> socket.socket:
-    """Bind a socket to the host and port of `options`. Port 0 is any free port.
+    """Bind a socket to the host and port of `options`. Port 0 selects a free port.
 
     The socket is bound before the model loads, so that errors appear at once. Raises
     `ResourceError` for a port in use. Raises `ConfigError` for a host of another machine, for a
-    host that others reach without a key, and for TLS files that do not match.
+    host that other machines reach without an API key, and for unusable TLS files.
     """
     family, address = resolve_address(options)
     _make_tls_files(options)
     try:
         listener = bind(family, address)
         if options.api_server_count > 1:
-            # Replace it by a shared socket, so that other processes can bind theirs; a shared
-            # socket alone could not show whether the port was free.
+            # The first socket shows that the port is free. A shared socket replaces it, so that
+            # other server processes can bind sockets to the same port.
             address = listener.getsockname()
             listener.close()
             return bind(family, address, is_shared=True)
@@ -118,9 +118,9 @@ def open_listener(options: ServerOptions) -> socket.socket:
 
 
 def resolve_address(options: ServerOptions) -> tuple[int, Any]:
-    """Return the family and the address to listen on.
+    """Return the socket family and the address to listen on.
 
-    Raises `ConfigError` for an unknown host, and for a host that others reach without a key.
+    Raises `ConfigError` for an unknown host, and for one that others reach without an API key.
     """
     host, has_key = options.host, bool(options.api_keys or options.api_key_file)
     family, address = resolve_host(host, options.port)
@@ -156,7 +156,7 @@ def make_event_loop() -> asyncio.Runner:
         from uvloop import Loop as loop_factory
     except ImportError:
         loop_factory = None
-    env.set_default("TOKENIZERS_PARALLELISM", "false")  # Do not tokenize batches in threads.
+    env.set_default("TOKENIZERS_PARALLELISM", "false")  # No threads for batches.
     return asyncio.Runner(loop_factory=loop_factory)
 
 
@@ -177,8 +177,8 @@ async def serve(
     """Start the engine, serve on `listener` until SIGINT or SIGTERM, and stop everything.
 
     `announce` is called with the URL and the engine once the server answers requests. The engine
-    process runs `engine_module`. SIGHUP reloads files. Raises the errors of `EngineSupervisor.run`,
-    and `EngineDeadError` when the engine or a server process has died too often.
+    process runs `engine_module`. SIGHUP reloads the key and TLS files. Raises the errors of
+    `EngineSupervisor.run`, and `EngineDeadError` if the engine or a server process dies too often.
     """
     signals = Signals()
     template = None if server_options.chat_template is None else Path(server_options.chat_template)
@@ -243,7 +243,7 @@ async def serve(
 
 
 def settle_garbage_collection() -> None:
-    """Exempt the objects of the start from garbage collection, and collect rarely."""
+    """Exempt the objects that exist now from garbage collection, and make collections rare."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 20)
@@ -266,7 +266,7 @@ class HttpServer(LimitedServer):
         announce: Callable[[], None] | None = None,
         servers: ServerSupervisor | None = None,
     ) -> None:
-        """`stop_engine` ends every open request; `servers` are the other server processes."""
+        """`stop_engine` ends open requests. `servers` supervises the other server processes."""
         options = context.options
         app = create_app(context)
         super().__init__(
@@ -286,9 +286,9 @@ class HttpServer(LimitedServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         context, servers = self._context, self._servers
-        self._pulse = context.lifecycle.start_pulse()  # This task runs as long as the event loop.
+        self._pulse = context.lifecycle.start_pulse()  # Runs until the event loop ends.
         watches = [self._watch(context.engine.failed)]
-        if servers is not None:  # The first process, which also serves the metrics.
+        if servers is not None:  # Only process 0 has this; it serves metrics.
             watches += [context.metrics.watch(), self._watch(servers.failed)]
             if context.options.log_stats:
                 watches.append(
@@ -317,7 +317,7 @@ class HttpServer(LimitedServer):
         self._tasks.append(asyncio.create_task(self._drain()))
 
     def reload(self) -> None:
-        """Read the key file and the TLS files again. Unusable files change nothing."""
+        """Read the key file and the TLS files again. Unusable files have no effect."""
         if self._servers is not None:
             self._servers.reload()
         try:

@@ -1,8 +1,7 @@
 """Run an additional server process by `python -m negamax.api.server_worker`.
 
-The first process starts this process, and sends the state of the engines and commands to its
-standard input. The end of the input means that the first process has ended. A thread watches the
-heartbeat of the first process.
+Process 0 starts this process. It sends the state of the engines and commands to the standard input
+of this process. The input ends when process 0 ends. A thread watches the heartbeat of process 0.
 """
 
 import asyncio
@@ -29,12 +28,12 @@ logger = get_logger(__name__)
 
 _MAX_LINE_BYTES = 1 << 20
 _POLL_SECONDS = 0.01
-_END_SECONDS = 2.0  # Time to end open requests after the first process has ended.
-_CONNECT_SECONDS = 5.0  # Time for an engine to connect to this process.
+_END_SECONDS = 2.0  # Time limit for open requests after process 0 has ended.
+_CONNECT_SECONDS = 5.0  # Time limit for an engine to connect to this process.
 
 
 def main() -> None:
-    """Serve until the first process sends the end. Only the first process handles signals."""
+    """Serve until process 0 sends `Drain` or `Abort`. Ignore signals, which process 0 handles."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.setup_as_parent()
@@ -86,21 +85,21 @@ async def _serve() -> None:
 
 
 def can_serve(messages: Mapping[int, wire.EngineMessage], *, num_replicas: int) -> bool:
-    """Return whether an engine runs and the state of every other engine is known.
+    """Return whether at least one engine runs and the states of all engines are known.
 
-    Otherwise the server would refuse a request that is pinned to an unknown engine.
+    With an unknown engine, the server would refuse a request that is pinned to this engine.
     """
     runs = any(isinstance(message, wire.UseEngine) for message in messages.values())
     return runs and len(messages) == num_replicas
 
 
 class ServerWorker:
-    """Obeys the messages of the first process. Single writer: the event loop."""
+    """Executes the commands of process 0. Single writer: the event loop."""
 
     def __init__(self, engine: AsyncEngine, rank: ServerRank) -> None:
         self._engine = engine
         self._rank = rank
-        self._channels: dict[int, EngineChannel] = {}  # Channels by replica.
+        self._channels: dict[int, EngineChannel] = {}  # Engine channels by replica.
         self._ending: asyncio.Task[None] | None = None
         self._end_reason = "the engine was stopped"
 
@@ -167,7 +166,7 @@ async def _next(reader: asyncio.StreamReader) -> wire.ServerMessage | None:
 
 
 def _failed(reason: str) -> None:
-    """Exit after an unreadable frame of the engine, because a new process may read later frames."""
+    """Exit after an unreadable message from the engine. A new process may read later messages."""
     logger.error("%s", reason)
     exit_now(1)
 

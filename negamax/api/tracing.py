@@ -1,7 +1,7 @@
 """Send traces of requests to an OpenTelemetry collector (`--otlp-traces-endpoint`).
 
 Each request to the engine is one span, named as in vLLM. A thread of the SDK sends spans in batches
-and drops spans that it cannot send. Only this module imports OpenTelemetry, if the option is set.
+and drops spans that it cannot send. OpenTelemetry is imported only here, if the option is set.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ logger = get_logger(__name__)
 FLAG = "--otlp-traces-endpoint"
 SPAN_NAME = "llm_request"
 _DEFAULT_PATH = "/v1/traces"
-_EXPORT_SECONDS = 5.0  # Limit for sending a batch, including retries.
-_MAX_ANSWER_BYTES = 64 * 1024  # Limit of a collector's answer, which the SDK would read whole.
+_EXPORT_SECONDS = 5.0  # Time limit for sending a batch, including retries.
+_MAX_ANSWER_BYTES = 64 * 1024  # Most bytes read of a collector's answer; the SDK sets no limit.
 _CLOSE_SECONDS = 3.0  # Time that a stopping server waits for its last spans.
 _PARENT_HEADERS = ("traceparent", "tracestate")
 
@@ -34,7 +34,7 @@ _PARENT_HEADERS = ("traceparent", "tracestate")
 def check_endpoint(endpoint: str) -> str:
     """Return the address of the collector, with the path `/v1/traces` if it has none.
 
-    Raises `ConfigError`, also if OpenTelemetry is not installed.
+    Raises `ConfigError` for a wrong address, and if OpenTelemetry is not installed.
     """
     try:
         parts = urlsplit(endpoint)
@@ -81,7 +81,7 @@ class RequestTracer:
         self._failed = Status(StatusCode.ERROR)
 
     def ended(self, record: RequestRecord) -> None:
-        offset = time.time_ns() - int(time.monotonic() * 1e9)  # From monotonic to Unix time, in ns.
+        offset = time.time_ns() - int(time.monotonic() * 1e9)  # Unix minus monotonic time, in ns.
         headers = record.headers
         carrier = {name: headers[name] for name in _PARENT_HEADERS if name in headers}
         span = self._tracer.start_span(
@@ -121,7 +121,7 @@ def build_span_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.usage.num_sequences": sampling.n,
         "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": record.num_output_tokens,
-        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # Newer OpenTelemetry names.
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # Newer names in OpenTelemetry.
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cached_tokens": record.num_cached_tokens,
         "gen_ai.latency.time_in_queue": _subtract(record.arrival, start),
@@ -141,7 +141,7 @@ def _subtract(start: float | None, end: float | None) -> float | None:
 
 
 class _LastMessage(logging.Handler):
-    """Keeps the latest failure message of the SDK, which logs every failed batch."""
+    """Keeps only the latest failure message. The SDK logs one message per failed batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def _make_session() -> Any:
 
 
 def _wrap_exporter(exporter: Any, address: str) -> Any:
-    """Wrap `exporter` so that failures are logged once until it succeeds again."""
+    """Wrap `exporter` so that only the first of several consecutive failures is logged."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     last_message = _LastMessage()

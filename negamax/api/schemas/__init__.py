@@ -1,1 +1,1 @@
-"""Schemas that dialects share: requests are pydantic models, answers are msgspec structs."""
+"""Schemas that dialects share. Requests are pydantic models, and answers are msgspec structs."""

@@ -1,6 +1,6 @@
 """Answers that several dialects share, in OpenAI's shapes with vLLM's extensions.
 
-A field with the value UNSET is absent from the JSON. None becomes `null`.
+A field with the value UNSET is absent from the JSON. A field with the value None is `null`.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from msgspec import UNSET, Struct, UnsetType
 class ErrorBody(Struct, frozen=True):
     message: str  # The problem, the limit and the remedy.
     type: str  # The class of the error, such as invalid_request_error.
-    param: str | None = None  # Path of the wrong field in the request.
+    param: str | None = None  # Path of the invalid field in the request.
     code: str | None = None  # Machine-readable code, such as context_length_exceeded.
 
 
 class ErrorAnswer(Struct, frozen=True):
-    """The error format of all endpoints but Anthropic's, also inside a stream."""
+    """The error format of all endpoints except Anthropic's, in responses and in streams."""
 
     error: ErrorBody  # Details of the error.
 
@@ -43,28 +43,28 @@ class Usage(Struct, frozen=True):
 class TopLogprob(Struct, frozen=True, gc=False):
     token: str  # Text of the token.
     logprob: float  # Log-probability of the token.
-    bytes: list[int]  # Text of the token as UTF-8, which may be part of a character.
+    bytes: list[int]  # UTF-8 bytes of the token, which may end within a character.
 
 
 class ChatLogprob(Struct, frozen=True, gc=False):
     token: str  # Text of the token.
     logprob: float  # Log-probability before sampling parameters.
-    bytes: list[int]  # Text of the token as UTF-8, which may be part of a character.
+    bytes: list[int]  # UTF-8 bytes of the token, which may end within a character.
     top_logprobs: list[TopLogprob]  # The likeliest tokens at this position, as many as requested.
 
 
 class ChatLogprobs(Struct, frozen=True):
-    # One entry per token of the content, or of all tokens if reasoning stays in the content.
+    # One entry per token of the content. With reasoning in the content, one per token.
     content: list[ChatLogprob | msgspec.Raw]
 
 
 class TextLogprobs(Struct, frozen=True):
-    """Logprobs of /v1/completions with one entry per token. A prompt's first entry is null."""
+    """Logprobs of /v1/completions. Lists have one entry per token. A prompt starts with null."""
 
     tokens: list[str]  # Texts of the tokens.
     token_logprobs: list[float | None]  # Log-probabilities of the tokens.
-    top_logprobs: list[dict[str, float] | None]  # Log-probabilities of the likeliest texts.
-    text_offset: list[int]  # Characters from the start of the choice's text.
+    top_logprobs: list[dict[str, float] | None]  # Log-probability by text of likely tokens.
+    text_offset: list[int]  # Position of each token in the choice's text, in characters.
 
 
 class PromptLogprob(Struct, frozen=True):
@@ -73,16 +73,16 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str  # Text of the token.
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # Null for the first, then by token id.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # First null, then keyed by token id.
 
 
 class TransferParams(Struct, frozen=True, kw_only=True):
-    """vLLM's `kv_transfer_params`. Routers copy an answer's object into the next request."""
+    """vLLM's `kv_transfer_params`. Routers copy this object of an answer to the next request."""
 
     do_remote_prefill: bool = False  # Another server has computed the prompt.
     do_remote_decode: bool = False  # Keep the prompt, because another server will decode.
-    remote_block_ids: list[Any] | None = None  # Positions of the kept blocks in the prompt.
-    remote_engine_id: str | None = None  # Id of the engine with the blocks; new at each start.
+    remote_block_ids: list[Any] | None = None  # Indices of the kept blocks in the prompt.
+    remote_engine_id: str | None = None  # Id of the engine that holds the blocks.
     remote_request_id: str | None = None  # Name of the kept prompt in that engine.
     remote_host: str | None = None  # Host at which that engine listens.
     remote_port: int | None = None  # Port at which that engine listens.
@@ -106,7 +106,7 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
-    """A model for the clients of OpenAI and Anthropic."""
+    """The description of a model, with the fields of OpenAI and of Anthropic."""
 
     id: str  # Model name to send in requests.
     object: str = "model"  # Type of the object for OpenAI's clients.
@@ -119,7 +119,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     max_model_len: int  # Context length in tokens, including the answer.
     max_input_tokens: int  # Same value for Anthropic's clients.
     owned_by: str = "negamax"  # Always `negamax`.
-    parent: str | None = None  # Always null: there are no adapters.
+    parent: str | None = None  # Always null, because there are no adapters.
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
@@ -128,7 +128,7 @@ class ModelList(Struct, frozen=True, kw_only=True):
     first_id: str  # Id of the first card.
     last_id: str  # Id of the last card.
     has_more: bool = False  # Always false: the list is complete.
-    models: list[dict[str, Any]] | UnsetType = UNSET  # The list in Codex's format, for Codex.
+    models: list[dict[str, Any]] | UnsetType = UNSET  # Only for Codex: the list in Codex's format.
 
 
 class ReplicaHealth(Struct, frozen=True):
@@ -137,8 +137,8 @@ class ReplicaHealth(Struct, frozen=True):
 
 
 class HealthAnswer(Struct, frozen=True):
-    status: str  # `ok`, or `degraded` if some replica does not answer.
-    replicas: list[ReplicaHealth] | UnsetType = UNSET  # Replicas of a server with several.
+    status: str  # `ok`, or `degraded` if a replica does not answer.
+    replicas: list[ReplicaHealth] | UnsetType = UNSET  # Only if there are several replicas.
 
 
 class VersionAnswer(Struct, frozen=True):
@@ -169,7 +169,7 @@ class MessageErrorDetails(Struct, frozen=True):
 
 
 class MessageErrorBody(Struct, frozen=True):
-    type: str  # The class of the error by Anthropic's names, such as overloaded_error.
+    type: str  # Anthropic's name of the error class, such as overloaded_error.
     message: str  # The problem, the limit and the remedy.
     details: MessageErrorDetails | UnsetType = UNSET  # Details for programs.
 

@@ -1,8 +1,8 @@
-"""Define the strict base class of all requests, and raise readable errors.
+"""Define the base class of all requests, which validates strictly and raises readable errors.
 
 The rules below apply to every object inside a request. `null` means that a field is left out. A
 number such as 5.0 is an integer. A field in `ignored_fields` has no effect. A field in
-`unsupported_fields` is refused with a reason, unless its value asks for nothing (false, 0, "", []).
+`unsupported_fields` is refused with a reason, unless its value has no effect (false, 0, "", []).
 
 An unknown field is refused as misspelt if its name resembles a known field that was not sent. Other
 unknown fields are ignored, because clients send fields of other servers. Only the first wrong
@@ -34,8 +34,8 @@ from negamax.base.errors import InvalidRequestError
 RequestT = TypeVar("RequestT", bound="RequestModel")
 ValueT = TypeVar("ValueT")
 
-# Fields of other systems (OpenRouter, llama.cpp, TensorRT-LLM, TGI, Anthropic and others) whose
-# names resemble fields of Negamax but have another meaning.
+# Fields of other systems, such as OpenRouter, llama.cpp, TensorRT-LLM, TGI and Anthropic. Their
+# names resemble fields of Negamax, but the fields have another meaning.
 FOREIGN_FIELDS = frozenset(
     {
         "auto_max_new_tokens", "ctx_request_id", "inputs", "mode", "models",
@@ -43,21 +43,21 @@ FOREIGN_FIELDS = frozenset(
         "reasoning_format", "return_tokens", "speed",
     }
 )  # fmt: skip
-_MAX_CHECKED_FIELDS = 32  # Most unknown fields of an object that are compared with known names.
+_MAX_CHECKED_FIELDS = 32  # Most unknown fields per object that are checked for misspelling.
 
 _JSON_TYPES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
-_SHOWN_CHARS = 60  # Longest quotation of a wrong value in a message.
-_SLIP_LIKENESS = 0.85  # Similarity to a known name (1.0: equal) that counts as a misspelling.
+_SHOWN_CHARS = 60  # Most characters of a wrong value that a message quotes.
+_SLIP_LIKENESS = 0.85  # Least similarity of a misspelling to a known name; 1.0 means equal.
 
 
 def refuse(param: str, message: str) -> NoReturn:
-    """Raise the 400 error about field `param`."""
+    """Raise `InvalidRequestError` (status 400) about field `param`."""
     raise InvalidRequestError(f"{param}: {message}", param=param, code="invalid_value")
 
 
 def check_choice(value: object, allowed: Collection[str], param: str, *, what: str = "") -> str:
-    """Return the `value` of `param`, or raise `InvalidRequestError` unless `allowed` has it."""
+    """Return `value`, or raise `InvalidRequestError` about `param` unless `allowed` contains it."""
     if not isinstance(value, str) or value not in allowed:
         refuse(param, f"{what}{describe(value)}; allowed: {', '.join(map(repr, allowed))}")
     return value
@@ -68,7 +68,7 @@ def validate_one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
 
 
 def check_type(value: object, kind: type[ValueT], param: str, what: str = "") -> ValueT:
-    """Return the `value` of `param`, or raise `InvalidRequestError` unless it is a `kind`."""
+    """Return `value`, or raise `InvalidRequestError` about `param` unless its type is `kind`."""
     if not isinstance(value, kind):
         refuse(param, f"must be {what or _JSON_TYPES[kind]}; got {describe(value)}")
     return value
@@ -100,7 +100,7 @@ def describe(value: object) -> str:
 
 
 def check_token_ids(values: list[Any], where: str) -> list[int]:
-    """Return token ids of field `where`. Raises `InvalidRequestError` for other values."""
+    """Check that `values` of field `where` are token ids, or raise `InvalidRequestError`."""
     for index, value in enumerate(values):
         if type(value) is not int:
             refuse(f"{where}[{index}]", f"must be a token id; got {describe(value)}")
@@ -133,9 +133,9 @@ class RequestModel(BaseModel):
     )
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
-    # Values of unsupported fields that ask for nothing, in addition to false, 0, "" and [].
+    # Values of unsupported fields without effect, in addition to false, 0, "" and [].
     neutral_values: ClassVar[Mapping[str, object]] = {}
-    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # Other names of a field.
+    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # Accepted other names of fields.
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -145,7 +145,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def parse(cls: type[RequestT], body: object) -> RequestT:
-        """Validate decoded JSON. Raises `InvalidRequestError` with the first wrong field."""
+        """Validate decoded JSON. Raises `InvalidRequestError` about the first invalid field."""
         if not isinstance(body, dict):
             raise InvalidRequestError(
                 f"the body must be a JSON object; it is {describe(body)}", code="invalid_body"
@@ -188,7 +188,7 @@ class RequestModel(BaseModel):
 
     @classmethod
     def _check_unknown(cls, names: list[str], *, given: Mapping[str, Any]) -> None:
-        """Refuse an unknown name that resembles a known field which was not given."""
+        """Refuse an unknown name if it resembles a known field that the request does not set."""
         known = {_squash(name): name for name in cls.model_fields}
         for name in names[:_MAX_CHECKED_FIELDS]:
             near = difflib.get_close_matches(_squash(name), known, n=1, cutoff=_SLIP_LIKENESS)
@@ -222,12 +222,12 @@ def _squash(name: str) -> str:
 
 
 def _describe_validation_error(error: ValidationError) -> InvalidRequestError:
-    """Describe the first error of pydantic in one sentence with path, rule and value."""
+    """Describe pydantic's first error in one sentence that has the path, the rule and the value."""
     first = error.errors(include_url=False)[0]
     path = ""
     for part in first["loc"]:
         if isinstance(part, str) and _UNION_BRANCH.match(part):
-            continue  # A type of a union that pydantic tried.
+            continue  # Pydantic's name of a union branch.
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     kind, message = first["type"], first["msg"]
     if kind in ("unknown_parameter", "unsupported_parameter"):

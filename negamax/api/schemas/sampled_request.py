@@ -18,7 +18,7 @@ from negamax.text.chat_template import RESERVED_KWARGS
 MAX_MESSAGES = 16_384
 MAX_PROMPTS = 128
 _PRIORITY_LIMIT = 2**31
-# The removed parameters depend on the prompt, and `common.turn.constrain` sets their values.
+# `common.turn.constrain` sets the removed parameters, because they depend on the prompt.
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
     "grammar", "reasoning", "thinking_token_budget",
 }  # fmt: skip
@@ -78,7 +78,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Refuse names that are not template variables, or that are fields of the request."""
+    """Refuse names that cannot be template variables, and names of request fields."""
     for name in kwargs:
         field = "chat_template_kwargs"
         if name in RESERVED_KWARGS:
@@ -93,7 +93,7 @@ TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs
 
 
 class StreamOptions(RequestModel):
-    """The field `stream_options`: what a stream contains in addition to its deltas."""
+    """The field `stream_options`, which adds token counts to a stream."""
 
     include_usage: bool = False  # Send token counts in a last chunk without choices.
     continuous_usage_stats: bool = False  # Send the token counts so far in every chunk.
@@ -105,24 +105,24 @@ class StreamOptions(RequestModel):
 
 
 class SamplingFields(RequestModel):
-    """Sampling parameters, by the names that all dialects use."""
+    """Sampling parameters that have the same name in all dialects."""
 
     stream_interval: int | None = Field(default=None, ge=1)  # Tokens per event of a stream.
     temperature: float | None = None  # Sampling temperature; 0 is greedy.
     top_p: float | None = None  # Sample from the likeliest tokens with this total probability.
     top_k: int | None = None  # Sample from this many of the likeliest tokens; 0 and -1: all.
-    min_p: float | None = None  # Least probability relative to the likeliest token.
+    min_p: float | None = None  # Lowest probability, as a fraction of the highest probability.
     repetition_penalty: float | None = None  # Values above 1 make earlier tokens less likely.
-    frequency_penalty: float = 0.0  # Subtracted from a token's logit per earlier occurrence.
-    presence_penalty: float = 0.0  # Subtracted from the logits of tokens in the answer.
+    frequency_penalty: float = 0.0  # Subtracted from a logit per occurrence of the token.
+    presence_penalty: float = 0.0  # Subtracted from the logits of the answer's tokens.
     logit_bias: LogitBias | None = None  # Values to add to logits, by token id.
     stop_token_ids: StopTokenIds = Field(default_factory=list)  # Tokens that end the answer.
     ignore_eos: bool = False  # Continue after the end token.
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
-        """Build the engine's parameters from the fields of the same names.
+        """Build the engine's sampling parameters from the fields with the same names.
 
-        `renamed` has the parameters that the dialect gives another name or meaning.
+        `renamed` has parameters for which the dialect uses another name or meaning.
         """
         given = {"logit_bias": self.logit_bias or None, **renamed}
         values: dict[str, Any] = {}
@@ -137,17 +137,17 @@ class EngineRequest(RequestModel):
     """Fields that control how the engine handles a request."""
 
     stream: bool = False  # Answer with events instead of one body.
-    # Lower numbers run earlier.
+    # Requests with lower numbers run earlier.
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
-    timeout: float | None = Field(default=None, gt=0)  # Seconds from arrival to the last token.
-    cache_salt: str = Field(default="", max_length=256)  # Requests share prefixes within a salt.
-    # The data-parallel rank that answers; the header X-data-parallel-rank takes precedence.
+    timeout: float | None = Field(default=None, gt=0)  # Time limit in seconds.
+    cache_salt: str = Field(default="", max_length=256)  # Only equal salts share cached prefixes.
+    # The data-parallel rank that answers. The header X-data-parallel-rank overrides this field.
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank.
 
-    # vLLM's object about a prompt that another server computes or reads from this server.
+    # vLLM's object for a prompt that another server computes, or that it reads from this server.
     kv_transfer_params: dict[str, Any] | None = None
-    # SGLang's fields about prompts that another server computes: one value, or one per prompt.
+    # SGLang's fields for prompts that another server computes. One value, or one per prompt.
     bootstrap_host: Host | list[Host | None] | None = None
     bootstrap_port: Port | list[Port | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
@@ -197,17 +197,17 @@ class GenerationRequest(SampledRequest):
 
     neutral_values: ClassVar[Mapping[str, object]] = {"best_of": 1}
 
-    stream_options: StreamOptions = StreamOptions()  # Additions to the deltas of a stream.
+    stream_options: StreamOptions = StreamOptions()  # Settings for streams.
     n: int = 1  # Number of answers to the prompt.
-    # The only tokens to sample; not with a grammar, forced calls or a thinking budget.
+    # Sample only these tokens. Not allowed with a grammar, a forced call or a thinking budget.
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    stop: StopStrings = Field(default_factory=list)  # Texts that end the answer.
+    stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.
     include_stop_str_in_output: bool = False  # Keep the stop string or token in the answer.
     no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output.
     skip_special_tokens: bool = True  # Omit the text of special tokens.
-    prompt_logprobs: int | None = None  # Alternatives per prompt token; not in streams.
-    thinking_token_budget: int | None = Field(default=None, ge=0)  # Reasoning token limit.
+    prompt_logprobs: int | None = None  # Alternatives per prompt token; no streams.
+    thinking_token_budget: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's thinking_token_budget.
     return_tokens_as_token_ids: bool = False  # Write token 123 as "token_id:123" in logprobs.
     return_token_ids: bool = False  # Return the token ids of prompt and answer.
@@ -220,7 +220,7 @@ class GenerationRequest(SampledRequest):
         return self.max_thinking_tokens if budget is None else budget
 
     def answer_id(self, prefix: str) -> str:
-        """Return the answer's id, made of `prefix` and the client's id or a random id."""
+        """Return the answer's id: `prefix`, followed by the client's id or by a random id."""
         return f"{prefix}-{self.request_id or self.rid or secrets.token_hex(16)}"
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:

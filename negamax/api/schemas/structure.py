@@ -19,7 +19,7 @@ from negamax.config.grammar import Grammar, GrammarKind, written
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-# Kinds of grammar by field of a request, and below by key of `structured_outputs`.
+# Grammar kind of each request field, and (below) of each key of `structured_outputs`.
 _FIELD_KINDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -38,25 +38,25 @@ _STRUCTURED_KINDS: dict[str, GrammarKind] = {
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }
-_MAX_KEY_CHARS = 60  # Longest unknown key in a message.
-_COMPACT = "disable_any_whitespace"  # Option of `structured_outputs`.
+_MAX_KEY_CHARS = 60  # Most characters of an unknown key that a message quotes.
+_COMPACT = "disable_any_whitespace"  # Key of `structured_outputs`.
 _UNSUPPORTED_OPTIONS = ("whitespace_pattern", "disable_additional_properties")
-_IGNORED_OPTIONS = ("disable_fallback", "_backend", "_backend_was_auto")  # vLLM's own options.
+_IGNORED_OPTIONS = ("disable_fallback", "_backend", "_backend_was_auto")  # vLLM's internal keys.
 
 
 class StructuredRequest(GenerationRequest):
-    """A request that may constrain its answer by the fields of OpenAI, vLLM or SGLang.
+    """A request that may constrain its answer with fields of OpenAI, vLLM or SGLang.
 
-    Schemas and structural tags may also be JSON text.
+    JSON schemas and structural tags may be objects or JSON text.
     """
 
-    # OpenAI's object, whose `type` is text, json_object, json_schema or structural_tag.
+    # OpenAI's object. Its `type` is text, json_object, json_schema or structural_tag.
     response_format: dict[str, Any] | None = None
-    # vLLM's object with one of `json`, `json_object`, `regex`, `choice`, `grammar` or
-    # `structural_tag`, and with `disable_any_whitespace` for JSON without white space.
+    # vLLM's object. It has one of the keys `json`, `json_object`, `regex`, `choice`, `grammar` and
+    # `structural_tag`. `disable_any_whitespace` requests JSON without white space.
     structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | bool | None = None  # A JSON schema for the content.
-    guided_regex: str | None = None  # Regular expression for the whole content.
+    guided_json: dict[str, Any] | str | bool | None = None  # JSON schema of the content.
+    guided_regex: str | None = None  # Regular expression that the whole content matches.
     guided_choice: list[str] | None = None  # The content is one of these texts.
     guided_grammar: str | None = None  # An EBNF grammar with the start rule `root`.
     json_schema: dict[str, Any] | str | bool | None = None  # SGLang's name for guided_json.
@@ -66,7 +66,7 @@ class StructuredRequest(GenerationRequest):
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The grammar of the content, or None for free text. Raises `InvalidRequestError`."""
+        """The grammar of the content, or None without constraints. Raises `InvalidRequestError`."""
         found: dict[str, Grammar] = {}
         if self.response_format is not None:
             form = build_format_grammar(
@@ -92,7 +92,7 @@ class StructuredRequest(GenerationRequest):
 
 
 def _read_options(structured: Mapping[str, Any]) -> bool | None:
-    """Refuse unknown keys of `structured_outputs`, and return its option for compact JSON."""
+    """Refuse unknown keys of `structured_outputs`. Return `disable_any_whitespace` or None."""
     known = [*_STRUCTURED_KINDS, _COMPACT, *_IGNORED_OPTIONS]
     for name, value in structured.items():
         if value is None or name in known or (name in _UNSUPPORTED_OPTIONS and value is False):
@@ -110,9 +110,9 @@ def _read_options(structured: Mapping[str, Any]) -> bool | None:
 def build_format_grammar(
     form: Mapping[str, Any], allowed: tuple[str, ...], param: str, *, is_nested: bool = False
 ) -> Grammar | None:
-    """Return the grammar of a format in field `param` whose type is one of `allowed`.
+    """Return the grammar of the format `form` in field `param`. `allowed` are the known types.
 
-    With `is_nested` a schema is in the field `json_schema` of the format.
+    With `is_nested`, the format has its schema in the field `json_schema`.
     """
     match check_choice(form.get("type"), allowed, param, what="type "):
         case "text":
@@ -135,7 +135,7 @@ def build_format_grammar(
 def build_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = False) -> Grammar:
     """Build a checked grammar from the value of field `param`.
 
-    Schemas and structural tags may be JSON text; schemas keep the key order of the client.
+    Schemas and structural tags may be JSON text. Schemas keep the client's key order.
     """
     if kind == "json_object":
         return Grammar(kind="json_object")

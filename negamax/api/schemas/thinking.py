@@ -1,4 +1,4 @@
-"""Combine the many fields by which clients control thinking into one choice.
+"""Combine the fields with which clients control thinking into one `ThinkingChoice`.
 
 The template of the M3 family writes one of three modes into the prompt. The M2 family always
 thinks: "disabled" closes the think block in the prompt, and the other modes change nothing.
@@ -15,7 +15,7 @@ from negamax.text.chat_template import ChatTemplate
 MODES = ("enabled", "disabled", "adaptive")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # Names in template kwargs.
+_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # Keys of template kwargs.
 
 
 class ReasoningPlace(enum.Enum):
@@ -27,16 +27,16 @@ class ReasoningPlace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """The thinking settings of a request. None is the model's default. `budget` is in tokens."""
+    """A request's thinking settings. None selects the model's default. `budget` is in tokens."""
 
     mode: str | None = None  # One of MODES.
     effort: str | None = None  # One of EFFORTS.
     budget: int | None = None
 
     def mode_for(self, template: ChatTemplate) -> str | None:
-        """Return the mode that results from mode, effort and budget.
+        """Return the thinking mode that follows from mode, effort and budget.
 
-        Minimal effort disables thinking if the template can disable it.
+        The effort "minimal" disables thinking if the template can disable it.
         """
         if self.mode is not None:
             return self.mode
@@ -45,7 +45,7 @@ class ThinkingChoice:
         return "disabled" if self.effort == "minimal" and template.reads("thinking_mode") else None
 
     def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return the variables that `template` reads. Disabled thinking has no effort."""
+        """Return the variables that `template` reads. If thinking is disabled, effort is None."""
         mode = self.mode_for(template)
         variables = {
             "thinking_mode": mode,
@@ -67,7 +67,7 @@ def read_switch(is_on: bool | None) -> str | None:
 
 
 def read_template_switch(kwargs: Mapping[str, Any]) -> str | None:
-    """Return the mode in `chat_template_kwargs`, under any of its names, or None."""
+    """Return the thinking mode in `chat_template_kwargs`, or None. Three keys may contain it."""
     for name in _TEMPLATE_SWITCHES:
         value = kwargs.get(name)
         if value is None:

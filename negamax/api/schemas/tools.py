@@ -18,7 +18,7 @@ MAX_TOOL_NAME_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool that requests declare by one of `types`, with its description and schema."""
+    """The description and the schema of a tool that a request declares by one of `types`."""
 
     types: tuple[str, ...]
     description: str
@@ -28,7 +28,7 @@ class ClientTool:
 _CLIENT_TOOLS = msgspec.json.decode(
     Path(__file__).with_name("client_tools.json").read_bytes(), type=dict[str, list[ClientTool]]
 )
-_NAME_BREAKERS = frozenset('"<>\n\r\t')  # Characters that would break <invoke name="...">.
+_NAME_BREAKERS = frozenset('"<>\n\r\t')  # Characters that cannot be in <invoke name="...">.
 
 
 def load_client_tools(dialect: str) -> dict[str, ClientTool]:
@@ -43,9 +43,9 @@ def check_tool_count(count: int, *, field: str = "tools") -> None:
 def check_function(
     function: Mapping[str, Any], *, where: str, schema_field: str = "parameters"
 ) -> None:
-    """Refuse a function whose name, description or schema the prompt or the parser could not use.
+    """Refuse a function if the prompt or the parser cannot use its name, description or schema.
 
-    `where` is the function's place in the request, and `schema_field` its schema's field.
+    `where` is the path of the function in the request. `schema_field` names its schema field.
     """
     name = function.get("name")
     if (
@@ -65,7 +65,7 @@ def check_function(
 
 
 def check_mended_tools(tools: object) -> None:
-    """Refuse strict schemas with U+FFFD in a body whose lone surrogates became U+FFFD."""
+    """Refuse strict schemas with U+FFFD, if U+FFFD has replaced lone surrogates in the body."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         if isinstance(function, Mapping) and function.get("strict"):
@@ -109,7 +109,7 @@ def build_function_tool(
 
 
 def show_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Format functions as chat templates do, for a place within the conversation."""
+    """Format functions as chat templates do, to show them within the conversation."""
     lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return "\n".join(("<tools>", *(f"<tool>{line}</tool>" for line in lines), "</tools>"))
 
@@ -120,10 +120,10 @@ def read_allowed_tools(
     may_run_elsewhere: bool = False,
     named_by_type: Collection[str] = (),
 ) -> tuple[str, dict[str, str]]:
-    """Return the mode of a `tool_choice` of type "allowed_tools" and its names with their places.
+    """Return the mode of a `tool_choice` of type "allowed_tools", and map its names to their paths.
 
-    The choice may have the shape of chat completions or of Responses. Tools in `named_by_type` have
-    their type as name. With `may_run_elsewhere`, tools of other unknown types are skipped.
+    The choice may have the shape of chat completions or of Responses. The name of a tool with a
+    type in `named_by_type` is its type. `may_run_elsewhere` skips tools of unknown types.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:
@@ -164,10 +164,10 @@ def read_allowed_tools(
 
 @dataclass(frozen=True, slots=True)
 class CallChoice:
-    """The tool calls that an answer may or must have.
+    """The tool calls that an answer may or must contain.
 
-    `mode` is "auto", "none", "required", or "function" with the `name` of the tool. `allowed` has
-    the names of the tools that may be called, or None for all tools.
+    `mode` is "auto", "none", "required" or "function". With "function", `name` is the forced tool.
+    `allowed` has the names of the tools that may be called. None allows all tools.
     """
 
     mode: str = "auto"
@@ -193,9 +193,9 @@ def check_call_choice(
     parallel: bool,
     allowed: Mapping[str, str] | None = None,
 ) -> CallChoice:
-    """Check a choice of calls, whose `mode` is auto, none, required, or function with a `name`.
+    """Check a tool choice. `mode` is auto, none, required or function. Only function has a `name`.
 
-    `allowed` maps the only tools that may be called to the places of their names in the request.
+    Only tools in `allowed` may be called. It maps their names to the paths of these names.
     """
     names = [tool["function"]["name"] for tool in tools or ()]
     for allowed_name, place in (allowed or {}).items():
