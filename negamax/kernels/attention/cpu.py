@@ -39,7 +39,7 @@ _GATHER_ROWS = 64  # sequences whose keys are gathered at a time; bounds the mem
 
 
 def padded_keys(length: int, block_size: int) -> int:
-    """Round `length` up to a multiple of 64; above 512, of an eighth of the next power of two."""
+    """Round `length` up to a multiple of max(64, an eighth of the next power of two)."""
     step = QUERY_TILE
     while length > 8 * step:
         step *= 2

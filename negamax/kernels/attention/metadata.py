@@ -37,7 +37,7 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Data about the T tokens of a step that a mixture of experts reads."""
+    """Input of a mixture of experts: data about the T tokens of a step."""
 
     num_actual_tokens: Tensor | None = None  # see `AttentionMetadata` for all fields
     # positions select the copy of an expert that a token uses; None: all positions are 0
@@ -53,7 +53,7 @@ class AttentionMetadata:
     A sequence's queries are its last tokens. The first `num_decodes` sequences have one query each,
     the other sequences have several. Sequence s has queries query_starts[s] to query_starts[s + 1]
     - 1, and its blocks are block_tables[block_table_indices[s]]. Tensors are on the device of the
-    caches. The host plans with the `host_` copies, which are () during graph capture. On GPUs the
+    caches. The host plans with the `host_` fields, which are () during graph capture. On GPUs the
     `host_` lengths are upper bounds while draft tokens of an earlier step are being verified.
     """
 
@@ -69,7 +69,7 @@ class AttentionMetadata:
     host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence
     # [1] int32, number of tokens before the padding; None: there is no padding
     num_actual_tokens: Tensor | None = None
-    # upper bound of the tokens that a rank has in this step; None: all ranks have T tokens
+    # upper bound of the number of tokens of a rank in this step; None: all ranks have T tokens
     most_tokens: int | None = None
     is_share: bool = False  # whether context-parallel ranks have different tokens of this step
     # the tokens of all context-parallel ranks; None: the step's tokens are not split over ranks
@@ -170,7 +170,7 @@ def attention_metadata(
     indices: Sequence[int] | None = None,
     num_decodes: int = 0,
 ) -> AttentionMetadata:
-    """Build the metadata of the last query_lens[s] tokens of sequences of seq_lens[s] tokens.
+    """Build metadata for sequences of seq_lens[s] tokens, whose last query_lens[s] are queries.
 
     The blocks of sequence s are block_tables[s], or block_tables[indices[s]] if `indices` is given.
     """

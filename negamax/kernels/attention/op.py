@@ -30,7 +30,7 @@ class QkNorm:
     weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, q part first
     heads: int
     kv_heads: int
-    # number of elements in the sums of squares of all ranks, with all copies of replicated KV heads
+    # number of elements in the sums of squares of all ranks, with copies of replicated KV heads
     q_count: float
     k_count: float
     eps: float
@@ -97,7 +97,7 @@ def head_norm_rope_write(
     *,
     group: Collective | None = None,
 ) -> Tensor:
-    """Do `qk_norm_rope_write` with `head_norm` of q and k; `group` is not used.
+    """Run `qk_norm_rope_write` with `head_norm` for q and k; `group` is not used.
 
     qkv may be a slice of columns of a larger tensor.
     """
@@ -111,7 +111,7 @@ def head_norm_rope_write(
 
 
 def rope_write(qkv: Tensor, at: TokenPlaces, cache: KvCache, /) -> Tensor:
-    """Do `qk_norm_rope_write` without norms; all dimensions of a head rotate."""
+    """Run `qk_norm_rope_write` without norms; all dimensions of a head are rotated."""
     _, kv_heads, _, head_dim = cache.k.shape
     assert at.cos.shape[-1] == head_dim
     q, k, v = split_heads(qkv, heads=qkv.shape[1] // head_dim - 2 * kv_heads, kv_heads=kv_heads)
@@ -132,7 +132,7 @@ def qk_norm_rope_write(
     """Norm and rotate q and k, write k and v to the cache, return q [T, heads, head_dim].
 
     qkv [T, (heads + 2 kv_heads) * head_dim] is this rank's projection; a kernel may overwrite it.
-    Arithmetic is fp32 and rounds once, at the end.
+    Arithmetic is in fp32; results are rounded once, at the end.
     """
     q, k, v = split_heads(qkv, heads=norm.heads, kv_heads=norm.kv_heads)
     q, k = qk_norm(q, k, norm, group=group)

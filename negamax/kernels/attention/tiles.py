@@ -12,14 +12,14 @@ class DecodeSplit:
     """Rules for splitting the keys of a decode step, for caches of any dtype."""
 
     block_n: int = 64  # keys of a tile
-    min_tiles: int = 1  # tiles of a split
+    min_tiles: int = 1  # minimum number of tiles of a split
     programs: float = 3  # programs per multiprocessor
     split_programs: float = 1.5  # programs per multiprocessor if a program has one split
-    # least splits of a sequence if each program has one split of up to 16 rows; with fewer splits,
-    # some splits would be twice as long as others
+    # minimum number of splits of a sequence if each program has one split of up to 16 rows; with
+    # fewer splits, some splits would be twice as long as others
     min_splits: int = 3
     wide_programs: float = 2  # programs per multiprocessor if each has a run of tiles of 32 rows
-    min_runs: int = 4  # with this number of sequences a program attends with several queries
+    min_runs: int = 4  # from this number of sequences on, a program has several queries
 
 
 DECODE = DecodeSplit()

@@ -13,9 +13,9 @@ of a sequence are then reduced (`triton_decode_reduce`).
         BLOCK_M    |        |        |            own m_i, l_i [BLOCK_M] and acc [BLOCK_M, BLOCK_D];
         rows       |        |        |            warps do not wait for each other within a split
 
-The latency of a program matters as much as its bytes, so the kernel has few instructions. For
-example, all values of a cache are finite, so the cache is read without masks. With PREFETCH_KV the
-first tile, which earlier steps wrote, is read before the predecessor kernel has ended.
+The latency of a program matters as much as the bytes it reads, so the kernel has few instructions.
+For example, all values of a cache are finite, so the cache is read without masks. With PREFETCH_KV
+the first tile, which earlier steps wrote, is read before the predecessor kernel has ended.
 """
 
 from functools import partial
@@ -134,7 +134,7 @@ def _attend_split(
     """Attend to tiles `tile` to `until` - 1 of one sequence; write the output or `partials`.
 
     With PREFETCH_KV `prefetched` is k and v of the first tile, and the offset of the newest key.
-    The predecessor kernel wrote the newest key, so it is processed last.
+    The predecessor kernel wrote the newest key, so this key is processed last.
     """
     WARPS: tl.constexpr = C.WARPS  # Triton 3.6 does not accept a field of a struct in a shape
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -282,7 +282,7 @@ def _decode_kernel(
 
 
 def _all_programs_run(device: torch.device, block_m: int) -> bool:
-    """Return whether all SPLIT_KV programs run at once: shared memory has room for two programs."""
+    """Return whether all SPLIT_KV programs run at once, two of them on each multiprocessor."""
     assert DECODE.split_programs <= 2
     needed = 84 if block_m == 16 else 100
     return platform.platform_of(device).shared_memory >= 2 * needed * 1024

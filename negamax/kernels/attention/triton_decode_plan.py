@@ -7,9 +7,9 @@ sequence. Each KV head has the same number of programs, and each program has a r
     SPLIT_KV     |  0 |  1 | 2 |   3   |  4  |  5  |  6  |  7  |    one split of one sequence each
     else         |     0     |     1     |     2     |    3    |    equal runs of all tiles
 
-SPLIT_KV is used if there are enough programs for several splits of each sequence. The splits are
-then as short as the number of programs allows. One sequence of 100,000 tokens keeps all
-multiprocessors busy, and so do a hundred short sequences. The lengths stay on the device.
+SPLIT_KV is used if there are enough programs for several splits of each sequence. Splits are as
+short as the number of programs allows. One sequence of 100,000 tokens keeps all multiprocessors
+busy, and so do a hundred short sequences. The lengths stay on the device.
 
     sequences [S, SEQUENCE_WORDS] int32    the fields of `PlannedSequence`
     work [programs, WORK_WORDS] int32      first tile, end tile (0: no work), number of the first
@@ -50,7 +50,7 @@ class DecodePlan:
     split_kv: bool
     reduce_later: bool  # whether a second launch reduces the partial results
     runs: DecodeRuns | None  # None: each sequence of the plan has one query
-    num_queries: int  # limit of the queries of a sequence that a program attends with
+    num_queries: int  # maximum number of queries of a sequence per program
     dependent: bool = True  # see `launch_options`
 
 
@@ -69,7 +69,7 @@ def workspace(words: int, device: torch.device) -> Tensor:
 
 
 class PlannedSequence(NamedTuple):
-    """The data of a sequence that a program reads."""
+    """Data about one sequence, as programs read it."""
 
     first_tile: tl.tensor
     end_tile: tl.tensor

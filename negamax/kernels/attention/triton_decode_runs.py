@@ -17,7 +17,7 @@ MAX_ROWS = 32
 
 
 def choose_queries_per_program(group: int, max_run: int) -> int:
-    """Split `max_run` queries evenly over programs of at most MAX_ROWS rows; return their size."""
+    """Split `max_run` queries over programs of up to MAX_ROWS rows; return queries per program."""
     most = max(1, MAX_ROWS // group)
     return triton.cdiv(max_run, triton.cdiv(max_run, most))
 

@@ -113,7 +113,7 @@ def _load_tile(record, mask=None):
 
 @triton.jit(
     do_not_specialize=["num_tiles", "programs", "group", "kv_heads", "size"],
-    do_not_specialize_on_alignment=["merged"],  # `merged` is a slice of a tensor
+    do_not_specialize_on_alignment=["merged"],  # a slice, whose alignment varies
 )
 def _split_tiles_kernel(
     tiles, work, merged, num_tiles, programs, group, kv_heads, size, MOST: tl.constexpr

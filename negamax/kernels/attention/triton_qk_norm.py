@@ -185,9 +185,9 @@ def _qk_norm_rope_write_kernel(
 def qk_norm_rope_write(
     qkv: Tensor, norm: QkNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Run `attention.qk_norm_rope_write`; `qkv` is not changed, and negative slots are not written.
-    One launch suffices for several ranks if their symmetric memory has a row for every token.
-    Otherwise several ranks need two launches with an all-reduce of the group in between.
+    """Run `attention.qk_norm_rope_write`; `qkv` is not changed. Tokens with negative slots are not
+    cached. One launch suffices for several ranks if their symmetric memory has a row for every
+    token. Otherwise several ranks need two launches with an all-reduce in between.
     """
     assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
     num_tokens, head_dim, half = qkv.shape[0], cache.k.shape[-1], at.cos.shape[-1] // 2

@@ -59,7 +59,7 @@ class ScoredTokens:
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """Scored tokens whose tables list only the blocks of which this rank holds the index keys."""
+    """Scored tokens. Their tables list only blocks whose index keys this rank holds."""
 
     tokens: ScoredTokens  # `tables` of these tokens refer to the rank's own cache
     # [S, sparse blocks] int64, ascending block numbers in the sequence, then NO_BLOCK
@@ -164,7 +164,7 @@ Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 
 def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyKernel, AnyKernel]:
-    """Make the kernels that select blocks by `score`, from all index keys and from a shard."""
+    """Make two kernels that select blocks by `score`: from all index keys, and from a shard."""
 
     def scores_of(
         index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, shape: SparseShape

@@ -175,7 +175,7 @@ def _sparse_prefill_kernel(
         k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         first_key, by = block * C.BLOCK_SIZE + part * C.BLOCK_N, chosen_by
-        # loaded one tile ahead, because a load that waits for another load halves the pipeline
+        # pages are loaded one tile ahead: a load that waits for another load halves the pipeline
         following = union + tl.minimum((t + 1) // TILES, size - 1) * _WORDS
         block, chosen_by, page = tl.load(following), tl.load(following + 1), tl.load(following + 2)
         scores = tl.dot(q_tile, tl.trans(k))

@@ -56,7 +56,7 @@ MOST_QUERIES = 8  # limit of the queries of a sequence that are scored together
 # limits of one comparison: number of blocks of a row, number of scores of all rows
 MOST_COMPARED, MOST_SCORES = 2048, 4096
 _FEW = tl.constexpr(256)  # the scores of up to this number of blocks are sorted
-_NUM_GROUPS = tl.constexpr(512)  # groups of blocks if not all blocks are compared at once
+_NUM_GROUPS = tl.constexpr(512)  # number of groups of blocks if not all blocks are compared at once
 _MOST_ROWS = tl.constexpr(4)  # limit of the index queries that are processed at a time
 _MOST_MEMBERS = tl.constexpr(16)  # limit of the blocks of a group that all rows read at a time
 

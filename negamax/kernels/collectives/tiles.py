@@ -38,5 +38,5 @@ def two_shot(num_rows: int, *, world: int, words: int) -> bool:
 
 
 def shards(num_rows: int) -> bool:
-    """Return whether the ranks shard `num_rows` rows, in all norms of a step."""
+    """Return whether ranks shard the rows in all norms of a step with `num_rows` rows."""
     return num_rows >= SHARD_ROWS

@@ -376,7 +376,7 @@ def _sharded(
     (num_tokens, width), world = residual.shape, group.size
     shard = triton.cdiv(num_tokens, world)
     first = group.rank * shard
-    # the last rank has fewer rows if T is not a multiple of the ranks
+    # the last rank has fewer rows if T is not a multiple of the number of ranks
     rows = residual[first : first + shard]
     sizes = tiles.tiles_for(residual.device)
     shared = {

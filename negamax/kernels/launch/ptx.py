@@ -83,7 +83,7 @@ def keep_in_registers(x):
 
 @triton.jit
 def take_bytes(words, selector):
-    """Select four bytes of each word by the hex digits of `selector`, lowest first; 4 selects 0."""
+    """Select four bytes of each word by hex digits of `selector`, lowest first; digit 4 gives 0."""
     if not INTERPRETED and is_cuda():
         taken = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [words, selector], dtype=tl.int32, is_pure=True,

@@ -215,9 +215,9 @@ class H200MoeTiles(MoeTiles):
         return None
 
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
-        """Return tiles for packed weights. A multiprocessor runs three programs of 168 registers or
-        four of 128. Narrow experts of wide hidden states have few programs, so each program has
-        half the rows; above 48 tokens this did not make whole runs faster.
+        """Return tiles for packed weights. A multiprocessor runs three programs with 168 registers
+        per thread, or four with 128. Narrow experts of wide hidden states have few programs, so
+        each program has half the rows; above 48 tokens this did not make whole runs faster.
         """
         if M > SMALL_M_MAX_M:
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE

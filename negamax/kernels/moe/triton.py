@@ -17,8 +17,8 @@ of every token. The experts compute
                                         operand (packed weights: the weights); P = top_k
 
 All three kernels support plain, FP8 and packed weights. If the quantization method of packed 8-bit
-weights also rounds activations, large_m multiplies 8 bits with 8 bits. With one or two tokens one
-launch runs both the router and the norm before it (`triton_norm_route.py`).
+weights also rounds activations, large_m multiplies 8-bit with 8-bit values. With one or two tokens
+one launch runs both the router and the norm before it (`triton_norm_route.py`).
 
 The gate and up rows of an expert are in one weight [2 * width, hidden], gate rows first. FP8
 weights have a scale per block of 128 x 128. With FP8 weights h is also FP8, with a scale per pair

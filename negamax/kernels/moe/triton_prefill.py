@@ -15,8 +15,9 @@ Weights, activations and products of one tile:
     packed     weights of 4 or 8 bits are the tall operand. Each weight is unpacked once for all
                tokens of a tile, so tiles are large. An expert's last tile has one of three sizes.
     ROUNDED    8-bit weights with a scale per row are multiplied with 8-bit x and h. x has a scale
-               per token, h a scale per pair and BLOCK_N columns. Gate and up are scaled after their
-               sums. The down GEMM scales the product of each block of h and adds it in fp32.
+               per token, h a scale per pair and BLOCK_N columns. Gate and up are scaled when their
+               sums are complete. The down GEMM scales and adds the product of each block of h in
+               fp32.
 """
 
 # ruff: noqa: RUF005  (Triton appends to a tuple with + alone)
@@ -445,7 +446,7 @@ def _down_large_m_kernel(
     num_experts,
     E: tl.constexpr, ROUNDED: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    REPEAT_N: tl.constexpr,  # 1 with packed weights
+    REPEAT_N: tl.constexpr,  # REPEAT_N is 1 with packed weights
     RESIDENT: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute out[pairs, REPEAT_N * BLOCK_N] times the routing weights. Pairs of other ranks get

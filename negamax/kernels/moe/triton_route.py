@@ -55,7 +55,7 @@ def _choose_for_tokens(
         logits += tl.load(rows, mask=inside, other=0.0, cache_modifier=".cg")
     score = 1.0 / (1.0 + tl.exp(-logits))
     key = score + bias[None, :]
-    # torch.topk ranks NaN first; a finite key selects each expert once
+    # ranks NaN first, as torch.topk does; a finite key selects each expert once
     key = tl.where(key == key, key, 1e30)
     key = tl.where((expert < NUM_EXPERTS)[None, :], key, float("-inf"))
     rank = tl.full([TOPK_M, EXPERTS_POW2], -1, tl.int32)
@@ -101,10 +101,10 @@ def choose_for_token(
     NUM_GROUPS: tl.constexpr = logits.shape[0]
     score = 1.0 / (1.0 + tl.exp(-logits))
     biased = score + bias
-    biased = tl.where(biased == biased, biased, 1e30)  # torch.topk ranks NaN first
+    biased = tl.where(biased == biased, biased, 1e30)  # ranks NaN first, as torch.topk does
     biased = tl.where(expert < NUM_EXPERTS, biased, float("-inf"))
     bits = biased.to(tl.int32, bitcast=True)
-    bits ^= (bits >> 31) & 0x7FFFFFFF  # integers have the order of the fp32 values
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # the integers sort like the fp32 values
     # among experts with equal scores, the expert with the lower id has the larger key
     key = (bits.to(tl.int64) << 32) | (EXPERTS_POW2 - 1 - expert).to(tl.int64)
     # the summed axis is the first one, so that each thread sums its own values
@@ -176,7 +176,7 @@ def _route_small_m_kernel(
     SHARED: tl.constexpr,  # 0 or 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # threads of a program * 8
+    BLOCK_K: tl.constexpr,  # number of threads of a program * 8
     PARALLEL_TOPK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -187,10 +187,10 @@ def _route_small_m_kernel(
         [BLOCK_N, K]  .  [M, K]    ->   program p writes columns p * BLOCK_N ..., data and flag in
                                         one word; program t < M reads row t
 
-    The flag in a word shows whether this launch has written the word. Therefore the kernel needs no
-    counter, no fence and no reset. With PARALLEL_TOPK program t waits for the logits of token t and
-    selects its experts. Otherwise the last program selects experts for all tokens; the interpreter
-    needs this, because it runs one program after another.
+    The flag in a word shows whether this launch has written the word. Because of these flags, the
+    kernel needs no counter, no fence and no reset. With PARALLEL_TOPK program t waits for the
+    logits of token t and selects its experts. Otherwise the last program selects experts for all
+    tokens; the interpreter needs this, because it runs one program after another.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
     STEPS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)

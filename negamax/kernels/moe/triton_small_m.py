@@ -1,5 +1,5 @@
 """Experts of decode steps with more than a few tokens (*small_m*, see `kernels/moe/triton.py`). The
-weight is the tall operand, and a program finds its expert's tokens in topk_ids.
+weight is the first, tall operand of tl.dot. A program finds its expert's tokens in topk_ids.
 """
 
 import torch
