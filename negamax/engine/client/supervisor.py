@@ -18,6 +18,7 @@ from negamax.base.log import get_logger
 from negamax.base.supervision import ParentPulse, RestartPolicy, SupervisionLimits
 from negamax.engine.client.connection import ENGINE_MODULE, EngineConnection
 from negamax.engine.client.engine_client import AsyncEngine
+from negamax.engine.shape import SHAPE
 from negamax.engine.wire import AbortServer, EngineAddress, ModelInfo
 from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
@@ -132,8 +133,10 @@ class _SupervisedEngine:
         self._task: asyncio.Task[None] | None = None
         # Prefix of log messages if the server has several replicas.
         self._name = f"replica {replica}: " if options.num_replicas > 1 else ""
-        described = dataclasses.asdict(options)
-        self._crash_dumps = CrashDumps(options.crash_dump_dir, part="server", options=described)
+        self._described = dataclasses.asdict(options)  # Crash dumps hold these fields.
+        self._crash_dumps = CrashDumps(
+            options.crash_dump_dir, part="server", options=self._described
+        )
 
     async def start(self) -> None:
         """Start a process, await its readiness, and supervise it. Raises errors of `_connect`."""
@@ -167,6 +170,7 @@ class _SupervisedEngine:
             await asyncio.shield(connection.close(kill=True))
             raise
         self._start_seconds = time.monotonic() - started
+        self._described[SHAPE] = info.shape
         self._connection = connection
         servers.engine.on_engine_ready(self._replica, connection.channel, info)
         if servers.listener is not None:
