@@ -207,7 +207,7 @@ def damaged(folder: Path, damage: str) -> Path:
     ("command", "damage", "words"),
     [
         ("generate", "truncated", "truncated or damaged"),
-        ("generate", "missing", "missing"),
+        ("generate", "missing", "cannot be found"),
         ("generate", "misshaped", "config.json requires"),
         pytest.param("serve", "truncated", "truncated or damaged", marks=pytest.mark.full),
         # The ranks detect this error last.
