@@ -20,7 +20,7 @@ from negamax.formats.floats import E4M3_FNUZ
 from negamax.formats.tensor_format import Role, TensorFormat
 
 _MAX_NAMED = 5  # a message names at most this number of tensors
-# NaN and infinity have all exponent bits set. E4M3FN has no infinity. Its NaN is 0x7F or 0xFF.
+# NaN and infinity have all exponent bits set. E4M3FN has no infinity, and NaN is 0x7F or 0xFF.
 _SPECIAL_BITS = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -80,7 +80,7 @@ class FiniteCheck:
         """Raise `CheckpointError` if a tensor is broken.
 
         The message gives names, the number of broken values and the index of the first broken
-        value. Calls `check_zeros` and raises its errors too.
+        value. The errors of `check_zeros` are raised too.
         """
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, part in enumerate(self._parts):
@@ -121,7 +121,7 @@ def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorF
         with CheckpointReader() as reader:
             text = _describe_scales(reader, [scale])
         raise CheckpointError(text, hint=_BROKEN)
-    # FNUZ values are not checked: their NaN differs, and files may declare them as E4M3FN
+    # FNUZ values are not checked: FNUZ has another NaN, and files may declare FNUZ as E4M3FN
     if role is Role.VALUES and values.dtype in _SPECIAL_BITS and stored.element != E4M3_FNUZ:
         places = find_non_finite(values).nonzero()
         if len(places):
@@ -155,9 +155,9 @@ def _numbers(values: Tensor) -> Tensor:
 def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
     """Return a mask that is True where `values` are invalid as scales.
 
-    Scales above 2^10 are invalid: real weights do not need them, and kernels multiply bf16 scales
-    by 2^116, which overflows for scales of 2^11 or more. The E8M0 exponent 255 means NaN. Single
-    fp16 and FP8 scales may be 0 by rounding, but not all scales of a tensor.
+    Scales above 2^10 are invalid. Real weights have smaller scales, and kernels multiply bf16
+    scales by 2^116, so a scale of 2^11 would overflow. The E8M0 exponent 255 means NaN. Single fp16
+    and FP8 scales may be 0 by rounding, but not all scales of a tensor.
     """
     if values.dtype in _POWERS:
         exponents = values.view(torch.uint8)

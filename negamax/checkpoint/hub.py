@@ -27,8 +27,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
     """Return the folder that MODEL names, or None if MODEL is a hub id.
 
-    Raises `ConfigError` for any other MODEL. The error suggests similar names, also names in
-    `also`.
+    Raises `ConfigError` for any other MODEL. The error suggests a similar name.
     """
     if (embedded := EMBEDDED.get(model) or EMBEDDED_DRAFTS.get(model)) is not None:
         return embedded
@@ -130,7 +129,7 @@ def resolve_model(
         )
     except NegamaxError:
         raise
-    # The exceptions depend on the HTTP library of the client's version, so all are caught.
+    # Versions of the client raise exceptions of different HTTP libraries, so all are caught.
     except Exception as error:
         # ModelScope's client lists the errors of all failed files; the first error is reported.
         cause = next(iter(getattr(error, "failed_files", {}).values()), error)

@@ -30,8 +30,7 @@ def download(
 
     The patterns `others` and `weights` match files at the top level of the repository. The files of
     `others` are downloaded first. If `check` accepts the folder, the files that `named` returns and
-    the weights are downloaded too. `failure` translates all other errors than errors of `named` and
-    `check`.
+    the weights are downloaded too. `failure` translates errors of the hub's client.
     """
     folder = _fetch(model, revision, cache, others)
     if check is not None:

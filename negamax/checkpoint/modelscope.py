@@ -1,6 +1,6 @@
 """Downloads from ModelScope into its cache, with `modelscope_hub` (`negamax[modelscope]`).
 
-The package `modelscope` imports torch, so it is not used.
+The package `modelscope` is not used, because it imports torch.
 """
 
 import fnmatch
@@ -134,7 +134,7 @@ def _licence(api: Any, model: str) -> str | None:
 
 
 def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
-    """Return a class of progress callbacks. The client calls it for each part of each file."""
+    """Return a class of progress callbacks. The client calls a callback per part of a file."""
     counting, done = threading.Lock(), 0
 
     class Counted(hub.ProgressCallback):  # type: ignore[misc]

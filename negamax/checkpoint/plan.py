@@ -86,7 +86,7 @@ class Move:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the loader quantizes the matrix. Each resulting tensor then has its own slot."""
+        """Whether the loader quantizes the matrix. Each resulting tensor has a slot."""
         return self.slot.source.is_online
 
     @property
@@ -130,7 +130,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank reads, for a matrix to quantize only in the move of its values."""
+        """Bytes that this rank reads. Of several moves of a matrix, one counts the bytes."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
@@ -253,7 +253,7 @@ def _wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, St
     if slot.stored is not None or slot.source is PLAIN:
         return {slot.name: slot.stored or PLAIN.values}
     wanted = _tensors_of(slot, slot.source)
-    # Some quantization configs do not list a module as unquantized although it is.
+    # Some quantization configs do not list all unquantized modules.
     source = found.get(slot.name)
     is_plain = source is not None and source.entry.dtype in PLAIN_DTYPES
     if is_plain and not any(name in found for name in wanted if name != slot.name):

@@ -94,7 +94,7 @@ class Span:
     """A contiguous range of bytes of a file that contains a part of a tensor.
 
     The range follows the part in the outermost dimension in which the part has more than one index.
-    It contains all inner dimensions in full.
+    The range contains all inner dimensions in full.
     """
 
     file: Path
@@ -188,7 +188,8 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 def read_bytes(data: Tensor, fd: int, start: int) -> int:
     """Fill `data` ([bytes] uint8, on the CPU) from byte `start` of an open file.
 
-    Returns the number of bytes read. If the file ends early, it is smaller than the size of `data`.
+    Returns the number of bytes read. This number is smaller than `len(data)` if the file ends
+    early.
     """
     view, done = memoryview(data.numpy()), 0
     while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):

@@ -36,8 +36,8 @@ _ALIGNMENT = 64  # address of a piece in its buffer = offset in the file, modulo
 class Part(NamedTuple):
     """A rank's part of a tensor, with the results of checks.
 
-    `change` is set if a quantized matrix was converted to another quantized format. It is the sum
-    of squares of the change, divided by the sum of squares of the matrix.
+    `change` is set if a quantized matrix was converted to another quantized format. `change` is the
+    sum of squares of the change, divided by the sum of squares of the matrix.
     """
 
     move: Move
@@ -101,8 +101,8 @@ class _Piece:
 def read_parts(reader: CheckpointReader, moves: Sequence[Move], *, pinned: bool) -> Iterator[Part]:
     """Yield the parts of all `moves`, layer by layer, in pinned memory if `pinned` is set.
 
-    The memory of a part is reused. The caller enqueues copies of the part on the current stream
-    before it requests the next part. Raises `CheckpointError` for unreadable files.
+    The memory of a part is reused. Before the caller requests the next part, the caller enqueues
+    copies of the part on the current stream. Raises `CheckpointError` for unreadable files.
     """
     with ThreadPoolExecutor(THREADS, "negamax-load") as pool:
         yield from _Stream(reader, moves, pool, pinned=pinned).run()

@@ -50,8 +50,8 @@ def read_common(
 ) -> dict[str, Any]:
     """Read the fields that every config.json has, as fields of `ModelSpec`. Errors: `ConfigError`.
 
-    If config.json states no rotary dimension, all head dimensions rotate. This assumption is added
-    to `notes` unless `rotates_fully` states it for all models of the family.
+    If config.json states no rotary dimension, all head dimensions rotate. The assumption that all
+    head dimensions rotate is added to `notes`, unless `rotates_fully` is set.
     """
     sizes = {name: read_size(config, key) for key, name in _SIZES.items()}
     rope_notes: list[str] = [] if rotates_fully else notes

@@ -139,7 +139,7 @@ def find_unwritable(value: object, *, mended: str = "") -> str | None:
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A tag in an output. If `token_id` is set, only this token is the tag. Its text is not."""
+    """A tag in an output. If `token_id` is set, only this token is the tag, not `text`."""
 
     text: str
     token_id: int | None = None

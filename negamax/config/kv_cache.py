@@ -32,8 +32,8 @@ class KvCacheSpec:
     block_tokens: int = 1  # the block size must be a multiple of this number
     replicated: bool = False  # every rank stores all heads
     is_sharded: bool = False  # rank r of n stores only the blocks b with b % n = r
-    # n ranks that share a head. If n > 1, rank r of them stores the blocks b with b % n = r, and a
-    # padding block before these blocks.
+    # n ranks that share a head. If n > 1, rank r of the n ranks stores a padding block, then the
+    # blocks b with b % n = r.
     holders: int = 1
     is_index: bool = False  # the cache stores the keys of top-k block selection
     unread_tokens: int = 0  # for shorter or equal sequences, a decode step does not read the cache

@@ -25,7 +25,7 @@ _LONGEST_HEADER = 100_000_000  # limit of safetensors in bytes
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """A quantization method, its fields, and the file of the checkpoint that states them."""
+    """A quantization method, its fields, and the name of the file that contains the fields."""
 
     method: str
     fields: dict[str, Any]

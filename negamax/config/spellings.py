@@ -1,6 +1,6 @@
 """Spellings in checkpoints of methods, data types, scales and types of text models.
 
-To support another spelling, add it here. Spellings of module names are in
+To support another spelling, add the spelling here. Spellings of module names are in
 `quantization/scheme.py`, spellings of tensor names in `models/<family>/names.py`.
 """
 
@@ -44,7 +44,7 @@ def plain(name: str) -> str:
 
 
 def find_method(name: str) -> str:
-    """Return the method that a checkpoint calls `name`, or `name` itself if it is unknown."""
+    """Return the method that a checkpoint calls `name`, or `name` for an unknown method."""
     given = plain(name)
     found = [method for method in METHODS if plain(method) == given] or [
         method for method, others in METHODS.items() if given in map(plain, others)

@@ -1,6 +1,6 @@
 """Conversion of a checkpoint: one file per layer, one matrix in memory at a time.
 
-An interrupted conversion can be resumed. It keeps complete files. The file config.json is written
+An interrupted conversion can be resumed. Complete files are kept. The file config.json is written
 last, so that the folder of an incomplete conversion is not mistaken for a checkpoint.
 """
 

@@ -24,7 +24,7 @@ from negamax.quantization.scheme import Scheme
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of the target. `make` computes them together from the result of `read`."""
+    """Tensors of the target that `make` computes together from the result of `read`."""
 
     slot: str | None  # name of the weight's slot; None: every rank stores the whole piece
     shape: tuple[int, ...]  # shape of the weight
@@ -94,8 +94,8 @@ def _copy(weight: Weight) -> Piece:
 def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
     """Make the piece of a weight that the target stores unquantized.
 
-    A quantized weight becomes bf16. An unquantized weight keeps its dtype. With `to_bf16` it
-    becomes bf16 too, unless the model needs fp32.
+    A quantized weight becomes bf16. An unquantized weight keeps its dtype. With `to_bf16`, an
+    unquantized weight becomes bf16 unless the model needs fp32.
     """
     entry = weight.move.entries[0]
     narrowed = weight.format is not PLAIN or (to_bf16 and weight.spec.dtype is None)
@@ -130,7 +130,7 @@ def is_other_e4m3(one: TensorFormat, other: TensorFormat) -> bool:
 
 
 def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str, Tensor]:
-    """Convert E4M3 numbers to the E4M3 encoding of `stored`. There must be no NaN.
+    """Convert E4M3 numbers to the E4M3 encoding of `stored`. The numbers must not be NaN.
 
     A byte means half as much in FNUZ as in OCP. The byte 0x80 is NaN in FNUZ and -0 in OCP. The
     byte 0x7F is 240 in FNUZ and NaN in OCP.

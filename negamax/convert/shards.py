@@ -1,6 +1,6 @@
 """Checkpoints that are split for ranks. Each rank has files with its part of every tensor.
 
-A part consists of whole entries of its format. Its size is a multiple of the same unit in both
+A part consists of whole entries of its format. The size of a part is a multiple of one unit in both
 dimensions, so the part contains the data that a rank needs on any kind of device. If two ranks need
 rows or columns of the same entry, both ranks store this entry. A tensor that a rank does not read
 has size 0 in the rank's files, so that missing tensors are still noticed.

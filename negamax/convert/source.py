@@ -1,4 +1,4 @@
-"""The source of a conversion. It is checked as for a load, and read one weight at a time."""
+"""The source of a conversion. Checks are those of a load. Weights are read one at a time."""
 
 import math
 import re
@@ -27,7 +27,7 @@ from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
-# Scales of keys, values and queries. The loader may skip them, but other engines need them.
+# Scales of keys, values and queries. The loader may skip these scales, but other engines need them.
 _OF_ATTENTION = re.compile(r"\.self_attn\.(?!.*(weight|input)_).*(scale|offset|zero_point)$")
 VISION_MODULES = ("vision_tower", "multi_modal_projector", "patch_merge_mlp")
 _OF_VISION = re.compile(rf"(?:^|\.)(?:{'|'.join(VISION_MODULES)})\.")
@@ -36,7 +36,7 @@ _OF_VISION = re.compile(rf"(?:^|\.)(?:{'|'.join(VISION_MODULES)})\.")
 def is_linear(spec: WeightSpec, layer: int | None) -> bool:
     """Return whether a conversion may quantize the weight.
 
-    It may quantize matrices that layers multiply in the compute dtype. Routers use fp32.
+    A conversion may quantize matrices that layers multiply in the compute dtype. Routers use fp32.
     """
     return len(spec.shape) == 2 and not spec.is_table and spec.dtype is None and layer is not None
 

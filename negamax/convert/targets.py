@@ -58,7 +58,7 @@ def _compressed(
 ) -> dict[str, Any]:
     """Build a quantization config of compressed-tensors.
 
-    With `rounds_inputs`, activations have a scale per token. Without `with_attention`, attention
+    With `rounds_inputs`, activations get a scale per token. Without `with_attention`, attention
     stays unquantized.
     """
     common = {

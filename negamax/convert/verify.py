@@ -79,7 +79,7 @@ def compare(
 
 
 def _parts(one: Weight, other: Weight) -> Iterator[range]:
-    """Yield ranges of rows. They are compared one by one, because the embedding is large."""
+    """Yield ranges of rows. Ranges are compared one by one to save memory."""
     count, size = one.spec.shape[0], math.prod(one.spec.shape)
     is_plain = one.format is PLAIN and other.format is PLAIN
     rows = max(1, _PART_ELEMENTS * count // size) if is_plain else count

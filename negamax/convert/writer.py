@@ -139,7 +139,7 @@ class ConversionRecord:
         write_json(self._path, {"conversion": self._identity, "files": self._files})
 
     def remove(self) -> None:
-        """Delete the file of the record. Its absence marks the conversion as complete."""
+        """Delete the file of the record. A conversion without a record is complete."""
         self._path.unlink(missing_ok=True)
 
 

@@ -2,8 +2,8 @@
 
 NVFP4 has E2M1 values, an E4M3 scale per 16 columns and one scale per matrix. MXFP4 has E2M1 values
 and MXFP8 has E4M3 values. In the OCP Microscaling formats MXFP4 and MXFP8, 32 columns share a
-scale, which is a power of two (E8M0). A byte holds two FP4 codes, in the low nibble the code of the
-even column.
+scale, which is a power of two (E8M0). The low nibble of a byte holds the FP4 code of an even
+column.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def is_plain(stored: TensorFormat) -> bool:
 
 
 def plain(weight: Tensor) -> StoredWeight:
-    """Wrap an unquantized weight [..., N, K], which GEMMs multiply in its dtype."""
+    """Wrap an unquantized weight [..., N, K]. GEMMs multiply in the dtype of the weight."""
     return StoredWeight(PLAIN, {"weight": weight})
 
 
@@ -136,8 +136,8 @@ def nvfp4(
 ) -> TensorFormat:
     """Make the format of E2M1 with an E4M3 scale per 16 columns and one scale per matrix.
 
-    `global_scale` names the scale of the matrix. It multiplies the E4M3 scales, or divides the E4M3
-    scales if `divides` is set.
+    `global_scale` names the scale of the matrix. This scale multiplies the E4M3 scales, or divides
+    the E4M3 scales if `divides` is set.
     """
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),

@@ -207,8 +207,8 @@ class TensorFormat:
     def stacks(self) -> bool:
         """Whether several matrices of this format can be stacked into one.
 
-        Each kept tensor must have a dimension over the rows. Its dtypes must be floats or equal in
-        size.
+        Each kept tensor must have a dimension over the rows. The dtypes of a tensor must be floats
+        or equal in size.
         """
         held = [tensor for tensor in self.tensors if tensor.is_kept]
         return all(

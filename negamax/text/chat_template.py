@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, path: Path, override: Path | None = None) -> Self | None:
-        """Read the chat template of the checkpoint folder `path`, or return None if it has none.
+        """Read the chat template of the checkpoint folder `path`, or return None if none exists.
 
         The first of these sources that exists is used: the file `override`, `chat_template.jinja`,
         the field `chat_template` of chat_template.json, and this field of tokenizer_config.json. If
@@ -202,7 +202,7 @@ class ChatTemplate:
             return self._template.render({**self._defined, **variables}, messages=messages)
         except (InvalidRequestError, MemoryError):
             raise
-        # The template is code of the checkpoint, so any of its failures ends only this request.
+        # The template is code of the checkpoint, so a failure ends only this request.
         except Exception as error:
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {_shorten(error)}",

@@ -26,8 +26,7 @@ class Detokenizer:
     The joined pieces are `tokenizer.decode` of all ids, truncated at the first stop string. A stop
     string may begin and end within tokens. If two stop strings end at the same character, the
     longer stop string is the match. A stop string that ends before token number `min_tokens` is
-    ignored. Text is held back while it may become a stop string. No piece follows a matched stop
-    string.
+    ignored. Text that may become a stop string is held back. A match ends the text.
     """
 
     __slots__ = (

@@ -73,8 +73,8 @@ class EncodingCache:
         """Split `text` at control tokens.
 
         A long text between two control tokens is a part. Short texts are joined to a part together
-        with the control tokens around them. A longer text that begins with `text` gives the same
-        parts, except for the last one.
+        with the control tokens around them. A longer text that begins with `text` has the same
+        parts, except for the last part of `text`.
         """
         assert self._tokenizer.cuts is not None
         # `start` is the start of the current part; `stretch` is the end of the last control token.

@@ -1,10 +1,10 @@
 """Escapes that keep control tokens in a conversation as ordinary text.
 
 A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...). A
-string that contains the text of such a token would end its turn and begin another turn. So before
-rendering, `TokenEscaper` inserts an escape character into all such texts. Control tokens that the
-template itself writes contain no escape. `Tokenizer.encode_escaped` encodes control tokens without
-escapes as tokens, and encodes other text as ordinary text without the escapes.
+string that contains the text of a control token would end its turn and begin another turn. Before
+rendering, `TokenEscaper` inserts an escape character into each token text of a string. Control
+tokens that the template itself writes contain no escape. `Tokenizer.encode_escaped` encodes control
+tokens without escapes as tokens, and encodes other text as ordinary text without the escapes.
 """
 
 import re

@@ -68,9 +68,9 @@ def normalize_messages(
       first, and empty lines separate the texts. If the template has the role root (`has_root`),
       root texts become a root message before the system message.
     - A later instruction becomes a note (`system_note`), because templates would drop the message.
-      The note is appended to the tool result before it, because a user message within a tool loop
-      would hide the reasoning of that loop. Without a tool result the note is a user message. An
-      instruction without text is left out.
+      The note is appended to the tool result before the instruction, because a user message within
+      a tool loop would hide the reasoning of that loop. Without a tool result the note is a user
+      message. An instruction without text is left out.
     - Null or missing content becomes "". Parts with text become parts of type text. Images become
       parts of type image and are appended to `images` in the order of the prompt. If `images` is
       None, the server does not read images.
@@ -159,7 +159,7 @@ def system_note(text: str) -> str:
 def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = "") -> str | None:
     """Return the note that replaces a part of type `kind`, or None if `kind` is not in `_UNSEEN`.
 
-    With a note the session continues. A refusal of the part would end the session. If models of
+    With a note the session continues. Refusing the part would end the session. If models of
     `family` can read such a part, raises `InvalidRequestError` with `place`, because the client
     expects an answer to the part and not to a note.
     """
@@ -213,7 +213,7 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     A think block at the start is the reasoning. A later think block is a quotation. A closing tag
     without an opening tag is a quotation if it follows a quotation mark. The reasoning is "" for a
     quotation, so that templates do not split the content at its tags. The reasoning is None for
-    other content, which a template may split itself.
+    other content. A template may split such content itself.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:
@@ -241,7 +241,7 @@ def _check_message(
     checked = {key: value for key, value in message.items() if key not in _REASONING}
     given = message.get("content")
     if role != "assistant":
-        # Templates separate the parts of a tool result, so its notes need no line breaks.
+        # Templates separate the parts of a tool result, so notes there need no line breaks.
         joins = role != "tool"
         checked["content"] = _read_content(
             given, i, family, joins_notes=joins, takes_images=takes_images
@@ -271,7 +271,7 @@ def _check_message(
 
 
 def _split_results(message: Any) -> list[Any]:
-    """Move the parts of a user message that are tool results to tool messages before it."""
+    """Move tool results in a user message to tool messages before the user message."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list) or message.get("role") != "user":
         return [message]

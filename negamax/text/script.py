@@ -1,7 +1,7 @@
 """Scripted answers: `--script` replaces the model.
 
-A script is a TOML file of rules. The first rule that matches a prompt gives the answer. Scripts let
-you try a client, such as a coding agent with long prompts, without the hardware for a model.
+A script is a TOML file of rules. The answer comes from the first rule that matches the prompt.
+Scripts let you try a client, such as a coding agent with long prompts, without a GPU.
 """
 
 import re
@@ -29,7 +29,7 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An answer and the conditions of its use. An absent condition always holds."""
+    """An answer with conditions. An absent condition always holds."""
 
     # "tool": tool results follow the last answer of the prompt; "user": only user messages follow
     role: Literal["user", "tool"] | None = None

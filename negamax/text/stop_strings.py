@@ -9,7 +9,7 @@ from negamax.base.errors import InvalidRequestError
 class StopMatcher:
     """Aho-Corasick automaton of the stop strings, with one step per character.
 
-    A state stands for the longest suffix of the text that begins a stop string; 0 for no suffix.
+    A state stands for the longest suffix of the text that begins a stop string (0: no suffix).
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ class StopMatcher:
                 queue.append(child)
 
     def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
-        """Read `text`. Return the first stop string (or None), its end, and the new state."""
+        """Read `text`. Return the first stop string (or None), where it ends, and the new state."""
         for offset, char in enumerate(text):
             state = self._step(state, char)
             matched = self._match[state]

@@ -115,8 +115,8 @@ class Tokenizer:
         """Return the token ids of `text`, without added start or end tokens.
 
         The text of an added token (`[e~[`, `<think>`, …) becomes the id of this token. With
-        `allow_special=False` it is encoded as ordinary text. A lone surrogate becomes U+FFFD.
-        Raises `TooManyTokensError`, and the errors of `Confined.call`.
+        `allow_special=False` this text is encoded as ordinary text. A lone surrogate becomes
+        U+FFFD. Raises `TooManyTokensError`, and the errors of `Confined.call`.
         """
         if self._confined is not None:
             assert allow_special
@@ -149,7 +149,7 @@ class Tokenizer:
     def encode_parts(
         self, parts: Sequence[str], *, max_tokens: int | None = None
     ) -> list[array[int]]:
-        """Encode parts of an escaped prompt with `max_tokens` in all. Raises errors as `encode`."""
+        """Encode parts of a prompt, to `max_tokens` ids in all. Raises errors as `encode`."""
         if self._confined is not None and parts:
             numbers = array("I", self._confined.call(parts))
             _check_count(len(numbers) - len(parts), max_tokens)
@@ -231,13 +231,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Pattern of all added tokens, longest first. Without added tokens it matches nothing."""
+        """Pattern of all added tokens, longest first. Without added tokens, nothing matches."""
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The BPE tokenizer without added tokens. It shares the vocabulary with `_backend`."""
+        """The BPE tokenizer without added tokens. Both share the vocabulary."""
         plain = tokenizers.Tokenizer(self._backend.model)
         if self._backend.normalizer is not None:
             plain.normalizer = self._backend.normalizer

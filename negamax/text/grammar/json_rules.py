@@ -74,7 +74,7 @@ class Rules:
         self._rules: dict[str, list[_Alternative]] = {}
         self._classes: dict[Ranges, list[str]] = {}
         self._chains: dict[tuple[Ranges, str], str] = {}
-        self._written: dict[tuple[int, str], str] = {}  # (language, text after it) -> rule
+        self._written: dict[tuple[int, str], str] = {}  # (language, following text) -> rule
         self.is_risky = False  # the compiler may take long
 
     def define(self, name: str, alternatives: Iterable[_Alternative]) -> str:
@@ -244,7 +244,7 @@ def _spend_grammar(schemas: Schemas, text: str, rules: Rules) -> Format:
 
 
 class JsonRules:
-    """Grammar of JSON that follows a schema. Its parts are separated by limited white space."""
+    """Grammar of JSON that follows a schema. Limited white space separates parts of the JSON."""
 
     def __init__(self, schemas: Schemas, *, whitespace: int) -> None:
         self._schemas = schemas
@@ -348,7 +348,7 @@ class JsonRules:
     ) -> str:
         """Add rules for the members of an object or the items of an array. Return the first rule.
 
-        `entries` are the listed members or items in order, each with a flag that it is required.
+        `entries` are the listed members or items in order, each with a flag for required entries.
         The rule `other` writes one entry that is not listed. A tuple may end after any entry; an
         object may leave out entries that are not required. The name of a rule states the place of
         the next entry and the number of entries before it, up to the limits of `shape`.
@@ -402,7 +402,7 @@ class JsonRules:
         return name_of(0, 0)
 
     def _write_other(self, shape: ObjectShape) -> str | None:
-        """Add a rule for one unlisted member. Return None if the schema forbids such members."""
+        """Add a rule for one unlisted member. Return None if the schema forbids them."""
         ways = []
         for language, nodes in shape.others:
             value = self._name(nodes)

@@ -181,7 +181,7 @@ class Schemas:
         )
 
     def _close(self, node: Mapping[str, Any], branch: Nodes) -> Nodes:
-        """Return `branch` with a schema for the members and items that it does not list."""
+        """Return `branch` with a schema for the members and items that `branch` does not list."""
         for part in branch:
             for keyword in ("anyOf", "if"):
                 if self.strict and keyword in part:
@@ -297,7 +297,7 @@ class Schemas:
         yield TextShape(None, least, most)
 
     def _is_possible(self, language: Language) -> bool | None:
-        """Return whether the language has a text, or None if it is too large and not `strict`."""
+        """Return whether the language has a text. None: it has too many states for a check."""
         if language.plain is not None:
             return language.ended != self.languages.none
         states = self.languages.find_automaton(language)
@@ -437,7 +437,7 @@ class Schemas:
         return self.languages.whole(self.languages.text(text))
 
     def _exclude(self, names: Iterable[str]) -> Language | None:
-        """Return all texts except `names` and, if `names` are long, texts that begin like them."""
+        """Return all texts except `names`. Texts that begin like long `names` are excluded too."""
         languages, texts = self.languages, list(names)
         if not texts:
             return None

@@ -56,7 +56,7 @@ class Languages:
     def join(self, parts: Sequence[int]) -> int:
         flat: list[int] = []
         for part in parts:
-            while self.nodes[part][0] == "join":  # a join nests in its second operand
+            while self.nodes[part][0] == "join":  # nested joins are in the second operand
                 flat.append(_int(self.nodes[part][1]))
                 part = _int(self.nodes[part][2])
             flat.append(part)

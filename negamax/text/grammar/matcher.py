@@ -24,7 +24,7 @@ _TAG_PREFIX = b"\xff\xff"  # bytes of invalid UTF-8, which no grammar of texts c
 
 
 class GrammarCompiler:
-    """Compiles structural tags and caches the last used ones. This class is thread-safe."""
+    """Compiles structural tags, and caches the grammars used last. This class is thread-safe."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class GrammarCompiler:
         return GrammarMatcher(compiled)
 
     def compile(self, structural_tag: str) -> xgrammar.CompiledGrammar:
-        """Compile `structural_tag`. Raises `InvalidRequestError` if it is invalid."""
+        """Compile `structural_tag`. Raises `InvalidRequestError` for an invalid tag."""
         with self._lock:
             known = self._cache.get(structural_tag)
             if known is not None:

@@ -1,4 +1,4 @@
-"""The gate that detects the end of an output's reasoning, and ends it when its budget is spent."""
+"""Gate that detects the end of an output's reasoning, or ends the reasoning at its budget."""
 
 import enum
 from collections import deque
@@ -54,7 +54,7 @@ class ReasoningGate:
 
     @property
     def is_over(self) -> bool:
-        """Whether the reasoning has ended and no closing token is due."""
+        """Whether the reasoning has ended and no closing token is missing."""
         return self._state is _GateState.CLOSED and not self._due
 
     def fork(self) -> Self:
@@ -92,7 +92,7 @@ class ReasoningGate:
             self._budget = None
 
     def _decide(self, token_id: int) -> None:
-        """Open the reasoning if the output begins with the opener, and otherwise close it."""
+        """Open the reasoning if the output begins with the opener, and else close the gate."""
         opener = self._reasoning.opener
         if opener.token_id is not None:
             self._state = _GateState.OPEN if token_id == opener.token_id else _GateState.CLOSED

@@ -74,7 +74,7 @@ def read_items(node: Mapping[str, Any]) -> tuple[list[Any], Any]:
 
 
 def read_number(value: Any) -> Decimal | None:
-    """Return `value` exactly if it is a finite number, else None."""
+    """Return `value` as an exact decimal number if it is finite, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return Decimal(repr(value)) if is_number and abs(value) < math.inf else None
 
@@ -82,7 +82,7 @@ def read_number(value: Any) -> Decimal | None:
 def read_bounds(
     node: Mapping[str, Any],
 ) -> tuple[list[tuple[Decimal, bool]], list[tuple[Decimal, bool]]]:
-    """Return the lower and the upper bounds in `node`, each with whether it is exclusive."""
+    """Return the lower and the upper bounds in `node`, each with a flag for exclusive bounds."""
     found: list[list[tuple[Decimal, bool]]] = []
     for sign, side in ((-1, "inimum"), (1, "aximum")):
         limit, exclusive = f"m{side}", f"exclusiveM{side}"
@@ -102,7 +102,7 @@ def read_limits(branch: Nodes, lower: str, upper: str) -> tuple[int, int | None]
 
 
 def read_count(value: Any) -> int | None:
-    """Return a limit of a schema, or None if it is malformed."""
+    """Return a limit of a schema, or None for a malformed limit."""
     number = read_number(value)
     is_count = number is not None and number >= 0 and number == number.to_integral_value()
     return int(number) if number is not None and is_count else None

@@ -40,7 +40,7 @@ MAX_NAME_CHARS = 512  # longest name of a tool or argument that the parsers acce
 
 
 class CallStyle(ABC):
-    """A model family's syntax of calls. The methods return formats and count them in `budget`."""
+    """A model family's syntax of calls. Methods return formats and count nodes in `budget`."""
 
     name: str
     end_of_text: str  # text that ends a raw string
@@ -226,7 +226,7 @@ def tool_grammar(
     parallel: bool = True,
     content: Grammar | None = None,
 ) -> Grammar | None:
-    """Return the grammar of an answer that may or must call `tools`, or None if none is needed.
+    """Return the grammar of an answer that may or must call `tools`, or None without limits.
 
     `choice` is "auto", "required" or "function". With choice "function", the answer calls the tool
     `name` once. Only `allowed` tools may be called. Without `parallel` there is at most one call.

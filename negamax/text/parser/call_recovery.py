@@ -1,7 +1,6 @@
 """Readers of calls and arguments that the model wrote in a syntax that is not its own.
 
-If one argument cannot be read, the call is dropped, because a tool must not run with missing
-arguments.
+A call with an unreadable argument is dropped, because a tool must not run with missing arguments.
 """
 
 import re
@@ -76,7 +75,7 @@ def read_value(text: str, schema: ValueSchema) -> str:
 
 
 def may_hold_argument(text: str, schema: ValueSchema) -> bool:
-    """Return whether `text` looks like an argument. False means that it looks like prose."""
+    """Return whether `text` looks like an argument. Otherwise `text` is prose beside a call."""
     if text.lstrip().startswith(("{", "[", "<")):
         return True
     return any(name == "name" or schema.lists(name) for name in _NAMED.findall(text))
@@ -86,7 +85,7 @@ def find_key(text: str, schema: ValueSchema, taken: Iterable[str]) -> tuple[str,
     """Find key and value in the text from a damaged opening tag to a closing tag.
 
     The rest of the opening tag contains the key: `parameter name="path">a.txt`. The key is "" if
-    the schema lists no such member.
+    the schema does not list the key.
     """
     head, found, value = text.partition(">")
     words = re.findall(r"[^\s\"'<>=]+", head[:600]) if found else []

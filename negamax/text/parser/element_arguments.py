@@ -7,12 +7,13 @@ and arrays of a known type, are written while they grow.
 
 A member of unknown type in a nested object is written at the end of this object, because a repeated
 name makes a list. If the schema allows an array, text is written at the end too, because arrays and
-items of one name are joined. If the element after an array has the same name, it adds items to the
-array. If other elements are between them, the array with all items is written again at the end. Any
-other member with a repeated name is written twice. Common JSON readers use the last value.
+items of one name are joined. If an element after an array has the name of the array, the element
+adds items to the array. If other elements are between the array and this element, the array is
+written again at the end. Any other member with a repeated name is written twice. Common JSON
+readers use the last value.
 
-If text in a container begins with a marker, the model left out the opener of an element. The name
-of the element is then the name in its closer.
+If text in a container begins with a marker, the model left out the opener of an element. The closer
+then gives the name of the element.
 """
 
 import enum
@@ -58,12 +59,12 @@ class _Element:
     key: str | None  # key of the element's value; None in an array
     schema: ValueSchema
     waits: bool  # the value is stored, and written at the end of the container
-    is_collected: bool  # the element is written as a whole when it ends
+    is_collected: bool  # the element is written when the element ends
     shape: _Shape = _UNDECIDED
     text: list[str] = field(default_factory=list)  # text that is not written yet
     num_chars: int = 0
     is_blank: bool = True  # the text is empty or white space
-    # names of openers in the text that are data; their closers are data too
+    # names of the openers in the text; these openers and their closers are data
     quoted: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # names of the members so far
     num_children: int = 0
@@ -435,7 +436,7 @@ class ElementArguments:
         return WaitingMember(element.name, value, items)
 
     def _continue(self, array: _Element, element: _Element) -> None:
-        """Add the text of `element` as items to `array`, which was the element before it."""
+        """Add the text of `element` as items to `array`, the element before `element`."""
         self._open[-1].ended = array
         if element.is_blank:
             return

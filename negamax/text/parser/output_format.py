@@ -41,7 +41,7 @@ class CallWriter:
         self._name = name
 
     def announce(self) -> None:
-        """Emit the `ToolCallStart` of the open call, unless it was emitted before."""
+        """Emit the `ToolCallStart` of the open call, unless this was done before."""
         if self._name:
             self.before_call()
             self._emit(ToolCallStart(self._index, self._name))
@@ -72,7 +72,7 @@ class CallWriter:
         self._arguments(self._lead(key) + value)
 
     def open_string(self, key: str | None) -> None:
-        """Begin a string. `string_text` adds its parts."""
+        """Begin a string. `string_text` adds the parts of the string."""
         self._arguments(self._lead(key) + '"')
 
     def string_text(self, text: str) -> None:
@@ -98,7 +98,7 @@ class CallWriter:
         self._emit(ToolCallEnd(self._index))
 
     def cut_call(self) -> None:
-        """End a truncated call. If it has no arguments, write "{", because "" means {}."""
+        """End a truncated call. Write "{" if the call has no arguments, because "" means {}."""
         if not self._has_members and not self._closers:
             self._arguments("{")
 
@@ -119,7 +119,7 @@ class CallWriter:
 
 
 class CallBlock(ABC):
-    """Reader of one call block, from its opener on. The parser passes the block's lexemes to it."""
+    """Reader of one call block, from its opener on. The parser passes the block's lexemes."""
 
     __slots__ = (
         "_calls", "_has_calls", "_num_tried", "_opener", "_raw", "_schemas", "_show", "_unread",
@@ -146,7 +146,7 @@ class CallBlock(ABC):
 
     @abstractmethod
     def take(self, lexeme: Lexeme) -> bool:
-        """Process one lexeme. Return True if it ended the block."""
+        """Process one lexeme. Return True if the lexeme ended the block."""
 
     @abstractmethod
     def finish(self, *, is_truncated: bool) -> None:
@@ -157,7 +157,7 @@ class CallBlock(ABC):
         self._show_unread()
 
     def _leave_call(self, text: str) -> None:
-        """Discard the open call, because it contains `text`, which cannot be read."""
+        """Discard the open call, because the call contains the unreadable `text`."""
         self._unread += [text] if self._calls.is_announced else self._raw
         self._calls.leave_call()
 

@@ -6,9 +6,10 @@ whole answer have the same content.
 
 Rules for every format:
 - Reasoning ends at its closing tag or at the start of a call block. A second opener before the
-  first word of reasoning is dropped, and so is a second closer before the first word of content. An
-  opener before the first word of content begins reasoning. Later think tags are content. With
-  `OutputFormat.may_think_again`, a later opener begins reasoning if no quotation mark precedes it.
+  first word of reasoning is dropped. A second closer before the first word of content is dropped
+  too. An opener before the first word of content begins reasoning. Later think tags are content.
+  With `OutputFormat.may_think_again`, a later opener without a quotation mark before it begins
+  reasoning.
 - A call opener begins a block if it begins a line of content, or if an invoke or the end of the
   output follows. In content, a call opener also begins a block if the block's closer follows. Any
   other call opener is quoted text.
@@ -16,7 +17,7 @@ Rules for every format:
 - Another family's think closer ends reasoning if a line break or a call follows.
 - Text of a call block that cannot be read becomes content. A call with an argument that cannot be
   read is not made. If the start of the call was already emitted, the call stays truncated.
-- A think closer that closes no reasoning is dropped if it is a token (a quoted tag is no token).
+- A think closer that closes no reasoning is dropped if it is a token, because quoted tags are text.
 - White space between content and a call block is dropped. Line breaks at the start and end of
   reasoning and before content are dropped too.
 - Calls of undeclared tools are reported too. If the output ends within a tag, the tag is text.
@@ -226,7 +227,7 @@ class OutputParser:
         may_be_empty = self._state is _CONTENT and not self._opener_is_loose
         is_block = lexeme.kind in confirming
         is_block = is_block or (may_be_empty and lexeme.kind is TagKind.BLOCK_CLOSE)
-        # inline code ends at a line break, so a call on a later line is not in it
+        # inline code ends at a line break, so calls on later lines are calls
         if is_block and ("\n" in quoted or not self._channel.code.is_inline()):
             self._open_block(quoted)
         else:
@@ -237,8 +238,7 @@ class OutputParser:
         """Decide from the next lexeme whether another family's think closer ends the reasoning.
 
         Such a closer ends the reasoning if a line break or a call follows, unless the reasoning's
-        own closer follows. Return True if `lexeme` is white space, which the held closer then
-        includes.
+        own closer follows. Return True if `lexeme` is white space and was added to the held closer.
         """
         if lexeme.kind is TEXT and lexeme.text.isspace():
             self._closer += lexeme.text

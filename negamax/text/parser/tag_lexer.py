@@ -68,9 +68,9 @@ class TagBeginnings:
     """Texts that may still become a tag, in addition to the beginnings of literal tags.
 
     Such a text is a word of `words`, the beginning of such a word, or a match of `growing`.
-    `growing` must match the beginnings of all tags. Its matches contain one of the `anchors`. A
-    match of `inside` may become a tag of up to MAX_ATTRIBUTE_CHARS characters, unless `<` or `>`
-    follows.
+    `growing` must match the beginnings of all tags. Each match of `growing` contains one of the
+    `anchors`. A match of `inside` may become a tag of up to MAX_ATTRIBUTE_CHARS characters, unless
+    `<` or `>` follows.
     """
 
     words: tuple[str, ...]
@@ -133,10 +133,10 @@ class TagLexer:
     """Finds tags in a stream of pieces, and holds back only text that may still become a tag.
 
     `literals` are tags with a fixed text that ends with `>`. The lexer recognizes tags in
-    `token_ids` only as tokens. It searches the text for all other tags and for the `patterns`.
+    `token_ids` only as tokens. The text is searched for all other tags and for the `patterns`.
     `list_named` returns tags whose names contain angle brackets or quotes. These tags have a
-    literal `rest` and take precedence over the patterns. The lexer calls `list_named` at the first
-    anchor.
+    literal `rest` and take precedence over the patterns. The first anchor triggers the call of
+    `list_named`.
     """
 
     __slots__ = ("_held", "_is_inside", "_is_tag", "_list_named", "_tables", "_tables_with")
@@ -191,7 +191,7 @@ class TagLexer:
         return [*lexemes, Lexeme(TagKind.CUT, rest[end:])] if rest[end:] else lexemes
 
     def _release(self, lexemes: list[Lexeme]) -> str:
-        """Append the tags in the held text to `lexemes`, and return the text after them."""
+        """Append the tags in the held text to `lexemes`, and return the text after the last tag."""
         held, self._held = self._held, ""
         return held[self._split(held, lexemes, is_last=True) :] if ">" in held else held
 
@@ -224,7 +224,7 @@ class TagLexer:
             self._held = text[end:]
 
     def _split(self, text: str, lexemes: list[Lexeme], *, is_last: bool = False) -> int:
-        """Append the tags of `text` and the text between them. Return the end of the last tag.
+        """Append the tags of `text`, and the text between tags. Return the end of the last tag.
 
         Unless `is_last` is set, a tag that may become a longer tag is held.
         """

@@ -30,7 +30,7 @@ def tag_name(tag: str) -> str:
 
 
 def argument_name(tag: str, schema: ValueSchema) -> str:
-    """Return the name in a parameter tag. A malformed tag gives a name that `schema` lists."""
+    """Return the name in a parameter tag. In a malformed tag, prefer a name in `schema`."""
     exact = _EXACT_NAME.fullmatch(tag)
     if exact and '"' not in exact[1]:
         return exact[1]
@@ -41,8 +41,8 @@ def tool_name(readings: list[str], schemas: ToolSchemas) -> str:
     """Return the name of the tool in an invoke tag, or "" if there is no name.
 
     `readings` lists the possible texts of the tag, most likely first. The result is the first name
-    that equals the name of a declared tool, up to letter case. If no name does, the result is the
-    name in the first reading.
+    that equals the name of a declared tool, up to letter case. If no such name exists, the result
+    is the name in the first reading.
     """
     for candidate in _list_candidates(readings):
         declared = schemas.declared_name(candidate)
@@ -71,5 +71,5 @@ def _list_quoted(tag: str) -> Iterator[str]:
 
 
 def _read_attributes(tag: str) -> str:
-    """Return the text after the first word of a tag, without quotes and equals signs around it."""
+    """Return the text after the first word of a tag, stripped of quotes and equals signs."""
     return _WORD.sub("", tag.removesuffix(">"), count=1).strip(_LOOSE_EDGES)
