@@ -106,7 +106,7 @@ class AttentionMetadata:
 
     @property
     def prefills(self) -> "AttentionMetadata | None":
-        """Return the sequences with runs of queries; None if there is no such sequence."""
+        """Return the sequences with several queries; None if there is no such sequence."""
         return self._part(self.num_decodes, self.block_table_indices.shape[0])
 
     def used_tables(self, block_size: int) -> Tensor:

@@ -81,8 +81,8 @@ def _tile_step(q, k, v, visible, scale, m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def _first_rows(x, ROWS: tl.constexpr):
-    """Return the first ROWS rows (all or half) of x [WARPS, BLOCK_M, columns]; registers keep their
-    values.
+    """Return the first ROWS rows (all or half) of x [WARPS, BLOCK_M, columns]; values stay in their
+    registers.
     """
     if x.shape[1] > ROWS:
         halves = tl.reshape(x, [x.shape[0], 2, ROWS, x.shape[2]])
@@ -92,7 +92,7 @@ def _first_rows(x, ROWS: tl.constexpr):
 
 @triton.jit
 def _sum_over_warps(x, WARPS: tl.constexpr):
-    """Sum x [WARPS, rows, columns] over its first dimension, which each step halves."""
+    """Sum x [WARPS, rows, columns] over its first dimension, in steps that halve this dimension."""
     for _ in tl.static_range(WARPS):
         if x.shape[0] > 1:
             halves = tl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]])
@@ -239,7 +239,7 @@ def _decode_kernel(
 ):
     """Attend to one split of a sequence (SPLIT_KV) or to a run of tiles of several sequences.
 
-    A program waits only for programs that come later in the plan. These programs have smaller
+    A program waits only for programs that come later in the plan. The awaited programs have smaller
     program ids, so they are running or have ended. PREFETCH_KV requires that every sequence has one
     new key in this step; older keys are read before the predecessor kernel has ended.
     """

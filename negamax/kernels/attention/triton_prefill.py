@@ -201,8 +201,8 @@ def _find_last_own_key(held, position, is_row, C: tl.constexpr):
 
 @triton.jit
 def _place_rows(row, first, count, query_head, C: tl.constexpr):
-    """Return each row's query in the tile, and index in the output (token * heads + head). The rows
-    belong to one head, or to all query heads of a KV head if the tile has room for these.
+    """Return each row's query in the tile and its index in the output (token * heads + head). The
+    rows belong to one head, or to all query heads of a KV head if the tile has room for these.
     """
     is_folded = count * C.GROUP <= C.BLOCK_M
     query = tl.where(is_folded, row // C.GROUP, row)

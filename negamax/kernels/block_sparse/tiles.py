@@ -22,7 +22,7 @@ class SelectionTiles:
         return True
 
     def select_block_m(self, rows: int) -> int:
-        """Return the tile size in index queries for a prefill with `rows` index queries."""
+        """Return the number of index queries per tile of a prefill with `rows` index queries."""
         return 64
 
     def select_prefill(self, block_m: int, cache_bytes: int) -> Launch:

@@ -81,7 +81,7 @@ def _all_reduce_add_rms_kernel(
     eps,
     addresses,  # field of the `PeerRegion`
     flags,
-    rank,  # `rank` is no constant, so all ranks run one compiled kernel
+    rank,  # `rank` is no compile-time constant, so all ranks run one compiled kernel
     WORLD: tl.constexpr,
     ROWS: tl.constexpr,  # rows of the region
     SLOT: tl.constexpr,  # words per row and sender in the region

@@ -22,7 +22,7 @@ def _locate_kernel(
     table_stride,
     rank,
     KV_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROTARY: tl.constexpr,  # 0: no rotations, and the three tensors are None
+    ROTARY: tl.constexpr,  # 0: there are no rotations; frequencies, cos and sin are None
     ROTARY_POW2: tl.constexpr,
     RANKS: tl.constexpr,  # number of ranks that shard the blocks; each holds every RANKS-th block
     FIRST: tl.constexpr,  # index of the rank's first sharded block

@@ -51,7 +51,7 @@ _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _IS_LAST_FIRST = tl.constexpr(TRITON_VERSION >= (3, 8))
 _E4M3FNUZ_MAX = tl.constexpr(240.0)
 
-# Set explicitly, as Triton's default may change: fusion affects the last bits and the speed.
+# Fusion affects the last bits and the speed. It is set here, as Triton's default may change.
 triton.knobs.language.default_fp_fusion = True
 
 

@@ -37,7 +37,7 @@ class SeparateExperts:
         return [weight.to_dense() if weight.is_mkldnn else weight for weight in weights]
 
     def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
-        """Replace the weights of `expert` by `tensors` of another expert."""
+        """Replace the weights of `expert` with the `tensors` of another expert."""
         for weights, tensor in zip((self.gate_up, self.down), tensors, strict=True):
             if weights[expert].is_mkldnn:
                 weights[expert] = self.prepare(plain(tensor))

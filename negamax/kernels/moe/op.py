@@ -107,7 +107,7 @@ class SelectedExperts(NamedTuple):
 
     ids: Tensor  # [T, C] int32; -1 and experts of other ranks add nothing to the output
     weights: Tensor  # [T, C] fp32
-    first: int  # number of the rank's first expert
+    first: int  # index of the rank's first expert
     num_local: int  # number of experts that the rank has
 
 
@@ -118,7 +118,7 @@ class ExpertWeights(Protocol):
         """Return all tensors of the expert with this index, as copies or views."""
 
     def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
-        """Overwrite the tensors of `expert` by `tensors` of an expert of the same sizes."""
+        """Overwrite the tensors of `expert` with `tensors`, which have the same sizes."""
         for own, tensor in zip(self.tensors(expert), tensors, strict=True):
             own.copy_(tensor)
 
@@ -142,7 +142,8 @@ def stack(
     width].
 
     Plain weights are kept; other weights are dequantized to fp32. With `shared` the last expert is
-    the last selection of every token except padding, so a kernel does not search for its tokens.
+    the last selection of every token except padding, so kernels need not search for the tokens of
+    this expert.
     """
     return StackedExperts(_values(gate_up), _values(down), activation)
 

@@ -151,9 +151,9 @@ class H200MoeTiles(MoeTiles):
         return ExpertTiles(gate_up, Tile(1, 4, 512, num_warps=4), choices=4)
 
     def small_m(self, *, M: int, width: int, hidden: int, fp8: bool) -> ExpertTiles:
-        """Return tiles for decode steps. At 13 to 20 tokens the experts of one of four ranks need
-        about 310 programs of gate and up. With two stages three programs fit on a multiprocessor,
-        so all of them run at once; with three stages they would run in two rounds.
+        """Return tiles for decode steps. At 13 to 20 tokens the gate and up GEMMs of one of four
+        ranks have about 310 programs. With two stages three programs fit on a multiprocessor, so
+        all of them run at once; with three stages they would run in two rounds.
         """
         side = 128 if fp8 else 64
         down = Tile(16, side, side, num_warps=4, num_stages=3)

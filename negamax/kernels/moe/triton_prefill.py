@@ -200,7 +200,7 @@ def _compute_gate_up(
     E: tl.constexpr, ROUNDED: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute h[BLOCK_M, BLOCK_N] of the pairs at places begin .. end - 1, all of one expert.
+    """Compute h[BLOCK_M, BLOCK_N] of pairs sorted_token_ids[begin:end], all of one expert.
 
     x rows of sorted_token_ids[begin ..] / TOP_K    w of the expert
     [BLOCK_M, HIDDEN]                               gate, then up: [BLOCK_N, HIDDEN]^T
@@ -314,7 +314,7 @@ def _zero_pairs(
     sorted_token_ids_ptr, out_ptr, begin, end, first_n,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT_N: tl.constexpr,
 ):  # fmt: skip
-    """Write zeros to REPEAT_N column tiles of the output of pairs at places begin .. end - 1."""
+    """Write zeros to REPEAT_N column tiles of the output of pairs sorted_token_ids[begin:end]."""
     places, offs_n = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     valid = places < end
     pairs = tl.load(sorted_token_ids_ptr + places, mask=valid, other=0)
@@ -333,8 +333,7 @@ def _compute_down(
     BLOCK_K: tl.constexpr, REPEAT_N: tl.constexpr, RESIDENT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[pairs, REPEAT_N * BLOCK_N] of the pairs at places begin .. end - 1, all of one
-    expert.
+    """Compute out[pairs, REPEAT_N * BLOCK_N] of pairs sorted_token_ids[begin:end] of one expert.
 
     h [BLOCK_M, WIDTH]     w [BLOCK_N, WIDTH]^T, tile after tile     ->  rows `pairs` of out
 
@@ -485,7 +484,7 @@ def experts_large_m(
     x: Hidden, selected: SelectedExperts, prepared: PreparedExperts, *, rounded: bool = False
 ) -> Tensor:
     """Run the experts -> [M, top_k, hidden]. The next kernel sums over top_k as it reads the rows,
-    which saves a launch and 2 x 2 bytes a value. With `rounded` x and h are rounded to 8 bits and
+    which saves a launch and 2 x 2 bytes per value. With `rounded` x and h are rounded to 8 bits and
     multiplied with 8-bit weights.
     """
     topk_ids, topk_weights, first, count = selected

@@ -151,7 +151,7 @@ def store_logits(
     NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Store the logits of M tokens in columns first_n .. first_n + BLOCK_N - 1, each with `flag`.
-    `sums` has BLOCK_M * BLOCK_N tensors [threads]: the parts of one logit, by thread.
+    `sums` has BLOCK_M * BLOCK_N tensors [threads], each with the partial sums of one logit.
     """
     logits = sum_over_threads(sums, BLOCK_M * BLOCK_N)
     i = tl.arange(0, BLOCK_M * BLOCK_N)
