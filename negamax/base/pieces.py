@@ -34,7 +34,7 @@ def replace_all(
     *,
     longest: int,
 ) -> AnyStr:
-    """Return `pattern.sub(replacement, text)`, with the restrictions on matches of `find_all`."""
+    """Return `pattern.sub(replacement, text)`. Matches must obey the limits of `find_all`."""
     if len(text) <= PIECE:
         return pattern.sub(replacement, text)
     empty = text[:0]
@@ -53,7 +53,7 @@ def replace_all(
 def num_chars(
     value: object, *, is_left_out: Callable[[Mapping[str, Any]], bool] = lambda _: False
 ) -> int:
-    """Return a lower bound of a JSON value's length, without objects that `is_left_out`."""
+    """Return a lower bound of a JSON value's length. Skip objects that `is_left_out` selects."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

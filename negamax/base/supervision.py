@@ -104,7 +104,7 @@ class Supervised:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the child has closed its pipe. Its exit code may be available later."""
+        """Return whether the child has closed its pipe; its exit code may arrive later."""
         if self.exit_code is not None:
             return True
         poller = select.poll()
@@ -117,7 +117,7 @@ class Supervised:
         return self._silence.seconds(self._heartbeat[0])
 
     def describe_end(self) -> str:
-        """Describe how a child ended that has closed its pipe."""
+        """Describe the end of a child that `is_gone`."""
         try:
             return f"exit code {self._child.wait(_EXIT_CODE_SECONDS)}"
         except subprocess.TimeoutExpired:  # The device driver is still freeing the child's memory.

@@ -1,4 +1,4 @@
-"""Replace lone surrogates by U+FFFD. JSON can escape them, but UTF-8 cannot encode them."""
+"""Replace lone surrogates by U+FFFD. JSON can escape surrogates; UTF-8 cannot encode them."""
 
 import re
 

@@ -142,8 +142,8 @@ class LLM:
     ) -> list[Generation]:
         """Continue each prompt (text or token ids). Results are in the order of the prompts.
 
-        `sampling_params` is one object for all prompts or one per prompt (default: the model's).
-        Raises `InvalidRequestError` before the first step if a prompt or parameter is invalid, and
+        Give one `sampling_params` or one per prompt; the default is the model's parameters. Raises
+        `InvalidRequestError` before the first step if a prompt or parameter is invalid, and
         `EngineError` if the engine fails.
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]

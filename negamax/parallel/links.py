@@ -29,7 +29,7 @@ class Arrival:
 
 
 class Link:
-    """A one-way link to or from rank `peer`. Its own process group keeps it independent."""
+    """A one-way link to or from rank `peer`. Each link has its own process group."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
         """If `kept` tensors are in flight, `send` waits until the oldest tensor has arrived."""
@@ -74,8 +74,8 @@ class PipelineLinks:
     def connect(
         layout: ParallelLayout, *, backend: str, device: torch.device, has_drafts: bool = False
     ) -> "PipelineLinks":
-        """Open the links; every rank of the world must call this. The last stage sends sampled
-        tokens to the first stage, or to all if `has_drafts` is set. Raises `EngineDeadError`.
+        """Open the links; all ranks must call this. The last stage sends sampled tokens to the
+        first stage, or to all stages if `has_drafts` is set. Raises `EngineDeadError`.
         """
         if layout.pp == 1:
             return PipelineLinks()

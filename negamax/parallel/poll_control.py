@@ -6,8 +6,8 @@ import torch
 
 
 class PollControl:
-    """A clock, a time limit and an abort flag in host memory. Polling kernels read them about once
-    a millisecond, and set the flag at the time limit. Once the flag is set, results are invalid.
+    """A clock, a time limit and an abort flag in host memory. Polling kernels read these numbers
+    about once a millisecond, and set the flag at the time limit. A set flag makes results invalid.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -22,7 +22,7 @@ from negamax.parallel.poll_control import PollControl
 
 logger = get_logger(__name__)
 
-# The following limits are numbers of hidden states (one row per token). NCCL transfers more rows.
+# These limits are numbers of rows (hidden states). NCCL transfers larger batches.
 REDUCE_ROWS = 256  # Most rows that are summed through peer memory.
 DISPATCH_ROWS = 128  # Most rows that a rank sends to experts through peer memory.
 SHARED_ROWS = 2048  # Most rows in the shared buffer; on four H200, NCCL is as fast for more.

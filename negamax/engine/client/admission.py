@@ -79,7 +79,7 @@ class Admission:
         """Check the room for `num_sequences` sequences with `num_tokens` prompt tokens in total.
 
         Raises `InvalidRequestError` if the limits never allow so many sequences, and
-        `OverloadedError` if the queue is too full now. `sharer` is the tenant if tenants share it.
+        `OverloadedError` if the queue is too full now. In a shared queue, `sharer` is the tenant.
         """
         most = (
             self._max_open if sharer is None else self._max_running + (self._max_waiting + 1) // 2

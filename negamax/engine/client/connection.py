@@ -24,10 +24,10 @@ logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
-# An engine counts as hung after this time without a heartbeat, or after --engine-hang-timeout.
+# An engine without a heartbeat is hung after this time or the shorter --engine-hang-timeout.
 BEAT_TIMEOUT_SECONDS = 30.0
-# Time without a heartbeat until an engine on several nodes counts as hung. It exceeds the limit
-# between nodes, `engine.nodes.wire.SILENCE_SECONDS`. Clients see an error within 3 s.
+# Time without a heartbeat until an engine on several nodes counts as hung. The limit between nodes
+# is lower (`engine.nodes.wire`). Clients see an error within 3 s after a loss.
 NODES_BEAT_SECONDS = 2.4
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
@@ -244,7 +244,7 @@ class EngineConnection:
         return found
 
     async def _find_last(self, look: Callable[[], T]) -> T:
-        """Wait for the last message of an ended process. A killed process sends none."""
+        """Wait for the last message of an ended process. A killed process sends no such message."""
         was_killed = (self._process.exit_code or 0) < 0
         deadline = time.monotonic() + (0.0 if was_killed else _LAST_WORDS_SECONDS)
         while not (found := look()) and time.monotonic() < deadline:

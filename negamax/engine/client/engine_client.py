@@ -66,10 +66,10 @@ class SharedQueue:
 
 
 class AsyncEngine:
-    """The engines of a server, and the requests of this process. Only its event loop may use them.
+    """The engines of a server, and the requests that this process sends to the engines.
 
-    Several server processes, each with an `index`, may share the engines and the count of requests.
-    A request that names no replica goes to the replica where it costs least.
+    Server processes, each with an `index`, may share the engines and the count of requests. A
+    request that names no replica goes to the cheapest one. Only the event loop may use a client.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class AsyncEngine:
     def prefill_tokens(
         self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
     ) -> list[int]:
-        """Return how many prompt tokens each choice computes; later choices can use caches."""
+        """Return the prompt tokens that each choice computes; later choices use cached blocks."""
         shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
         others = 1 if shares_prompt else num_prompt_tokens
         return [num_prompt_tokens, *[others] * (num_choices - 1)]
@@ -286,7 +286,7 @@ class AsyncEngine:
             self._prefixes.discard(replica.index)
 
     async def record_experts(self, action: wire.RecordAction) -> list[wire.ExpertDump]:
-        """Start, stop or dump a record of expert counts. Raises `InvalidRequestError`."""
+        """Start, stop or dump a recording of expert counts. Raises `InvalidRequestError`."""
         self.check_alive()
         asked = (replica.record_experts(action, server=self._index) for replica in self.replicas)
         return [dump for dump in await asyncio.gather(*asked) if dump is not None]

@@ -112,7 +112,7 @@ class ImageLoader:
         if count != len(images):
             raise InvalidRequestError(
                 f"the prompt has {count} image tokens for {len(images)} images",
-                hint="the template must add one token per image, and texts none",
+                hint="the template must add each image once; no text may contain an image token",
                 param="messages",
                 code="image_count",
             )

@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice; the others use its cached prompt after its first output."""
+        """Send the first choice; its first output starts the others, which reuse its prompt."""
         if self._has_started:
             return
         self._has_started = True

@@ -93,7 +93,7 @@ class ChoiceStream:
         self._stop_ids = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._keep_stop_token = sampling.include_stop_str_in_output
         self._has_stop_strings = bool(sampling.stop)
-        # Without stop strings, the reader's owner calls it itself, with many tokens at a time.
+        # Without stop strings, the reader's owner passes many tokens at a time to the reader.
         self._reader = reader if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._detokenizer = Detokenizer(
@@ -177,7 +177,7 @@ class ChoiceStream:
 
 
 def check_served(update: SequenceUpdate) -> None:
-    """Raise `InvalidRequestError` for a refused request, `UnavailableError` for a lost one."""
+    """Raise `InvalidRequestError` if a request was refused, `UnavailableError` if it was lost."""
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="no_grammar_process", retry_after=1.0)
     if update.lacks_prompt:

@@ -20,7 +20,7 @@ State = Literal["ok", "silent", "restarting", "failed"]
 
 
 class Replica:
-    """One engine and this process's open sequences. Only the event loop may use it."""
+    """One engine and this process's open sequences. Only the event loop may use an instance."""
 
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
         self.index = index

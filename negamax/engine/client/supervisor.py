@@ -244,7 +244,7 @@ def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Ma
 
 
 def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
-    """Return the variables that select the GPUs of each replica, which are empty without GPUs."""
+    """Return the variables that select the GPUs of each replica; without GPUs, return none."""
     count, num_ranks = options.num_replicas, ParallelLayout.of(options.parallel).world_size
     devices = [] if options.device == "cpu" or options.script else visible_devices()
     if devices == []:

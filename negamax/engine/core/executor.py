@@ -367,7 +367,7 @@ class MultiProcessExecutor:
         """Wait at most `timeout` s for the ranks to end, kill those left, close all sockets."""
         for machine in self._machines:
             machine.stop(timeout=timeout, restarts=restarts)
-        self._context.destroy(linger=0)  # Also closes the sockets' monitors.
+        self._context.destroy(linger=0)  # This also closes the sockets' monitors.
         self._folder.remove()
 
     def _wait_connected(self, rank: int, endpoint: str) -> None:

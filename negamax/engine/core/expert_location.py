@@ -1,5 +1,5 @@
 """Place experts at start by `--init-expert-location`, which has SGLang's name and JSON fields. A
-dump of this server's recording is a valid value.
+valid value is also a dump of this server's expert recording.
 """
 
 from collections import Counter

@@ -104,7 +104,7 @@ class EngineLoop:
         return has_request
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. If it is refused, its update has finish_reason "error"."""
+        """Queue a request. A refused request gets an update with finish_reason "error"."""
         if request.request_id in self._grammars:
             error = f"request id {request.request_id!r} is in use; choose another id"
             self._end_with_error(request.request_id, error)
@@ -177,7 +177,7 @@ class EngineLoop:
         return updates
 
     def report(self, updates: list[SequenceUpdate]) -> StepOutputs:
-        """Add statistics to `updates`, and what has started or run since the last report."""
+        """Return `updates` with statistics, started requests and tokens since the last report."""
         report = StepOutputs(updates, self.stats(), list(self._admitted), list(self._step_tokens))
         self._admitted.clear()
         self._step_tokens.clear()
@@ -319,7 +319,7 @@ class EngineLoop:
         self._pending_updates.append(end)
 
     def _add_transferred(self, transfers: Transfers) -> None:
-        """Queue requests whose transfer has ended, and fail requests whose prompt was lost."""
+        """Queue requests that are ready after a transfer, and end requests that have failed."""
         ready, transfers.ready = transfers.ready, []
         for request in ready:
             self._queue(request)

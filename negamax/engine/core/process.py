@@ -204,7 +204,7 @@ def _record(loop: EngineLoop, message: wire.RecordExperts) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """The state of the loop, which heartbeats report. Only the loop's thread changes it."""
+    """The state of the loop that heartbeats report. Only the loop's thread changes this state."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop

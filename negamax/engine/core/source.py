@@ -48,8 +48,8 @@ class ModelSource:
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find or download a model, and read its configuration. If the model is a draft, use the target
-    model that it names with this draft. Raises `ConfigError` or `CheckpointError`.
+    """Find or download a model, and read its configuration. If the model is a draft, use it with
+    the target model that it names. Raises `ConfigError` or `CheckpointError`.
     """
     try:
         source = _locate_target(options)

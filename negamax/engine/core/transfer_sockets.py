@@ -51,7 +51,7 @@ def check_transfer_address(config: KvTransferConfig) -> None:
 
 
 class TransferSockets:
-    """Sends and receives the messages of `Transfers`. Only the engine loop may use it."""
+    """Sends and receives messages of `Transfers`. Only the engine loop may use an instance."""
 
     def __init__(
         self, config: KvTransferConfig, imports: Sequence[str], *, folder: PrivateFolder

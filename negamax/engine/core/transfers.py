@@ -1,9 +1,10 @@
-"""Transfer KV blocks of prompts between engines: a lease lets another engine read, a pull reads.
+"""Transfer KV blocks of prompts between engines.
 
-A pull has four phases. First, the prefilling engine confirms the lease. Second, this engine
-allocates host blocks. Third, the ranks of this engine copy the prompt's blocks into host blocks.
-Fourth, the prefilling engine confirms that it kept its blocks until the copy ended, so the copies
-are valid. If a phase fails, this engine computes the prompt or fails the request.
+A lease lets another engine read blocks of this engine. A pull reads blocks of another engine in
+four phases. First, the prefilling engine confirms the lease. Second, this engine allocates host
+blocks. Third, the ranks of this engine copy the prompt's blocks into host blocks. Fourth, the
+prefilling engine confirms that it kept its blocks until the copy ended, so the copies are valid. If
+a phase fails, this engine computes the prompt or fails the request.
 
 Even after an abort, host blocks of a pull stay allocated until every rank has ended its copy. This
 module is deterministic: callers pass the time and messages as arguments.
@@ -130,7 +131,7 @@ class Transfers:
         return [one.request_id for pull in self._pulls.values() for one in pull.requests]
 
     def begin(self, request: GenerateRequest, *, now: float) -> None:
-        """Begin a new request. It enters `ready` or `failed` at once or when its pull has ended."""
+        """Begin a new request, and put it into `ready` or `failed` at once or after a pull."""
         remote, size = request.remote, self.block_size
         if request.lease_id:
             self._prefills[request.request_id] = request.lease_id

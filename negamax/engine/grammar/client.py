@@ -53,7 +53,7 @@ class GrammarClient:
     """One grammar process. Only the engine loop's thread may use an instance.
 
     A worker process compiles one risky grammar, `spec`. If `spec` is None, the process compiles all
-    grammars that are not risky. If `is_spent` is set, the process ends with its last output.
+    grammars that are not risky. If `is_spent` is set, the process ends after its last output.
     """
 
     def __init__(self, host: GrammarHost, *, spec: wire.GrammarSpec | None = None) -> None:

@@ -96,7 +96,7 @@ class RequestGrammar:
         )
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Add a committed token. Return the part of it that belongs to the content."""
+        """Add a committed token. Return the part of the token that belongs to the content."""
         return token_id if self.gate is None else self.gate.push(token_id)
 
     def lose(self, message: str) -> None:
@@ -193,7 +193,7 @@ class GrammarManager:
             self._send_open(rule)
 
     def opened(self) -> list[RequestGrammar]:
-        """Return constraints that became ready or refused. Call `take_lost` before."""
+        """Return constraints that became ready or refused. Call `take_lost` first."""
         done = [
             rule
             for rule in self._opening
@@ -256,7 +256,7 @@ class GrammarManager:
         return [rule for rule in lost if rule.request.request_id in self._rules]
 
     def arrived(self) -> list[str]:
-        """Return ids of postponed requests whose mask has arrived. Call `take_lost` before."""
+        """Return ids of postponed requests whose mask has arrived. Call `take_lost` first."""
         found = [rule for rule in self._rules.values() if rule.is_late and not rule.is_awaited]
         for rule in found:
             rule.is_late = False

@@ -306,7 +306,7 @@ class GrammarServer:
             self._refuse(stream.key, message or "")
 
     def _end_slow_turns(self) -> None:
-        """Refuse grammars of outputs whose mask takes too long. Their threads keep running."""
+        """Refuse grammars of outputs whose mask takes too long; the threads keep running."""
         now = time.monotonic()
         for stream in list(self._streams.values()):
             started = stream.turn_started

@@ -21,7 +21,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host to fork a process. A descriptor in the message becomes its standard input."""
+    """Asks the host to fork a process. The message carries the process's standard input."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.
@@ -71,7 +71,7 @@ class NextMask(msgspec.Struct, frozen=True, array_like=True):
 
     key: int
     mask: bytes | None  # None if the grammar has ended, or failed with `error`.
-    error: str | None = None  # Error; with a mask, no token is allowed.
+    error: str | None = None  # Why the grammar failed or allows no token.
     # Masks after each draft token. The list is shorter if a draft is rejected or time is up.
     after_drafts: list[bytes] = []
 

@@ -41,7 +41,7 @@ _PROBE_SECONDS = 1.0
 
 
 class Agent:
-    """The agent of one node. It does all work in the thread that calls `run`."""
+    """The agent of one node, which does all its work in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Agent:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Run until node 0 or a signal ends this agent. Raises `ConfigError` if node 0 refuses."""
+        """Run until node 0 or a signal ends this agent. Raises `ConfigError` after a refusal."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         next_beat = 0.0

@@ -1,4 +1,4 @@
-"""Collect facts that must be equal on all nodes. Node 0 compares them before it loads weights."""
+"""Collect facts that must be equal on all nodes. Node 0 compares facts before loading weights."""
 
 import hashlib
 from collections.abc import Iterator

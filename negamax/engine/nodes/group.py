@@ -37,7 +37,7 @@ _HEARTBEAT_MS = 1000  # Time between heartbeats by which ZeroMQ finds half-open 
 
 @dataclass
 class _Node:
-    """The state of another node, as reported by its agent. Only the receiving thread writes it."""
+    """The state of another node, which only the receiving thread changes."""
 
     number: int
     ranks: range
@@ -72,7 +72,7 @@ class _Node:
     def problem(self, now: float) -> str | None:
         silence = self.silence.seconds(self.num_signs)
         stall = self.stall.seconds(self.num_frames)
-        # Until its first heartbeat, an agent uses only TCP, where reconnecting takes longer.
+        # Until its first heartbeat, an agent uses only TCP, which recovers slowly from packet loss.
         limit = wire.SILENCE_SECONDS if self.last_beat else wire.STALL_SECONDS
         if self.last_beat and now < self.disconnected_at + 2 * wire.DISCONNECTED_SECONDS:
             limit = wire.DISCONNECTED_SECONDS
@@ -84,7 +84,7 @@ class _Node:
 
 
 class NodeGroup:
-    """The ranks of other nodes. After `start`, a thread receives the messages of their agents."""
+    """The ranks of other nodes. After `start`, a thread receives messages from agents."""
 
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]

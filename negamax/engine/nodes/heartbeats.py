@@ -84,7 +84,7 @@ class Neighbours:
             self._numbers[node] = number
 
     def lost(self) -> str | None:
-        """Report a node whose heartbeats have stopped. Ignore nodes that have not sent any yet."""
+        """Report a node whose heartbeats have stopped. Ignore nodes without a first heartbeat."""
         for node, silence in self._silences.items():
             seconds = silence.seconds(self._numbers[node])
             if seconds > wire.NEIGHBOUR_SECONDS:

@@ -43,7 +43,7 @@ class RayPlacement:
 
     options: EngineOptions
     nodes: tuple[ClusterNode, ...]
-    own: ClusterNode  # This machine. It runs the server and is node 0.
+    own: ClusterNode  # This machine, which runs the server and is node 0.
 
     @property
     def device(self) -> str:

@@ -38,7 +38,7 @@ _GROUP_SECONDS = 5.0  # Longest wait for Ray to reserve free resources.
 _REMINDER_SECONDS = 10.0
 _LEAVE_SECONDS = 1.0  # Longest wait for the agents to end.
 _END_SECONDS = 10.0  # Longest time from the end of standard input to exit.
-# Options for a cluster that this process starts. It needs little memory for objects.
+# Options for a cluster that this process starts; such a cluster stores few objects.
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
 _MAX_MESSAGE = 300  # Longest part of Ray's message that is shown, in characters.
 _PIN = 0.001  # Requested amount of this machine's "node:" resource, which pins node 0 here.
@@ -128,7 +128,7 @@ class Driver:
         )
 
     def run_agents(self, placed: Placed) -> Iterator[str]:
-        """Run the agents until `stop` is set. Yield a message for each agent that ends before."""
+        """Run the agents until `stop` is set. Yield a message for each agent that ends early."""
         import ray
 
         variables = carried_variables()
