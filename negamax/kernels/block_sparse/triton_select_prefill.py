@@ -3,8 +3,7 @@
 A program has a tile of neighboring queries of a sequence, with all index heads. The program
 computes the scores of all blocks up to the queries' positions. If there are few tiles, several
 programs split the blocks of a tile. Scores are not written to memory. After every TOPK_POW2 blocks
-the program merges the sort keys of these blocks with the highest sort keys that each row has so
-far.
+the program merges the sort keys of these blocks into the highest sort keys of each row.
 
     index keys    | block 0 | block 1 | ...            -> products [BLOCK_M, BLOCK], their maximum
     TOPK_POW2 blocks                                    -> keys [BLOCK_M, TOPK_POW2]
