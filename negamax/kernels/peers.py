@@ -65,7 +65,7 @@ class ShardRegion:
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """The regions of a group whose GPUs access each other's memory. `world` is a power of two."""
+    """Regions that the GPUs of a group share by peer access. `world` is a power of two."""
 
     rank: int
     world: int
@@ -78,7 +78,7 @@ class PeerMemory:
 
 
 class Collective(Protocol):
-    """A group of ranks, of which this process is one."""
+    """A group of ranks to which this process belongs."""
 
     size: int
     rank: int

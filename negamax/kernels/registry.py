@@ -1,8 +1,8 @@
 """Select the implementation that runs each op.
 
-The selection is resolved once at start into a frozen `KernelTable` and logged. The forward pass
-calls plain functions. To add a kernel, write a function in kernels/<family>/ and list it in
-`KERNELS` there.
+The selection is resolved once at start into a frozen `KernelTable` and logged. In the forward pass,
+layers call the selected functions directly. To add a kernel, write a function in kernels/<family>/
+and list it in `KERNELS` there.
 """
 
 import difflib
@@ -50,13 +50,13 @@ OPS: dict[str, AnyOp] = {
     op: op for family in _FAMILIES for op in vars(family).values() if isinstance(op, Op)
 }
 
-# `--kernels plain-norm` runs every norm by its reference and fuses no norm with another op
+# `--kernels plain-norm` runs the reference of every norm and fuses no norm with another op
 PLAIN_NORM = "plain-norm"
 _NORMS = (
     norm.ADD_RMS, collectives.ALL_REDUCE_ADD_RMS, attention.QK_NORM_ROPE_WRITE,
     attention.HEAD_NORM_ROPE_WRITE, block_sparse.BLOCK_SPARSE_NORM_ROPE_WRITE,
 )  # fmt: skip
-# ops that must have the same provider, because one reads data that the other wrote
+# pairs of ops that need one provider, because one op reads data that the other op wrote
 _PAIRS = (
     (collectives.ALL_REDUCE_ADD_RMS, collectives.COMPLETE_RESIDUAL),
     (dispatch.DISPATCH, dispatch.COMBINE),

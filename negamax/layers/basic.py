@@ -26,10 +26,10 @@ _ROWS = 4096  # rows of an embedding that `map_rows` changes at a time
 class RmsNorm:
     """Completes a sum over ranks, adds it to the residual stream, and applies RMS norm.
 
-    Every rank holds the whole stream, except for large batches on GPUs: between the first and last
-    norm of a step, a rank then holds only some rows (`kernels/collectives/triton.py`).
-    `activation`: quantized form that the next layer takes. `gemma`: the checkpoint stores the
-    weights minus 1.
+    On the CPU and with small batches, every rank holds all rows of the stream. With large batches
+    on GPUs, a rank holds only some rows from the first to the last norm of a step
+    (`kernels/collectives/triton.py`). `activation`: quantized form that the next layer takes.
+    `gemma`: the checkpoint stores the weights minus 1.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RmsNorm:
         self, residual: Tensor, group: Collective, *, copy: bool = True, out: Tensor | None = None
     ) -> Tensor:
         """Return the whole residual stream [T, width] after this norm's sum over `group`. With
-        `copy` the result is a copy, in `out` if given. Without `copy` it may be `residual` itself.
+        `copy` the result is a copy, in `out` if given. Without `copy` the result may be `residual`.
         """
         stream: Tensor = self._complete(residual, group, copy=copy, out=out)
         return stream

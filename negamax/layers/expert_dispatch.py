@@ -160,8 +160,8 @@ class DistributedTokens(ReplicatedTokens):
     to the largest number on any rank, sends them to the other ranks, and receives summed outputs.
 
     In a sharded step, context-parallel ranks also exchange their shards of tokens. In other steps,
-    context-parallel ranks have equal tokens: tokens are exchanged only between ranks of the same
-    context-parallel index, and the results are summed over the context-parallel ranks.
+    context-parallel ranks have equal tokens. Tokens are then exchanged only between ranks with one
+    context-parallel index, and results are summed over the context-parallel ranks.
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
@@ -169,7 +169,7 @@ class DistributedTokens(ReplicatedTokens):
         context, layout = setup.context, setup.context.layout
         self._context = context.context_group
         self._group = context.attention_group
-        # exchange in sharded steps, and in other steps; None: its group has one rank
+        # exchange of sharded steps, and exchange of other steps; None: the group has one rank
         self._sharded, self._between = (
             TokenExchange(group, ranks, num_slots=len(self.table), setup=setup)
             if len(ranks) > 1

@@ -9,7 +9,7 @@ from negamax.layers.weights import LayerSetup
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes of an attention layer in the checkpoint. `eps`: epsilon of the QK norms."""
+    """Sizes of an attention layer before it is split over ranks. `eps`: epsilon of the QK norms."""
 
     hidden_size: int
     heads: int
@@ -22,7 +22,7 @@ class AttentionSizes:
         return range(heads.start * self.head_dim, heads.stop * self.head_dim)
 
     def qkv(self, names: Sequence[str], queried: range, kv_heads: range) -> list[ProjectionPart]:
-        """Return the q, k, v projections `names` of the query heads `queried` and of `kv_heads`."""
+        """Return the q, k, v projections with `names`, for query heads `queried` and `kv_heads`."""
         counts, own = (self.heads, self.kv_heads, self.kv_heads), (queried, kv_heads, kv_heads)
         return [
             ProjectionPart(name, count * self.head_dim, self.rows(heads))

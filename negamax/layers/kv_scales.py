@@ -12,7 +12,7 @@ from negamax.layers.weights import WeightSlot
 
 
 class KvScales:
-    """The scales of one layer's keys and values. The default of a scale is 1.0."""
+    """The scales of one layer's keys and values; 1.0 unless the checkpoint stores scales."""
 
     def __init__(self, names: AttentionNames) -> None:
         self._names, self.values, self.are_stored = names, (1.0, 1.0), False

@@ -77,8 +77,8 @@ def stack_rows(
 ) -> Callable[[Tensor | QuantizedActivations], list[Tensor]]:
     """Return a function that multiplies x [T, in] by `rows` of each part: a list of [T, rows].
 
-    The rows are copied. Weights must be written and not yet packed, and rows must not cut a group
-    of the format. One GEMM computes all parts if they share a format that can be stacked.
+    The rows are copied. The weights must be loaded but not packed, and `rows` must not cut a
+    quantization group. One GEMM computes all parts if they share a format that can be stacked.
     """
     copies = [part._matrix.copy_rows(rows) for part, rows in parts]
     first, (part, _) = copies[0].format, parts[0]
@@ -123,7 +123,7 @@ class ColumnParallels:
 
 
 class RowParallel(_Linear):
-    """y = x W^T over this rank's input columns: a partial sum over the attention group."""
+    """y = x W^T over this rank's input columns, which is a partial sum over the attention group."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], *, columns: range, setup: LayerSetup
@@ -135,7 +135,7 @@ class RowParallel(_Linear):
         self.slots = self._matrix.slots(name, shape, region=(range(shape[0]), columns))
 
     def __call__(self, x: Tensor | QuantizedActivations, *, in_parts: bool = False) -> Partial:
-        """x [T, own columns] -> [T, out]; with `in_parts` possibly P parts, [T, P, out]."""
+        """x [T, own columns] -> [T, out]; with `in_parts` maybe P partial sums [T, P, out]."""
         out = self._run(x, self._weight, IN_PARTS if in_parts else LIKE_INPUT)
         return Partial(out, self._group)
 

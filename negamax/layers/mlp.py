@@ -13,7 +13,7 @@ from negamax.parallel.layout import shard
 
 
 class Mlp:
-    """down(activation(gate, up)). Weights are dequantized if the split would cut groups."""
+    """down(activation(gate, up)). Weights are dequantized if ranks cut quantization groups."""
 
     def __init__(
         self,

@@ -32,9 +32,9 @@ _FORK_MAX_M = 32
 class SparseMoe:
     """A router in fp32 on every rank, and SwiGLU experts that are split by expert and by width.
 
-    The shared expert is one more expert that is selected for every token. If its format or size
-    differs from those of other experts, or if ranks hold different experts, it is a separate `Mlp`,
-    split by width over the ranks with the same tokens.
+    The shared expert is one more expert that is selected for every token. If the shared expert
+    differs from other experts in format or size, or if ranks hold different experts, it is a
+    separate `Mlp`, split by width over the ranks with the same tokens.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class SparseMoe:
 def _fork(ids: Tensor) -> torch.cuda.Stream | None:
     """Return a stream that continues from the current stream, for captured steps of few tokens.
 
-    `ids`: [T, top_k]. Return None for other steps, whose limit is launches or memory traffic.
+    `ids`: [T, top_k]. Return None for other steps, because launches or memory traffic limit them.
     """
     if not ids.is_cuda or len(ids) > _FORK_MAX_M or not torch.cuda.is_current_stream_capturing():
         return None

@@ -15,7 +15,7 @@ from negamax.kernels.registry import KernelTable
 from negamax.parallel.context import ParallelContext
 from negamax.quantization.scheme import WeightFormat
 
-# For each dimension: repetitions of an entry, and the index of the first repetition that is kept.
+# For each dimension: how often an entry is repeated, and the index of the first repetition to keep.
 Copies = tuple[tuple[int, int], ...]
 
 
@@ -35,13 +35,13 @@ class StoredPart:
     tensor: StoredTensor
     # shape of the matrix and this rank's region of it; None: shape and region of the slot
     matrix: tuple[tuple[int, int], Region] | None = None
-    # compare the tensor with its only valid values, and keep nothing
+    # whether the tensor is compared with its only valid values and then dropped
     is_compared: bool = False
     copies: Copies = ()  # how to repeat the entries; empty: no repetition
 
 
 class WeightSlot:
-    """The destination of one checkpoint tensor of `shape` on this rank. Only the loader writes it.
+    """The destination of a checkpoint tensor of `shape` on this rank. Only the loader writes slots.
 
     `target`: parameter or view that receives the part `region`, one range per dimension; None: this
     rank keeps nothing. The slot drops `target` once it is written. `source`: the matrix's format in

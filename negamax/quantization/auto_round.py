@@ -42,12 +42,12 @@ _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat
     "auto_round": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
     "auto_round:gptqmodel": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
 }
-# FP8 formats by group size: -1 selects a scale per row, 0 a scale per matrix.
+# FP8 formats by group size: -1 selects a scale per row, 0 selects a scale per matrix.
 _FP8 = {
     -1: fp8("fp8_e4m3_channel", (ROWS,), input_scale="input_scale"),
     0: fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"),
 }
-# Data type and bits -> format and columns of a group.
+# Data type and bits -> format and number of columns in a group.
 _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("mx_fp", 4): (mxfp4(values="weight_packed"), MX_GROUP),
     ("mx_fp", 8): (mxfp8(), MX_GROUP),

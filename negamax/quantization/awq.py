@@ -32,8 +32,8 @@ _WORD = Dim(Axis.ROWS, 8)  # a word holds eight 4-bit numbers
 def awq(size: int) -> TensorFormat:
     """Return AWQ's format, with a scale per row and group of `size` columns (-1: all columns).
 
-    A value is (number - zero point) * scale. All tensors are transposed. A 32-bit word holds eight
-    rows in AWQ's order.
+    A value is (number - zero point) * scale. All tensors are transposed. A 32-bit word holds values
+    of eight rows in AWQ's order.
     """
     group = make_group_dim(size)
     return TensorFormat(

@@ -60,7 +60,7 @@ from negamax.quantization.scheme import (
     refuse,
 )
 
-_GROUP_ORDERS = ("group", "dynamic", True)  # with these, a stored tensor assigns columns to groups
+_GROUP_ORDERS = ("group", "dynamic", True)  # with these values, a tensor stores each column's group
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -290,7 +290,7 @@ def _read_int8(weights: QuantizationSpec) -> TensorFormat:
     return int8(group_size(weights) if is_grouped else -1)
 
 
-# To add a format of this method, write its reader and a line here.
+# To add a format of this method, write its reader and add it to this table.
 _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "float-quantized": _read_e4m3,
     "nvfp4-pack-quantized": partial(

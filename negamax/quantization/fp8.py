@@ -32,7 +32,7 @@ PACKED_NVFP4 = nvfp4(
     input_scale="input_global_scale",
 )  # fmt: skip
 _EXPERTS = ("block_sparse_moe.experts",)
-_PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # never quantized, even if the list lacks them
+_PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # never quantized, even if not in the list
 
 
 def read(spec: QuantizationSpec) -> Scheme:

@@ -111,8 +111,8 @@ def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
 def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], QuantizationSpec]]:
     """Yield (is skipped, pattern, changed description) for each rule in GPTQModel's `dynamic`.
 
-    The first rule that matches a module applies. The prefix "-:" of a rule leaves its modules
-    unquantized.
+    The first rule that matches a module applies. Modules that match a rule with the prefix "-:" are
+    not quantized.
     """
     rules = spec.fields.get("dynamic") or {}
     if not isinstance(rules, Mapping):

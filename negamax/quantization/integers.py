@@ -48,7 +48,7 @@ ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 
 def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
-    """Cache `make`. Calls with equal arguments, passed or default, return one object."""
+    """Cache `make`. Calls with equal arguments, passed or by default, return one object."""
     signature, known = inspect.signature(make), cache(make)
 
     @wraps(make)

@@ -1,8 +1,9 @@
 """Method "modelopt" (NVIDIA Model Optimizer).
 
-One algorithm applies to all modules that are not excluded. The algorithm MIXED_PRECISION lists an
-algorithm per module. If the algorithm is null, no module is quantized, but the KV cache may have
-scales. The fields are in config.json, or under "quantization" in hf_quant_config.json.
+One algorithm applies to all modules that are not excluded. With the algorithm MIXED_PRECISION, the
+description lists an algorithm for each module. If the algorithm is null, no module is quantized,
+but the KV cache may have scales. The fields are in config.json, or under "quantization" in
+hf_quant_config.json.
 
 Most algorithms also round activations. For FP8 per matrix or row, kernels may round activations
 with a scale per token. For other formats activations stay in the compute dtype.

@@ -86,7 +86,7 @@ def check_fields(
 
 
 def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
-    """Return the module names in fields `names`, lists or null. Raises `ConfigError`."""
+    """Return the module names in the fields `names`, each a list or null. Raises `ConfigError`."""
     modules: list[str] = []
     for name in names:
         found = spec.fields.get(name) or ()
@@ -242,7 +242,7 @@ def _match_any(module: str, patterns: tuple[str, ...]) -> bool:
 
 @cache
 def _expressions(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], bool], ...]:
-    """Join patterns into two expressions: those that name experts, and all others.
+    """Join patterns that name experts into one expression, and all other patterns into another.
 
     Raises `ConfigError` for an invalid pattern.
     """

@@ -9,8 +9,8 @@ oneDNN ops for linear layers on CPUs.
 oneDNN compiles a kernel for every row count and weight shape, which takes 0.6 ms and 0.56 MiB of
 heap. oneDNN keeps the last 1024 kernels, and heap fragmentation prevents the release of older ones.
 The process of a small model took 1.5 GiB after a minute of mixed requests, and kept growing. Rows
-are therefore split into tiles of at most 256 rows, padded to one of 80 sizes. With tiles, the
-process takes 0.7 GiB after the same minute and is 1.015 times as fast.
+are therefore split into tiles of at most 256 rows, and tiles are padded to one of 80 sizes. With
+tiles, the process takes 0.7 GiB after the same minute and is 1.015 times as fast.
 
 Without oneDNN, F.linear multiplies fp32 matrices. A BLAS library uses different code for few rows.
 With MKL on Zen 4, the last bits for 1 to 3, 5 to 7 and 9 to 11 rows differ from those for all other

@@ -166,8 +166,7 @@ class H200GemmTiles(GemmTiles):
 
     def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
         """Return a tile for up to 4 tokens. 8-bit weights that do not fit into the registers of all
-        multiprocessors have a tile for one token only. A thread holds up to 384 bytes of 4-bit
-        codes.
+        multiprocessors have a tile for one token only. A thread holds up to 384 bytes of codes.
         """
         row_bytes = packing.K_PACKED // packing.CODES
         if M > 4:

@@ -13,7 +13,7 @@ M is the number of tokens. All matrices are row-major and contiguous. FP8 weight
     large_m  from 65 on       M / BLOCK_M * N / BLOCK_N                all of K, through TMA
     cuBLAS   M N K over 1024 * 2048 * 3072
 
-16-bit weights use split_k with SPLIT_K = 1 up to M = 64, and cuBLAS above. `tiles.py` has the tile
+16-bit weights use split_k with SPLIT_K = 1 up to M = 64, and cuBLAS above. `tiles.py` has tile
 sizes.
 
 All kernels except gemv multiply FP8 weights with FP8 activations. The tensor cores add the products
@@ -123,8 +123,8 @@ def _gemv_kernel(
 
 
 # `_small_m_kernel` loads a fragment (ROWS rows and NUM_WARPS * 128 columns of x or w) as [ROWS / 8,
-# 2, NUM_WARPS, 8, 64]. A thread has 16 neighboring columns, four threads have 64 columns of a row,
-# and a warp has 8 rows. The tensor cores expect a thread to hold other columns of the row. The
+# 2, NUM_WARPS, 8, 64]. A thread holds 16 neighboring columns, four threads hold 64 columns of a
+# row, a warp holds 8 rows. The tensor cores expect a thread to hold other columns of the row. The
 # order of the columns does not matter if x and w share it. The kernel therefore renumbers the
 # columns, so that each thread multiplies the values that it loaded, without shared memory.
 
@@ -153,7 +153,7 @@ def _load_fragment(ptrs, i: tl.constexpr, K: tl.constexpr, NUM_WARPS: tl.constex
     """Load step i of the rows at `ptrs`; in the last step some warps may have no columns."""
     BLOCK_K: tl.constexpr = NUM_WARPS * _BLOCK
     inside = (_number_columns(NUM_WARPS) < K - i * BLOCK_K) | ((i + 1) * BLOCK_K <= K)
-    # the contiguity is stated again, because Triton drops it when it folds the sum for i = 0
+    # restate the contiguity of `ptrs`, because Triton drops it when folding the sum for i = 0
     ptrs = add_last_first(ptrs, i * BLOCK_K, _BLOCK // 2)
     return tl.load(ptrs, mask=inside, other=0.0)
 
@@ -225,7 +225,7 @@ def _small_m_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _split_k_kernel(
     x_ptr,  # [M, K], e4m3 if FP8, else the dtype of w
-    x_scale_ptr,  # [M, K / 128] fp32; both scales are read only if FP8
+    x_scale_ptr,  # [M, K / 128] fp32; x_scale and w_scale are read only if FP8
     w_ptr,  # [N, K]
     w_scale_ptr,  # [ceil(N / 128), K / 128] fp32
     out_ptr,  # [M, N]

@@ -52,7 +52,7 @@ def _packed_gemv_kernel(
 
 
 def gemv(x: Tensor, weight: PackedWeight, out: Tensor, tile: Tile) -> None:
-    """Multiply x [M, K], M at most TOKENS -> out [M, N], or its rounded parts [M, split_k, N]."""
+    """Multiply x [M <= TOKENS, K] -> out [M, N], or rounded partial sums [M, split_k, N]."""
     M, N = len(out), weight.num_rows
     _packed_gemv_kernel[(triton.cdiv(N, tile.block_n), tile.split_k)](
         x, weight.tensors, out, M, N,

@@ -68,7 +68,7 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor:
-    """Compute `norm.add_rms` as defined; x [T, width] or its parts [T, P, width]."""
+    """Compute `norm.add_rms` like the reference; x is [T, width] or partial sums [T, P, width]."""
     x = sum_parts(x)
     assert x.is_contiguous() and residual.is_contiguous()
     out = torch.empty_like(residual)
@@ -182,7 +182,7 @@ def decode(q: Tensor, cache: KvCache, plan: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _block_scores(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
-    """Score blocks without a copy of the keys; run `products` if sequences have several tokens."""
+    """Score blocks without copying keys; `products` scores sequences with several tokens."""
     sequences, count, heads, dim = index_q.shape
     if count > 1 or index_cache.dtype != index_q.dtype:
         return products(index_q, index_cache, tokens, size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from negamax.formats.floats import E4M3_GROUP
 
-_FP16_BITS = 0xBF80 - 2**16  # sign and value of an E4M3 byte shifted by 7, as an int16
+_FP16_BITS = 0xBF80 - 2**16  # int16 mask of the sign and value of an E4M3 byte shifted by 7
 _E2M1_BITS = 0x8E00 - 2**16  # sign and value of a byte with E2M1 in its upper half, shifted by 5
 _NAN = 0x7F  # the bits that are all set in a NaN
 _FNUZ_NAN = -0x80  # NaN of E4M3FNUZ, whose exponents are smaller by one

@@ -19,8 +19,8 @@ from negamax.kernels.op import op, rounding_tolerance
 from negamax.kernels.peers import Collective
 from negamax.kernels.sampling import noise
 
-# Rows with 1 <= top_k <= CANDIDATES draw from CANDIDATES leading tokens, others from the
-# vocabulary.
+# Rows with 1 <= top_k <= CANDIDATES draw from CANDIDATES leading tokens, other rows draw from the
+# sorted vocabulary.
 CANDIDATES = 64
 
 

@@ -53,8 +53,8 @@ def embed(
 ) -> tuple[Tensor, Tensor]:
     """Return the embeddings of token_ids [T] int64 and a residual of zeros, both [T, width].
 
-    Row 1 of table [n + 2, width] is the embedding of token `first_id`. Tokens that the table does
-    not have read its first or last row. `images` replaces the embeddings of some tokens.
+    Row 1 of table [n + 2, width] is the embedding of token `first_id`. Tokens outside the table get
+    its first or last row. `images` replaces the embeddings of some tokens.
     """
     x = table.index_select(0, (token_ids - (first_id - 1)).clamp(0, len(table) - 1))
     if images is not None:

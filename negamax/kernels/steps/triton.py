@@ -39,7 +39,7 @@ def _place_kernel(
     """Write BLOCK entries of `places`, or of the columns after the first `size`. Grid (blocks,).
 
     A program reads no data that another program writes, except padding, which all programs write
-    with equal values. The kernel starts after its predecessor has ended, so it needs no wait.
+    with equal values. The kernel starts after its predecessor has ended, so programs do not wait.
     """
     launch_dependents(PDL)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)

@@ -212,8 +212,8 @@ def load_side(
 ):  # fmt: skip
     """Load stored scales or zero points -> [BLOCK_N, entries] of columns k .. k + BLOCK_K - 1.
 
-    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows. Entries are 0
-    where `inside` is false.
+    `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows. Entries outside
+    `inside` are 0.
     """
     tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # sizes that `_select_span` splits
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
@@ -308,7 +308,7 @@ def convert_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constex
         words = _repeated(words, 4)
         run = tl.arange(0, 4)[None, :] * P.CODES + 4 * part
         first, second = run * 16 // P.GROUP % 4, (run + P.CODES - 1) * 16 // P.GROUP % 4
-        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # two bytes as 16-bit halves
+        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # two bytes, each in 16 bits
         pair = pair * ONE + _bits_of_scale(P, DTYPE) * _TWICE
         factors = (pair, pair)
     else:
@@ -337,7 +337,7 @@ def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.
     if _converts_pairs(DTYPE) and ARE_ALIKE:
         number = pack_pair(number, number, tl.bfloat16)
     runs = _repeated(number, 8)  # one entry per 16 columns
-    if P.CODES == 2:  # a word has codes of two neighboring runs
+    if P.CODES == 2:  # a word holds codes of two neighboring runs of 16 columns
         first, second = tl.split(tl.reshape(runs, (number.shape[0], 4, 2)))
     else:
         first = _half(runs, part)

@@ -12,10 +12,10 @@ the eight columns of a product hold the values of x for eight steps:
 The values of a single token are therefore loaded once and not in each step. If all 4-bit codes have
 one addend, the kernel multiplies it with x once and starts all products from the result.
 
-A fragment has one span per row and warp: [8, NUM_WARPS, ROWS / 8, 16] words. A thread has four
-neighboring words of every eighth row, and four threads have a span. A span is SPAN columns with
-4 bits and SPAN / 2 columns with 8 bits. The tensor cores expect these rows and columns in the
-thread (`layout.py`), so weights do not pass through shared memory. The dimensions of a load are in
+A fragment has one span per row and warp: [8, NUM_WARPS, ROWS / 8, 16] words. A thread holds four
+neighboring words of every eighth row, and four threads hold a span. A span is SPAN columns with 4
+bits and SPAN / 2 columns with 8 bits. The tensor cores expect a thread to hold these rows and
+columns (`layout.py`), so weights do not pass through shared memory. The dimensions of a load are in
 the order in which Triton assigns threads to them (`add_last_first`).
 """
 
