@@ -20,7 +20,7 @@ LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
-# balanced keeps the given sizes; vLLM calls latency "interactivity"
+# balanced keeps the given sizes; "interactivity" is the name of latency in vLLM
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 GENERATION_KEYS = (
     "eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample",
@@ -44,14 +44,14 @@ class StepLimits:
     block_size: int
 
 
-# On GPUs, each prompt chunk reads all experts, so chunks are long, and attention reads blocks of 64
-# tokens fastest. On CPUs, chunks are short, so that decoding does not stall.
+# GPUs use long prompt chunks, because each chunk reads all experts, and KV blocks of 64 tokens,
+# which attention reads fastest. CPUs use short chunks, so that decoding does not stall.
 STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of loading and running a model, named as in vLLM. None means: derive the value."""
+    """Options of loading and running a model, named as in vLLM. None selects a computed default."""
 
     model: str = field(kw_only=False)  # folder, hub id, embedded name, or bundled specification
 
@@ -60,26 +60,27 @@ class EngineOptions:
     )
     source: str = option(
         "auto",
-        "Choose the hub for downloads; auto is Hugging Face, or ModelScope if "
+        "Choose the hub for downloads; auto selects Hugging Face, or ModelScope if "
         "NEGAMAX_USE_MODELSCOPE=1 is set.",
         choices=SOURCES,
     )
     download_dir: str | None = option(
-        None, "Download models to this folder (default: the hub's cache)."
+        None, "Download models to this folder (default: the cache folder of the hub)."
     )
     script: str | None = option(
-        None, "Answer by the rules of this TOML file (bundled: 'agents'), without weights."
+        None,
+        "Run no model; answer by the rules in this TOML file, or in the bundled file 'agents'.",
     )
     dtype: str = option(
         "auto",
-        "Set the type of weights and activations; auto is the checkpoint's type, or float32 on "
-        "CPUs without bf16 instructions.",
+        "Set the dtype of weights and activations; auto uses the dtype of the checkpoint, or "
+        "float32 on CPUs without bf16 instructions.",
         choices=DTYPES,
     )
     load_format: str = option(
         "auto",
-        "Choose how weights are loaded; synthetic draws random weights, to measure speed without "
-        "a checkpoint.",
+        "Choose how weights are loaded; synthetic creates random weights, to measure speed "
+        "without a checkpoint.",
         choices=LOAD_FORMATS,
     )
     weight_cache: str | None = option(
@@ -87,20 +88,20 @@ class EngineOptions:
     )
     quantization: str | None = option(
         None,
-        "Name the checkpoint's quantization, or quantize unquantized weights to this format at "
-        "load (default: the checkpoint's own format).",
+        "Name the format of a quantized checkpoint, or quantize an unquantized checkpoint to this "
+        "format at load (default: keep the format of the checkpoint).",
         "-q",
     )
     device: str = option(
-        "auto", "Run on this device; auto is cuda if there is a GPU.", choices=DEVICES
+        "auto", "Run on this device; auto selects cuda if there is a GPU.", choices=DEVICES
     )
     num_hidden_layers: int | None = option(
-        None, "Build only this many layers, with synthetic weights only.", least=1
+        None, "Build only this many layers; needs --load-format synthetic.", least=1
     )
     max_model_len: int | None = option(
         None,
-        "Limit the tokens of prompt and output (default: the model's context length); lower the "
-        "limit if the KV cache does not fit.",
+        "Limit the sum of prompt and output tokens (default: the context length of the model); "
+        "lower the limit if the KV cache does not fit into memory.",
         also="--context-length",
         least=2,
         is_count=True,
@@ -114,7 +115,7 @@ class EngineOptions:
     )
     seed: int = option(
         0,
-        "Set the seed for synthetic weights and for requests without a seed.",
+        "Set the seed of synthetic weights and of requests that send no seed.",
         also="--random-seed",
         least=-(2**63),
         most=2**63 - 1,
@@ -122,27 +123,28 @@ class EngineOptions:
 
     max_num_seqs: int | None = option(
         None,
-        "Limit the sequences in one step (default: 256; CPUs: 64); lower the limit to save memory.",
+        "Limit the sequences in one step (default: 256; 64 on CPUs); lower it to save memory.",
         also="--max-running-requests",
         is_count=True,
         panel=MEMORY,
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "Limit the tokens in one step (default: 8192; CPUs: 2048); lower the limit for steadier "
-        "decoding while long prompts run.",
+        "Limit the tokens in one step (default: 8192 on GPUs, 2048 on CPUs); lower the limit if "
+        "long prompts slow the decoding of other requests.",
         also="--chunked-prefill-size",
         is_count=True,
     )
     max_queued_requests: int = option(
         1024,
-        "Refuse requests (429) while this many wait in the queue.",
+        "Refuse new requests (status 429) while this many requests wait.",
         also="--max-num-queued-reqs",
         least=1,
     )
     max_queued_tokens: int | None = option(
         None,
-        "Refuse requests (429) while this many prompt tokens wait (default: 4 times the KV cache).",
+        "Refuse new requests (status 429) while the prompts of waiting requests have this many "
+        "tokens (default: 4 times the tokens that fit into the KV cache).",
         also="--max-num-queued-tokens",
         is_count=True,
     )
@@ -154,76 +156,75 @@ class EngineOptions:
     )
     kv_cache_memory: int | None = option(
         None,
-        "Reserve this much memory for the KV cache of each rank, such as 4GiB (default: the free "
-        "part of the GPU, or a share of main memory).",
+        "Reserve this much memory for the KV cache of each rank, such as 4GiB (default: the GPU "
+        "memory that --gpu-memory-utilization leaves, or a share of main memory on CPUs).",
         also="--kv-cache-memory-bytes",
         least=1,
         is_size=True,
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Set the type of the KV cache; auto is the model's, and fp8 (e4m3, GPUs only) doubles the "
-        "tokens.",
+        "Set the dtype of the KV cache; auto uses the dtype of the model. fp8 (e4m3, GPUs only) "
+        "holds twice as many tokens.",
         choices=KV_CACHE_DTYPES,
     )
     index_cache_dtype: str = option(
         "auto",
-        "Set the type of MiniMax-M3's index keys, which select KV blocks; CPUs also support fp8.",
+        "Set the dtype of MiniMax-M3's index keys, which select KV blocks; fp8 also works on CPUs.",
         choices=KV_CACHE_DTYPES,
     )
     index_cache_sharding: str = option(
         "off",
-        "Shard MiniMax-M3's index keys over the ranks; auto shards them for long contexts.",
+        "Split MiniMax-M3's index keys over the ranks; auto splits them only for long contexts.",
         choices=INDEX_CACHE_SHARDINGS,
     )
     gpu_memory_utilization: float = option(
         0.92,
-        "Limit the share of a GPU's memory for weights, cache and workspaces; lower the share if "
-        "other processes use the GPU.",
+        "Limit the fraction of a GPU's memory that the engine uses; lower the limit if other "
+        "processes use the GPU.",
         also="--mem-fraction-static --device-memory-utilization",
         above=0,
         most=1,
     )
     num_kv_blocks: int | None = option(
         None,
-        "Set the number of KV blocks; this overrides --kv-cache-memory.",
+        "Set the number of KV blocks; this option overrides --kv-cache-memory.",
         also="--num-gpu-blocks-override",
         is_count=True,
     )
     encoder_cache_tokens: int | None = option(
         None,
-        
-        "Read images and cache the rows of this many image tokens; 0 reads text only (default: "
-        "32768 on CPUs, 0 on GPUs).",
+        "Accept images, and cache the embeddings of up to this many image tokens; 0 refuses "
+        "images (default: 32768 on CPUs, 0 on GPUs).",
         least=0, most=2**20,
     )  # fmt: skip
     kv_offloading_size: float | None = option(
         None,
-        "Keep evicted KV blocks in this much main memory, in GiB over all ranks of an engine "
-        "(default: none), so that long conversations can continue after a pause.",
+        "Keep evicted KV blocks in main memory, to continue long conversations after a pause. The "
+        "value is the total size for all ranks of an engine, in GiB (default: none).",
         above=0,
         most=MAX_HOST_GIB,
     )
     kv_offloading_ratio: float | None = option(
         None,
-        "Set --kv-offloading-size as a ratio: blocks in main memory per KV cache block.",
+        "Reserve main memory for this many KV blocks per block of the KV cache.",
         above=0,
         most=MAX_HOST_GIB,
     )
     kv_offloading_backend: str = option(
         "native",
-        "Choose the store of evicted KV blocks; native is main memory.",
+        "Choose where evicted KV blocks are kept; native means main memory.",
         choices=("native",),
     )
     kv_offloading_write_policy: str = option(
         "write_through",
-        "Choose which KV blocks are copied to main memory; write_through copies all, "
-        "write_through_selective only blocks that two requests share.",
+        "Choose which KV blocks are copied to main memory: write_through copies all blocks, and "
+        "write_through_selective copies only blocks that two requests use.",
         also="--hicache-write-policy",
         choices=WRITE_POLICIES,
     )
     kv_offloading_path: str | None = option(
-        None, "Also store KV blocks as files in this folder, to reuse them after a restart."
+        None, "Also store KV blocks as files in this folder, to reuse the blocks after a restart."
     )
     kv_offloading_path_size: float = option(
         64.0,
@@ -233,13 +234,13 @@ class EngineOptions:
     )
     kv_events_config: dict[str, Any] | None = option(
         None,
-        "Publish the contents of the prefix cache to routers, with the keys of docs/kv-events.md, "
+        "Publish the contents of the prefix cache to routers. docs/kv-events.md lists the keys, "
         "such as enable_kv_cache_events and endpoint.",
         is_json=True,
     )
     kv_transfer_config: dict[str, Any] | None = option(
         None,
-        "Exchange prompts with other engines, with the keys of docs/disaggregation.md.",
+        "Exchange prompts' KV blocks with other engines. docs/disaggregation.md lists the keys.",
         is_json=True,
     )
     enable_prefix_caching: bool = option(
@@ -247,27 +248,26 @@ class EngineOptions:
     )
     enable_overlap: bool = option(
         True,
-        "Disable async scheduling: commit each step before the next one is launched.",
+        "Disable async scheduling: process the results of a step before the next step starts.",
         "--no-async-scheduling",
         also="--disable-overlap-schedule",
     )
     enforce_eager: bool = option(
         False,
-        "Disable CUDA graphs, so that the server starts sooner and decodes more slowly.",
+        "Disable CUDA graphs, so that the server starts sooner but decodes more slowly.",
         also="--disable-cuda-graph",
     )
     max_cudagraph_capture_size: int | None = option(
         None,
-        "Limit the sequences of the largest captured decode step (default: --max-num-seqs).",
+        "Set the largest batch size of captured CUDA graphs (default: --max-num-seqs).",
         also="--cuda-graph-max-bs --cuda-graph-max-bs-decode",
         is_count=True,
     )
     kernels: tuple[str, ...] = option(
-        (),
-        "Run ops by other providers (OP=PROVIDER, repeatable), or unfuse all norms (plain-norm).",
+        (), "Use another kernel for an op (OP=PROVIDER), or unfused norms (plain-norm); repeatable."
     )
     self_check: bool = option(
-        False, "Compare weights with their files, and kernels with their references, at start."
+        False, "At start, compare the weights with their files, and the kernels with references."
     )
     max_logprobs: int = option(
         20, "Limit the log-probabilities per token that a request may ask for.", least=0
@@ -275,7 +275,7 @@ class EngineOptions:
 
     speculative_config: dict[str, Any] | None = option(
         None,
-        "Propose draft tokens, with the keys of docs/speculation.md, such as method (eagle3, "
+        "Enable speculative decoding. docs/speculation.md lists the keys, such as method (eagle3, "
         "dspark, dflash, ngram), model and num_speculative_tokens.",
         "-sc",
         is_json=True,
@@ -284,8 +284,8 @@ class EngineOptions:
 
     performance_mode: str = option(
         "balanced",
-        "Choose parallel sizes for this machine's GPUs if you set none; balanced keeps the "
-        "defaults.",
+        "Choose parallel sizes for low latency or high throughput on this machine's GPUs, unless "
+        "you set a parallel size; balanced keeps the default sizes.",
         choices=PERFORMANCE_MODES,
         panel=PARALLEL,
     )
@@ -300,81 +300,81 @@ class EngineOptions:
     )
     expert_parallel_size: int | None = option(
         None,
-        "Split the experts over this many ranks (default: 1, or all with "
+        "Split the experts over this many ranks (default: 1, or all ranks with "
         "--enable-expert-parallel).",
         also="--ep-size --ep",
         is_count=True,
     )
     pipeline_parallel_size: int = option(
         1,
-        "Split the layers into this many pipeline stages, for several machines.",
+        "Split the layers into this many pipeline stages, for example one stage per machine.",
         "-pp",
         also="--pp-size",
     )
     pp_layer_partition: str | None = option(
-        None, "Set the layers of each stage, such as 16,16,15,15 (default: equal numbers)."
+        None, "Set the number of layers in each stage, such as 16,16,15,15 (default: equal)."
     )
     enable_dynamic_chunking: bool = option(
         True, "Disable dynamic chunking: pipeline stages then get prompt chunks of equal length."
     )
     data_parallel_size: int = option(
         1,
-        "Run this many groups of ranks, each with its own requests and KV cache, for more "
-        "throughput; all groups share the experts.",
+        "Run this many groups of ranks for more throughput. Each group has its own requests and "
+        "KV cache, and all groups share the experts.",
         "-dp",
     )
     all2all_backend: str = option(
         "allgather_reducescatter",
-        "Choose how data-parallel ranks send tokens to experts; one_sided uses one launch for few "
-        "tokens, on GPUs of one machine.",
+        "Choose how data-parallel ranks send tokens to experts. one_sided sends small batches "
+        "with one kernel launch, on GPUs of one machine.",
         choices=ALL2ALL_BACKENDS,
     )
     num_replicas: int = option(
         1,
-        "Run this many engines behind one server, each on its own GPUs (serve only).",
+        "Run this many engines behind one server, each on its own GPUs (negamax serve only).",
         least=1,
         most=MAX_REPLICAS,
     )
     prefill_context_parallel_size: int = option(
         1,
-        "Split the tokens of long prompts over this many groups of ranks (PCP), each of which "
-        "holds the whole KV cache; all groups share the experts.",
+        "Split the tokens of long prompts over this many groups of ranks; each group holds the "
+        "whole KV cache (prefill context parallelism).",
         also="-pcp",
     )
     decode_context_parallel_size: int = option(
         1,
-        "Split the KV cache of a head over this many of its ranks (DCP), instead of copying it to "
-        "each rank, for long contexts.",
+        "Split the KV cache of each KV head over this many ranks, instead of copying it to these "
+        "ranks, for long contexts (decode context parallelism).",
         also="-dcp --dcp-size",
     )
     cp_kv_cache_interleave_size: int | None = option(
         None,
-        "Set how many consecutive tokens a DCP rank holds (default: the block size, the only "
-        "valid value).",
+        "Set how many consecutive tokens a rank holds with --decode-context-parallel-size "
+        "(default: the block size, which is the only valid value).",
     )
     enable_eplb: bool = option(
         False, "Move experts between ranks while serving, to balance the load of the ranks."
     )
     eplb_config: dict[str, Any] | None = option(
         None,
-        "Configure --enable-eplb with the keys of docs/parallelism.md, such as window_size, "
+        "Configure --enable-eplb. docs/parallelism.md lists the keys, such as window_size, "
         "step_interval and num_redundant_experts.",
         is_json=True,
     )
     expert_distribution_recorder_mode: str = option(
         "off",
-        "Count how often each expert is selected; --enable-eplb always counts.",
+        "Count how often each expert is selected; --enable-eplb always counts selections.",
         choices=RECORDER_MODES,
     )
     init_expert_location: str = option(
         IN_ORDER,
-        "Place the experts at start in order (trivial), or by JSON or a JSON file with the key "
-        "logical_count or physical_to_logical_map.",
+        "Choose which rank holds which expert at start: in order (trivial), or by JSON or a JSON "
+        "file with the key logical_count or physical_to_logical_map.",
     )
     num_threads: int | None = option(
         None,
-        "Set the CPU threads of each rank (default: its share of the cores; one of three or more "
-        "cores stays free).",
+        "Set the number of CPU threads of each rank (default: an equal part of the cores; with "
+        "three or more cores, one core stays free).",
         most=MAX_THREADS,
         is_count=True,
     )
@@ -385,10 +385,10 @@ class EngineOptions:
         "same NEGAMAX_NODE_KEY.",
         panel=NODES,
     )
-    node_rank: int = option(0, "Set the number of this machine; number 0 runs the API server.")
-    master_addr: str | None = option(None, "Set the address of node 0.")
+    node_rank: int = option(0, "Set the number of this machine; machine 0 runs the API server.")
+    master_addr: str | None = option(None, "Set the address of node 0 for the other nodes.")
     master_port: int = option(
-        MASTER_PORT, "Set the first of the ports on which node 0 accepts the other nodes."
+        MASTER_PORT, "Set the first of the ports on which other nodes connect to node 0."
     )
     interface: str | None = option(
         None,
@@ -400,12 +400,12 @@ class EngineOptions:
     )
     distributed_executor_backend: str = option(
         MP,
-        "Choose what starts the ranks; mp is this command on each machine, ray is a Ray cluster.",
+        "Choose how ranks start: mp needs this command on each machine; ray uses a Ray cluster.",
         choices=LAUNCHERS,
     )
     ray_placement_timeout: float = option(
         60.0,
-        "Wait this many seconds for Ray to find room for all ranks.",
+        "Wait this many seconds until Ray has reserved resources for all ranks.",
         above=0,
         most=MAX_PLACEMENT_SECONDS,
     )
@@ -417,18 +417,18 @@ class EngineOptions:
         "text", "Set the format of the log; json writes one object per line.", choices=log.FORMATS
     )
     show_progress: bool = option(
-        True, "Hide the progress of loading.", "--no-progress", also="--no-use-tqdm-on-load"
+        True, "Hide the loading progress.", "--no-progress", also="--no-use-tqdm-on-load"
     )
     crash_dump_dir: str | None = option(
         None,
-        "Write crash dumps to this folder, or none with 'none' (default: negamax/crashes in "
-        "XDG_STATE_HOME).",
+        "Write crash dumps to this folder; 'none' disables crash dumps (default: negamax/crashes "
+        "in XDG_STATE_HOME).",
         also="--crash-dump-folder",
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name, value in vars(self).items():  # other processes and clients receive them
+        for name, value in vars(self).items():  # sent to other processes and clients
             if isinstance(value, str) and valid_unicode(value) != value:
                 hint = "rename the file or folder, or make a link to it"
                 raise ConfigError(f"{flag_name(name)} is {value!r}, not valid UTF-8", hint=hint)
@@ -452,7 +452,7 @@ class EngineOptions:
             )
 
     def _check_parallel(self) -> None:
-        parallel, _ = self.parallel, self.speculation  # both properties check their options
+        parallel, _ = self.parallel, self.speculation  # computing the properties checks the options
         if (
             self.enable_eplb
             and parallel.num_expert_ranks == 1
@@ -506,13 +506,13 @@ class EngineOptions:
 
     @property
     def kv_transfer(self) -> KvTransferConfig | None:
-        """Return settings for prompts of other engines, or None. Raises `ConfigError`."""
+        """Return the parsed `--kv-transfer-config`, or None without it. Raises `ConfigError`."""
         given = self.kv_transfer_config
         return None if given is None else KvTransferConfig.read(given)
 
     @property
     def has_host_blocks(self) -> bool:
-        """Return whether main memory also keeps KV blocks."""
+        """Return whether evicted KV blocks are kept in main memory."""
         return self.host_gib is not None or self.kv_offloading_ratio is not None
 
     @property
@@ -531,7 +531,7 @@ class EngineOptions:
 
     def sequences_per_step(self, device: str) -> int:
         """Return the largest number of sequences in one step of a data-parallel rank."""
-        factor = 2 if self.performance_mode == "throughput" else 1  # as in vLLM
+        factor = 2 if self.performance_mode == "throughput" else 1  # the factor of vLLM
         return self.max_num_seqs or factor * STEP_LIMITS[device].max_num_seqs
 
     @property
@@ -543,7 +543,7 @@ class EngineOptions:
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """Return settings for moving experts between ranks, or None. Raises `ConfigError`."""
+        """Return the parsed `--eplb-config`, or None without EPLB. Raises `ConfigError`."""
         return self._eplb_config if self.enable_eplb else None
 
     @property
@@ -560,7 +560,7 @@ class EngineOptions:
 
     @property
     def kv_events(self) -> KvEventsConfig | None:
-        """Return settings for events of the prefix cache, or None. Raises `ConfigError`."""
+        """Return the parsed `--kv-events-config`, or None without events. Raises `ConfigError`."""
         num_ranks = self.data_parallel_size * self.num_replicas
         return KvEventsConfig.read(self.kv_events_config or {}, num_ranks=num_ranks)
 
@@ -573,7 +573,7 @@ class EngineOptions:
 
     @property
     def nodes(self) -> NodeOptions:
-        """Return the machines that the ranks are spread over. Raises `ConfigError`."""
+        """Return the settings for several machines. Raises `ConfigError`."""
         is_ray = self.distributed_executor_backend == RAY
         said = "--distributed-executor-backend is ray" if is_ray else f"--nnodes is {self.nnodes}"
         if (is_ray or self.nnodes > 1) and self.script is not None:
@@ -592,7 +592,7 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """Return settings for draft tokens, or None without draft tokens. Raises `ConfigError`."""
+        """Return the parsed `--speculative-config`, or None without it. Raises `ConfigError`."""
         if self.speculative_config is None:
             return None
         return SpeculationConfig.read(

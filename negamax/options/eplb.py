@@ -9,11 +9,11 @@ from negamax.options.flags import check_keys, refuse_key
 
 IN_ORDER = "trivial"  # of --init-expert-location
 RECORDER_MODES = ("off", "stat")
-# FIXED: experts stay. COUNTED: experts stay and selections are counted. MOVED: experts move, too.
+# FIXED: experts stay on their ranks. COUNTED: selections are counted, too. MOVED: experts move.
 FIXED, COUNTED, MOVED = "fixed", "counted", "moved"
 _FLAG = "--eplb-config"
 _refuse = partial(refuse_key, _FLAG)
-# keys of vLLM without effect: Negamax always behaves as they demand
+# keys of vLLM that are accepted but have no effect
 _WITHOUT_EFFECT = {
     "use_async", "communicator", "enable_migration_batching", "log_balancedness_interval",
 }  # fmt: skip
@@ -21,18 +21,18 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class EplbConfig:
-    """When experts move between ranks. `read` raises `ConfigError`."""
+    """Settings that decide when experts move between ranks. `read` raises `ConfigError`."""
 
-    window_size: int = 1000  # the last steps whose expert selections count
+    window_size: int = 1000  # number of last steps whose expert selections are counted
     step_interval: int = 3000  # steps between two rebalances
-    num_redundant_experts: int = 0  # copies of experts in each layer, over all ranks
+    num_redundant_experts: int = 0  # number of extra expert copies in each layer, over all ranks
     log_balancedness: bool = False
     # from SGLang: experts do not move while the balancedness is above this value
     min_rebalancing_utilization_threshold: float = 1.0
 
     @staticmethod
     def read(given: Mapping[str, Any]) -> "EplbConfig":
-        """Read the keys of the option."""
+        """Read the JSON object of `--eplb-config`."""
         known = {field.name for field in fields(EplbConfig)}
         check_keys(_FLAG, given, known, also=_WITHOUT_EFFECT | {"policy"})
         if given.get("policy", "default") != "default":

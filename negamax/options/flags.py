@@ -1,7 +1,7 @@
 """Flag metadata of option fields.
 
 An option is one dataclass field, such as `max_num_seqs: int | None = option(None, "Limit the
-sequences in one step.")`. Its flag, environment variable, TOML key and help follow from it.
+sequences in one step.")`. The field determines its flag, environment variable, TOML key and help.
 """
 
 import difflib
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Kind(Enum):
-    """What follows the name of an option on the command line."""
+    """The kinds of values that follow the name of an option on the command line."""
 
     SWITCH = "nothing"
     VALUE = "one value"
@@ -28,23 +28,23 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Flag:
-    """How a dataclass field becomes an option of a command."""
+    """The metadata that turns a dataclass field into an option of a command."""
 
     help: str = ""
-    names: tuple[str, ...] = ()  # names that the help lists
+    names: tuple[str, ...] = ()  # flags that the help lists
     also: tuple[str, ...] = ()  # names of the same option in vLLM and SGLang
     choices: tuple[str, ...] = ()  # allowed values; empty: no fixed list
     least: float | None = None
     most: float | None = None
     above: float | None = None
-    panel: str = ""  # panel of the help; "": the panel of the previous field
+    panel: str = ""  # section of the help; "" stands for the section of the previous field
     is_seconds: bool = False  # a finite number of seconds
     is_size: bool = False  # a number of bytes that may have a unit, such as 4GiB
     is_count: bool = False  # a number that may have a unit, such as 32K; at least 1 by default
     is_json: bool = False  # a JSON object
-    adds_up: bool = False  # a list that joins the values of flags, environment and file
+    adds_up: bool = False  # values from flags, environment and file form one list
     takes_json_list: bool = False  # a value may be a JSON list of strings
-    turns_off: bool = False  # the switch sets the field to False
+    turns_off: bool = False  # the option is a switch that sets the field to False
     field: str = ""
 
     @property
@@ -76,8 +76,8 @@ def option(default: T, help: str, *names: str, also: str = "", **rules: Any) -> 
     """Declare a dataclass field that is an option.
 
     `names` replaces the flag derived from the field's name; a single short name, such as `-tp`, is
-    added to the derived flag. `also` lists the names of other servers. A field that is True by
-    default becomes a switch that turns it off. `rules` are further fields of `Flag`.
+    added to the derived flag. `also` lists the option's names in other servers. A field that is
+    True by default becomes a switch that turns it off. `rules` are further fields of `Flag`.
     """
     if rules.get("is_count"):
         rules.setdefault("least", 1)

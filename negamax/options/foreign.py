@@ -13,7 +13,7 @@ from negamax.base import env
 from negamax.options.flags import Kind
 
 SERVER, BENCH = "options", "bench"  # tables in foreign.toml
-# values that request nothing, in upper or lower case
+# values that leave a feature off, in lower case
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 _KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
@@ -23,10 +23,10 @@ _CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")
 
 @dataclass(frozen=True)
 class Translation:
-    """The Negamax options that replace another server's option, or a note, or a refusal."""
+    """A translated option: options of Negamax, a note that it has no effect, or a refusal."""
 
     instead: tuple[tuple[str, str], ...] = ()  # names and values of Negamax options
-    over: tuple[tuple[str, str], ...] = ()  # options whose given values are overridden
+    over: tuple[tuple[str, str], ...] = ()  # own values that override given values
     note: str | None = None  # why the option has no effect
     refusal: str | None = None
     remedy: str | None = None
@@ -85,7 +85,7 @@ def own_value(option: str, value: str) -> str:
 
 
 def explain_replacement(option: str, value: str) -> str | None:
-    """Return why Negamax replaces `value` by another method, or None if it does not."""
+    """Return the reason if Negamax replaces `value` by another method, or else None."""
     own = own_value(option, value)
     reason = _table()["replaced"].get(option)
     return None if own == value or reason is None else f"{value} means {own}: {reason}"

@@ -15,25 +15,25 @@ _PUBLISHERS = ("zmq", "null")
 _LEAST = {"buffer_steps": 0, "hwm": 1, "max_queue_size": 1}
 _MOST = 2**31 - 1  # a ZeroMQ option is a C int
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
-_NO_PORT = -1  # the address is a path, without a port
+_NO_PORT = -1  # returned for an address that is a path
 # the publisher listens at these addresses and connects to all others
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
 
 @dataclass(frozen=True)
 class KvEventsConfig:
-    """Where and how a rank publishes its events. `read` raises `ConfigError`."""
+    """Settings for publishing the events of a rank. `read` raises `ConfigError`."""
 
     endpoint: str = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = None  # None: no replay
+    replay_endpoint: str | None = None  # None disables replay
     buffer_steps: int = 10_000  # batches kept for replay
-    hwm: int = 100_000  # batches that wait for one subscriber, which loses further batches
-    max_queue_size: int = 100_000  # batches that wait for the publisher; further batches are lost
+    hwm: int = 100_000  # most batches waiting for one subscriber; more are dropped
+    max_queue_size: int = 100_000  # most batches waiting for the publisher
     topic: str = ""
 
     @staticmethod
     def read(given: Mapping[str, Any], *, num_ranks: int) -> "KvEventsConfig | None":
-        """Read the keys of the option; `num_ranks` counts the ranks of all replicas.
+        """Read the JSON object of the option. `num_ranks` counts the ranks of all replicas.
 
         Return None if no key enables publishing; "publisher": "zmq" enables it, as in SGLang.
         """
@@ -60,13 +60,13 @@ class KvEventsConfig:
         if len(ports) == 2 and _NO_PORT not in ports and abs(ports[0] - ports[1]) < num_ranks:
             raise ConfigError(
                 f"{_FLAG}: the ports {ports[0]} and {ports[1]} overlap, because each of "
-                f"{num_ranks} data-parallel ranks adds its number to both",
+                f"{num_ranks} data-parallel ranks adds its number to both ports",
                 hint=f"put {num_ranks} ports or more between them",
             )
         return config if publisher == "zmq" and is_enabled is not False else None
 
     def add_rank(self, rank: int) -> "KvEventsConfig":
-        """Return the settings of a data-parallel rank, counted over replicas."""
+        """Return the settings of a data-parallel rank; `rank` is counted over all replicas."""
         replay = self.replay_endpoint and _shift_port(self.replay_endpoint, rank)
         return replace(self, endpoint=_shift_port(self.endpoint, rank), replay_endpoint=replay)
 

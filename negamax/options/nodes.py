@@ -5,24 +5,24 @@ from dataclasses import dataclass
 from negamax.base.errors import ConfigError
 from negamax.options.parallel import ParallelOptions
 
-MASTER_PORT = 29501  # as in vLLM
+MASTER_PORT = 29501  # vLLM's default
 MOST_NODES = 64
 KEY_VARIABLE = "NEGAMAX_NODE_KEY"  # a secret that all nodes share
 MP, RAY = "mp", "ray"
-LAUNCHERS = (MP, RAY)  # agents of the other nodes are started by the user's command, or by Ray
+LAUNCHERS = (MP, RAY)  # the user's command or Ray starts the agents of other nodes
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Machines with equal numbers of ranks. Node 0 runs the server. Raises `ConfigError`."""
+    """Settings for machines with equal numbers of ranks. Node 0 runs the server."""
 
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None  # an address of node 0 that all nodes can reach
     master_port: int = MASTER_PORT  # the first of several ports on node 0
-    interface: str | None = None  # network interface; None: the one that reaches master_addr
+    interface: str | None = None  # None selects the interface that reaches master_addr
     allow_cross_node_tp: bool = False
-    launcher: str = MP  # RAY: Ray chooses the machines
+    launcher: str = MP  # with RAY, Ray chooses the machines
 
     def __post_init__(self) -> None:
         if not 1 <= self.nnodes <= MOST_NODES:

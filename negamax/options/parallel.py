@@ -4,32 +4,32 @@ from dataclasses import dataclass
 
 from negamax.base.errors import ConfigError
 
-# sizes that error messages suggest; all published models can be split by them
+# sizes that error messages suggest, because all published models can be split by these sizes
 USUAL_SIZES = (1, 2, 4, 8, 16)
 
-# data-parallel ranks send tokens to experts by NCCL, or by kernels that write to peer memory
+# transports of tokens between data-parallel ranks: NCCL, or kernels that write to peer memory
 ALL2ALL_BACKENDS = ("allgather_reducescatter", "one_sided")
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Numbers of ranks, named as in vLLM. Raises `ConfigError` with a size that works."""
+    """Numbers of ranks, named as in vLLM. A `ConfigError` suggests a size that works."""
 
     tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False  # each rank holds whole experts, not a shard of each
-    # groups of ranks with different experts; None: 1, or all ranks with `enable_expert_parallel`
+    enable_expert_parallel: bool = False  # whole experts on each rank
+    # number of groups with different experts; None: 1, or all ranks if `enable_expert_parallel`
     expert_parallel_size: int | None = None
-    # groups of tensor-parallel ranks with requests of their own; all groups share the experts
+    # number of tensor-parallel groups with their own requests; all groups share the experts
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None: equal
-    # groups of tensor-parallel ranks that split the tokens of prompts (PCP)
+    pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None splits evenly
+    # number of tensor-parallel groups that split the tokens of prompts (PCP)
     prefill_context_parallel_size: int = 1
-    # ranks that split the KV cache of one head instead of copying it (DCP)
+    # number of ranks that split the KV cache of one head instead of copying it (DCP)
     decode_context_parallel_size: int = 1
-    # consecutive tokens on one DCP rank; None: the tokens of one block
+    # number of consecutive tokens on one DCP rank; None stands for the block size
     cp_kv_cache_interleave_size: int | None = None
-    redundant_experts: int = 0  # copies of experts in each layer
+    redundant_experts: int = 0  # number of extra expert copies in each layer
 
     def __post_init__(self) -> None:
         ranks, experts = self.tensor_parallel_size, self.expert_parallel_size
@@ -60,7 +60,7 @@ class ParallelOptions:
         if self.enable_expert_parallel and experts == 1 < ranks * replicas * shares:
             refusal = "--enable-expert-parallel contradicts --expert-parallel-size 1"
             raise ConfigError(refusal, hint="leave one of the two options out")
-        _ = self.layers_of_stages  # the property checks its option
+        _ = self.layers_of_stages  # computing the property checks the option
         self._check_cache_ranks()
 
     def _check_cache_ranks(self) -> None:
@@ -68,8 +68,8 @@ class ParallelOptions:
         if holders > 1 < self.prefill_context_parallel_size:
             raise ConfigError(
                 f"--decode-context-parallel-size is {holders} and --prefill-context-parallel-size "
-                f"is {self.prefill_context_parallel_size}; ranks that split prompts hold the "
-                f"whole KV cache, so they cannot split it",
+                f"is {self.prefill_context_parallel_size}; with prefill context parallelism, "
+                f"each rank must hold the whole KV cache",
                 hint="use only one of the two, with --tensor-parallel-size",
             )
         if ranks % holders:
@@ -93,7 +93,7 @@ class ParallelOptions:
 
     @property
     def layers_of_stages(self) -> tuple[int, ...]:
-        """Return the layers of each stage; empty if all are equal. Raises `ConfigError`."""
+        """Return the number of layers per stage, or () for an even split. Raises `ConfigError`."""
         given, stages = self.pp_layer_partition, self.pipeline_parallel_size
         if given is None:
             return ()

@@ -16,11 +16,11 @@ class RouteOptions:
 
     prefill: tuple[str, ...] = option(
         (),
-        "Send prompts of the --decode servers to the server at this URL; may be repeated.",
+        "Compute the prompts for the --decode servers on the server at this URL; may be repeated.",
         panel="Servers",
     )
     decode: tuple[str, ...] = option(
-        (), "Decode on the server at this URL after prompts of --prefill; may be repeated."
+        (), "Generate answers to prompts from --prefill on the server at this URL; may be repeated."
     )
     health_interval: float = option(
         1.0,
@@ -31,7 +31,7 @@ class RouteOptions:
     host: str = option("127.0.0.1", "Listen on this address.", panel="Router")
     port: int = option(8080, "Listen on this port; 0 picks a free port.", least=0, most=65535)
     allow_unauthenticated: bool = option(
-        False, "Listen beyond this machine; the servers check API keys, but the router does not."
+        False, "Accept connections from other machines; the router does not check API keys."
     )
     max_body_bytes: int = option(
         32 * 2**20, "Limit the size of a request body, such as 32MiB.", least=1024, is_size=True
@@ -45,7 +45,7 @@ class RouteOptions:
 def list_servers(
     urls: tuple[str, ...], options: RouteOptions
 ) -> tuple[list[SplitResult], list[SplitResult]]:
-    """Return the servers that answer, and the servers that prefill. Raises `ConfigError`."""
+    """Return the servers that answer and the servers that prefill. Raises `ConfigError`."""
     if urls and (options.prefill or options.decode):
         refusal = f"URL {urls[0]!r} cannot be combined with --prefill or --decode"
         raise ConfigError(refusal, hint="give either URLs, or --prefill and --decode")

@@ -23,30 +23,30 @@ class ServerOptions:
     port: int = option(8000, "Listen on this port; 0 picks a free port.", least=0, most=65535)
     node_health_port: int | None = option(
         None,
-        "Answer /livez, /readyz and /health on this port of --host on nodes other than 0 "
+        "On all nodes except node 0, answer /livez, /readyz and /health on this port of --host "
         "(default: no port).",
         least=0,
         most=65535,
     )
     api_server_count: int = option(
         1,
-        "Answer HTTP with this many processes; use more for many concurrent streams.",
+        "Answer HTTP with this many processes; use more processes for many concurrent streams.",
         "-asc",
         also="--tokenizer-worker-num",
         least=1,
         most=MAX_API_SERVERS,
     )
     served_model_name: tuple[str, ...] = option(
-        (), "Set the model's name in the API; may be repeated (default: the given MODEL)."
+        (), "Set the model's name in the API; may be repeated (default: MODEL as given)."
     )
     stream_interval: int = option(
         1,
-        "Send one stream event per this many tokens, to save CPU time; requests may override it.",
+        "Send one stream event per this many tokens to save CPU time; requests can override it.",
         least=1,
     )
     sse_keep_alive_interval: float = option(
         15.0,
-        "Send a comment after this many seconds without output in a stream; 0 disables comments.",
+        "Send a comment in streams without output for this many seconds; 0 sends no comments.",
         least=0,
         is_seconds=True,
     )
@@ -59,31 +59,31 @@ class ServerOptions:
     )
     allow_special_tokens_in_text: bool = option(
         False,
-        "Encode control tokens spelled in messages as control tokens, only for clients you trust.",
+        "Encode the text of control tokens in messages as control tokens (trusted clients only).",
     )
     compact_json: bool = option(
         False,
-        "Write structured output without white space between JSON parts; requests may override it.",
+        "Write structured output without white space between JSON parts; requests can override it.",
     )
     # The model families define the choices of the two parser options; the command adds the choices.
     tool_call_parser: str = option(
-        "auto", "Parse tool calls in this format; auto is the model's format."
+        "auto", "Parse tool calls in this format; auto selects the format of the model."
     )
     reasoning_parser: str = option(
-        "auto", "Choose where the thinking goes; auto keeps it out of the content."
+        "auto", "Choose how thinking is parsed; auto returns it separately from the content."
     )
 
     image_resize_rule: str = option(
         "longest",
-        "Resize images by their longest side, as MiniMax's API does, or by their area, as "
-        "transformers and vLLM do.",
+        "Choose the limit for resizing images: longest limits the longest side, as in MiniMax's "
+        "API, and area limits the number of pixels, as in transformers and vLLM.",
         choices=RULES,
     )
 
     api_keys: tuple[str, ...] = option(
         (),
         "Require this API key from clients; may be repeated (default: no key). Prefer "
-        "NEGAMAX_API_KEY or --api-key-file.",
+        "NEGAMAX_API_KEY or --api-key-file, which are not visible in the process list.",
         "--api-key",
         adds_up=True,
         panel=SECURITY,
@@ -91,18 +91,18 @@ class ServerOptions:
     api_key_file: str | None = option(None, "Read more API keys from this file, one key per line.")
     admin_api_key: str | None = option(
         None,
-        "Set a key that opens every route, also those that act on all users' requests. Prefer "
+        "Set a key for all routes, including routes that act on the requests of all users. Prefer "
         "NEGAMAX_ADMIN_API_KEY.",
     )
-    allow_unauthenticated: bool = option(False, "Listen beyond this machine without a key.")
+    allow_unauthenticated: bool = option(False, "Let other machines connect without an API key.")
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Let web pages of this origin call the server (CORS); may be repeated, '*' allows all.",
+        "Let web pages of this origin call the server (CORS); may be repeated; '*' allows all.",
         takes_json_list=True,
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Accept this name in the Host header if no key is set; may be repeated, '*' accepts all.",
+        "If no key is set, accept this name in the Host header; may be repeated; '*' accepts all.",
         takes_json_list=True,
     )
     allowed_media_domains: tuple[str, ...] = option(
@@ -113,8 +113,8 @@ class ServerOptions:
     )
     forwarded_allow_ips: tuple[str, ...] = option(
         (),
-        "Trust X-Forwarded-For from this proxy, an address or a network; may be repeated "
-        "(default: trust no proxy).",
+        "Trust the X-Forwarded-For header of a proxy with this address or in this network; may be "
+        "repeated (default: trust no proxy).",
     )
     ssl_certfile: str | None = option(
         None, "Serve TLS with the certificate chain in this PEM file."
@@ -123,7 +123,7 @@ class ServerOptions:
 
     scheduling_policy: str = option(
         "fcfs",
-        "Order waiting requests by arrival (fcfs), or by priority and then arrival (priority).",
+        "Order waiting requests by arrival (fcfs), or by priority first, then arrival (priority).",
         choices=SCHEDULING_POLICIES,
         panel=LIMITS,
     )
@@ -142,7 +142,7 @@ class ServerOptions:
     )
     request_timeout: float | None = option(
         None,
-        "Abort a request after this many seconds; requests may set less (default: no limit).",
+        "Abort a request after this many seconds; requests can set less time (default: no limit).",
         above=0,
         is_seconds=True,
     )
@@ -153,20 +153,20 @@ class ServerOptions:
         is_seconds=True,
     )
     drain_timeout: float = option(
-        30.0, "Let requests finish for this many seconds after SIGTERM.", least=0, is_seconds=True
+        30.0, "After SIGTERM, give requests this many seconds to finish.", least=0, is_seconds=True
     )
     max_engine_restarts: int = option(
         3,
-        "Limit the restarts of a dead engine within --engine-restart-window; then the server "
-        "exits, unless another replica is left.",
+        "Restart a dead engine at most this many times in --engine-restart-window. After that, "
+        "the server exits, unless another replica is running.",
         least=0,
     )
     engine_restart_window: float = option(
-        600.0, "Set the period for --max-engine-restarts, in seconds.", above=0, is_seconds=True
+        600.0, "Set the period of --max-engine-restarts, in seconds.", above=0, is_seconds=True
     )
     engine_hang_timeout: float = option(
         300.0,
-        "Replace an engine that has work but completes no step for this many seconds.",
+        "Replace an engine that has requests to run but completes no step for this many seconds.",
         also="--watchdog-timeout",
         above=0,
         is_seconds=True,
@@ -174,17 +174,17 @@ class ServerOptions:
 
     enable_log_requests: bool = option(
         False,
-        "Log each request: its prompt, sampling parameters, end and times.",
+        "Log each request with its prompt, sampling parameters, finish reason and times.",
         also="--log-requests",
         panel=LOGS,
     )
     max_log_len: int = option(256, "Log at most this many characters of a prompt.", least=0)
     enable_access_log: bool = option(False, "Log each HTTP request.")
     log_stats: bool = option(
-        True, "Disable the log line with the load of a busy engine.", "--disable-log-stats"
+        True, "Disable the regular log line with the load of a busy engine.", "--disable-log-stats"
     )
     log_stats_interval: float = option(
-        10.0, "Set the interval of log lines with the load, in seconds.", above=0, is_seconds=True
+        10.0, "Set the seconds between two log lines with the load.", above=0, is_seconds=True
     )
     otlp_traces_endpoint: str | None = option(
         None, "Send a trace span per request to this OpenTelemetry collector over HTTP."

@@ -11,7 +11,7 @@ from negamax.options.flags import check_keys, refuse_key
 EAGLE3, DSPARK, DFLASH, NGRAM = "eagle3", "dspark", "dflash", "ngram"
 METHODS = (EAGLE3, DSPARK, DFLASH, NGRAM)
 DEFAULT_DRAFT_TOKENS = 3
-# A row with k draft tokens has k + 1 queries, and block-sparse attention takes at most 16 queries.
+# k draft tokens need k + 1 queries, and block-sparse attention supports at most 16 queries.
 MAX_DRAFT_TOKENS = 15
 MAX_LOOKUP = 32
 
@@ -52,21 +52,21 @@ _REJECTION_METHODS = {
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """How draft tokens are proposed; `read` parses `--speculative-config`."""
+    """Settings for proposing draft tokens. `read` parses `--speculative-config`."""
 
     method: str  # one of METHODS
-    is_default_method: bool = field(default=False, kw_only=True)  # the option names no method
-    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # most draft tokens of a row in a step
-    is_default_length: bool = False  # the option gives no length: the draft model's files may
-    adaptive: bool = True  # propose fewer tokens if measured step times predict a gain
+    is_default_method: bool = field(default=False, kw_only=True)  # no method was given
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # most draft tokens per sequence and step
+    is_default_length: bool = False  # whether the files of the draft may set the length
+    adaptive: bool = True  # use fewer draft tokens if that is faster
     model: str | None = None  # the draft model's name, later its folder
-    revision: str | None = None  # revision of a draft model on a hub
+    revision: str | None = None  # branch, tag or commit on the hub
     draft_lm_head_quantization: str | None = None  # "fp8": hold the draft model's head in FP8
     # probabilistic: draft tokens are sampled for requests with a temperature
     draft_sample_method: str = "greedy"
     # layers whose inputs the draft model reads; None: the layers in its config
     aux_layer_ids: tuple[int, ...] | None = None
-    # n-gram lookup: the fewest and the most last tokens to search for in the sequence
+    # n-gram lookup searches the sequence for at least and at most this many of its last tokens
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     # for benchmarks: the acceptance rate of each draft position; None: draft tokens are verified
@@ -75,7 +75,7 @@ class SpeculationConfig:
 
     @property
     def synthetic_acceptance_length(self) -> float | None:
-        """Return the mean tokens per row and step; None if draft tokens are verified."""
+        """Return the mean tokens per sequence and step; None if draft tokens are verified."""
         rates = self.synthetic_acceptance_rates
         return None if rates is None else 1.0 + sum(rates)
 
@@ -171,7 +171,7 @@ def _check_keys(given: Mapping[str, Any], method: str) -> None:
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the fewest and most tokens to look up; a single given number sets both."""
+    """Return the fewest and most tokens to look up. One given number sets both limits."""
     either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
     low, high = (
         _integer({key: either, **given}, key, 5, MAX_LOOKUP)
@@ -193,7 +193,7 @@ def _layer_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] | None:
-    """Return the acceptance rates; a mean length gives the rates with the least variance."""
+    """Return the acceptance rates. A given mean length selects the least variance."""
     method = str(given.get("rejection_sample_method", "standard")).lower()
     if method not in _REJECTION_METHODS:
         _refuse("rejection_sample_method", method, ", ".join(_REJECTION_METHODS))

@@ -16,13 +16,13 @@ PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
 RECOMPUTE, FAIL = "recompute", "fail"
 NIXL, TCP = "nixl", "tcp"
-LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # by connector
+LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # connector: lane
 PORT = 5600  # the default port of vLLM's side channel
 HOST_GIB = 4.0  # main memory for KV blocks, in GiB, if no other option sets the size
 
 _FLAG = "--kv-transfer-config"
 _refuse = partial(refuse_key, _FLAG)
-# connectors that move blocks of one engine only; they are accepted with the role kv_both
+# accepted connectors that move blocks within one engine only; they need the role kv_both
 _ELSEWHERE = ("OffloadingConnector", "MultiConnector")
 # vLLM's connectors to stores that Negamax lacks; with the role kv_both they are ignored
 _STORES = (
@@ -87,17 +87,17 @@ def read_offloading(fields: Mapping[str, Any]) -> tuple[float | None, str | None
 
 @dataclass(frozen=True)
 class KvTransferConfig:
-    """How engines exchange KV blocks; `read` parses `--kv-transfer-config`."""
+    """Settings for exchanging KV blocks between engines. `read` parses the option."""
 
     role: str = BOTH  # one of ROLES
     lane: str = NIXL  # the transport of the blocks: NIXL or TCP
     host: str = "127.0.0.1"  # address of this machine that the other engines can reach
     port: int = PORT  # port for the messages between engines
     failure_policy: str = FAIL  # what to do if a prompt does not arrive: FAIL or RECOMPUTE
-    # how long a prompt is kept after the last message of the engine that will read it
+    # seconds for which a prompt is kept after the last message of the engine that will read it
     lease_seconds: float = 30.0
     timeout_seconds: float = 120.0  # time limit of each phase of a transfer
-    allowed_hosts: tuple[str, ...] = ()  # hosts of prefilling servers; empty: local and private
+    allowed_hosts: tuple[str, ...] = ()  # hosts of prefill servers; () allows private addresses
 
     @property
     def is_loopback(self) -> bool:
@@ -105,7 +105,7 @@ class KvTransferConfig:
 
     @property
     def hosts_of_others(self) -> tuple[str, ...]:
-        """Return names, addresses and networks of servers that requests may name."""
+        """Return the names, addresses and networks of servers that a request can name."""
         default = _LOOPBACK if self.is_loopback else (*_LOOPBACK, *_PRIVATE)
         return self.allowed_hosts or default
 
@@ -193,7 +193,7 @@ def _is_host(given: object) -> bool:
 
 
 def check_one_engine(options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if `options` splits KV blocks in another way than by heads."""
+    """Raise `ConfigError` if `options` has a split other than tensor parallelism."""
     refused = [f"{flag_name(name)} {options[name]}" for name in _SPLITS if options[name] > 1]
     if options["script"] is not None:
         refused.append("--script")
