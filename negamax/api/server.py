@@ -107,8 +107,8 @@ def open_listener(options: ServerOptions) -> socket.socket:
     try:
         listener = bind(family, address)
         if options.api_server_count > 1:
-            # The first socket shows that the port is free. A shared socket replaces it, so that
-            # other server processes can bind sockets to the same port.
+            # The first socket shows that the port is free. Then a shared socket replaces
+            # the first socket, so that other server processes can bind the same port.
             address = listener.getsockname()
             listener.close()
             return bind(family, address, is_shared=True)
@@ -120,7 +120,7 @@ def open_listener(options: ServerOptions) -> socket.socket:
 def resolve_address(options: ServerOptions) -> tuple[int, Any]:
     """Return the socket family and the address to listen on.
 
-    Raises `ConfigError` for an unknown host, and for one that others reach without an API key.
+    Raises `ConfigError` for an unknown host, and for a host that others reach without a key.
     """
     host, has_key = options.host, bool(options.api_keys or options.api_key_file)
     family, address = resolve_host(host, options.port)
@@ -288,7 +288,7 @@ class HttpServer(LimitedServer):
         context, servers = self._context, self._servers
         self._pulse = context.lifecycle.start_pulse()  # Runs until the event loop ends.
         watches = [self._watch(context.engine.failed)]
-        if servers is not None:  # Only process 0 has this; it serves metrics.
+        if servers is not None:  # Process 0, which also serves the metrics.
             watches += [context.metrics.watch(), self._watch(servers.failed)]
             if context.options.log_stats:
                 watches.append(

@@ -1,7 +1,7 @@
 """Run an additional server process by `python -m negamax.api.server_worker`.
 
-Process 0 starts this process. It sends the state of the engines and commands to the standard input
-of this process. The input ends when process 0 ends. A thread watches the heartbeat of process 0.
+Process 0 starts this process, and sends engine states and commands to its standard input. The
+input ends when process 0 ends. A thread watches the heartbeat of process 0.
 """
 
 import asyncio

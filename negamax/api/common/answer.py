@@ -219,7 +219,7 @@ class _Chunks:
 async def start_source(
     request: ApiRequest[EngineRequest], source: AnswerSource, *, has_grammar: bool
 ) -> None:
-    """Wait for the first output of a stream, so that an error before it sets the HTTP status.
+    """Wait for the first output of a stream, so that an early error can set the HTTP status.
 
     If the request has a grammar, the wait has no time limit: compiling may be slow or fail.
     """

@@ -106,7 +106,7 @@ class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Single writer: the request's handler.
 
     If a request has stop strings, the engine's client calls this reader as a `TextReader`, because
-    the client must know when a stop string ends the answer. Such outputs contain the parsed events.
+    the client must know when a stop string ends the answer. The client then outputs parsed events.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # Matched text is dropped when it is longer.
+_COMPACT_CHARS = 65_536  # Matched text is dropped above this length.
 _SPACE = re.compile(r"\s*")
 
 

@@ -26,8 +26,8 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # Of longer text, the start is tokenized first as a test.
-_LEAST_TOKENS = 2**18  # Lowest limit, which serves requests that only count tokens.
+_PROBE_CHARS_PER_TOKEN = 8  # The start of text with more characters is tokenized first.
+_LEAST_TOKENS = 2**18  # Lowest token limit; some requests only count tokens.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class AssistantParts:
 
 @dataclass(slots=True)
 class History:
-    """Messages of chat completions and their places in a request. Single writer: its builder."""
+    """Messages of chat completions with their places. Single writer: the history's builder."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)

@@ -1,7 +1,8 @@
 """Download images from hosts that the operator allows, without reaching private networks.
 
 The server resolves a name once, requires that all its addresses are public, and connects to one of
-these addresses. It uses no redirects, proxies, cookies or compression. Errors omit response bodies.
+these addresses. Downloads use no redirects, proxies, cookies or compression. Errors do not contain
+response bodies.
 """
 
 import contextlib

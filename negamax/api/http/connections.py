@@ -62,7 +62,7 @@ class ConnectionPool:
         return None
 
     def keep(self, connection: Connection) -> None:
-        """Keep a connection after its answer. Close it if it is unusable or too many are idle."""
+        """Keep a connection after its answer, or close it if it is unusable or not needed."""
         reader, writer = connection
         reader.is_idle, reader.idle_since = True, time.monotonic()
         if reader.is_spoiled or len(self._idle) >= MAX_IDLE:

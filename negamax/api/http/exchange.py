@@ -110,7 +110,7 @@ class Exchange:
                 await self._read()
 
     async def read(self, *, max_bytes: int) -> bytes:
-        """Return the whole body. Raises `gone` if it ends early or is longer than `max_bytes`."""
+        """Return the whole body. Raises `gone` if the body ends early or exceeds `max_bytes`."""
         parts, num_bytes = [], 0
         async for part in self.parts():
             parts.append(part)
@@ -143,7 +143,7 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # The server sent more than one answer.
+        self._is_reusable = False  # Stays False if this is a second answer.
         if not self._is_complete:
             self.headers = []  # Drop the headers of a 1xx answer.
 
@@ -167,8 +167,8 @@ class Exchange:
         if self._is_complete:
             return
         self._is_complete = self._has_begun
-        # A server may refuse a request before it has read the body. On a reused connection it would
-        # parse the rest of the body as the next request.
+        # A server may refuse a request before it has read the body. On a reused connection the
+        # server would parse the rest of the body as the next request.
         self._is_reusable = (
             self._has_begun
             and self.status < 400
@@ -226,6 +226,6 @@ class RelayedAnswer(Response):
 
 
 def _read_options(headers: Headers) -> set[bytes]:
-    """Return the header names that the Connection header lists. These headers are not relayed."""
+    """Return the header names in the Connection header, which are not relayed."""
     values = [value for name, value in headers if name == b"connection"]
     return {option.strip().lower() for value in values for option in value.split(b",")}

@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _PULSE_SECONDS = 0.25
-_SILENT_SECONDS = 0.75  # Others are not ready if process 0's heartbeat is older.
+_SILENT_SECONDS = 0.75  # If process 0's heartbeat is older, other processes are not ready.
 
 
 class Lifecycle:

@@ -13,7 +13,7 @@ from negamax.base.errors import RequestTimeoutError
 
 BODY_SECONDS = 120.0  # Time limit for receiving a body.
 BODIES_IN_FLIGHT = 8  # Number of bodies of the largest size that fit in memory.
-PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # Unpacking removes them.
+PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # Unpacking omits the headers.
 
 
 class LimitedBody:

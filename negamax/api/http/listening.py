@@ -52,7 +52,7 @@ class TlsFiles:
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again; new connections use them. On `ConfigError` nothing changes."""
+        """Read the files again for new connections. On `ConfigError` nothing changes."""
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
                 raise ConfigError(

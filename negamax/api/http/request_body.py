@@ -52,7 +52,7 @@ class BodyLimits:
     num_bytes: int
     context_length: int  # Context length of the model.
     chars: int  # Limit of one non-ASCII text; a character takes up to four bytes.
-    commas: int  # Limit of commas, so of elements.
+    commas: int  # Limit of commas, which separate elements.
     openers: int  # Limit of '[', '{' and ':', because containers take more memory than numbers.
 
     @classmethod
@@ -74,7 +74,7 @@ def compute_max_chars(max_model_len: int) -> int:
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Read a JSON body as a `model`. Also return the size of the fields that it has.
+    """Read a JSON body as a `model`. Also return the size of the fields of `model`.
 
     Release the memory that was reserved for other fields. Raises the errors of `decode_request`.
     """
@@ -124,7 +124,7 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
 async def decode_request(
     body: bytes, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Decode the request in `body`. Also return the size of the fields that it has.
+    """Decode the request in `body`. Also return the size of the fields of `model`.
 
     Raises `InvalidRequestError` for malformed JSON, NaN, numbers that overflow, deep nesting and
     long texts. Raises the errors of `RequestModel.parse`.
@@ -267,7 +267,7 @@ def _find_boundary(piece: bytes) -> int:
         start -= 1
     before = piece[:start]
     num_backslashes = start - len(before.rstrip(b"\\"))
-    start -= num_backslashes % 2  # After an odd number of backslashes, one begins an escape.
+    start -= num_backslashes % 2  # In an odd run of backslashes, the last begins an escape.
     for match in _CHARACTER.finditer(piece, start):
         if match.end() > _PIECE_BYTES:
             return match.start()

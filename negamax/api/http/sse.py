@@ -67,7 +67,7 @@ async def _hang_up(receive: Receive) -> None:
 async def wait_for_first_output(
     receive: Receive, source: OutputSource, *, seconds: float | None = FIRST_OUTPUT_SECONDS
 ) -> None:
-    """Start `source` and wait for its first output. An error before it sets the HTTP status.
+    """Start `source` and wait for its first output, so that an early error sets the status.
 
     The wait ends after `seconds`, unless `seconds` is None. Later errors are sent as events.
     """

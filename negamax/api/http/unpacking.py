@@ -99,7 +99,7 @@ class Unpacker:
             raise self._error("the data is truncated")
 
     def _begin(self) -> bool:
-        """Return whether the first bytes have arrived. These bytes select the deflate format."""
+        """Return whether the first bytes have arrived, and choose the format from these bytes."""
         if len(self._packed) < _FRAME_BYTES:
             return False
         self._has_begun = True

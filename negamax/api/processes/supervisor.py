@@ -43,7 +43,7 @@ class ServerSupervisor:
         *,
         listener: socket.socket,
     ) -> None:
-        """Start the processes. They wait for the engine, and listen at `listener`'s address."""
+        """Start the processes, which wait for the engine and listen at `listener`'s address."""
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # The reason.
         self.on_death: Callable[[int], None] | None = None  # Called with the process index.
         self._rank = rank
@@ -68,7 +68,7 @@ class ServerSupervisor:
         return sum(child.exit_code is None for child in self._processes.values())
 
     async def ready(self) -> None:
-        """Wait until all processes serve or must end. Raises `EngineDeadError` if one fails."""
+        """Wait until all processes serve or must end, or raise `EngineDeadError` if one fails."""
         for index in range(1, self._rank.count):
             while not self._is_ending and not await _answers(str(self._rank.socket_of(index))):
                 if self.failed.done():

@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 MAX_RETRIES = 1  # More retries would let a fatal request kill all servers.
 _BUSY = frozenset({429, 502, 503})  # Statuses of a full queue, a dead engine, or shutdown.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # Can use prefillers.
+_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # Routes with prefillers.
 _STORED_PATH = "/v1/responses"  # Only the server that made a response stores it.
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _PARAMS_BYTES = 8 * 2**20  # Size limit of the answer of a prefilling server.
@@ -90,7 +90,7 @@ class RouterApp:
         try:
             response = await self._respond(scope, receive)
             await response(scope, receive, send)
-        except UnavailableError:  # Was logged; uvicorn closes the connection.
+        except UnavailableError:  # The error is logged; uvicorn closes the connection.
             pass
         finally:
             self._lifecycle.closed()
@@ -130,7 +130,7 @@ class RouterApp:
     async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> RoutedRequest:
         """Receive a request. Raises the errors of `LimitedBody`, and `PayloadTooLargeError`."""
         headers, body, prompt = list_headers(scope), b"", RoutedPrompt()
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # Uvicorn drops its body.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # Uvicorn drops the body.
         if method not in _SAFE_METHODS:
             most = self._max_body_bytes
             encoding = find_encoding(headers)
@@ -212,7 +212,7 @@ class RouterApp:
 
 
 async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
-    """Send a request and wait for the first bytes of the answer's body. Until then,
+    """Send a request and wait for the first bytes of the answer's body. Before the first bytes,
     another server could answer instead. Raises `UnavailableError` if the server does not answer.
     """
     exchange = None

@@ -12,7 +12,7 @@ from negamax.engine.client.placement import MAX_BLOCKS
 CHUNK_BYTES = 256  # Size of a hashed chunk. A hash also covers all earlier chunks.
 BYTES_PER_TOKEN = 4  # Approximate size of a token of English text or code.
 CHUNK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
-# Fields of the prompt in the order of chat templates. New messages come last.
+# Prompt fields in the order of chat templates, so that new messages extend the text.
 _PROMPT_FIELDS = [
     "model",
     "cache_salt",
@@ -26,14 +26,14 @@ _PROMPT_FIELDS = [
     "input_ids",
     "messages",
 ]
-# Clients move this mark to the latest message. It is not part of the prompt.
+# Clients move this mark, which is not part of the prompt, to the latest message.
 _CACHE_MARK = re.compile(rb'(?:,\s?)?"cache_control"\s?:\s?(?:\{[^{}]*\}|null)')
 _TAG_BYTES = 6  # As in `hash_blocks`: a float64 represents 6-byte integers exactly.
 _ASK_PREFILL = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-# Fields that only affect the answer. A prefilling server does not get them.
+# Fields that only affect the answer, and that are not sent to a prefilling server.
 _OF_ANSWERS = frozenset(
     [
         "best_of",
@@ -64,11 +64,11 @@ def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
     try:
         fields = msgspec.json.decode(body, type=Fields)
     except (msgspec.MsgspecError, RecursionError):
-        return RoutedPrompt()  # The server refuses such a body.
-    # Omit the last bracket or quote. Then the next turn's text begins with this text.
+        return RoutedPrompt()  # The server will refuse the body.
+    # Omit the last bracket or quote, so that the next turn's text begins with this text.
     parts = [bytes(fields[name])[:-1] for name in _PROMPT_FIELDS if name in fields]
     text = _CACHE_MARK.sub(b"", b"\n".join(parts))
-    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # The table's limit.
+    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # A table has MAX_BLOCKS entries.
     state = blake2b(sender, digest_size=_TAG_BYTES)
     tags = []
     for start in range(0, num_chunks * CHUNK_BYTES, CHUNK_BYTES):
@@ -85,7 +85,7 @@ def build_prefill_body(fields: Fields) -> bytes:
 
 
 def build_decode_body(fields: Fields, answer: bytes) -> bytes | None:
-    """Add PARAMS of a prefilling server's answer to the body. Return None if it has no PARAMS."""
+    """Add PARAMS of a prefilling server's answer to the body. Without PARAMS, return None."""
     try:
         params = msgspec.json.decode(answer, type=Fields).get(PARAMS)
     except (msgspec.MsgspecError, RecursionError):

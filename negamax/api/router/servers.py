@@ -117,7 +117,7 @@ class RoutedServer:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A request at a server. It counts as load until `close`. Single writer: the handler."""
+    """A request at a server, which counts as load until `close`. Single writer: the handler."""
 
     server: RoutedServer
     num_tokens: int

@@ -54,7 +54,7 @@ class ChatLogprob(Struct, frozen=True, gc=False):
 
 
 class ChatLogprobs(Struct, frozen=True):
-    # One entry per token of the content. With reasoning in the content, one per token.
+    # One entry per token of the content, or of all tokens if reasoning stays in the content.
     content: list[ChatLogprob | msgspec.Raw]
 
 
@@ -73,7 +73,7 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str  # Text of the token.
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # First null, then keyed by token id.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # Null for the first token; keys: token ids.
 
 
 class TransferParams(Struct, frozen=True, kw_only=True):
@@ -111,13 +111,13 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     id: str  # Model name to send in requests.
     object: str = "model"  # Type of the object for OpenAI's clients.
     type: str = "model"  # Type of the object for Anthropic's clients.
-    display_name: str  # The same as id.
+    display_name: str  # Same value as id.
     created_at: str  # The time `created` in RFC 3339.
     lifecycle: str = "active"  # Always `active`.
     created: int  # Unix time of the server's start, in seconds.
     root: str  # Folder or hub id of the model.
     max_model_len: int  # Context length in tokens, including the answer.
-    max_input_tokens: int  # Same value for Anthropic's clients.
+    max_input_tokens: int  # Same value as max_model_len.
     owned_by: str = "negamax"  # Always `negamax`.
     parent: str | None = None  # Always null, because there are no adapters.
 
@@ -138,7 +138,7 @@ class ReplicaHealth(Struct, frozen=True):
 
 class HealthAnswer(Struct, frozen=True):
     status: str  # `ok`, or `degraded` if a replica does not answer.
-    replicas: list[ReplicaHealth] | UnsetType = UNSET  # Only if there are several replicas.
+    replicas: list[ReplicaHealth] | UnsetType = UNSET  # State of each of several replicas.
 
 
 class VersionAnswer(Struct, frozen=True):

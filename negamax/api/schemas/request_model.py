@@ -34,8 +34,8 @@ from negamax.base.errors import InvalidRequestError
 RequestT = TypeVar("RequestT", bound="RequestModel")
 ValueT = TypeVar("ValueT")
 
-# Fields of other systems, such as OpenRouter, llama.cpp, TensorRT-LLM, TGI and Anthropic. Their
-# names resemble fields of Negamax, but the fields have another meaning.
+# Fields whose names resemble fields of Negamax, but that have another meaning in other systems,
+# such as OpenRouter, llama.cpp, TensorRT-LLM, TGI and Anthropic.
 FOREIGN_FIELDS = frozenset(
     {
         "auto_max_new_tokens", "ctx_request_id", "inputs", "mode", "models",

@@ -145,9 +145,9 @@ class EngineRequest(RequestModel):
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank.
 
-    # vLLM's object for a prompt that another server computes, or that it reads from this server.
+    # vLLM's object for prompts that one server computes and another server reads.
     kv_transfer_params: dict[str, Any] | None = None
-    # SGLang's fields for prompts that another server computes. One value, or one per prompt.
+    # SGLang's fields for prompts that another server computes; a list has one value per prompt.
     bootstrap_host: Host | list[Host | None] | None = None
     bootstrap_port: Port | list[Port | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
@@ -199,7 +199,7 @@ class GenerationRequest(SampledRequest):
 
     stream_options: StreamOptions = StreamOptions()  # Settings for streams.
     n: int = 1  # Number of answers to the prompt.
-    # Sample only these tokens. Not allowed with a grammar, a forced call or a thinking budget.
+    # The only tokens to sample; not allowed with a grammar, forced calls or a thinking budget.
     allowed_token_ids: list[int] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.

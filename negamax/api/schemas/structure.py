@@ -50,14 +50,14 @@ class StructuredRequest(GenerationRequest):
     JSON schemas and structural tags may be objects or JSON text.
     """
 
-    # OpenAI's object. Its `type` is text, json_object, json_schema or structural_tag.
+    # OpenAI's object, with the `type` text, json_object, json_schema or structural_tag.
     response_format: dict[str, Any] | None = None
-    # vLLM's object. It has one of the keys `json`, `json_object`, `regex`, `choice`, `grammar` and
-    # `structural_tag`. `disable_any_whitespace` requests JSON without white space.
+    # vLLM's object, with one of the keys `json`, `json_object`, `regex`, `choice`, `grammar` and
+    # `structural_tag`. The key `disable_any_whitespace` requests JSON without white space.
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | bool | None = None  # JSON schema of the content.
     guided_regex: str | None = None  # Regular expression that the whole content matches.
-    guided_choice: list[str] | None = None  # The content is one of these texts.
+    guided_choice: list[str] | None = None  # The content must be one of the listed texts.
     guided_grammar: str | None = None  # An EBNF grammar with the start rule `root`.
     json_schema: dict[str, Any] | str | bool | None = None  # SGLang's name for guided_json.
     regex: str | None = None  # SGLang's name for guided_regex.

@@ -67,7 +67,7 @@ def read_switch(is_on: bool | None) -> str | None:
 
 
 def read_template_switch(kwargs: Mapping[str, Any]) -> str | None:
-    """Return the thinking mode in `chat_template_kwargs`, or None. Three keys may contain it."""
+    """Return the thinking mode that a key of `chat_template_kwargs` sets, or None."""
     for name in _TEMPLATE_SWITCHES:
         value = kwargs.get(name)
         if value is None:

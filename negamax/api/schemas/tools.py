@@ -45,7 +45,7 @@ def check_function(
 ) -> None:
     """Refuse a function if the prompt or the parser cannot use its name, description or schema.
 
-    `where` is the path of the function in the request. `schema_field` names its schema field.
+    `where` is the path of the function in the request. `schema_field` is its field with the schema.
     """
     name = function.get("name")
     if (
@@ -195,7 +195,7 @@ def check_call_choice(
 ) -> CallChoice:
     """Check a tool choice. `mode` is auto, none, required or function. Only function has a `name`.
 
-    Only tools in `allowed` may be called. It maps their names to the paths of these names.
+    `allowed` maps the names of the tools that may be called to the paths of these names.
     """
     names = [tool["function"]["name"] for tool in tools or ()]
     for allowed_name, place in (allowed or {}).items():

@@ -33,7 +33,7 @@ class NativeSampling(SamplingFields):
     }
 
     max_new_tokens: int = Field(default=128, ge=0)  # Token limit; 0 only caches the prompt.
-    min_new_tokens: int = 0  # Least number of tokens before an end token or a stop ends it.
+    min_new_tokens: int = 0  # Least tokens before an end token or a stop string ends the answer.
     n: int = 1  # Number of answers to the prompt.
     sampling_seed: int | None = None  # Equal seeds give equal random draws.
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.
@@ -216,7 +216,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     speculative_num_draft_tokens: int | None = None  # `speculative_num_steps` plus one.
     speculative_adaptive: bool = False  # Whether measured step times limit the draft length.
     avg_spec_accept_length: float | None = None  # Tokens per step with draft tokens, so far.
-    # Mean acceptance length that a benchmark sets. Answers are then meaningless text.
+    # Mean acceptance length that a benchmark sets; the answers become meaningless text.
     synthetic_acceptance_length: float | None = None
 
 

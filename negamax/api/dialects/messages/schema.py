@@ -47,7 +47,7 @@ class ThinkingConfig(RequestModel):
     # With adaptive and between_tools, the model decides whether to think.
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Most thinking tokens; 0 means none.
-    # With "omitted", only the signature contains the thinking. Other values show all thinking.
+    # With "omitted", only the signature contains the thinking; other values show the thinking.
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
 

@@ -37,9 +37,9 @@ def read_tools(
 
     A client tool without a schema gets the schema of its type. Tools that run on Anthropic's
     servers are omitted. The prompt shows a tool with `defer_loading` where a message first refers
-    to it. If Anthropic's servers would search the tools, or if all tools have `defer_loading`, the
-    prompt shows all tools at its start. It always shows the first tool at its start, because the
-    template describes calls there.
+    to the tool. If Anthropic's servers would search the tools, or if all have `defer_loading`, the
+    prompt shows all tools at its start. The first tool is always shown at the prompt's start,
+    because the template describes calls there.
     """
     effect, known, deferred = ToolsInEffect(), dict[str, dict[str, Any] | None](), set[str]()
     check_tool_count(len(tools))

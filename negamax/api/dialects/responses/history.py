@@ -46,9 +46,9 @@ def build_history(
 
     Consecutive reasoning, assistant messages and calls form one assistant message. The text of an
     item of unknown type becomes a user message, or a system message within a loop of tool calls.
-    Unknown items without text are omitted. Reasoning is read from `content`. If that is missing,
-    it is read from `encrypted_content` if the prompt shows it, or else from `summary`. A truncated
-    call without a result is omitted. `tool_notes` maps an item number to the text that adds tools.
+    Unknown items without text are omitted. Reasoning is read from `content`, or else from
+    `encrypted_content` if the prompt shows it, or else from `summary`. A truncated call without a
+    result is omitted. `tool_notes` maps the number of an item that adds tools to a text.
     Raises `InvalidRequestError` with the place of an item that cannot be shown.
     """
     history = History()
@@ -140,7 +140,7 @@ def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any
 def _build_message(
     item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any], *, found_tools: str
 ) -> dict[str, Any]:
-    """Build the message of a message item or of a tool result. Its content is checked later."""
+    """Build the message of a message item or of a tool result. The content is checked later."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
         output = item.get("output")

@@ -130,7 +130,7 @@ class TextEcho(Struct, frozen=True):
 
 
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
-    """A response. It contains the request's fields and the answer so far."""
+    """A response, with the fields of the request and the answer so far."""
 
     id: str  # Id to fetch or continue the response.
     object: str = "response"  # Type of the object.
@@ -225,7 +225,7 @@ class SummaryPartEvent(GrowthEvent, frozen=True, kw_only=True):
 
 
 class TextEvent(GrowthEvent, frozen=True, kw_only=True):
-    """A delta event or a done event. Its fields depend on its type."""
+    """A delta event or a done event. The fields depend on the event's type."""
 
     content_index: int | UnsetType = UNSET  # Number of the part in the item's content.
     summary_index: int | UnsetType = UNSET  # Number of the part in the item's summary.

@@ -125,7 +125,7 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    request: ApiRequest[ResponsesRequest]  # Its `num_bytes` includes the referenced items.
+    request: ApiRequest[ResponsesRequest]  # `num_bytes` includes referenced items.
     parent: StoredTurn | None  # The turn that the request continues.
     input_items: bytes  # The request's own input items, encoded for the store.
     in_effect: ResponsesRequest  # The request after its items changed settings.

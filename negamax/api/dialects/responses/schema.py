@@ -54,7 +54,7 @@ class DeclaredTool:
     namespace: str | None
     kind: str
     as_function: dict[str, Any]
-    is_deferred: bool = False  # The prompt shows it only after a search.
+    is_deferred: bool = False  # The tool is shown only after a search.
 
     @property
     def shown_name(self) -> str:
@@ -122,7 +122,7 @@ class ResponsesRequest(TurnRequest):
     instructions: str | None = None  # System message; replaces earlier instructions.
     previous_response_id: str | None = None  # A stored response to continue.
     store: bool = True  # Store the response on the server.
-    background: bool = False  # Return at once; the client fetches it. Needs store.
+    background: bool = False  # Answer in the background; needs store.
     max_output_tokens: int | None = Field(default=None, ge=1)  # Default: rest of the context.
     stop: StopStrings = Field(default_factory=list)  # Extension: strings that end the answer.
     # At most 1,024 functions, custom tools, namespaces, and types of tools that clients run.
@@ -202,8 +202,8 @@ class ResponsesRequest(TurnRequest):
 def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[DeclaredTool]:
     """Return the tools that the prompt can show. `placed` has pairs of (place, tool).
 
-    They are functions, custom tools, tools in namespaces, and shell, patch and search tools that
-    clients run. Tools that run on OpenAI's servers are omitted.
+    The prompt can show functions, custom tools, tools in namespaces, and the shell, patch and
+    search tools that clients run. Tools that run on OpenAI's servers are omitted.
     """
     declared: list[DeclaredTool] = []
     for where, tool in placed:

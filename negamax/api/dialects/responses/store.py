@@ -145,7 +145,7 @@ def _remove(own: _TenantResponses, response_id: str) -> bool:
 
 
 def _change_users(turn: StoredTurn, change: int, *, owner: _TenantResponses) -> None:
-    """Add `change` to the users of `turn`. If it becomes used or unused, update its parent too."""
+    """Add `change` to the users of `turn`. If `turn` becomes used or unused, update its parent."""
     below: StoredTurn | None = turn
     while below is not None:
         num_before = below.num_users
