@@ -21,13 +21,13 @@ class BlockPool:
         """`changes`: receives the hash of each block that is indexed (True) or evicted."""
         self.num_blocks = num_blocks
         self._changes = changes
-        # number of blocks that became free or were indexed: an admission may then succeed
+        # counts blocks that became free or were indexed, after which an admission may succeed
         self.gain_count = 0
         self.eviction_count = 0  # cached blocks that were allocated for other content
         self._ref_counts = [0] * num_blocks
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is allocated first
+        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack that starts with block 0
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
 
     @property

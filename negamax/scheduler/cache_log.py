@@ -1,8 +1,8 @@
 """Changes of a rank's prefix cache, for `engine.core.kv_events`.
 
-The block pools append each change. A chain gives the tokens of consecutive block hashes. The log
-has the chains of blocks that are indexed and of blocks that an admitted sequence shares. For a
-block that is loaded or imported, the chain is logged after the change.
+The block pools append each change. A chain holds the tokens of consecutive block hashes. The log
+contains chains of blocks that are indexed or that an admitted sequence shares. If a block is loaded
+or imported, its chain is logged after the change.
 """
 
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from typing import Any
 
 from negamax.scheduler.prefix_cache import BlockHashes
 
-Change = tuple[bytes, bool]  # hash of a block; True: cached, False: evicted
+Change = tuple[bytes, bool]  # (hash of a block, True if it is cached or False if it is evicted)
 
 
 @dataclass
 class CacheLog:
-    """Ordered changes of each cache level since the last `take`. Writer: the rank's scheduler."""
+    """Ordered changes of each cache level since the last `take`, appended by a rank's scheduler."""
 
-    # hashes of a sequence, first block, end block
+    # (hashes of a sequence, index of the first block, index after the last block)
     chains: list[tuple[BlockHashes, int, int]] = field(default_factory=list)
     kv: list[Change] = field(default_factory=list)  # KV cache
     host: list[Change] = field(default_factory=list)  # host memory

@@ -9,11 +9,11 @@ from typing import Protocol
 
 
 class ChunkLength(Protocol):
-    """Chooses the length of each chunk, from the arguments alone."""
+    """Chooses the length of each chunk. The result depends only on the arguments."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
         """Return the tokens to run (at least 1) and the budget that they use (at least as many).
-        `left`: tokens of the sequence after `computed` tokens. `budget`: tokens left in the step.
+        `left`: tokens of the sequence that are not computed. `budget`: tokens left in the step.
         """
 
 
@@ -28,13 +28,13 @@ class EvenChunks:
 @dataclass(frozen=True)
 class EvenTimes:
     """Chooses chunks that take as long as `budget` tokens at the start of a prompt. A chunk that
-    does not end its prompt ends at a block boundary, if it reaches one.
+    does not end its prompt ends at the last block boundary that it reaches.
     """
 
     block_size: int
     every: int
-    # Cost of a token after 0, `every`, 2 * `every` ... computed tokens, relative to the first token
-    # of a prompt. Prices are at least 1 and never decrease.
+    # prices[i]: cost of a token after i * `every` computed tokens, relative to the first token of a
+    # prompt; at least 1 and never decreasing.
     prices: tuple[float, ...]
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
@@ -46,7 +46,7 @@ class EvenTimes:
         return count, min(budget, max(count, round(count * price)))
 
     def _price(self, computed: int) -> float:
-        """Interpolate linearly in `prices`."""
+        """Interpolate `prices` linearly."""
         at, beyond = divmod(computed, self.every)
         if at + 1 >= len(self.prices):
             return self.prices[-1]

@@ -1,19 +1,19 @@
 """Choose how many draft tokens each row verifies, to maximize tokens per second.
 
 A step of `rows` rows with k drafts each takes T(rows, k) and yields 1 + p1 + p1 p2 + ... tokens per
-row. p_i is the share of drafts accepted at place i if all drafts before place i are accepted.
+row. p_i is the share of rows that accept draft i among the rows that accept all earlier drafts.
 Committed steps update the estimates of T and p_i:
 
-- T is the time measured at start, times one factor for all k at similar `rows` (contexts grow) and
-  one factor for each k (errors of similar k are correlated). A Kalman filter estimates the
-  logarithms of these factors. A length is scored as faster if its factor is uncertain, so that
-  uncertain lengths are tried. The uncertainty of a length grows in steps that do not use it.
-- p_i is the accepted share of recent trials, with a prior. Old trials decay, so an unused length is
-  tried again: soon at first, then less often.
-  If the draft model estimates its acceptance (a confidence head), p_i is the mean of its recent
-  estimates plus their mean error over these trials, so p_i follows a change after few trials.
+- T is the time measured at start, times two factors for similar `rows`: one for all k, because
+  contexts grow, and one for each k. A Kalman filter estimates the logarithms of these factors. A
+  length is scored as faster if its factor is uncertain, so that uncertain lengths are tried. The
+  uncertainty of a length grows in steps that do not use it.
+- p_i is the accepted share of recent trials, with a prior. The weight of old trials decays, so an
+  unused length is tried again, but less often each time. If the draft model has a confidence head,
+  p_i is the mean of its recent estimates plus their mean error. Then p_i follows a change after few
+  trials.
 
-The same calls always give the same choices.
+Equal sequences of calls give equal choices.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from typing import Protocol
 
 from negamax.scheduler.step import StepPlan, StepResult
 
-StepSeconds = tuple[int, int, float]  # rows, drafts per row, seconds
+StepSeconds = tuple[int, int, float]  # (number of rows, drafts per row, seconds)
 
 # steps before another length may be tried; odd, because two alternating batches differ in size
 STEPS_PER_CHOICE = 5
 _GAIN = 1.01  # relative gain in score that another length must have
 
-# Acceptance. Old trials decay to a third over `_TRIALS` trials, but not faster than over
-# `_TRIAL_STEPS` steps. `_PRIOR` weighs as much as `_PRIOR_TRIALS` trials.
+# Acceptance. The weight of old trials decays to a third over `_TRIALS` trials, and takes at least
+# `_TRIAL_STEPS` steps for that. `_PRIOR` weighs as much as `_PRIOR_TRIALS` trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
-# Estimates by the draft model. They decay to a third over `_ESTIMATES` rows, but not faster than
-# over `_ESTIMATE_STEPS` steps. An estimate that ends counts as `_ESTIMATE_TRIALS` trials or more.
-# `_LEAST_BIAS_TRIALS` to `_BIAS_TRIALS` trials correct an estimate.
+# Estimates by the draft model. Their weight decays to a third over `_ESTIMATES` rows, and takes at
+# least `_ESTIMATE_STEPS` steps for that. The last estimate counts as `_ESTIMATE_TRIALS` trials or
+# more. The mean error of `_LEAST_BIAS_TRIALS` to `_BIAS_TRIALS` trials is added.
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
-_UNTIMED_STEPS = 256  # steps after which lengths are tried although no step had a usable time
-# Variances of the logarithm of a step time. `_ERROR`: variance of the longest drafts at
-# start, partly shared with shorter drafts (measured times exclude the host). `_OWN_ERROR`: variance
-# of each length alone. `_NOISE`: variance of a single step.
+_UNTIMED_STEPS = 256  # without usable times, lengths are tried once in this many steps
+# Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts,
+# because measured times exclude the host; shorter drafts share a part of this error. `_OWN_ERROR`:
+# variance of each length alone. `_NOISE`: variance of a single step.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
-_NEAR = 0.07**2  # variance added for half or twice as many rows
+_NEAR = 0.07**2  # variance that `extrapolate` adds
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _OUTLIERS = 3  # consecutive outliers after which the estimates of times are reset
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
-_ASSUMED_COST = 0.2  # assumed cost of a draft token, as a share of a step, without measurements
+_ASSUMED_COST = 0.2  # cost of a draft token, as a share of a step; used without measurements
 _TRIED = 2.0  # standard deviations that are subtracted from the time of an uncertain length
 
 
 class DraftLength(Protocol):
-    """Chooses the number of draft tokens for each plan, from earlier calls alone."""
+    """Chooses the number of draft tokens per plan. The choice depends only on earlier calls."""
 
     def choose(self, num_rows: int) -> int:
-        """Return how many drafts each row verifies and proposes, if `num_rows` rows generate."""
+        """Return how many drafts each of `num_rows` decodes verifies and proposes in the plan."""
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Record that `plan` took `seconds` (0: unknown). The caller records plans in order."""
@@ -88,8 +88,8 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # corrections: common, then of each length
-        # errors of long drafts also apply to shorter drafts, with less weight
+        self._means = [0.0] * (len(self._lengths) + 1)  # the common correction, then one per length
+        # an error of long drafts also changes the estimates of shorter drafts, but less
         most = math.log1p(self._lengths[-1])
         shares = [math.log1p(length) / most for length in self._lengths]
         self._covariances = [[_UNKNOWN, *(0.0 for _ in shares)]]
@@ -99,7 +99,7 @@ class _Times:
             self._covariances.append([0.0, *row])
 
     def extrapolate(self, *, step: int) -> _Times:
-        """Return the initial state for half or twice as many rows."""
+        """Return the initial state of a size class with half or twice as many rows."""
         times = _Times(self._lengths, step=step)
         times._means = self._means[:]
         times._covariances = [row[:] for row in self._covariances]
@@ -113,7 +113,7 @@ class _Times:
         return math.sqrt(max(0.0, rows[i][i] + rows[j][j] - 2.0 * rows[i][j]))
 
     def correct(self, index: int, found: float, *, step: int) -> None:
-        """Update with a step. `found`: logarithm of the step's time over the expected time."""
+        """Update the state with a step. `found`: log(time of the step / expected time)."""
         rows, own, passed = self._covariances, index + 1, step - self._latest
         self._latest = step
         rows[0][0] = min(_UNKNOWN, rows[0][0] + passed * _DRIFT)
@@ -125,7 +125,7 @@ class _Times:
         variance, error = expected + self._noise, found - self._means[0] - self._means[own]
         bound = 3.0 * math.sqrt(variance)
         self._outliers = self._outliers + 1 if abs(error) > bound else 0
-        if self._outliers == _OUTLIERS:  # the error is common to all lengths, so reset all lengths
+        if self._outliers == _OUTLIERS:  # the outliers affect all lengths, so reset them all
             self._reset()
             self.correct(index, found, step=step)
             return
@@ -147,32 +147,32 @@ class _Shares:
 
     accepted: float = 0.0
     trials: float = 0.0
-    new_accepted: int = 0  # accepted in the current step
+    new_accepted: int = 0  # drafts accepted in the current step
     new_trials: int = 0
     tried: int = 0  # steps with trials since the last pause
     untried: int = 0  # steps since the last trial
     rest: float = _FIRST_REST  # steps without trials in which old trials decay to a third
     estimate: float | None = None  # mean of the draft model's recent estimates
     latest: float = 0.0  # the draft model's latest estimate
-    error: float = 0.0  # accepted minus estimated drafts, over decaying trials
+    error: float = 0.0  # accepted minus estimated drafts, summed over decaying trials
     bias: float = 0.0  # mean error per trial, over the last `bias_trials` trials
     bias_trials: float = 0.0
 
     def share(self, prior: float) -> float:
-        """Return the accepted share of trials. `prior`: accepted share of the place before."""
+        """Return the accepted share of trials. `prior`: accepted share of the previous place."""
         if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # not corrected yet
             return (self.accepted + prior * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         error = (self.error + self.bias * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         return min(1.0, max(0.0, self.estimate + error))
 
     def expect(self, share: float | None, num_rows: int) -> None:
-        """Update with the draft model's estimate for `num_rows` new tokens (None: no tokens)."""
+        """Update with the draft model's estimate for `num_rows` rows (None: no estimate)."""
         if share is not None:
             weight = 1.0 - math.exp(-min(num_rows / _ESTIMATES, 1.0 / _ESTIMATE_STEPS))
             before = share if self.estimate is None else self.estimate
             self.estimate, self.latest = before + weight * (share - before), share
         elif self.estimate is not None:
-            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # old trials may precede a change
+            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # acceptance may have changed
                 most = max(self.trials, _ESTIMATE_TRIALS)
                 self.accepted, self.error = self.share(0.0) * most, self.bias * most
                 self.trials = most
@@ -206,12 +206,12 @@ class AdaptiveDraftLength:
     """Chooses the number of drafts with the most estimated tokens per second."""
 
     def __init__(self, lengths: Sequence[int], measured: Sequence[StepSeconds] = ()) -> None:
-        """`lengths`: the numbers to choose from besides 0, ascending. `measured`: step times by
-        rows and drafts, in any order. If a length has no time, all lengths use assumed times.
+        """`lengths`: numbers of drafts to choose from, ascending, without 0. `measured`: step
+        times, in any order. If a length has no measured time, all lengths use assumed times.
         """
         self._lengths = (0, *lengths)
         self._places = [_Shares() for _ in range(self._lengths[-1])]
-        self._times: dict[int, _Times] = {}  # by `_size_class` of the rows
+        self._times: dict[int, _Times] = {}  # keys: `_size_class` of the number of rows
         self._measured: dict[int, list[tuple[int, float]]] = {
             drafts: [] for drafts in self._lengths
         }
@@ -219,7 +219,7 @@ class AdaptiveDraftLength:
             if drafts in self._measured and seconds > 0.0:
                 self._measured[drafts].append((rows, math.log(seconds)))
         self._is_measured = all(self._measured.values())
-        # rows with estimates in this step, and the sum of their expected acceptances by place
+        # number of rows with estimates in this step, and for each place the sum of their estimates
         self._num_expected, self._expected = 0, [0.0] * len(self._places)
         self._num_steps = 0
         self._timed_at = 0  # the latest step with a usable time
@@ -235,7 +235,7 @@ class AdaptiveDraftLength:
             self._chosen, self._chosen_for = scores.index(max(scores)), size
         if self._num_steps >= self._tried_at + STEPS_PER_CHOICE:
             self._tried_at = self._num_steps
-            # while prompts make times unusable, trying another length gives little information
+            # while prompts make times unusable, trials of other lengths give little information
             untimed = (self._num_steps - self._timed_at) % _UNTIMED_STEPS
             scores = self._scores(num_rows, tried=_TRIED if untimed < STEPS_PER_CHOICE else 0.0)
             best = scores.index(max(scores))
@@ -266,7 +266,7 @@ class AdaptiveDraftLength:
             for (count, num_accepted), rows_alike in rows.items():
                 self.add_rows(rows_alike, count, num_accepted)
             num_drafts, full = sum(drafts), len(drafts) * plan.num_proposed
-            # no prompt tokens, and nearly all rows verify as many drafts as they propose
+            # the step has no prompt tokens, and nearly all rows verify the planned drafts
             is_even &= plan.num_tokens == len(drafts) + num_drafts
             is_even &= 0.9 * full <= num_drafts <= full
             num_proposed, num_rows = plan.num_proposed, max(num_rows, len(drafts))
@@ -290,7 +290,7 @@ class AdaptiveDraftLength:
             self._expected[place] += num_rows * share
 
     def end_step(self, num_rows: int, num_drafts: int | None, seconds: float) -> None:
-        """Record a step. `num_drafts`: of every row, or None if `seconds` is not usable."""
+        """Record a step. `num_drafts`: drafts of every row; None if `seconds` is not usable."""
         self._num_steps += 1
         for place in self._places:
             place.end_step(num_rows)
@@ -306,7 +306,7 @@ class AdaptiveDraftLength:
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:
-        """Score lengths by tokens per second, with times lowered by `tried` standard deviations."""
+        """Score lengths by tokens per second. Reduce each time by `tried` standard deviations."""
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []
@@ -328,7 +328,7 @@ class AdaptiveDraftLength:
         return self._times[size]
 
     def _log_seconds(self, num_rows: int, drafts: int) -> float:
-        """Return the logarithm of the time measured at start (interpolated) or assumed."""
+        """Return the logarithm of the step time that was measured at start or is assumed."""
         if not self._is_measured:
             return math.log(1.0 + _ASSUMED_COST * drafts)
         points = self._measured[drafts]
@@ -341,7 +341,7 @@ class AdaptiveDraftLength:
 
 class RankDraftLength:
     """The draft length of one data-parallel rank, which is equal on all ranks. A step takes as long
-    as its largest rank, so a rank that chose alone would underestimate the cost of drafts.
+    as on the rank with most rows. So a rank that chose alone would underestimate the cost.
     """
 
     def __init__(self, joint: AdaptiveDraftLength, ranks: list[RankDraftLength]) -> None:

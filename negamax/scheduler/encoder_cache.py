@@ -15,7 +15,7 @@ from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun
 
 # Most weighted patches that a rank encodes in a step, unless its first image alone has more. The
-# weight of a patch grows with the cost of attention: it is 2 in an image of `_SQUARE` patches.
+# weight of a patch grows with the cost of attention; in an image of `_SQUARE` patches, it is 2.
 STEP_PATCHES, _SQUARE = 10_000, 8_824
 
 _Key = tuple[str, bytes]
@@ -23,16 +23,16 @@ _Key = tuple[str, bytes]
 
 @dataclass(eq=False)
 class EncodedImage:
-    """An image with rows in the pool."""
+    """An image for which the pool has rows."""
 
     key: _Key
     pages: list[int]
     step_id: int  # plan that encodes the image
-    num_users: int = 0  # number of images in sequences that hold these rows
+    num_users: int = 0  # number of images of sequences that use these rows
 
 
 class EncoderCache:
-    """The pages of the pool, and the images whose rows are in the pages."""
+    """Tracks the free pages of the pool, and the pages of each image."""
 
     def __init__(self, num_tokens: int, *, num_ranks: int) -> None:
         """`num_tokens`: rows of the pool; `num_ranks`: tensor-parallel ranks that encode."""
@@ -41,7 +41,7 @@ class EncoderCache:
         self._images: dict[_Key, EncodedImage] = {}
         self._unused: OrderedDict[_Key, EncodedImage] = OrderedDict()  # oldest first
         self._jobs: list[EncodeJob] = []
-        self._loads = [0.0] * num_ranks  # weighted patches of each rank in the next plan
+        self._loads = [0.0] * num_ranks  # weighted patches that each rank encodes in the next plan
         self._num_jobs = 0
 
     @property
@@ -60,7 +60,7 @@ class EncoderCache:
 
     def acquire(self, sequence: Sequence, count: int, step_id: int) -> int:
         """Hold the images among the next `count` tokens of a sequence. Return how many of these
-        tokens may run in plan `step_id`: the tokens before the first image without rows.
+        tokens may run in plan `step_id`: the tokens before the first image that does not fit.
         """
         start = sequence.num_computed
         for number, image in enumerate(sequence.request.images):
@@ -90,7 +90,7 @@ class EncoderCache:
         sequence.held_images.clear()
 
     def fail(self, step_id: int, running: Iterable[Sequence]) -> list[Sequence]:
-        """Drop the images that a lost plan has encoded; return `running` sequences that use any."""
+        """Drop the images of a lost plan. Return the `running` sequences that use such images."""
         for held in [held for held in self._images.values() if held.step_id == step_id]:
             del self._images[held.key]
             if self._unused.pop(held.key, None) is not None:
@@ -133,7 +133,7 @@ class EncoderCache:
         return found
 
     def _fits(self, image: ImageInput) -> bool:
-        """Whether a new image fits this plan. The first image of a rank needs only free pages."""
+        """Whether a new image fits this plan. For a rank's first image, free pages suffice."""
         load = self._loads[self._next_rank()]
         is_due = not load or load + _weigh(image) <= STEP_PATCHES
         return is_due and _count_pages(image) <= self.num_free_pages
@@ -169,7 +169,7 @@ class EncoderCache:
 
 
 def list_runs(sequence: Sequence, start: int, stop: int) -> list[ImageRun]:
-    """List the rows of images that positions `start` to `stop` of a sequence read."""
+    """List the image rows that the tokens at positions `start` to `stop` of a sequence read."""
     held: Mapping[int, EncodedImage] = sequence.held_images
     return [
         ImageRun(

@@ -1,14 +1,14 @@
 """Compute placements of a layer's experts on ranks, and moves between placements.
 
-A placement lists the expert in each slot. Every rank has the same number of consecutive slots. The
-tokens of an expert are split evenly over its copies.
+A placement is a list with the expert of each slot. Every rank has the same number of consecutive
+slots. The tokens of an expert are split evenly over its copies.
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Sequence
 
-Slots = Sequence[int]  # the expert in each slot
+Slots = Sequence[int]  # index of the expert in each slot
 
 
 def rank_loads(loads: Sequence[int], slots: Slots, num_ranks: int) -> list[float]:
@@ -30,7 +30,7 @@ def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list
 
 
 def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
-    """Return the copies of each expert, at most one per rank; heavy experts get the most."""
+    """Return the number of copies of each expert, at most `num_ranks`; heavy experts get most."""
     copies = [1] * len(loads)
     heaviest = [(-float(load), expert) for expert, load in enumerate(loads)]
     heapq.heapify(heaviest)
@@ -43,7 +43,7 @@ def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]
 
 
 def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[set[int]]:
-    """Assign equally many experts to each rank, heaviest first, to the least loaded rank."""
+    """Assign experts, heaviest first, to the least loaded rank. Ranks get equally many experts."""
     items = [
         (loads[expert] / count, expert) for expert, count in enumerate(copies) for _ in range(count)
     ]
@@ -55,8 +55,8 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
         lacking = [rank for rank in range(num_ranks) if expert not in ranks[rank]]
         to = min(lacking, key=lambda rank: (len(ranks[rank]) == per_rank, totals[rank], rank))
         if len(ranks[to]) == per_rank:
-            # All ranks with room have this expert already, so a full rank takes it and gives
-            # another expert to a rank with room.
+            # All ranks with room have this expert already. So a full rank takes the expert, and
+            # gives another expert to a rank with room.
             roomy = next(rank for rank in range(num_ranks) if len(ranks[rank]) < per_rank)
             given = min(
                 ranks[to] - ranks[roomy],
@@ -72,7 +72,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
 
 
 def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> list[int]:
-    """Assign each pack to the rank with most of its experts. Experts that stay keep their slots."""
+    """Assign each pack to the rank that holds most of its experts. These keep their slots."""
     per_rank = len(current) // num_ranks
     held = [current[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
     pairs = [
@@ -103,8 +103,8 @@ def settle(wanted: Sequence[int], held: Slots) -> list[int]:
 
 
 def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int, int]]:
-    """Return simultaneous moves (from slot, to slot) towards `target`, or [] if every rank has its
-    experts. A rank sends and receives at most one expert, and an expert always has a slot.
+    """Return simultaneous moves (from slot, to slot) towards `target`, or [] if every rank holds
+    its experts. A rank sends and receives at most one expert, and an expert always has a slot.
     """
     per_rank = len(current) // num_ranks
     goal: list[int] = []
@@ -115,7 +115,7 @@ def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int,
     where: dict[int, list[int]] = {}
     for slot, expert in enumerate(current):
         where.setdefault(expert, []).append(slot)
-    left = Counter(current)  # slots of each expert that no move overwrites
+    left = Counter(current)  # for each expert, number of slots that no move overwrites
     senders: set[int] = set()
     receivers: set[int] = set()
     moves: list[tuple[int, int]] = []

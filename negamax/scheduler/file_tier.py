@@ -1,15 +1,15 @@
-"""Files as the third level of a rank's prefix cache: the index of files, and pending copies.
+"""Index of the files that are the third level of a rank's prefix cache, and pending copies.
 
-A file is named by the hash of its block and has the content of a host block. The index may be
-outdated: other engines may delete files, and files may be damaged. A read that fails on any rank of
+A file is named by the hash of its block and has the content of a host block. The index may list
+files that other engines have deleted, and files that are damaged. A read that fails on any rank of
 the group is a miss on all ranks.
 
-- A block in host memory is *written* to a file when fewer writes than the limit are pending.
+- A block in host memory is *written* to a file when the number of pending writes allows it.
 - A waiting request's missing blocks are *read* into free host blocks. Then the request waits for
   its admission again, and `HostTier` loads the blocks into the KV cache.
 
-A write or a read holds its host block until all ranks have reported its end. The copies of a lost
-plan are repeated, so no host block is released while a rank may still use it.
+A write or a read holds its host block until all ranks have reported its end. The next plan repeats
+the copies of a lost plan. So no host block is released while a rank may still use it.
 """
 
 from collections import OrderedDict
@@ -32,7 +32,7 @@ class _FileRead:
     sequences: list[Sequence]  # sequences that wait for this read
     hashes: list[bytes]
     places: list[int]  # host block of each hash
-    held_places: list[int]  # other host blocks that the sequences need
+    held_places: list[int]  # other host blocks, which the sequences need after the read
     step_id: int = -1  # plan that carries the copies; -1: no plan yet
 
 
@@ -41,11 +41,11 @@ class _FileWrite:
     block_hash: bytes
     place: int  # host block
     step_id: int = -1  # plan that carries the copy; -1: no plan yet
-    is_kept: bool = True  # False: the cache was emptied meanwhile
+    is_kept: bool = True  # False: the cache was emptied after the write began
 
 
 class FileTier:
-    """The blocks of one data-parallel rank in files. Only the rank's `HostTier` uses it."""
+    """Tracks the blocks of one data-parallel rank that are in files. Used only by `HostTier`."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class FileTier:
         self._host, self._waiting, self._changes = host, waiting, changes
         self._most_writes = max(1, min(MOST_WRITES, host.num_blocks // 4))
         self._index: OrderedDict[bytes, int] = OrderedDict()  # hash -> time of its last use
-        self._time = 0  # number of uses
-        self._used: list[bytes] = []  # hashes of used files, to be reported to the ranks
+        self._time = 0  # counts uses of blocks
+        self._used: list[bytes] = []  # hashes of files whose use the next plan reports
         self._queue: dict[bytes, None] = {}  # hashes of the host blocks to write, in order
         self._writes: dict[bytes, _FileWrite] = {}
         self._reads: list[_FileRead] = []  # oldest first
@@ -113,7 +113,7 @@ class FileTier:
             self._queue[block_hash] = None
 
     def touch(self, block_hash: bytes) -> None:
-        """Record a use of a block. Ranks receive only uses of files that may be deleted soon."""
+        """Record a use of a block. A plan reports the use only if the file may be deleted soon."""
         used_at = self._index.get(block_hash)
         if used_at is not None:
             if self._time - used_at > self.num_blocks // 4:
@@ -134,8 +134,8 @@ class FileTier:
 
     def begin(self, sequence: Sequence, hashes: list[bytes], held_places: list[int]) -> bool:
         """Read blocks for a waiting sequence, or join a pending read of the first block. `hashes`:
-        hashes of blocks that are not in host memory. `held_places`: host blocks that the sequence
-        also needs. Return False if no host block is free.
+        hashes of blocks that are not in host memory. `held_places`: host blocks of the sequence
+        that need no read. Return False if no host block is free.
         """
         for read in self._reads:
             if hashes[0] in read.hashes:
@@ -153,7 +153,7 @@ class FileTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Remove a sequence from its read, which continues. Return False if there is no read."""
+        """Remove a sequence from its read. The read continues. Return False if it has no read."""
         for read in self._reads:
             if sequence in read.sequences:
                 read.sequences.remove(sequence)
@@ -196,7 +196,7 @@ class FileTier:
                     self.num_written += 1
         for read in [read for read in self._reads if 0 <= read.step_id <= progress.read_step]:
             self._end_read(read)
-        if progress.is_off:  # pending copies may never end, so they keep their host blocks
+        if progress.is_off:  # keep the host blocks of pending copies, which may never end
             self.num_blocks = 0
             self._discard_all()
             self._queue.clear()
@@ -220,8 +220,8 @@ class FileTier:
             write.is_kept = False
 
     def _insert(self, block_hash: bytes) -> None:
-        """Index a block as the most recently used one. Drop the least recently used blocks above
-        the bound; the ranks delete the files of dropped blocks.
+        """Index a block as the most recently used one. Drop the least recently used blocks beyond
+        `num_blocks`. The ranks delete their files.
         """
         self._time += 1
         if self._changes is not None and block_hash not in self._index:

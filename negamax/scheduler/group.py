@@ -1,10 +1,10 @@
-"""The scheduler of all data-parallel ranks of a group. Each rank has its own slots, blocks, prefix
-cache and running sequences; all ranks run each step together.
+"""The scheduler of all data-parallel ranks that run each step together. Each rank has its own
+slots, blocks, prefix cache and running sequences.
 
-A request waits in one common queue until a rank can admit it, and goes to the cheapest rank
-(`Scheduler.cost_of`). The cost depends on the prefix that the rank has cached, and on the rank's
-pending tokens, rows and context lengths. Preempted requests stay on their rank, which may still
-cache their prefix.
+A request waits in one common queue until a rank can admit it. The rank with the lowest cost gets
+the request (`Scheduler.cost_of`). The cost depends on the prefix that the rank has cached, and on
+the rank's pending tokens, rows and context lengths. Preempted requests stay on their rank, which
+may still cache their prefix.
 """
 
 from collections.abc import Sequence as Items
@@ -37,7 +37,7 @@ class GroupScheduler:
     def __init__(
         self, limits: SchedulerLimits, draft_lengths: Items[DraftLength | None] = (None,)
     ) -> None:
-        """`limits`: per rank, except `max_queued_requests`, which is for all ranks together."""
+        """`limits` apply to each rank, but `max_queued_requests` applies to all ranks together."""
         self.limits, self._requests = limits, RequestTable(limits)
         self.ranks = [Scheduler(limits, self._requests, length) for length in draft_lengths]
         self._waiting = WaitingQueue()  # sequences that are not assigned to a rank yet
@@ -83,7 +83,7 @@ class GroupScheduler:
     def end(
         self, request_id: str, finish_reason: str, *, error: str | None = None
     ) -> SequenceUpdate | None:
-        """End a request and free its resources; return None if it is unknown or finished."""
+        """End a request and free its resources. Return None if no such request is unfinished."""
         sequence = self._requests.sequences.get(request_id)
         if sequence is None:
             return None
@@ -111,7 +111,7 @@ class GroupScheduler:
             self._requests.clear_grammar(sequence)
 
     def plan(self) -> list[StepPlan] | None:
-        """Return the next step, a plan per rank; None if nothing can run before a commit or add."""
+        """Return a plan per rank for one step; None if nothing can run before a commit or add."""
         if len(self.ranks) == 1:
             plan = self.ranks[0].plan()
             return None if plan is None else [plan]
@@ -165,7 +165,7 @@ class GroupScheduler:
                 (0, at) for at, rank in enumerate(self.ranks) if rank.can_take(sequence)
             ]
             if not possible:
-                break  # no request overtakes the first one
+                break  # no request may overtake the first one
             self._waiting.remove(sequence)
             num_rows[sequence.tenant] += 1
             self._assign(sequence, min(possible)[1])
@@ -178,7 +178,7 @@ class GroupScheduler:
 def _size(
     plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shards: int
 ) -> StepSize:
-    """Return the size of the step of `plans`. `sequences`: sequences of each plan's rows."""
+    """Return the size of the step. `sequences`: for each plan, the sequences of its rows."""
     is_decode, longest_run, largest_shard = True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)

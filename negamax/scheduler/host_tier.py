@@ -1,18 +1,18 @@
-"""Host memory as the second level of a rank's prefix cache: its index, and pending copies.
+"""Index of the host memory that is the second level of a rank's prefix cache, and pending copies.
 
 A host block has the hash of a KV block and a copy of its data in all caches. Plans carry the copies
 (`HostCopies`). The worker runs copies in plan order, and each step waits on the device for copies
-of blocks that it reads or writes. So this index may be ahead of the copies:
+of blocks that it reads or writes. So a change of the index need not wait for the copies:
 
-- A full KV block is *stored* with the next plan. Requests find the block once that plan is
+- A full KV block is *stored* with the next plan. Requests find the block when this plan is
   committed.
 - A waiting request's missing blocks are *loaded* into free KV blocks. The load holds its host
-  blocks and KV blocks until the worker reports that it is complete. Then the KV blocks are cached
+  blocks and KV blocks until the worker reports the end of the load. Then the KV blocks are cached
   like computed blocks, and the request waits for its admission again.
 
-A new block replaces the least recently used one. When a sequence leaves the batch, its blocks count
-as used, the first block last, so that the end of a chain is evicted first. Files may be a third
-level (`FileTier`): blocks are read from files into host memory before they are loaded.
+A new block replaces the least recently used one. When a sequence leaves the batch, its blocks are
+marked as used, from the last to the first. So the end of a sequence is evicted first. Files may be
+a third level (`FileTier`): blocks are read from files into host memory before they are loaded.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ class _BlockLoad:
     """Blocks of waiting sequences that are being loaded from host memory."""
 
     sequences: list[Sequence]  # sequences that wait for this load
-    held_blocks: list[int]  # found and loaded KV blocks, by position
+    held_blocks: list[int]  # KV blocks that were found or are loaded, by position
     blocks: list[int]  # KV blocks that the load writes
     hashes: list[bytes]  # hashes of `blocks`
     places: list[int]  # host blocks that the load reads
@@ -47,7 +47,7 @@ class _BlockStore:
 
 
 class HostTier:
-    """The blocks of one data-parallel rank in host memory, for its `Scheduler` and leases."""
+    """Tracks the blocks of one data-parallel rank that are in host memory."""
 
     def __init__(
         self, limits: SchedulerLimits, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None
@@ -130,7 +130,7 @@ class HostTier:
         self.files.take_queued()
 
     def count_found(self, sequence: Sequence, first: int) -> int:
-        """Return how many blocks of a waiting sequence, from `first` on, need not be computed."""
+        """Return how many blocks of a waiting sequence, from `first` on, are cached anywhere."""
         return sum(1 for _ in self._match(sequence, first))
 
     def begin(self, sequence: Sequence) -> bool:
@@ -175,7 +175,7 @@ class HostTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Remove a sequence from its load, which continues. Return False if there is no load."""
+        """Remove a sequence from its load. The load continues. Return False if it has no load."""
         for load in self._loads:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)
@@ -216,7 +216,7 @@ class HostTier:
     def commit(self, result: StepResult) -> None:
         """Index the stored blocks of a plan, and blocks of loads, reads and writes that ended."""
         for store in self._stores.get(result.step_id, ()):
-            if self._storing.get(store.block_hash) == store.place:  # not evicted meanwhile
+            if self._storing.get(store.block_hash) == store.place:  # it was not evicted
                 self.blocks.index(store.place, store.block_hash)
                 self.num_stored += 1
                 self.files.offer(store.block_hash)
@@ -226,7 +226,7 @@ class HostTier:
             self.files.commit(result.files)
 
     def fail(self, step_id: int) -> None:
-        """Drop the copies of a lost plan, except file copies, which are repeated."""
+        """Drop the loads and stores of a lost plan, and repeat its file copies."""
         self._end_stores(step_id)
         self.files.fail(step_id)
         lost = [load for load in self._loads if load.step_id == step_id]
@@ -242,8 +242,8 @@ class HostTier:
         self.files.evict()
 
     def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
-        """Yield (KV block, host block) of each cached block of a waiting sequence from `first` on;
-        (None, None) for a file. At least one token is left out, because it must run.
+        """Yield (KV block, host block) for each cached block of a waiting sequence from `first` on;
+        (None, None) if it is only in a file. The last token is not matched, because it must run.
         """
         hashes = sequence.block_hashes
         if sequence.request.sampling.prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""A plan under construction."""
+"""Collect the columns of a plan."""
 
 from negamax.scheduler.chunk_length import ChunkLength
 from negamax.scheduler.encoder_cache import EncoderCache, list_runs
@@ -18,23 +18,23 @@ class PlanBuilder:
         self, step_id: int, budget: int, chunk_length: ChunkLength, encoder: EncoderCache
     ) -> None:
         self.step_id, self.encoder = step_id, encoder
-        self.budget = budget  # tokens this step may still take
+        self.budget = budget  # number of tokens that may still be added
         self.chunk_length = chunk_length
         self.new_rows: list[NewRow] = []
         self.appended_slots: list[int] = []
         self.appended_blocks: list[int] = []
-        self.sequences: list[Sequence] = []  # one per slot
+        self.sequences: list[Sequence] = []  # one sequence per entry of `slots`
         self.slots: list[int] = []
-        self.drafts: dict[int, int] = {}  # draft tokens of rows that have any
-        self.chunks: list[tuple[int, bool, Sequence]] = []  # (tokens, whether it samples, sequence)
+        self.drafts: dict[int, int] = {}  # number of draft tokens by row, for rows that have any
+        self.chunks: list[tuple[int, bool, Sequence]] = []  # (num_tokens, samples, sequence)
 
     def append_block(self, sequence: Sequence) -> None:
         self.appended_slots.append(sequence.slot)
         self.appended_blocks.append(sequence.block_ids[-1])
 
     def add_chunk(self, sequence: Sequence) -> bool:
-        """Add as many of the sequence's remaining tokens as the budget allows, but none if its next
-        image has no rows. Return whether no token remains, so that the chunk samples.
+        """Add a chunk of the sequence's remaining tokens, as large as the budget allows. Add none
+        if its next image has no rows. Return whether the chunk samples, because no token remains.
         """
         computed, left = sequence.num_computed, sequence.num_total - sequence.num_computed
         count, room = self.chunk_length.fit(computed, left, self.budget)
@@ -52,7 +52,7 @@ class PlanBuilder:
         return samples
 
     def extend_chunk(self, sequence: Sequence) -> None:
-        """Add tokens to the sequence's chunk, which does not sample, or add its first chunk."""
+        """Extend the sequence's chunk in this plan, or add a chunk if the plan has none."""
         earlier = [chunk for chunk in self.chunks if chunk[2] is sequence]
         num_chunks = len(self.chunks)
         self.add_chunk(sequence)

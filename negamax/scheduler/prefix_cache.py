@@ -1,8 +1,8 @@
-"""Hashes of full blocks, by which the prefix cache shares blocks between requests.
+"""Hashes of full blocks. The prefix cache finds blocks that requests can share by hash.
 
-KV of a position depends on all earlier tokens, so a block's hash covers the previous block's hash,
-its own tokens, and the digest and place of each image that overlaps it. The first hash of a chain
-starts from the request's cache salt: requests with different salts never share blocks.
+KV of a position depends on all earlier tokens. So a block's hash covers the previous block's hash,
+the block's tokens, and the digest and place of each image that overlaps the block. The first hash
+of a chain starts from the request's cache salt: requests with different salts never share blocks.
 """
 
 from array import array
@@ -12,11 +12,11 @@ from hashlib import blake2b
 from negamax.scheduler.blocks import BlockPool
 from negamax.scheduler.request import ImageInput
 
-HASH_BYTES = 32  # 128 bits of security against deliberate collisions
+HASH_BYTES = 32  # 32 bytes give 128 bits of security against deliberate collisions
 
 
 class BlockHashes:
-    """Hashes of full blocks, computed on demand. `tokens`: the list of a sequence, which grows."""
+    """Hashes of full blocks, computed on demand. `tokens`: a sequence's own list, which grows."""
 
     __slots__ = ("_hashes", "_images", "_root", "_tokens", "block_size", "salt")
 
@@ -64,7 +64,7 @@ class BlockHashes:
 
 
 def match_prefix(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:
-    """Return the longest run of indexed blocks from the start, up to `max_blocks` blocks."""
+    """Return the longest prefix of blocks that are all indexed, up to `max_blocks` blocks."""
     block_ids: list[int] = []
     for index in range(max_blocks):
         block_id = pool.find(block_hashes[index])

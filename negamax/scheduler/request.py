@@ -15,9 +15,9 @@ SEED_LIMIT = 2**63
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of a request, named as in vLLM. `resolved` replaces None by the model's
-    default (its generation_config.json). `temperature=0` is greedy; `top_k` 0 or -1 is off. `check`
-    raises `InvalidRequestError` with the field, the value and the limit.
+    """Sampling parameters of a request, named as in vLLM. `resolved` replaces None by the default
+    in the model's generation_config.json. `temperature=0` means greedy decoding. A `top_k` of 0 or
+    -1 means no limit. `check` raises `InvalidRequestError` with the field, the value and the limit.
     """
 
     n: int = 1
@@ -29,7 +29,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    # only these tokens may be sampled; not allowed with a grammar or a thinking budget
+    # ids that may be sampled; not allowed with a grammar or a thinking budget
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     max_tokens: int | None = None  # None: up to the context length
@@ -39,11 +39,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # None: off; 0: the sampled token only; k: also the k most likely
-    prompt_logprobs: int | None = None  # like `logprobs`, for each prompt token after the first
+    logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the k most likely
+    prompt_logprobs: int | None = None  # as `logprobs`, for all prompt tokens except the first
     grammar: Grammar | None = None  # grammar of the content
-    reasoning: Reasoning | None = None  # where content begins; None: with the first token
-    # limit of reasoning tokens, after which the reasoning is closed; ignored without `reasoning`
+    reasoning: Reasoning | None = None  # tags around the reasoning; None: no reasoning
+    # number of reasoning tokens after which the reasoning is closed; ignored without `reasoning`
     thinking_token_budget: int | None = None
 
     @property
@@ -54,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self, *, max_logprobs: int, vocab_size: int) -> None:
-        """Refuse values out of range. `max_logprobs`: most logprobs that the server allows."""
+        """Refuse values out of range. `max_logprobs`: largest `logprobs` that the server allows."""
         most = 2**31 - 1
         ranges: dict[str, tuple[float, float]] = {
             "n": (1, MAX_CHOICES),
@@ -129,12 +129,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that another engine has computed or is computing, and that engine's address."""
+    """Address of an engine, and a prompt that this engine has computed or is computing."""
 
     host: str
     port: int
     lease_id: str
-    engine_id: str = ""  # "": any engine at the address, even if it has not computed the prompt yet
+    engine_id: str = ""  # "": accept any engine at the address, even before the prompt is computed
 
 
 class ImageInput(msgspec.Struct, frozen=True):
@@ -143,7 +143,7 @@ class ImageInput(msgspec.Struct, frozen=True):
     offset: int  # index of the image's first token in the prompt
     num_tokens: int
     grid: tuple[int, int]  # rows and columns of patches
-    digest: bytes  # identifies the pixels
+    digest: bytes  # hash of the pixels
     pixels: bytes  # uint8 [height, width, 3]
 
     @property
@@ -165,11 +165,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower values run earlier
     tenant: str = ""  # tenants share the rows of the batch
     cache_salt: str = ""  # only requests with the same salt share prefix-cache blocks
-    data_parallel_rank: int | None = None  # data-parallel rank that must run it; None: any
-    lease_id: str = ""  # keep the computed prompt for another engine, under this name
-    remote: RemotePrompt | None = None  # read the computed prompt from another engine
+    data_parallel_rank: int | None = None  # data-parallel rank that must run the request; None: any
+    lease_id: str = ""  # if set, keep the computed prompt for another engine under this id
+    remote: RemotePrompt | None = None  # where to read the computed prompt; None: compute it here
     images: list[ImageInput] = []  # in the order of the prompt
-    # prompt tokens that the other engine found cached; None: this engine computed the prompt
+    # number of prompt tokens that the other engine found cached; None: this engine computed them
     num_remote_cached_tokens: int | None = None
 
 

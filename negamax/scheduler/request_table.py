@@ -1,4 +1,4 @@
-"""The unfinished requests of all data-parallel ranks, and the admission of new ones."""
+"""Hold the unfinished requests of all data-parallel ranks, and check new requests."""
 
 from collections import Counter
 
@@ -9,22 +9,22 @@ from negamax.scheduler.sequence import Sequence
 
 
 class RequestTable:
-    """Unfinished sequences by request id. Tenants of one priority take turns."""
+    """Unfinished sequences by request id. Tenants with requests of equal priority take turns."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.sequences: dict[str, Sequence] = {}
         self.num_constrained = 0  # number of constrained sequences
-        self.num_rows: Counter[str] = Counter()  # running sequences of tenants that have any
-        self.admitted: list[str] = []  # ids for `GroupScheduler.take_admitted`
+        self.num_rows: Counter[str] = Counter()  # running sequences, by tenant
+        self.admitted: list[str] = []  # ids that `GroupScheduler.take_admitted` returns
         self._limits = limits
         self._count = 0
         self._turn = 0  # turn of the last admitted request
         self._last_turns: dict[str, int] = {}  # turn of each tenant's latest request
 
     def add(self, request: GenerateRequest, *, num_waiting: int) -> Sequence:
-        """Create the sequence of a resolved request. Raises `ContextLengthError` if there is no
-        room for output, `InvalidRequestError` for an empty prompt, an id in use or a request that
-        can never fit, and `OverloadedError` if the queue is full.
+        """Create the sequence of a resolved request. Raises `ContextLengthError` if the prompt
+        leaves no room for output, `InvalidRequestError` for an empty prompt, an id in use or a
+        request that can never fit, and `OverloadedError` if the queue is full.
         """
         limits, max_tokens = self._limits, request.sampling.max_tokens
         assert max_tokens is not None, "sampling must be resolved before `add` is called"
@@ -82,7 +82,7 @@ class RequestTable:
 
     def leave(self, sequence: Sequence) -> None:
         """Record that a running sequence ends or is preempted."""
-        self.num_rows -= Counter((sequence.tenant,))  # this drops a tenant that has no rows left
+        self.num_rows -= Counter((sequence.tenant,))  # `+=` drops a tenant that has no rows left
 
     def remove(self, sequence: Sequence) -> None:
         sequence.finished = True

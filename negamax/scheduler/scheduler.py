@@ -4,15 +4,15 @@ Steps overlap: `plan` may be called before the last plan is committed. The worke
 order and feeds each sampled token to its row. So a later plan may reuse blocks and slots that the
 scheduler has freed, and may contain a decode row whose input token the scheduler does not know yet.
 A row whose next token depends on a grammar mask is planned like other rows. If the mask is late,
-`postpone` takes the row's last token back.
+`postpone` removes the row's last token from the computed tokens.
 
-A row with k draft tokens yields 1 to k+1 tokens. Until its step is committed, the sequence counts
-all drafts as accepted and has blocks for the longest outcome. The commit subtracts rejected drafts.
+A row with k draft tokens yields 1 to k+1 tokens. Until the row's step is committed, the sequence
+counts all drafts as accepted, and holds their blocks. The commit subtracts rejected drafts.
 
-Tenants share the rows. If a waiting request's tenant has at least two rows fewer than another
-tenant, rows of the other tenant are preempted until the request fits.
+Tenants share the rows of a batch. If a waiting request's tenant has at least two rows fewer than
+another tenant, rows of the other tenant are preempted until the request fits.
 
-Plans depend only on the calls, not on time, string hashes or set order.
+Equal calls give equal plans: plans do not depend on time, string hashes or the order of sets.
 """
 
 from bisect import insort
@@ -42,16 +42,16 @@ from negamax.scheduler.waiting import (
     rank_waiting,
 )
 
-# Cost of a running sequence over all its steps, in prompt tokens that take as long: `ROW_COST`,
-# plus 1 per `TOKENS_PER_COST` tokens of KV cache.
+# Cost of a running sequence over all its steps: `ROW_COST`, plus 1 per `TOKENS_PER_COST` tokens of
+# KV cache. The unit is the time of one prompt token.
 ROW_COST, TOKENS_PER_COST = 128, 4
 
 
 @dataclass(frozen=True)
 class _UncommittedPlan:
     step_id: int
-    sequences: list[Sequence]  # sequences of its rows
-    postponed: set[int]  # postponed rows: their samples are ignored
+    sequences: list[Sequence]  # the sequence of each row
+    postponed: set[int]  # indices of postponed rows, whose samples are ignored
 
 
 class Scheduler:
@@ -64,7 +64,7 @@ class Scheduler:
     def __init__(
         self, limits: SchedulerLimits, requests: RequestTable, draft_length: DraftLength | None
     ) -> None:
-        """`requests`: for all ranks. Without `draft_length`, `limits` set the number of drafts."""
+        """All ranks share `requests`. Without `draft_length`, `limits` set the number of drafts."""
         self.limits = limits
         self._requests = requests
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
@@ -77,16 +77,16 @@ class Scheduler:
         self._pool = BlockPool(limits.num_blocks, log.kv if log else None)
         self.encoder = EncoderCache(limits.encoder_tokens, num_ranks=limits.num_encoders)
         self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []  # by order
+        self._running: list[Sequence] = []  # sorted by order
         self.host = HostTier(limits, self._pool, self._waiting, log)
         self.shared = SharedBlocks(self._pool, self.host, block_size=limits.block_size)
         self._turns = Turns(limits.num_stages)
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._in_flight: deque[_UncommittedPlan] = deque()
-        # the request that could not be admitted, and the pool's gain count at that time
+        # the request that was last refused, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
-        # the request for which preemption made no room, and the gain count at which to try again
+        # a request for which preemption cannot make room, and the gain count at which to try again
         self._kept_out: tuple[str, int] | None = None
         self._step_count = 0
         self._last_committed = -1  # step id
@@ -109,7 +109,7 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Drop a sequence. `commit` drops rows of the sequence that are still in flight."""
+        """Drop a sequence. `commit` ignores its rows that are still in flight."""
         self._requests.remove(sequence)
         if sequence.slot != NO_SLOT:
             self._leave(sequence)
@@ -122,7 +122,7 @@ class Scheduler:
         self.encoder.evict()
 
     def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
-        """Return the grammar rows of the latest plan, except rows of sequences that have ended."""
+        """Return the grammar rows of the latest plan whose sequences have not ended."""
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
         found = []
@@ -134,7 +134,7 @@ class Scheduler:
         return found
 
     def proposed(self, result: StepResult) -> dict[str, list[int]]:
-        """Return the drafts of the oldest uncommitted plan's grammar rows, by request id."""
+        """Return new drafts for grammar rows of the oldest uncommitted plan, by request id."""
         sequences = self._in_flight[0].sequences
         return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
@@ -175,7 +175,7 @@ class Scheduler:
                 continue
             new_row = None if first is None else self._admit(first)
             if first is None or new_row is None:
-                break  # no request overtakes the first one
+                break  # no request may overtake the first one
             builder.new_rows.append(new_row)
             self._waiting.remove(first)
             builder.add_chunk(first)
@@ -216,8 +216,8 @@ class Scheduler:
         return self._in_flight[-1].sequences
 
     def cost_of(self, sequence: Sequence) -> int | None:
-        """Return the cost of admitting a waiting sequence here, in prompt tokens: the tokens that
-        run before its first output, plus the cost of the batch. None if the sequence has to wait.
+        """Return the cost of admitting a waiting sequence to this rank: the number of tokens that
+        run before its first output, plus the cost of the batch in tokens. None: it must wait.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -239,8 +239,8 @@ class Scheduler:
         return backlog + own + ROW_COST * num_rows + num_held // TOKENS_PER_COST
 
     def can_take(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence of the group comes before all sequences that wait here, and
-        preempting rows of a tenant with more rows makes room for it.
+        """Whether a sequence in the group's queue ranks before all sequences in this rank's queue,
+        and preemption of a tenant with more rows makes room for it.
         """
         num_rows = self._requests.num_rows
         first = self._waiting.first(num_rows)
@@ -250,8 +250,8 @@ class Scheduler:
     def commit(
         self, plan: StepPlan, result: StepResult, *, seconds: float = 0.0
     ) -> list[SequenceUpdate]:
-        """Apply the oldest uncommitted plan's result. Return an update for each sequence that
-        gained tokens or ended. `seconds`: duration of the step, 0 if unknown.
+        """Apply the result of the oldest uncommitted plan. Return an update for each sequence that
+        gained tokens or ended. `seconds`: duration of the step; 0 if unknown.
         """
         step = self._take_in_flight(plan)
         postponed = step.postponed
@@ -301,7 +301,7 @@ class Scheduler:
             if num_drafts:
                 for token_id in token_ids[first + 1 : end]:
                     if finish_reason is not None:
-                        break  # accepted tokens after the end are dropped
+                        break  # drop accepted tokens after the sequence's end
                     tokens.append(token_id)
                     sequence.tokens.append(token_id)
                     finish_reason = sequence.finish_reason()
@@ -348,9 +348,9 @@ class Scheduler:
         return [self._end(row, message) for row in dict.fromkeys(lost) if not row.finished]
 
     def _plan_decodes(self, builder: PlanBuilder, most_drafts: int) -> list[Sequence]:
-        """Plan a row for each running sequence with one token left, with up to `most_drafts` drafts
-        if the budget allows. Return the sequences with more tokens left, in order. The budget
-        suffices, because admission leaves a token for every running sequence.
+        """Plan a row for each running sequence that has one token to run, with up to `most_drafts`
+        drafts if the budget allows. The budget suffices for one token of every running sequence,
+        because admission reserves it. Return the sequences with more tokens to run, in order.
         """
         prefills: list[Sequence] = []
         sequences, slots, num_postponed = builder.sequences, builder.slots, 0
@@ -360,7 +360,7 @@ class Scheduler:
         # _grow may preempt later sequences, but no sequence that was already visited
         for sequence in self._running:
             if sequence.is_postponed:
-                num_postponed += 1  # the row's token stays reserved in the budget
+                num_postponed += 1  # the budget keeps a token for this row
                 continue
             computed = sequence.num_computed
             total = sequence.num_total
@@ -390,7 +390,7 @@ class Scheduler:
             sequences.append(sequence)
             slots.append(sequence.slot)
         builder.budget -= len(slots) + sum(builder.drafts.values()) + num_postponed
-        if self.limits.num_stages > 1:  # rows whose turn comes later reserve nothing
+        if self.limits.num_stages > 1:  # rows without a turn in this plan reserve no token
             builder.budget = max(0, builder.budget)
         assert builder.budget >= 0
         return prefills
@@ -398,7 +398,7 @@ class Scheduler:
     def _plan_shares(self, builder: PlanBuilder, prefills: list[Sequence]) -> list[Sequence]:
         """Plan chunks of running prompts. If several tenants have prompts of the best priority,
         each tenant gets an equal share of the budget. Unused shares, and shares of tenants that
-        wait for a slot, stay in the budget. Return the prompts that may take more of the budget.
+        wait for a slot, stay in the budget. Return the prompts that may get the rest of the budget.
         """
         priority = prefills[0].order[0]
         urgent = [row for row in prefills if row.order[0] == priority]
@@ -422,7 +422,7 @@ class Scheduler:
         return [row for row in prefills if row not in ended] if num_shares > 1 else []
 
     def _reserve_drafts(self, sequence: Sequence, most: int, builder: PlanBuilder) -> int:
-        """Reserve free blocks for up to `most` drafts. Return how many drafts have room."""
+        """Allocate free blocks for up to `most` drafts. Return how many drafts fit."""
         wanted = min(most, sequence.limit - 1 - sequence.num_total)
         pool = self._pool
         while sequence.num_total + wanted > sequence.capacity and pool.num_free:
@@ -439,9 +439,9 @@ class Scheduler:
             builder.append_block(sequence)
 
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
-        """Return the rows to preempt for a waiting sequence, [] if it fits already: the rows with
-        the fewest computed tokens of the tenant with the most rows. That tenant keeps more rows
-        than the waiting tenant. None if no tenant has two rows more, or if that is not enough.
+        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption.
+        Victims belong to the tenant with the most rows, and have the fewest computed tokens. This
+        tenant keeps more rows than the waiting tenant. None: preemption cannot make room.
         """
         pool, num_rows = self._pool, self._requests.num_rows
         own = num_rows[waiting.tenant]
@@ -466,8 +466,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Allocate a block for a running sequence; preempt later sequences if needed. Return False
-        if the sequence itself is the victim: it skips the step. The first sequence never skips a
-        step.
+        if the sequence itself is chosen as the victim: it skips the step. The first sequence never
+        skips a step.
         """
         pool = self._pool
         while pool.num_free == 0:
@@ -483,7 +483,7 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue for recomputation. Tokens in flight still count."""
+        """Return a sequence to the queue for recomputation. It keeps tokens of steps in flight."""
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
@@ -492,8 +492,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Admit a waiting sequence with blocks for all its tokens; return None if it must wait.
-        While other sequences run, one more block must be free, or the next one that grows would
-        preempt this one. If no sequence runs, every block is free and the request fits.
+        While other sequences run, one more block must be free. Otherwise the next sequence that
+        grows would preempt this one. If no sequence runs, every block is free and the request fits.
         """
         if not self._may_admit(sequence):
             return None
@@ -515,7 +515,7 @@ class Scheduler:
         if self.limits.enable_prefix_caching:
             sequence.index_at = sequence.num_computed + block_size
         if sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs = []  # an interrupted prefill starts again
+            sequence.prompt_logprobs = []  # an interrupted prefill collects them again
         if self._requests.admit(sequence):
             self.prompt_tokens += sequence.prompt_len
             self.cached_prompt_tokens += sequence.num_computed
@@ -532,13 +532,13 @@ class Scheduler:
         )
 
     def _may_admit(self, sequence: Sequence) -> bool:
-        """Whether all tokens of a waiting sequence are known and enough blocks may be free."""
+        """Whether all tokens of a waiting sequence are known, and enough blocks could be free."""
         retry_gain = sequence.retry_gain if self._running else 0
         return sequence.resume_after <= self._last_committed and self._pool.gain_count >= retry_gain
 
     def _begin_load(self, sequence: Sequence) -> bool:
         """Start to load a waiting sequence's blocks from host memory or files, once per admission.
-        Return False if it needs no load, or if there is no room for all its tokens.
+        Return False if the sequence needs no load, or if its tokens do not fit.
         """
         if not (self.host.num_blocks and sequence.may_load and self._may_admit(sequence)):
             return False
@@ -547,11 +547,11 @@ class Scheduler:
         return self.host.begin(sequence)
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return a waiting sequence's cached blocks, and the numbers of new and free blocks."""
+        """Return a waiting sequence's cached blocks, and how many new and free blocks it needs."""
         pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
         shared: list[int] = []
         if sequence.request.sampling.prompt_logprobs is None:
-            # at least one token must run to be sampled from
+            # at least one token must run, because sampling needs its logits
             max_blocks = (num_tokens - 1) // block_size
             shared = match_prefix(pool, sequence.block_hashes, max_blocks=max_blocks)
         num_new = -(-num_tokens // block_size) - len(shared)

@@ -13,9 +13,9 @@ NEVER = 2**63  # larger than any position
 
 
 class Sequence:
-    """State of one request: waiting (no slot, no blocks), running, or finished. The scheduler knows
-    `tokens`. `num_total` also counts tokens that steps in flight sample. `num_computed` tokens,
-    always fewer, have run or are in a plan. Draft tokens in flight count as accepted.
+    """State of one request: waiting (no slot, no blocks), running or finished. `tokens` are known.
+    `num_computed` counts tokens that have run or are in a plan. `num_total` is larger: it counts
+    `tokens` and tokens that steps in flight sample. Drafts in flight count as accepted.
     """
 
     __slots__ = (
@@ -37,7 +37,7 @@ class Sequence:
         eos_token_ids: frozenset[int],
         block_size: int,
     ) -> None:
-        """`limit`: most tokens. At equal priority, lower `turn` and then `arrival` runs first."""
+        """`limit`: most tokens. At equal priority, the lower `turn`, then `arrival` runs first."""
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
@@ -47,7 +47,7 @@ class Sequence:
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.limit = limit
-        # stop tokens are ignored up to this number of tokens
+        # number of tokens up to which stop tokens are ignored
         self.stop_from = self.prompt_len + sampling.min_tokens
         self.stop_ids = frozenset() if sampling.ignore_eos else eos_token_ids
         if sampling.stop_token_ids:
@@ -57,39 +57,39 @@ class Sequence:
         )
         self.held_images: dict[int, Any] = {}  # image number -> `EncodedImage`, while running
 
-        self.rank: int | None = None  # data-parallel rank that runs it
+        self.rank: int | None = None  # data-parallel rank that runs the sequence
         self.slot = NO_SLOT
         self.block_ids: list[int] = []
-        self.capacity = 0  # positions for which block_ids have room
+        self.capacity = 0  # number of positions in the blocks of `block_ids`
         self.num_computed = 0
-        self.num_committed = 0  # leading tokens computed by committed steps
+        self.num_committed = 0  # number of leading tokens whose steps are committed
         self.num_total = self.prompt_len
-        self.num_indexed = 0  # leading blocks already offered to the pool's index
+        self.num_indexed = 0  # number of leading blocks that were offered to the pool's index
         self.index_at = NEVER  # number of computed tokens at which the next block is full
 
         self.known_at = 0  # first turn in which a plan may read the last sampled token
         self.num_proposed = 0  # draft tokens proposed after the last sampled token
-        self.drafts = (0, 0, 0)  # rows with drafts, draft tokens, accepted draft tokens
+        self.drafts = (0, 0, 0)  # numbers of rows with drafts, draft tokens, accepted draft tokens
         self.was_admitted = False
         self.num_cached_tokens = 0  # prompt tokens found cached at the first admission
-        # after a preemption: the last step that may still yield tokens for this sequence
+        # after a preemption: id of the last step that may still yield tokens for this sequence
         self.resume_after = -1
         self.may_load = True  # whether host memory is searched before the next admission
         self.may_read = True  # whether files are searched before the next admission
-        self.retry_gain = 0  # pool.gain_count at which admission is tried again
-        # prompt logprobs collected so far; None: not requested, or already sent
+        self.retry_gain = 0  # value of pool.gain_count at which admission is tried again
+        # collected prompt logprobs; None: not requested, or already sent
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
         self.is_constrained = sampling.is_constrained  # whether the next token may depend on a mask
-        self.is_postponed = False  # whether it is not planned, because its mask is missing
-        self.worker_sampling = sampling  # parameters without fields that only the engine reads
+        self.is_postponed = False  # whether the sequence waits for its mask
+        self.worker_sampling = sampling  # `sampling` without fields that only the engine reads
         if sampling.grammar is not None or sampling.reasoning is not None:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False
 
     def give_back(self, num_rejected: int) -> None:
-        """Subtract the tokens of rejected drafts. Their blocks stay for the next tokens."""
+        """Subtract the tokens of rejected drafts. Later tokens use their blocks."""
         self.num_computed -= num_rejected
         self.num_total -= num_rejected
 
@@ -100,12 +100,12 @@ class Sequence:
         return "length" if len(self.tokens) >= self.limit else None
 
     def stop_reason(self, eos_token_ids: frozenset[int]) -> int | None:
-        """Return the last token as the stop token to report; None for an end-of-sequence token."""
+        """Return the last token, as the stop token to report; None for an end-of-sequence id."""
         is_eos = self.tokens[-1] in eos_token_ids and not self.request.sampling.ignore_eos
         return None if is_eos else self.tokens[-1]
 
     def end_update(self, finish_reason: str, *, error: str | None = None) -> SequenceUpdate:
-        """Return the last update of a sequence that ends without a token."""
+        """Return the final update of a sequence that ends without a new token."""
         return SequenceUpdate(
             self.request_id,
             [],
@@ -116,7 +116,7 @@ class Sequence:
 
 
 class DraftCounters:
-    """Draft tokens of committed rows. A row without any proposed token does not count."""
+    """Counters of the draft tokens in committed rows. Rows without drafts do not count."""
 
     def __init__(self, most_drafts: int) -> None:
         self.num_rows = 0  # rows with draft tokens

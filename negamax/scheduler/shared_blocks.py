@@ -1,9 +1,9 @@
-"""Blocks in host memory that other engines read, or that are read from other engines.
+"""Track host blocks that other engines read, and host blocks that are read from other engines.
 
 An engine that has computed a prompt keeps its full blocks in host memory under a *lease*, until
 another engine has read them or the lease expires. The reading engine *imports* the blocks: it
-allocates host blocks, its ranks fill these blocks, and it indexes them like its own stores. Then
-the prompt is a cached prefix in the reading engine's host memory.
+allocates host blocks, its ranks fill these blocks, and it indexes the blocks. Then the prompt is a
+cached prefix in the reading engine's host memory.
 """
 
 from collections.abc import Sequence as Items
@@ -18,8 +18,8 @@ from negamax.scheduler.step import StepResult
 
 
 def hash_prompt(tokens: Items[int], *, block_size: int) -> bytes:
-    """Return the hash, without salt, of a prompt's tokens up to the end of its last full block; b""
-    if it has no full block. At least one token is left out, because it must run to sample.
+    """Return the hash, without salt, of a prompt's full blocks; b"" if it has none. At least one
+    token is left out, because it must run to sample.
     """
     num_blocks = (len(tokens) - 1) // block_size
     hashes = BlockHashes(list(tokens), block_size=block_size, salt="")
@@ -33,10 +33,10 @@ class Lease:
     lease_id: str
     hashes: list[bytes]  # hashes of the prompt's full blocks, in order
     prompt_hash: bytes  # `hash_prompt`
-    num_cached_tokens: int  # prompt tokens that were found cached
-    blocks: list[int]  # KV blocks, held until all are in host memory
-    held: dict[int, int] = field(default_factory=dict)  # held host blocks, by index in `hashes`
-    step_id: int = -1  # the plan whose copies must be complete before a read
+    num_cached_tokens: int  # number of prompt tokens that were found cached
+    blocks: list[int]  # KV blocks that are held until all of them are in host memory
+    held: dict[int, int] = field(default_factory=dict)  # index in `hashes` -> held host block
+    step_id: int = -1  # id of the plan whose copies must be complete before a read
     is_open: bool = False  # whether a reader has received the list of blocks
     expires: float = inf  # monotonic seconds; the caller sets it
 
@@ -53,7 +53,7 @@ class Lease:
 
 @dataclass(frozen=True, eq=False)
 class Import:
-    """Host blocks to be filled with another engine's blocks."""
+    """Host blocks that the ranks fill with blocks of another engine."""
 
     places: list[int]
     hashes: list[bytes]
@@ -86,12 +86,12 @@ class SharedBlocks:
 
     @property
     def holds_kv_blocks(self) -> bool:
-        """Whether a lease holds KV blocks, because its stores are not complete."""
+        """Whether a lease still holds KV blocks. It does until all its stores are complete."""
         return bool(self._unsettled)
 
     def lend(self, sequence: Sequence, *, step_id: int) -> None:
-        """Lease the prompt of a sequence that leaves the batch with the commit of `step_id`. A
-        prompt that exceeds the host memory is not leased.
+        """Lease the prompt of a sequence that leaves the batch with the commit of `step_id`, unless
+        the prompt exceeds the host memory.
         """
         request, size = sequence.request, self._block_size
         num_blocks = (sequence.prompt_len - 1) // size
@@ -110,8 +110,8 @@ class SharedBlocks:
         self._settle(step_id)
 
     def take_queued(self) -> None:
-        """Store queued blocks and the blocks of the oldest unsettled lease with the next plan. If
-        several leases were stored at once, each could wait for room that another one holds.
+        """Store queued blocks and the blocks of the oldest unsettled lease with the next plan. Two
+        leases at a time could each wait for room that the other lease holds.
         """
         for lease in self._unsettled[:1]:
             self._host.offer_hashes(lease.hashes)
@@ -161,8 +161,8 @@ class SharedBlocks:
         ]
 
     def begin_import(self, hashes: Items[bytes]) -> tuple[Import, list[int]] | None:
-        """Allocate host blocks for the `hashes` that are missing here. Return an import with the
-        indices of the missing hashes, or None if there is not enough room.
+        """Allocate host blocks for the `hashes` that are missing here. Return an import and the
+        indices of the missing hashes; None if there is not enough room.
         """
         missing = self.find_missing(hashes)
         if len(missing) > self._blocks.num_free:
@@ -178,7 +178,7 @@ class SharedBlocks:
         self._blocks.release(blocks.places)
 
     def hold(self, hashes: Items[bytes]) -> list[int]:
-        """Hold the existing host blocks with these hashes until `release`; skip missing ones."""
+        """Hold the host blocks with these hashes, if they exist, until `release`."""
         places = [place for each in hashes if (place := self._blocks.find(each)) is not None]
         self._blocks.share(places)
         return places

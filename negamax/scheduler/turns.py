@@ -1,5 +1,5 @@
-"""Turns of rows in a pipeline. One plan per stage is in flight, so generating rows take turns: a
-row runs again only when its last sampled token can be available.
+"""Choose in which plans of a pipeline a row runs. One plan per stage is in flight. A generating row
+runs again only when its last sampled token can be available.
 
 The first stage reads the token of a decode. With P stages, each row is therefore in one of P
 consecutive plans. Rows are spread evenly, because a step with fewer rows takes hardly less time per
@@ -12,14 +12,14 @@ from negamax.scheduler.sequence import Sequence
 
 
 class Turns:
-    """Turns among `num_stages` plans in flight. With one stage, every row may run in every plan."""
+    """Spreads rows over the plans in flight. With one stage, every row may run in every plan."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
         self._number = 0
 
     def begin(self) -> None:
-        """Advance to the next turn, which has a plan or stays empty."""
+        """Advance to the next turn. A turn may stay without a plan."""
         self._number += 1
 
     def is_due(self, sequence: Sequence) -> bool:
@@ -34,11 +34,11 @@ class Turns:
         return min(budget, self.share(generating))
 
     def share(self, num_rows: int) -> int:
-        """Return how many of `num_rows` rows one plan runs."""
+        """Return how many of `num_rows` running rows belong to one plan."""
         return -(-num_rows // self._num_stages)
 
     def most_slots(self, max_num_seqs: int, budget: int) -> int:
-        """Return how many sequences may run, so that each has a turn in a plan in flight."""
+        """Return how many sequences may run if each needs a turn in one of the plans in flight."""
         stages = self._num_stages
         return max_num_seqs if stages == 1 else min(max_num_seqs, stages * budget)
 

@@ -1,4 +1,4 @@
-"""The queue of requests without a slot, with turns between tenants.
+"""The queue of requests without a slot, in which tenants take turns.
 
 Among waiting requests of equal priority, requests of the tenant with the fewest running rows come
 first. Ties are ordered by turn, then by arrival.
@@ -15,7 +15,7 @@ by_order = attrgetter("order")
 
 
 class WaitingQueue:
-    """Waiting sequences by tenant, in order. Tenants without waiting sequences are dropped."""
+    """Lists of waiting sequences by tenant. Tenants without waiting sequences are dropped."""
 
     def __init__(self) -> None:
         self._by_tenant: dict[str, list[Sequence]] = {}
@@ -36,7 +36,7 @@ class WaitingQueue:
             del self._by_tenant[sequence.tenant]
 
     def tenants(self, priority: int) -> set[str]:
-        """Return the tenants with a sequence of this priority or a better one."""
+        """Return the tenants with a sequence of this or better priority."""
         heads = self._by_tenant.items()
         return {tenant for tenant, queue in heads if queue[0].order[0] <= priority}
 
@@ -45,8 +45,8 @@ class WaitingQueue:
     ) -> Sequence | None:
         """Return the next sequence to admit, or None if no sequence waits.
 
-        `num_rows`: running rows of each tenant that has any. `after`: order of the first
-        unfinished prompt by tenant; later requests of the same tenant are skipped.
+        `num_rows`: running rows of each tenant that has any. `after`: tenant -> order of its first
+        unfinished prompt; the tenant's later requests are skipped.
         """
         heads = [queue[0] for queue in self._by_tenant.values()]
         if after:
@@ -62,8 +62,8 @@ def rank_waiting(sequence: Sequence, num_rows: Mapping[str, int]) -> tuple[int, 
 def choose_victim(
     running: list[Sequence], sequence: Sequence, num_rows: Mapping[str, int]
 ) -> Sequence:
-    """Return the row to preempt so that `sequence` may grow. Of `sequence` and the rows after it,
-    this is the row with the worst priority, then of the tenant with the most rows, then the last.
+    """Return the row to preempt so that `sequence` may grow. Candidates are `sequence` and the rows
+    after it. The order of choice is: worst priority, tenant with most rows, last row.
     """
     if len(num_rows) == 1:
         return running[-1]
@@ -74,8 +74,8 @@ def choose_victim(
 def list_yielding(
     running: list[Sequence], waiting: Sequence, num_rows: Mapping[str, int]
 ) -> tuple[list[Sequence], str]:
-    """Return the rows that may be preempted for a waiting sequence, the shortest first, and their
-    tenant. Of the tenants with rows of no better priority, that tenant has the most rows.
+    """Return the rows that may be preempted for a waiting sequence, shortest first, and their
+    tenant. Only rows with the same or a worse priority count; their tenant has the most rows.
     """
     rows = [
         row
