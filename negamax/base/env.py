@@ -41,7 +41,7 @@ def allow_open_files(needed: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ResourceError(
-            f"this process may open {hard} files; at least {needed} are needed",
+            f"this process can open {hard} files; at least {needed} are needed",
             hint="raise the limit (ulimit -n)",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -58,7 +58,7 @@ def raise_file_limit() -> int:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set an environment variable of this process and its children, unless the variable is set."""
+    """Set an environment variable of this process and its children unless it is already set."""
     os.environ.setdefault(name, value)
 
 

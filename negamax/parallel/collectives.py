@@ -22,7 +22,7 @@ __all__ = ["Collective", "Partial", "ProcessGroup", "SingleRank"]
 class Partial:
     """This rank's summand of a sum over the ranks of `group`, which `RmsNorm` computes."""
 
-    x: Tensor  # [T, width], or [T, P, width] where dimension P must be summed, too
+    x: Tensor  # [T, width], or [T, P, width] where dimension P must also be summed
     group: Collective
 
 

@@ -299,7 +299,7 @@ class ParallelLayout:
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """Return the `rank`-th of `size` equal slices. Raises `ConfigError` about `what`."""
+    """Return the `rank`-th of `size` equal slices. Raises a `ConfigError` that names `what`."""
     if total % size:
         raise ConfigError(f"{what} {total} cannot be split over {size} ranks")
     per_rank = total // size

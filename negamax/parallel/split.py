@@ -75,7 +75,7 @@ def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
         raise ConfigError(
             f"num_redundant_experts is {redundant}: {count} experts and their copies must be split "
             f"evenly over {ranks} ranks, with no expert twice on a rank",
-            hint=f"use {nearest}, or another number from 0 to {most} that leaves no remainder",
+            hint=f"use {nearest}, or another number from 0 to {most} that splits evenly",
         )
 
 

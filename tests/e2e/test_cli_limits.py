@@ -55,7 +55,7 @@ def test_too_few_files_may_be_open() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 
     done = negamax("serve", MODEL, "--port", "0", preexec_fn=few)
-    words = "this process may open 20 files; at least 128 are needed (raise the limit (ulimit -n))"
+    words = "this process can open 20 files; at least 128 are needed (raise the limit (ulimit -n))"
     assert (done.returncode, done.stderr) == (2, f"negamax: error: {words}\n")
 
 

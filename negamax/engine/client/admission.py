@@ -134,7 +134,7 @@ class Admission:
     def _make_share_error(self, held: str, asked: str, *, left: int, now: float) -> OverloadedError:
         return OverloadedError(
             f"{held} of this API key wait, and the request adds {asked}, leaving {left} for "
-            "other keys; a key may hold at most as much of the queue as it leaves free",
+            "other keys; a key must not use more of the queue than it leaves free",
             hint="retry later",
             code="queue_share_full",
             retry_after=self.retry_after(now),

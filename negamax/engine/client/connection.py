@@ -196,7 +196,7 @@ class EngineConnection:
         return self._process.exit_code
 
     async def handshake(self) -> wire.ModelInfo:
-        """Wait until the engine is ready. Raises `EngineDeadError`, or the engine's error."""
+        """Wait until the engine is ready. Raises `EngineDeadError` or what the engine reports."""
         channel = self.channel
         await self._until(lambda: channel.can_send)
         channel.send(self._start)

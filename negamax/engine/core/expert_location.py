@@ -101,7 +101,7 @@ def _check_shape(
     if len(rows) != spec.num_layers:
         raise ConfigError(
             f"{_FLAG}: {name} has {len(rows)} layers, but the model has {spec.num_layers}",
-            hint="use a record of this model that includes its layers without experts",
+            hint="use a recording of this model that also lists layers without experts",
         )
     length = num_experts + redundant * of_slots
     for layer, row in enumerate(rows):
@@ -115,7 +115,7 @@ def _check_shape(
         raise ConfigError(
             f"{_FLAG}: {name} has {len(row)} numbers in layer {layer}; expected: {num_experts} "
             f"experts{copies}",
-            hint=hint or "use a record of this model",
+            hint=hint or "use a recording of this model",
         )
 
 

@@ -1,4 +1,4 @@
-"""Run the step loop. While step N runs, the loop commits step N - P of P pipeline stages."""
+"""Run the step loop. While step N runs, commit step N - P (P is the number of pipeline stages)."""
 
 import dataclasses
 import time
@@ -60,7 +60,7 @@ class EngineLoop:
         publishers: Sequence[EventPublisher] = (),
         transfers: TransferSockets | None = None,
     ) -> None:
-        """`publishers` send prefix cache events, one for each data-parallel rank or none."""
+        """`publishers` send prefix cache events: one publisher per data-parallel rank, or none."""
         self._scheduler = scheduler
         self.executor = executor
         self._grammars = grammars

@@ -64,7 +64,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
             hint="lower --max-model-len or --max-num-seqs; `negamax plan` lists valid sizes",
         )
     logger.info(
-        "--performance-mode %s runs %s on %d of %d GPUs (the same as %s)",
+        "--performance-mode %s runs %s on %d of %d GPUs (equivalent options: %s)",
         mode,
         best.topology.label,
         best.topology.gpus,

@@ -92,7 +92,7 @@ def _start_loop(
         started.callback(folder.remove)
     elif options.kv_transfer_config is not None:
         connector = options.kv_transfer_config.get("kv_connector")
-        logger.info("--kv-transfer-config: %s does not exchange prompts with engines", connector)
+        logger.info("--kv-transfer-config: %s exchanges no prompts with other engines", connector)
     script = None if options.script is None else read_script(options.script)
     config = _make_worker_config(options, source, script)
     if folder is not None and options.kv_transfer is not None:
@@ -180,7 +180,7 @@ def _open_transfers(
     )
     where = f"{transfer.host}:{transfer.port}"
     logger.info("this engine exchanges prompts with others at %s as %s", where, transfer.role)
-    logger.info("KV blocks travel by %s, through %d lanes", transfer.lane, len(ready.lanes))
+    logger.info("ranks send KV blocks by %s, on %d lanes", transfer.lane, len(ready.lanes))
     engine_id = sockets.transfers.engine_id
     return sockets, TransferInfo(
         engine_id,

@@ -96,7 +96,7 @@ class _FollowedOutput:
         # Output parts and draft tokens that later turns will process.
         self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
-        self.turn_started: float | None = None  # Start of the turn, monotonic.
+        self.turn_started: float | None = None  # Start of the turn, in monotonic seconds.
         self.is_slow = False  # Whether the last turn was slow.
         self.is_open = False
 

@@ -14,7 +14,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.worker.node_sockets import has_key
 
-# Variables of gloo and NCCL. A value may be a list, and for NCCL may start with "=".
+# Variables that name interfaces for gloo and NCCL. A value may be a list or start with "=".
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
