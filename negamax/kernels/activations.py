@@ -1,7 +1,7 @@
 """Activations between kernels: plain values, and an FP8 copy if the next GEMM reads FP8.
 
 If the next GEMM reads FP8, the norm or attention kernel writes the FP8 copy itself, which saves a
-launch. Layers pass the result of a kernel on unchanged.
+launch. Layers pass the result of a kernel to the next kernel unchanged.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Tolerance:
 
 
 class Op(str, Generic[P, R]):
-    """The contract of an operation, made by the function `op`. As a string, it is the op's name.
+    """The contract of an operation, made by the function `op`. An `Op` is also a string: its name.
 
     `P` and `R` are the signatures of `prepare` and `run` in the reference and in every provider.
     """

@@ -88,7 +88,7 @@ class Collective(Protocol):
         """Return the sum over ranks, in memory that the next call may overwrite."""
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum tensor [T, ...] over ranks, T % size == 0, and return this rank's [T / size, ...]."""
+        """Sum tensor [size * n, ...] over ranks, and return this rank's rows [n, ...]."""
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
         """Concatenate the ranks' `tensor`s, which have one shape, along `dim` in rank order."""

@@ -66,7 +66,7 @@ class Dispatched:
 
 
 class TokenExchange:
-    """Sends tokens between ranks with different tokens, and sums the expert outputs."""
+    """Exchanges tokens between ranks that have different tokens, and sums the expert outputs."""
 
     def __init__(
         self, group: Collective, ranks: Sequence[int], *, num_slots: int, setup: LayerSetup

@@ -221,7 +221,7 @@ class MatrixWeight:
             ]
         assert region is None or region == self.format.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
-        # a rank that keeps nothing does not depend on the format that other ranks hold
+        # the slots of a rank that keeps nothing do not depend on the format that other ranks hold
         all_held = source.tensors if region is None else self.format.tensors
         return [
             WeightSlot(

@@ -91,7 +91,7 @@ def group_name(size: int) -> str:
 def make_group_index(
     name: str, size: int, *, is_stored_order: bool, optional: bool
 ) -> StoredTensor:
-    """Return the tensor of group numbers per column, with known values unless `is_stored_order`."""
+    """Return the tensor of each column's group number; it is known unless `is_stored_order`."""
     return StoredTensor(
         name,
         Role.PERMUTATION,

@@ -205,7 +205,7 @@ _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PRO
 def _tells_experts(pattern: str) -> bool:
     """Return whether `pattern` names experts, or projections together with "mlp".
 
-    "down_proj" alone means dense and shared MLPs, because experts have w1, w2 and w3.
+    "down_proj" alone names dense and shared MLPs, because experts have w1, w2 and w3.
     """
     return re.search(r"experts|mlp.*(?:gate|up|down)(?:[|\w]*\))*_proj", pattern) is not None
 

@@ -57,7 +57,7 @@ def record_drafts(
     picked: Tensor,  # [R] int64, -1: no token
     ids: Tensor,  # [n + 1] int64, the target model's id of each of n draft-model tokens, then -1
     slots: Tensor,  # [R] int64
-    lengths: Tensor,  # [R] int64, number of known tokens of each row, all computed
+    lengths: Tensor,  # [R] int64, number of known tokens of each row, which are all computed
     /,
     *,
     place: int,

@@ -242,8 +242,8 @@ def _split_k_kernel(
     EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
     PDL: tl.constexpr,
 ):
-    """Multiply one split of a tile of w with BLOCK_M tokens. The left operand of `tl.dot` needs
-    more rows than the right operand needs columns, so w is the left operand and tokens are the
+    """Multiply one split of a tile of w with BLOCK_M tokens. `tl.dot` allows fewer columns of its
+    right operand than rows of its left operand, so w is the left operand and the few tokens are
     columns of the right operand. If the tiles would leave multiprocessors idle, SPLIT_K programs
     split the columns of a tile, and the last program adds up all partial sums in a fixed order.
 

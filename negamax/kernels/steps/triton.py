@@ -1,5 +1,5 @@
-"""Prepare a step and store its sampled tokens, in one launch per op (PyTorch: several). With few
-rows an op takes as long as a launch and a chain of dependent loads.
+"""Prepare a step and store its sampled tokens, in one launch per op (PyTorch needs several). With
+few rows an op takes as long as a launch and a chain of dependent loads.
 """
 
 import triton

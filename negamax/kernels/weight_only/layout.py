@@ -5,8 +5,8 @@ A `PackedWeight` stacks matrices [..., N, K] to R rows of codes:
     qweight  uint8, read as 32-bit words. A span is 64 bytes of a row, 16 bytes for each of four
              threads. Thread j loads the codes that the tensor cores expect in thread j: columns 2j,
              2j + 1, 2j + 8 and 2j + 9 of every 16. The codes of a word come from 16 columns, or
-             from 32 columns with 4 bits.
-             4 bits: [K / 128, R, 64]. Each span is stored for all rows, so a tile is read in long
+             from 32 columns for 4-bit codes.
+             4 bits: [K / 128, R, 64]. All rows of a span are adjacent, so a tile is read in long
              runs. 8 bits: [R, K], because 8-bit tensor cores read this layout too.
     scales   [K / 128, R, groups of 128 columns] in the checkpoint's dtype. Groups of more than 128
              columns: [groups, R, 1]. Byte scales of 16 or 32 columns are read as 32-bit words. E4M3
