@@ -83,8 +83,8 @@ def set_batch_invariant_gemms() -> None:
     """Make CPU GEMM libraries compute a row with the same result in every batch.
 
     Variables that the user has set keep their values. Libraries read variables at the first GEMM.
-    With AMX, oneDNN's bf16 results depend on the batch size if there are over 32 rows of over 256
-    numbers. On Intel processors, MKL's fp32 results depend on the batch size, too.
+    With AMX, oneDNN's bf16 results depend on the batch size, for over 32 rows of over 256 numbers.
+    On Intel processors, MKL's fp32 results depend on the batch size, too.
     """
     set_default("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if _is_intel():

@@ -132,7 +132,7 @@ class EngineStats(RankStats, frozen=True, array_like=True):
     prefill_tokens: int = 0  # Tokens computed in prefill (rows of several tokens).
     experts: ExpertStats | None = None  # None if experts are not counted.
     at: float = 0.0  # Monotonic time, to find the latest statistics.
-    ranks: tuple[RankStats, ...] = ()  # By rank; empty if there is only one rank.
+    ranks: tuple[RankStats, ...] = ()  # Statistics by rank; empty for a single rank.
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
@@ -151,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of several engines, without `ranks`. Return a single entry unchanged."""
+    """Sum the statistics of several engines, except `ranks`. Return a single entry unchanged."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]

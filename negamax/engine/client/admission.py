@@ -44,7 +44,7 @@ class Admission:
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
         self.resize(max_running=max_running, pool_tokens=pool_tokens)
-        # Number of prompt tokens and tenant of each waiting sequence, by sequence id.
+        # (number of prompt tokens, tenant) of each waiting sequence, by sequence id.
         self._waiting: dict[str, tuple[int, str]] = {}
         self._running: set[str] = set()
         self._rate = 0.0  # Sequences that finish per second.

@@ -160,7 +160,7 @@ class Replica:
         self.has_failed = True
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Join the updates of steps that arrived together to one per sequence, and deliver them."""
+        """Join updates that arrived together to one update per sequence, and deliver it."""
         for step in steps:
             for sequence_id, at in step.admitted:
                 request = self.open.get(sequence_id)

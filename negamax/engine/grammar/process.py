@@ -2,7 +2,7 @@
 
 The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
 interrupted. The first process loads the compiler and forks the others. One forked process handles
-most grammars. The others compile one risky grammar each, with limits and low priority.
+most grammars. Every other forked process compiles one risky grammar, with limits and low priority.
 """
 
 from __future__ import annotations
