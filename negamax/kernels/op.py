@@ -60,8 +60,8 @@ class Kernel(Generic[P, R]):
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     reads: Callable[[TensorFormat], bool] = is_plain
     activation: ActivationFormat | None = None
-    columns: int = 1  # the number of columns of a matrix must be a multiple of this
-    available: Callable[[], bool] = lambda: True  # called when the kernel table is resolved
+    columns: int = 1  # must divide the number of columns of a matrix
+    available: Callable[[], bool] = lambda: True  # checked when the kernel table is resolved
 
     @property
     def multiplies_8_bits(self) -> bool:

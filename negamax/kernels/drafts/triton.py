@@ -69,7 +69,7 @@ def count_accepted(
             accepted,
             len(sampled),
             drafts.stride(0),
-            # one more place than draft tokens: at least one place is not accepted
+            # one more place than draft tokens, so at least one place is never accepted
             ROOM_POW2=triton.next_power_of_2(drafts.shape[1] + 1),
             num_warps=1,
         )

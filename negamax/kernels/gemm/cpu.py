@@ -32,12 +32,12 @@ from negamax.kernels.gemm.op import LIKE_INPUT, LINEAR, LinearOutput, copy_into,
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
-_ROWS_HINT = 4  # the layout is chosen for this number of rows and works for any number
+_ROWS_HINT = 4  # oneDNN optimizes the layout for this number of rows
 _NO_SCALARS: list[float] = []
 TILE_ROWS = 256
-_STEPS = 16  # sizes per power of two: padding is less than a sixteenth of the rows
+_STEPS = 16  # tile sizes per power of two; padding is less than a sixteenth of the rows
 _UNPADDED_ROWS = 2 * _STEPS
-_SAFE_ROWS = 12  # from this row count on, F.linear in fp32 returned equal bits for a row
+_SAFE_ROWS = 12  # from this row count on, F.linear in fp32 returned the same bits for all counts
 
 
 def pack(weight: StoredWeight) -> Tensor:

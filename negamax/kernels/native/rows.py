@@ -244,7 +244,7 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
         _function("group_pairs", x.dtype)(
             ids.data_ptr(), source, place, bounds, num_tokens, top_k, first, count
         )
-        edges = plan[2 * pairs :].tolist()  # host-sync: rows of each expert
+        edges = plan[2 * pairs :].tolist()  # host-sync: reads the number of rows of each expert
         if edges[-1] == 0:
             return torch.zeros_like(x)
         rows = x.index_select(0, plan[: edges[-1]]) if num_tokens > 1 else x.expand(edges[-1], -1)

@@ -40,7 +40,8 @@ def decode(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Codes:
     rows, columns = _block(spec)
     scale = _scale(stored, spec, tensors)
     if stored.packing is CodePacking.ENTRIES:
-        # a single scale, one scale per row of all stacked matrices, or one scale per group of rows
+        # the tensor has one scale, a scale per row of stacked matrices, or a scale per group of
+        # rows
         groups = -(-values.shape[-1] // columns) if columns else 1
         scale = scale.reshape(*values.shape[:-2], -1, groups)
     zeros, zero_point = stored.find(Role.ZERO_POINT), None
@@ -53,7 +54,7 @@ def decode(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Codes:
             zero_point = _unpack_words(stored, zeros, tensors, Axis.ROWS)
             zero_point = zero_point[..., : scale.shape[-2], :]
         zero_point = zero_point + stored.zero_offset if stored.zero_offset else zero_point
-    elif values.dtype is torch.uint8 and stored.element != E2M1:  # holds code + 2^(bits - 1)
+    elif values.dtype is torch.uint8 and stored.element != E2M1:  # values hold code + 2^(bits - 1)
         values = values.sub_(1 << _bits(stored) - 1).view(torch.int8)
     order, whole = stored.find(Role.PERMUTATION), stored.find(Role.SCALE, level=2)
     global_scale = None

@@ -14,7 +14,7 @@ from negamax.kernels.quantize.op import QUANTIZE
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
 _TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
 
-_GROUPS = 16  # groups of 128 columns per program: half a kilobyte of loads per warp
+_GROUPS = 16  # number of groups of 128 columns per program; a warp loads half a kilobyte
 
 
 @triton.jit(do_not_specialize=["num_groups"])

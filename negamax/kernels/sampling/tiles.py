@@ -11,9 +11,9 @@ from negamax.kernels import platform
 class SamplingTiles:
     """Default launch sizes, which were not measured."""
 
-    pick_block: int = 1024  # logits of a program
+    pick_block: int = 1024  # logits that a program of `pick` reads
     strip_block: int = 4096  # logits of a program that finds the maximum of every strip
-    draw_warps: int = 4  # warps of a program that draws a token of a row
+    draw_warps: int = 4  # warps of a program that draws a row's token
 
 
 _H200 = SamplingTiles(draw_warps=8)  # measured
