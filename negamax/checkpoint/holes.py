@@ -65,7 +65,7 @@ def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> No
 
 
 def _torn(reader: CheckpointReader, entry: TensorEntry) -> TensorEntry | None:
-    """Return a tensor next to `entry` in the file that has zeros at the common border, or None."""
+    """Return a tensor beside `entry` in the file if it has zeros at their border, else None."""
     entries = sorted(read_header(entry.file), key=lambda each: each.offset)
     place = [each.name for each in entries].index(entry.name)
     for others, is_before in ((entries[:place][::-1], True), (entries[place + 1 :], False)):

@@ -102,8 +102,8 @@ def resolve_model(
 
     `revision` is a branch, tag or commit of a hub model. `download_dir` replaces the hub's own
     cache. `source` is one of `options.engine.SOURCES`. The configuration files are downloaded
-    first, and `check` is called with their folder. The weights of the model and of `subfolder`
-    follow if `needs_weights` is set.
+    first, and `check` is called with their folder. If `needs_weights` is set, the weights of the
+    model and of `subfolder` are downloaded next.
 
     Raises `ConfigError` for an unknown name, a missing or closed repository, an unknown revision,
     and a failed download. Raises `ResourceError` if the disk cannot store the files. Errors of

@@ -86,7 +86,7 @@ class Move:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the loader quantizes the matrix. Each resulting tensor has a slot."""
+        """Whether the loader quantizes the matrix. Every resulting tensor has a slot."""
         return self.slot.source.is_online
 
     @property

@@ -261,7 +261,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         end += entry.num_bytes
     if size != end:
         raise CheckpointError(
-            f"{file} is truncated or damaged: it has {size} bytes and its header describes {end}",
+            f"{file} is truncated or damaged: it has {size} bytes, but its header says {end}",
             hint=_AGAIN,
         )
     return entries

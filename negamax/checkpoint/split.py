@@ -32,7 +32,7 @@ def read_ranks(folder: Path) -> list[ParallelLayout]:
     tp, ep = sizes.get("tensor_parallel_size"), sizes.get("expert_parallel_size")
     if type(tp) is not int or type(ep) is not int or not 1 <= ep <= tp <= _MAX_RANKS or tp % ep:
         raise CheckpointError(
-            f"{path} has the metadata {said!r}; they must give the sizes of the split",
+            f"{path} has the metadata {said!r}; the sizes of the split are missing",
             hint="convert the checkpoint again",
         )
     return [ParallelLayout(rank=rank, tp=tp, ep=ep) for rank in range(tp)]

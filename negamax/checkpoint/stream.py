@@ -140,7 +140,7 @@ class _Stream:
             yield from self._advance()
 
     def _advance(self) -> Iterator[Part]:
-        """Convert the first of the read pieces, or yield the parts of the first converted piece."""
+        """Convert the next piece that was read, or yield the parts of the next converted piece."""
         if self._reads and len(self._made) < BUFFERS // 2:
             _, buffer, read = self._reads.popleft()
             self._made.append((buffer, self._make(read.result())))

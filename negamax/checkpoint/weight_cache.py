@@ -160,7 +160,7 @@ class _CacheFile:
     def read(self, progress: Progress) -> list[str]:
         """Fill `blocks` from the file. Return the names of slots that no tensor fills.
 
-        Raises `_UnusableError` for a stale or damaged file, and `OSError`.
+        Raises `_UnusableError` for a stale or damaged file, and `OSError` if reading fails.
         """
         with (
             self.path.open("rb", buffering=0) as stream,

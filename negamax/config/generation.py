@@ -49,11 +49,11 @@ def read_generation_defaults(
 ) -> GenerationDefaults:
     """Read generation_config.json in `folder`, and replace the fields that `override` has.
 
-    `absent` replaces a missing file. A sampling field that the file omits is turned off.
-    `do_sample: false` means greedy sampling. If `override` has an `eos_token_id`, it replaces all
-    end tokens. Otherwise the end tokens of the tokenizer (its eos_token and `turn_end`), of the
-    file and of config.json are joined. Raises `ConfigError` if a value is not allowed, and
-    `CheckpointError` if the file is not a JSON object.
+    If the file is missing, `absent` is used in its place. A sampling field that the file omits is
+    turned off. `do_sample: false` means greedy sampling. If `override` has an `eos_token_id`, it
+    replaces all end tokens. Otherwise the end tokens of the tokenizer (its eos_token and
+    `turn_end`), of the file and of config.json are joined. Raises `ConfigError` if a value is not
+    allowed, and `CheckpointError` if the file is not a JSON object.
     """
     path = None if folder is None else folder / GENERATION_FILE
     config = read_json_object(path) if path is not None and path.exists() else dict(absent)

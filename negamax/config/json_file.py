@@ -14,7 +14,7 @@ def check_pointer(path: Path, data: bytes) -> None:
     """Refuse a Git LFS pointer, given the first bytes of a file. Errors: `CheckpointError`."""
     if data.startswith(LFS_POINTER):
         raise CheckpointError(
-            f"{path} is a Git LFS pointer, so the file itself is not downloaded",
+            f"{path} is a Git LFS pointer; the real file was not downloaded",
             hint=f"run `git lfs pull` in {path.parent}, or give the hub id",
         )
 

@@ -62,7 +62,7 @@ class KvCacheSpec:
         return -(-num_bytes // (ranks if self.is_sharded else self.holders))
 
 
-KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # for each layer, a list of caches
+KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # for each layer, its list of caches
 
 
 def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:

@@ -1,4 +1,4 @@
-"""The source of a conversion. Checks are those of a load. Weights are read one at a time."""
+"""The source of a conversion. Files are checked as in a load. Weights are read one at a time."""
 
 import math
 import re

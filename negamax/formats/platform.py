@@ -83,15 +83,15 @@ class Platform:
             self.check_arithmetic(fp8_cache=fp8_cache)
 
     def check_arithmetic(self, *, fp8_cache: bool) -> None:
-        """Refuse a GPU without bf16, or without FP8 for an FP8 cache. Errors: `ConfigError`."""
+        """Refuse GPUs without bf16, and FP8 caches on GPUs without FP8. Errors: `ConfigError`."""
         if Feature.BF16 not in self.features:
             raise ConfigError(
-                f"{self.label} has no bfloat16 arithmetic; compute capability 8.0 or higher has it",
+                f"{self.label} has no bfloat16 arithmetic; use compute capability 8.0 or higher",
                 hint="use another GPU, or --device cpu",
             )
         if fp8_cache and Feature.E4M3FN not in self.features:
             raise ConfigError(
-                f"{self.label} does not support an FP8 KV cache; compute capability 8.9 does",
+                f"{self.label} cannot use an FP8 KV cache; compute capability 8.9 is needed",
                 hint="drop --kv-cache-dtype",
             )
 

@@ -26,7 +26,7 @@ from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 
 _NOT_ASCII = re.compile(rf"[^\x00-\x7f{ESCAPE}]+")
-_MESSAGE_CHARS = 2000  # longest text of a template's error
+_MESSAGE_CHARS = 2000  # limit of the length of a template's error message
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 

@@ -1,7 +1,7 @@
 """Run chat templates, tokenizers and the image decoder in processes with limits.
 
 Templates, tokenizers and images are not trusted, because they can take unlimited time or memory. A
-process loads the template, the tokenizer or the decoder and forks children
+process loads the template, the tokenizer or the decoder, and forks child processes
 (`text.confined_process`). A child answers one call at a time. The kernel ends a child that exceeds
 a limit of time or memory, and the call is refused.
 """
@@ -21,7 +21,7 @@ LOAD_SECONDS, LOAD_BYTES = 10.0, 2 << 30
 ANSWER, ERROR = b"a", b"e"  # first byte of a message from a child
 IMAGE_DECODER = "image decoder"  # value of `kind`
 _IMAGE_SECONDS, _IMAGE_BYTES, _MOST_IMAGE_ANSWER = 8.0, 3 << 29, 48 << 20
-_SLOWEST = 20.0  # limit of elapsed seconds, per second of the processor limit
+_SLOWEST = 20.0  # allowed elapsed seconds per allowed second of processor time
 _MOST_MEMORY = min(4 << 30, env.main_memory() // 4)
 
 
@@ -73,7 +73,7 @@ class Confined:
         self._idle: list[Connection] = []  # idle children; at most one per thread of the server
 
     def load(self) -> Any:
-        """Load the code, and return the loader's facts. Raises `CheckpointError` on failure."""
+        """Load the code. Return facts about the code. Raises `CheckpointError` on failure."""
         with self._lock:
             self._load()
             return self._facts

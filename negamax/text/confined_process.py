@@ -68,7 +68,7 @@ def main(fd: int) -> None:
         control.send_bytes(confined.pack_error(error))
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
-    gc.freeze()  # without this, a garbage collection in a child copies all pages
+    gc.freeze()  # else garbage collection in a child would copy all memory pages
     control.send_bytes(confined.ANSWER + json.dumps(facts).encode())
     with suppress(EOFError):
         while True:

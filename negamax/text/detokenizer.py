@@ -26,7 +26,7 @@ class Detokenizer:
     The joined pieces are `tokenizer.decode` of all ids, truncated at the first stop string. A stop
     string may begin and end within tokens. If two stop strings end at the same character, the
     longer stop string is the match. A stop string that ends before token number `min_tokens` is
-    ignored. Text that may become a stop string is held back. A match ends the text.
+    ignored. Text that may become a stop string is held back. The text ends at a match.
     """
 
     __slots__ = (

@@ -31,7 +31,7 @@ class TokenEscaper:
     """
 
     def __init__(self, added: Iterable[str], *, structure: Iterable[str]) -> None:
-        """`added` holds texts of all added tokens, `structure` the texts of tags in answers."""
+        """`added` holds texts of all added tokens, `structure` holds texts of tags in answers."""
         texts = frozenset(added) - {""}
         self._all = _Spellings(texts)
         self._control = _Spellings(texts - frozenset(structure))

@@ -17,7 +17,7 @@ THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))
 
 # fields of a message that may hold its reasoning
 _REASONING = ("reasoning", "reasoning_text", "reasoning_details", "thinking", "thinking_blocks")
-_KIND_CHARS = 60  # longest type of a part that is shown in a note
+_KIND_CHARS = 60  # limit of the length of a part's type in a note
 _QUOTES = tuple("`'\"“‘«")
 
 # type of a part -> field that holds the text of the part
@@ -50,9 +50,9 @@ _UNSEEN = {  # type of a part in any API -> key of `_NOTES`
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    source: str  # data URL or URL, not checked yet
+    source: str  # data URL or other URL, which is not checked yet
     place: str  # JSON path of the part in the request
-    longest: int | None = None  # most pixels of the longer side after resizing
+    longest: int | None = None  # limit of the longer side after resizing, in pixels
 
 
 def normalize_messages(
@@ -257,7 +257,7 @@ def _check_message(
     if not reasoning and inline is not None:
         reasoning = inline or reasoning or ""
         content = rest
-    elif inline and inline == (reasoning or "").strip("\n"):  # the client sent the reasoning twice
+    elif inline and inline == (reasoning or "").strip("\n"):  # drop reasoning sent twice
         content = rest
     checked["content"] = content
     checked.pop("reasoning_content", None)

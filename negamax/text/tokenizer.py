@@ -149,7 +149,7 @@ class Tokenizer:
     def encode_parts(
         self, parts: Sequence[str], *, max_tokens: int | None = None
     ) -> list[array[int]]:
-        """Encode parts of a prompt, to `max_tokens` ids in all. Raises errors as `encode`."""
+        """Encode parts of a prompt to at most `max_tokens` ids. Raises errors as `encode`."""
         if self._confined is not None and parts:
             numbers = array("I", self._confined.call(parts))
             _check_count(len(numbers) - len(parts), max_tokens)
@@ -237,7 +237,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The BPE tokenizer without added tokens. Both share the vocabulary."""
+        """A BPE tokenizer without added tokens, which shares the vocabulary of `_backend`."""
         plain = tokenizers.Tokenizer(self._backend.model)
         if self._backend.normalizer is not None:
             plain.normalizer = self._backend.normalizer

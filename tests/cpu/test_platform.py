@@ -40,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     launch_options.cache_clear()
 
 
-NO_BF16 = "has no bfloat16 arithmetic; compute capability 8.0 or higher"
+NO_BF16 = "has no bfloat16 arithmetic; use compute capability 8.0 or higher"
 NO_ROCM = "(gfx942): AMD GPUs (ROCm) are not supported yet"
 
 
@@ -71,7 +71,7 @@ def test_an_a100_runs_with_a_warning_no_fp8(gpu: FakeGpu, caplog: pytest.LogCapt
     assert "A100" in record.message and "not been tested" in record.message
     with pytest.raises(
         ConfigError,
-        match=r"not support an FP8 KV cache; compute capability 8.9 does .drop --kv-cache-dtype",
+        match=r"cannot use an FP8 KV cache; compute capability 8.9 is needed .drop --kv-cache",
     ):
         check_platform(found, cache_dtypes=(BF16, FP8))
 

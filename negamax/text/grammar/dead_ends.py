@@ -21,7 +21,7 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 class _Kind(IntEnum):
-    """Kinds of expressions in a serialized grammar. Comments list the integers of each kind."""
+    """Kinds of expressions in a serialized grammar. Comments state the integers after a kind."""
 
     STRING = 0  # bytes
     CHARACTERS = 1  # 1 if the class is negated; first and last character of each range
@@ -42,8 +42,8 @@ class _Symbol(NamedTuple):
 
     rule: int | None = None
     is_optional: bool = False
-    can_end: bool = True  # the part has a finite text
-    writes: bool = True  # the part has a text that is not empty
+    can_end: bool = True  # the part can produce a finite text
+    writes: bool = True  # the part can produce a text that is not empty
 
 
 def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:

@@ -65,7 +65,7 @@ class Rules:
 
     For JSON, `ahead` is a lookahead expression of the text that follows a string or number. With
     `ahead` the compiler decides which tokens that extend beyond a value are allowed. Without
-    `ahead` the matcher tries each of these tokens for every mask.
+    `ahead` the matcher tries each token beyond a value for every mask.
     """
 
     def __init__(self, languages: Languages, *, ahead: str | None = None) -> None:
@@ -90,7 +90,7 @@ class Rules:
         finite = find_finite((name, set(way.rules)) for name, ways in rules for way in ways)
         if root not in finite:
             refuse_grammar(
-                "the JSON schema allows no output of finite length; make references to itself "
+                "the JSON schema allows no output of finite length; make recursive references "
                 "optional or nullable"
             )
         lines, waiting = [f"root ::= {root}"], deque([(root, 0)])
@@ -402,7 +402,7 @@ class JsonRules:
         return name_of(0, 0)
 
     def _write_other(self, shape: ObjectShape) -> str | None:
-        """Add a rule for one unlisted member. Return None if the schema forbids them."""
+        """Add a rule for one unlisted member. Return None if none is allowed."""
         ways = []
         for language, nodes in shape.others:
             value = self._name(nodes)

@@ -74,7 +74,7 @@ class Schemas:
         self._level = 0
 
     def shapes(self, nodes: Nodes) -> list[Shape]:
-        """Return the shapes of values that follow all `nodes`, or [] if no value does.
+        """Return the shapes of the values that follow all `nodes`. Without such values, return [].
 
         Raises `InvalidRequestError` if the schemas exceed the budget. In a strict schema, a
         reference without a target or a keyword that cannot be enforced raises this error too.
@@ -305,7 +305,7 @@ class Schemas:
             if not self.strict:
                 return None
             refuse_grammar(
-                f"a pattern and the limits beside it need more than {MAX_STATES} states; make the "
+                f"a pattern and its length limits need more than {MAX_STATES} states; make the "
                 f"pattern or the limits simpler"
             )
         self.budget.spend(len(states))

@@ -20,7 +20,7 @@ class Language(NamedTuple):
     """A set of texts."""
 
     ended: int  # expression that matches each text of the set followed by the marker `END`
-    plain: int | None = None  # the set as an expression without markers and complements
+    plain: int | None = None  # expression of the set without markers and complements
 
 
 class State(NamedTuple):

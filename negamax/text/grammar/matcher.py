@@ -68,7 +68,7 @@ class GrammarCompiler:
             grammar = xgrammar.Grammar.from_structural_tag(structural_tag)
             problem = find_dead_end(grammar.serialize_json(), stop_token_ids=self._stop_token_ids)
             if problem is not None:
-                refuse_grammar(f"{problem}; make references to itself optional or nullable")
+                refuse_grammar(f"{problem}; make recursive references optional or nullable")
             compiled = self._compiler.compile_structural_tag(structural_tag)
         except (RuntimeError, ValueError) as error:  # xgrammar raises no other exceptions
             refuse_grammar(f"the grammar cannot be compiled: {_read_reason(error)}")

@@ -38,7 +38,7 @@ FORMATS = {
 
 
 def find_members(node: Mapping[str, Any], name: str | None, matched: Iterable[str]) -> Nodes:
-    """Return the schemas of member `name` (None: unlisted) that matches patterns `matched`."""
+    """Return the schemas of member `name` (None: unlisted). `matched` are patterns of the name."""
     found = []
     if name is not None and name in (listed := get_map(node, "properties")):
         found.append(listed[name])
@@ -68,7 +68,7 @@ def get_list(node: Mapping[str, Any], keyword: str) -> list[Any]:
 def read_items(node: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """Return the schemas of the first items, and the schema of later items (None: any value)."""
     items = node.get("items")
-    if isinstance(items, list):  # drafts before 2020-12 list the first items here
+    if isinstance(items, list):  # drafts before 2020-12 list the first items in `items`
         return items, node.get("additionalItems")
     return get_list(node, "prefixItems"), items
 

@@ -46,7 +46,7 @@ def structural_tag(
     try:
         content = content_format(grammar, budget, styles)
     except RecursionError:
-        refuse_grammar("a pattern or schema of the grammar is nested too deeply; make it simpler")
+        refuse_grammar("a pattern or schema of the grammar is nested too deeply; simplify it")
     tag = json.dumps({"type": "structural_tag", "format": _prepend_reasoning(reasoning, content)})
     is_large = len(tag) > (RISKY_CHOICES if grammar.kind == "choice" else RISKY_BYTES)
     budget.is_risky |= is_large or _has_long_literal(content)

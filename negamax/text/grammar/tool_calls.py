@@ -114,7 +114,7 @@ class CallStyle(ABC):
         ):
             refuse_grammar(
                 "minProperties and maxProperties cannot be enforced for the arguments of a call; "
-                "leave them out, or send strict: false"
+                "remove both, or send strict: false"
             )
         parts = []
         for key, nodes in shape.listed.items():

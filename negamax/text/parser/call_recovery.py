@@ -1,4 +1,4 @@
-"""Readers of calls and arguments that the model wrote in a syntax that is not its own.
+"""Readers of calls and arguments that the model wrote in a syntax other than the model's own.
 
 A call with an unreadable argument is dropped, because a tool must not run with missing arguments.
 """
@@ -75,7 +75,7 @@ def read_value(text: str, schema: ValueSchema) -> str:
 
 
 def may_hold_argument(text: str, schema: ValueSchema) -> bool:
-    """Return whether `text` looks like an argument. Otherwise `text` is prose beside a call."""
+    """Return whether `text` looks like an argument. Otherwise `text` is probably prose."""
     if text.lstrip().startswith(("{", "[", "<")):
         return True
     return any(name == "name" or schema.lists(name) for name in _NAMED.findall(text))

@@ -83,7 +83,7 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
 
 
 def merged(events: list[ParserEvent]) -> list[ParserEvent]:
-    """Join consecutive text events of one kind, so that a step yields few deltas."""
+    """Join consecutive text events of one kind, to get one delta per kind."""
     merged: list[ParserEvent] = []
     # Events of two calls have a `ToolCallStart` between them, so arguments are joined correctly.
     for _, group in groupby(events, key=type):

@@ -27,8 +27,8 @@ class CallWriter:
         self._emit = emit
         self._index = -1
         self._name = ""  # name of the open call until its `ToolCallStart` is emitted
-        self.before_call: Callable[[], None] = lambda: None  # called before each `ToolCallStart`
-        self._written: list[str] = []  # text of the arguments within containers so far
+        self.before_call: Callable[[], None] = lambda: None  # runs before each `ToolCallStart`
+        self._written: list[str] = []  # parts of the arguments that were written within containers
         self._closers: list[str] = []  # closing brackets of the open containers in the arguments
         self._has_members = False  # the innermost open container has members or items
 
@@ -98,7 +98,7 @@ class CallWriter:
         self._emit(ToolCallEnd(self._index))
 
     def cut_call(self) -> None:
-        """End a truncated call. Write "{" if the call has no arguments, because "" means {}."""
+        """End a truncated call. Write "{" if nothing was written, as clients read "" as {}."""
         if not self._has_members and not self._closers:
             self._arguments("{")
 
@@ -119,7 +119,7 @@ class CallWriter:
 
 
 class CallBlock(ABC):
-    """Reader of one call block, from its opener on. The parser passes the block's lexemes."""
+    """Reader of one call block. The parser passes the lexemes of the block to `take`."""
 
     __slots__ = (
         "_calls", "_has_calls", "_num_tried", "_opener", "_raw", "_schemas", "_show", "_unread",

@@ -21,7 +21,7 @@ Rules for every format:
 - White space between content and a call block is dropped. Line breaks at the start and end of
   reasoning and before content are dropped too.
 - Calls of undeclared tools are reported too. If the output ends within a tag, the tag is text.
-  Within a call block this tag is dropped, so that a truncated name gives no call.
+  Within a call block the beginning of the tag is dropped, so that a truncated name gives no call.
 - A call that is open at the end of the output is truncated. The arguments of a truncated call stay
   the beginning of a JSON object, so that clients do not run the call.
 """
@@ -62,7 +62,7 @@ class _ParserState(enum.Enum):
     BLOCK = "call block"
 
 
-# Module variables, because reading a member of the enumeration takes ten times as long.
+# These are module variables, because reading a member of an enumeration takes ten times as long.
 _REASONING, _CONTENT = _ParserState.REASONING, _ParserState.CONTENT
 
 
@@ -227,7 +227,7 @@ class OutputParser:
         may_be_empty = self._state is _CONTENT and not self._opener_is_loose
         is_block = lexeme.kind in confirming
         is_block = is_block or (may_be_empty and lexeme.kind is TagKind.BLOCK_CLOSE)
-        # inline code ends at a line break, so calls on later lines are calls
+        # inline code ends at a line break, so a call on a later line is not quoted
         if is_block and ("\n" in quoted or not self._channel.code.is_inline()):
             self._open_block(quoted)
         else:

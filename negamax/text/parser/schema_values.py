@@ -22,7 +22,7 @@ TEXT_TYPES = frozenset({"string", "null"})
 
 CONTAINERS = frozenset({"object", "array"})
 _ODD = re.compile(r"(?=.*[<>\"]).{1,512}", re.DOTALL)
-# Limit of the characters of all names that match _ODD. Tags with later names end at the first ">".
+# Limit of the total length of names that match _ODD. Tags with later names end at the first ">".
 _MAX_ODD_CHARS = 20_000
 _MAX_DIGITS = 4300  # `json.loads` refuses integers with more digits
 # null, booleans and numbers in the spelling of chat templates
@@ -39,7 +39,7 @@ class ToolSchemas:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._roots: dict[str, Any] = {}
-        self._arguments: dict[str, ValueSchema] = {}  # filled at the first call of each tool
+        self._arguments: dict[str, ValueSchema] = {}  # the first call of a tool adds an entry
         self._folded: dict[str, list[str]] = {}  # case-folded name -> declared names
         for tool in tools or ():
             function = tool.get("function", tool)
