@@ -74,4 +74,4 @@ def test_a_session_returns_after_the_server_ended(number: signal.Signals, tmp_pa
     for counter in ("evictions", "errors"):
         assert samples[f"negamax:kv_file_{counter}_total", None] == 0
     assert 0 < samples["negamax:kv_file_usage_perc", None] < 1
-    assert "the existing files hold 288" in (tmp_path / "second").read_text()
+    assert "existing files hold 288" in (tmp_path / "second").read_text()
