@@ -380,7 +380,7 @@ class Schemas:
         allowed = [node["propertyNames"] for node in branch if "propertyNames" in node]
 
         def choose(name: str | None, matched: Iterable[str]) -> Nodes:
-            """Return the schemas of the member `name`, which matches the patterns `matched`."""
+            """Return the schemas of the member `name`. `matched` are patterns of this name."""
             return _conjoin(find_members(node, name, matched) for node in branch)
 
         listed: dict[str, Nodes] = {}

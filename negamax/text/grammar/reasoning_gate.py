@@ -19,8 +19,8 @@ class ReasoningGate:
     """Follows the reasoning of one output.
 
     After `budget` tokens of reasoning the gate requires the closing tokens. With `calls_end_it`,
-    the opener of a call block also ends an open reasoning. `token_bytes` is required if a marker is
-    not a single token.
+    the opening tag of a call block also ends the reasoning. `token_bytes` is required if a tag of
+    the reasoning is not a single token.
     """
 
     def __init__(

@@ -37,10 +37,10 @@ def structural_tag(
 ) -> str:
     """Return the structural tag of an output, from the point where its grammar begins.
 
-    The grammar begins after the closer of an open reasoning, and contains an optional reasoning.
-    `styles` are the call styles of all families by name. After the call, `budget.is_risky` tells
-    whether compiling the grammar is risky. Raises `InvalidRequestError` for errors that
-    `Grammar.check` does not find.
+    If the prompt opens the reasoning, the grammar begins after the closing tag. The grammar
+    contains a reasoning that is optional. `styles` are the call styles of all families by name.
+    After the call, `budget.is_risky` tells whether compiling the grammar is risky. Raises
+    `InvalidRequestError` for errors that `Grammar.check` does not find.
     """
     budget = budget or Budget()
     try:
