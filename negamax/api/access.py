@@ -1,4 +1,4 @@
-"""Identify senders by API key, and refuse requests that pages of other sites cause."""
+"""Identify senders by API key, and refuse requests that web pages of other sites send."""
 
 import hashlib
 import hmac

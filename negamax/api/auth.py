@@ -1,4 +1,4 @@
-"""Refuse requests before their route runs, by headers, API key, readiness and queue length.
+"""Check headers, API key, readiness and queue length of each request before its route runs.
 
 The middleware checks a request before the body is read, so that a refusal costs little.
 """

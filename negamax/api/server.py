@@ -47,8 +47,8 @@ from negamax.options.server import ServerOptions
 
 logger = get_logger(__name__)
 
-_GC_THRESHOLD = 10_000  # Allocated containers that trigger a collection of generation 0.
-# Disables FastAPI's telemetry, which environment variables can enable. Old versions ignore this.
+_GC_THRESHOLD = 10_000  # Number of allocated containers that triggers a collection of generation 0.
+# Disables FastAPI's telemetry, which environment variables can enable in new versions.
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 ROUTERS = (
     make_health_router, make_models_router, make_chat_router, make_completions_router,
@@ -156,7 +156,7 @@ def make_event_loop() -> asyncio.Runner:
         from uvloop import Loop as loop_factory
     except ImportError:
         loop_factory = None
-    env.set_default("TOKENIZERS_PARALLELISM", "false")  # No threads for batches.
+    env.set_default("TOKENIZERS_PARALLELISM", "false")  # Do not tokenize batches in threads.
     return asyncio.Runner(loop_factory=loop_factory)
 
 

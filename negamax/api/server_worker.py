@@ -166,7 +166,7 @@ async def _next(reader: asyncio.StreamReader) -> wire.ServerMessage | None:
 
 
 def _failed(reason: str) -> None:
-    """Exit after an unreadable message from the engine. A new process may read later messages."""
+    """Exit after an unreadable engine message, because a new process may read later messages."""
     logger.error("%s", reason)
     exit_now(1)
 

@@ -146,7 +146,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         return await run_off_loop(build, num_bytes=self.num_bytes)
 
     async def stream(self, write: Write) -> None:
-        """Write the response as events. An error after the start becomes an event."""
+        """Write the response as events. Errors after the stream's start become events."""
         chunks = _Chunks(write)
 
         def send(choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
@@ -236,7 +236,7 @@ async def respond(
     headers: dict[str, str] | None = None,
     ping: Ping | None = None,
 ) -> Response:
-    """Answer a started request, whole or as a stream. `ping` defaults to SSE comments."""
+    """Answer a started request, whole or as a stream. `ping` defaults to an SSE comment."""
     if not request.params.stream:
         answer = await run_while_connected(request.http.receive, writer.whole())
         return await run_off_loop(

@@ -31,7 +31,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # Tokens since a call opener; 0 without an opener.
+        self._num_since_call = 0  # Number of tokens since the last call opener, or 0.
         self.has_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -77,7 +77,7 @@ class ReadingRules:
     may_call: bool = True  # If False, text that looks like a call is content.
     parallel_calls: bool = True  # If False, only the first call is reported.
     is_call_forced_by_name: bool = False  # If True, the finish reason of a call is "stop".
-    reasoning: ReasoningPlace | None = None  # If None, the server's parser decides.
+    reasoning: ReasoningPlace | None = None  # None selects the parser's default place.
     stream_reasoning: bool = True  # If False, reasoning is sent in one piece at its end.
     stop: tuple[str, ...] = ()  # Strings in the content that end the answer.
     includes_stop: bool = False  # If True, the stop string stays in the content.
@@ -105,8 +105,8 @@ class _CountingReader:
 class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Single writer: the request's handler.
 
-    If a request has stop strings, the engine's client calls this reader as a `TextReader`, because
-    the client must know when a stop string ends the answer. The client then outputs parsed events.
+    If a request has stop strings, the engine's client calls this reader as a `TextReader`, and the
+    outputs contain the events. The client must know when a stop string ends the answer.
     """
 
     def __init__(

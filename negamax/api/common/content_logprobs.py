@@ -44,9 +44,9 @@ class ContentLogprobs:
         self._text = ""
         self._start = 0  # Position of `_text` in the whole text.
         self._at = 0  # End of the last match in `_text`.
-        self._end = 0  # Number of characters so far.
+        self._end = 0  # Number of characters of the whole text so far.
         self._of_block: dict[int, list[ChatLogprob]] = {}  # Content logprobs by block index.
-        self._num_parts: dict[int, int] = {}  # Matched parts by block index.
+        self._num_parts: dict[int, int] = {}  # Number of matched parts by block index.
         self._latest = -1  # Index of the block that was matched last.
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:

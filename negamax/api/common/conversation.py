@@ -26,7 +26,7 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # The start of text with more characters is tokenized first.
+_PROBE_CHARS_PER_TOKEN = 8  # Longest text per context token that is tokenized at once.
 _LEAST_TOKENS = 2**18  # Lowest token limit; some requests only count tokens.
 
 

@@ -65,7 +65,7 @@ class History:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # By message number.
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # (index, parts) pairs.
 
     @property
     def is_in_loop(self) -> bool:

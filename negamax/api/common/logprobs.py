@@ -14,7 +14,7 @@ from negamax.api.schemas.answers import (
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # Replaces -inf, which JSON cannot express; as in vLLM.
+LEAST_LOGPROB = -9999.0  # Replaces -inf as in vLLM, because JSON has no -inf.
 
 
 def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
@@ -73,7 +73,7 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token. If alternatives have equal texts, the sampled or likeliest token wins."""
+        """Add a token. If alternatives have equal texts, the sampled or likeliest token is used."""
         chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             texts.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))

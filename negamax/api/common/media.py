@@ -19,7 +19,7 @@ from negamax import __version__
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.image_loader import MAX_IMAGE_BYTES, build_bytes_error
 
-TIMEOUT_SECONDS = 10.0  # Limit from connecting to the last byte.
+TIMEOUT_SECONDS = 10.0  # Time limit from connecting to the last byte.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 Resolve = Callable[[str, int], list[str]]
 

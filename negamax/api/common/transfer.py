@@ -72,7 +72,7 @@ def read_transfer(
 def describe_lease(
     request: GenerateRequest, info: TransferInfo | None, *, block_size: int
 ) -> TransferParams | None:
-    """Return a decoding server's parameters for reading a prompt, or None if none is kept."""
+    """Return a decoding server's parameters for reading a prompt, or None if it is not kept."""
     if not request.lease_id or info is None or request.lease_id.startswith(_ROOM):
         return None
     num_blocks = (len(request.prompt_token_ids) - 1) // block_size
@@ -109,7 +109,7 @@ def _read_room(
 
     room = pick(_ROOM)
     if not isinstance(params.bootstrap_room, list):
-        room += index  # SGLang adds the prompt's number to the room.
+        room += index  # SGLang adds the prompt's index to bootstrap_room.
     if info.role == BOTH:
         refuse(_ROOM, "this server both prefills and decodes; start it with --disaggregation-mode")
     if info.role == PRODUCER:

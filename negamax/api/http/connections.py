@@ -7,7 +7,7 @@ from typing import Any
 
 _READ_LIMIT = 1 << 16
 MAX_IDLE = 256  # Most idle connections to one server.
-IDLE_SECONDS = 4.0  # Less than the idle timeout of uvicorn, 5 s.
+IDLE_SECONDS = 4.0  # Limit for idle connections; uvicorn's limit is 5 s.
 
 
 class KeptReader(asyncio.StreamReader):

@@ -93,7 +93,7 @@ class Lifecycle:
             self._drain_end = time.monotonic() + self._drain_timeout
 
     async def drained(self, *, is_idle: Callable[[], bool]) -> bool:
-        """Wait until `is_idle()` and no request is open. Return False at the drain timeout."""
+        """Wait until `is_idle()` is true and no request is open. Return False at the timeout."""
         while self.num_open or not is_idle():
             if time.monotonic() >= self._drain_end:
                 return False

@@ -20,7 +20,7 @@ from negamax.base.log import get_logger
 logger = get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024  # Rough limit; `AuthMiddleware` checks the exact limits.
-_MAX_PARSED_URL_BYTES = 65535  # httptools refuses longer URLs.
+_MAX_PARSED_URL_BYTES = 65535  # The parser httptools refuses longer URLs.
 HEAD_SECONDS = 30.0  # Time limit for a request's head to arrive.
 MAX_FRAMING_BYTES = 64 * 1024  # Size limit of chunk extensions and trailers.
 # Size limit of a body after its answer: many clients send the whole body before they read.
@@ -112,7 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            num_bytes = len(getattr(self, "url", b""))  # No URL before a message begins.
+            num_bytes = len(getattr(self, "url", b""))  # There is no URL before a message begins.
             if num_bytes > _MAX_PARSED_URL_BYTES:
                 self._refuse(414, f"the URL has {num_bytes} bytes or more; send a shorter one")
             else:

@@ -44,7 +44,7 @@ def encode_named_event(name: str, answer: Struct) -> bytes:
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`. If the client closes its connection, cancel `work` and raise `ClientGoneError`.
 
-    `receive` is the ASGI channel after the whole body was read. Only a disconnect can arrive.
+    `receive` is the ASGI channel after the whole body was read; only a disconnect can arrive.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_hang_up(receive))

@@ -16,7 +16,7 @@ PIECE_BYTES = 256 * 1024  # Bytes decompressed at a time.
 MAX_PARTS = 1024  # Most gzip members or zstd frames in one body.
 _WINDOW_BITS = 23  # Largest zstd window that RFC 9659 allows: 8 MiB.
 _FRAME_BYTES = 2  # Number of bytes that show whether data has a zlib header.
-_RAW_DEFLATE = -15  # zlib's `wbits` for deflate data without a zlib header.
+_RAW_DEFLATE = -15  # `wbits` of zlib for deflate data without a zlib header.
 
 
 class _Inflater:

@@ -59,11 +59,11 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class TextLogprobs(Struct, frozen=True):
-    """Logprobs of /v1/completions. Lists have one entry per token. A prompt starts with null."""
+    """Logprobs of /v1/completions, one per token. The first token of a prompt has null."""
 
     tokens: list[str]  # Texts of the tokens.
     token_logprobs: list[float | None]  # Log-probabilities of the tokens.
-    top_logprobs: list[dict[str, float] | None]  # Log-probability by text of likely tokens.
+    top_logprobs: list[dict[str, float] | None]  # Log-probabilities of the likeliest texts.
     text_offset: list[int]  # Position of each token in the choice's text, in characters.
 
 
@@ -82,13 +82,13 @@ class TransferParams(Struct, frozen=True, kw_only=True):
     do_remote_prefill: bool = False  # Another server has computed the prompt.
     do_remote_decode: bool = False  # Keep the prompt, because another server will decode.
     remote_block_ids: list[Any] | None = None  # Indices of the kept blocks in the prompt.
-    remote_engine_id: str | None = None  # Id of the engine that holds the blocks.
-    remote_request_id: str | None = None  # Name of the kept prompt in that engine.
-    remote_host: str | None = None  # Host at which that engine listens.
-    remote_port: int | None = None  # Port at which that engine listens.
-    tp_size: int | None = None  # Tensor-parallel ranks of that engine.
-    dcp_size: int | None = None  # Decode context parallel ranks of that engine, always 1.
-    pp_size: int | None = None  # Pipeline stages of that engine, always 1.
+    remote_engine_id: str | None = None  # Id of the remote engine, which holds the blocks.
+    remote_request_id: str | None = None  # Name of the kept prompt in the remote engine.
+    remote_host: str | None = None  # Host at which the remote engine listens.
+    remote_port: int | None = None  # Port at which the remote engine listens.
+    tp_size: int | None = None  # Tensor-parallel ranks of the remote engine.
+    dcp_size: int | None = None  # Decode context parallel ranks of the remote engine, always 1.
+    pp_size: int | None = None  # Pipeline stages of the remote engine, always 1.
     remote_num_tokens: int | None = None  # Tokens in the kept blocks.
 
 

@@ -158,7 +158,7 @@ class SampledRequest(EngineRequest, SamplingFields):
 
     model: str | None = None  # Model name from /v1/models; default: the first name.
     seed: int | None = None  # Equal seeds give equal random draws.
-    min_tokens: int = 0  # Tokens before which neither end tokens nor stops end the answer.
+    min_tokens: int = 0  # Least tokens before an end token or stop string ends the answer.
 
 
 class TurnRequest(SampledRequest):
@@ -206,7 +206,7 @@ class GenerationRequest(SampledRequest):
     include_stop_str_in_output: bool = False  # Keep the stop string or token in the answer.
     no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output.
     skip_special_tokens: bool = True  # Omit the text of special tokens.
-    prompt_logprobs: int | None = None  # Alternatives per prompt token; no streams.
+    prompt_logprobs: int | None = None  # Alternatives per prompt token; not in streams.
     thinking_token_budget: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's thinking_token_budget.
     return_tokens_as_token_ids: bool = False  # Write token 123 as "token_id:123" in logprobs.
@@ -220,7 +220,7 @@ class GenerationRequest(SampledRequest):
         return self.max_thinking_tokens if budget is None else budget
 
     def answer_id(self, prefix: str) -> str:
-        """Return the answer's id: `prefix`, followed by the client's id or by a random id."""
+        """Return the answer's id, which has `prefix` and then the client's id or a random id."""
         return f"{prefix}-{self.request_id or self.rid or secrets.token_hex(16)}"
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:

@@ -45,7 +45,7 @@ def check_function(
 ) -> None:
     """Refuse a function if the prompt or the parser cannot use its name, description or schema.
 
-    `where` is the path of the function in the request. `schema_field` is its field with the schema.
+    `where` is the path of the function in the request. `schema_field` names its schema's field.
     """
     name = function.get("name")
     if (
@@ -122,8 +122,8 @@ def read_allowed_tools(
 ) -> tuple[str, dict[str, str]]:
     """Return the mode of a `tool_choice` of type "allowed_tools", and map its names to their paths.
 
-    The choice may have the shape of chat completions or of Responses. The name of a tool with a
-    type in `named_by_type` is its type. `may_run_elsewhere` skips tools of unknown types.
+    The choice may have the shape of chat completions or of Responses. A tool whose
+    type is in `named_by_type` has its type as name. `may_run_elsewhere` skips unknown types.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:
@@ -193,7 +193,7 @@ def check_call_choice(
     parallel: bool,
     allowed: Mapping[str, str] | None = None,
 ) -> CallChoice:
-    """Check a tool choice. `mode` is auto, none, required or function. Only function has a `name`.
+    """Check a tool choice. `mode` is auto, none, required or function, which needs a `name`.
 
     `allowed` maps the names of the tools that may be called to the paths of these names.
     """

@@ -96,7 +96,7 @@ class ChatRequest(StructuredRequest):
 
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
-    messages: Messages  # At most 16,384 messages, the latest one last.
+    messages: Messages  # At most 16,384 messages; the latest message is last.
     max_tokens: int | None = Field(default=None, ge=0)  # Token limit; 0 only caches the prompt.
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
@@ -105,10 +105,10 @@ class ChatRequest(StructuredRequest):
     # Whether the model may or must call tools, and which tools it may call.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
     parallel_tool_calls: bool = True  # False allows at most one call.
-    # Kinds of output, of which only text is supported.
+    # Requested kinds of output. Only text is supported.
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
-    add_generation_prompt: bool = True  # The prompt ends with the beginning of an answer.
+    add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
     continue_final_message: bool = False  # Requires add_generation_prompt=false.
     echo: bool = False  # With continue_final_message, repeat the continued text.
     thinking: ThinkingParam | None = None  # Whether the model thinks, and its token limit.

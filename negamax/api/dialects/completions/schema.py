@@ -61,9 +61,9 @@ class CompletionRequest(StructuredRequest):
     prompt: Annotated[
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
-    max_tokens: int | None = Field(default=16, ge=0)  # Limit; 0 scores the prompt, with echo.
+    max_tokens: int | None = Field(default=16, ge=0)  # Token limit; with echo, 0 scores the prompt.
     logprobs: int | None = Field(default=None, ge=0)  # Number of alternatives per token.
-    echo: bool = False  # Put the prompt before the text and its logprobs.
+    echo: bool = False  # Put the prompt, with its logprobs, before the text.
 
     @property
     def scores_only(self) -> bool:
@@ -91,7 +91,7 @@ class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
     """A whole answer or a stream chunk of /v1/completions."""
 
     object: str = "text_completion"
-    # `n` choices per prompt, in prompt order. A stream chunk has one choice, or none for usage.
+    # `n` choices per prompt, in prompt order. A stream chunk has one; the usage chunk has none.
     choices: list[TextChoice]
     # Token counts; in a stream only with include_usage, and null except in chunks with counts.
     usage: Usage | UnsetType | None = UNSET

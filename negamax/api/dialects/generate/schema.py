@@ -158,7 +158,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     spec_accept_token_num: int | UnsetType = UNSET  # Accepted draft tokens.
     spec_accept_rate: float | UnsetType = UNSET  # Share of draft tokens that were accepted.
     spec_accept_length: float | UnsetType = UNSET  # Tokens per step with draft tokens.
-    # [log-probability, token id, text or null] of each prompt token from logprob_start_len on.
+    # One [log-probability, token id, text or null] per prompt token from logprob_start_len on.
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # One entry per answer token.
     # The likeliest tokens at each position of the prompt.

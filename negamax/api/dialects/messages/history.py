@@ -40,8 +40,8 @@ def build_history(
 
     The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
     Adjacent messages of one role form one turn. In a user's turn the tool results come first.
-    After tool results, a text that is a `<system-reminder>` becomes a system message. A user
-    message would hide the thinking of the tool loop. Later system messages stay in place.
+    After tool results, a text that is a `<system-reminder>` becomes a system message, because a
+    user message would hide the thinking of the tool loop. Later system messages stay in place.
     `tool_notes` has a text to show for each place of a block that adds or removes tools.
     Thinking becomes reasoning, and its signature is not checked. Hidden thinking is unpacked if
     the prompt shows it. With `reads_images`, images of users and tool results stay images.

@@ -38,7 +38,7 @@ def _encode(event: Struct) -> bytes:
 
 
 _PING = _encode(schema.Ping())
-PING_SECONDS = 10.0  # Keeps proxies from closing the connection during a long prompt.
+PING_SECONDS = 10.0  # Ping interval that keeps proxies from closing idle connections.
 
 
 def make_messages_router(context: ApiContext) -> APIRouter:

@@ -90,14 +90,14 @@ class CountRequest(TurnRequest):
     }
 
     model: str = Field()  # Model name from /v1/models.
-    messages: Messages  # At most 16,384 messages, the latest one last.
+    messages: Messages  # At most 16,384 messages; the latest message is last.
     system: str | list[dict[str, Any]] | None = None  # Text or blocks of the system prompt.
     tools: list[dict[str, Any]] | None = None  # At most 1,024 tools that the model may call.
     tool_choice: ToolChoice | None = None  # Which tools the model may or must call.
     thinking: ThinkingConfig | None = None  # Whether the model thinks, and its token limit.
     output_config: OutputConfig = OutputConfig()  # Reasoning effort, and format of the text.
     output_format: dict[str, Any] | None = None  # The earlier name of output_config.format.
-    # Refused. The error code makes clients send the whole conversation.
+    # Refused with an error code that makes clients send the whole conversation.
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @cached_property
@@ -243,7 +243,7 @@ class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
 
 class BlockStart(Struct, frozen=True, tag="content_block_start", tag_field="type"):
     index: int  # Number of the block in the content.
-    content_block: ContentBlock  # The block before any text.
+    content_block: ContentBlock  # The new block, still without text.
 
 
 class BlockDelta(Struct, frozen=True, tag="content_block_delta", tag_field="type"):

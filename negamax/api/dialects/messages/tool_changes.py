@@ -16,7 +16,7 @@ from negamax.api.schemas.tools import (
     show_tools,
 )
 
-TOOL_CHANGES = ("tool_addition", "tool_removal")  # Types of blocks in system messages.
+TOOL_CHANGES = ("tool_addition", "tool_removal")  # Types of tool changes.
 _CLIENT_TOOLS = load_client_tools("messages")
 _SERVER_SEARCH = "tool_search_tool_"  # Type prefix of tool searches that this server does not run.
 

@@ -23,7 +23,7 @@ from negamax.text.messages import find_text, find_thought, unseen_note
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
 _RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
-# Types of items from models and tools of other servers. The prompt omits these items.
+# Types of items that the prompt omits, because models or tools of other servers wrote them.
 _PASSED_OVER = (
     "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
     "computer_call", "computer_call_output", "program", "program_output",
@@ -129,7 +129,7 @@ def _get_called_name(item: Mapping[str, Any]) -> Any:
 def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
     """Return the id of the call that a result belongs to.
 
-    A local shell result may have the item id of its call. `local_calls` maps this id to a call id.
+    A local shell result may have its call's item id. `local_calls` maps item ids to call ids.
     """
     call_id, item_id = item.get("call_id"), item.get("id")
     if call_id is not None or item.get("type") != "local_shell_call_output":

@@ -8,10 +8,10 @@ from negamax.api.dialects.responses.items import ItemList
 from negamax.api.dialects.responses.store import Item
 from negamax.api.schemas.request_model import check_choice, describe, refuse
 
-MAX_PAGE = 100  # Largest page in items, as at OpenAI.
+MAX_PAGE = 100  # Most items per page, as at OpenAI.
 _DEFAULT_PAGE = 20
 _ORDERS = ("asc", "desc")
-# Id prefixes by item type. Items of types that are missing here get no `status`.
+# Id prefixes by item type. Items of types without an id prefix get no `status`.
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",

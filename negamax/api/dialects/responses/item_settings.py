@@ -32,8 +32,8 @@ def apply_settings(
     """Apply the changes in `items` to the request. `items` has pairs of place and item.
 
     A tool is added unless its name is taken. At its start, the prompt shows the tools of items
-    before the first message. If there are none, the start shows the first added tools, because
-    the template describes calls there. Other tools are shown at the place of their item, so that
+    before the first message, or else the first added tools, because the template describes calls
+    at the start. Other tools are shown at the place of their item, so that
     cached prefixes stay valid. A tool with `defer_loading` is shown where the client's search finds
     it. The last effort and the last text format apply.
     """

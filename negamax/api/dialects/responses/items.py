@@ -33,7 +33,7 @@ class Item(Struct, frozen=True, tag_field="type"):
 class ReasoningItem(Item, frozen=True, tag="reasoning"):
     summary: list[SummaryText]  # One part if reasoning.summary is set, else empty.
     content: list[ReasoningText]  # Always one part.
-    encrypted_content: str | UnsetType | None = UNSET  # The reasoning, packed; only if requested.
+    encrypted_content: str | UnsetType | None = UNSET  # The packed reasoning, only if requested.
 
 
 class MessageItem(Item, frozen=True, tag="message"):

@@ -325,7 +325,7 @@ class _Responses:
     async def _given(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
-        """Return the input with resolved references, and the size in bytes of both together."""
+        """Return the input with resolved references, and the request's size with these items."""
         if isinstance(params.input, str):
             return [{"type": "message", "role": "user", "content": params.input}], num_bytes
         references = {
@@ -355,7 +355,7 @@ class _Responses:
         return given, num_bytes
 
     async def _items(self, item_ids: set[str], tenant: str) -> dict[str, Item]:
-        """Return output items of stored responses by id. Ask the processes that own these items."""
+        """Return output items of stored responses by id. Other processes send their items."""
         rank = self._context.server_rank
         by_owner: dict[int, set[str]] = {}
         for item_id in item_ids:

@@ -93,7 +93,7 @@ class ReasoningConfig(RequestModel):
 class TextConfig(RequestModel):
     """The field `text`: the format of the answer."""
 
-    format: dict[str, Any] | None = None  # `type` (text, json_object or json_schema), `schema`.
+    format: dict[str, Any] | None = None  # Object whose `type` is text, json_object or json_schema.
     verbosity: str | None = None  # No effect.
 
 
@@ -135,7 +135,7 @@ class ResponsesRequest(TurnRequest):
     include: list[str] = Field(default_factory=list)
     # Number of alternatives per token. Requires message.output_text.logprobs in `include`.
     top_logprobs: int = Field(default=0, ge=0)
-    # Returned in the response; keys have up to 64 characters, values up to 512.
+    # Copied to the response. Keys have up to 64 characters, and values up to 512 characters.
     metadata: Annotated[
         dict[
             Annotated[str, StringConstraints(max_length=64)],

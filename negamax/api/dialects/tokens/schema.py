@@ -61,7 +61,7 @@ class TokenizeRequest(RequestModel):
     ) = None  # A text or up to 1,024 texts, instead of messages.
     messages: Messages | None = None  # A conversation, instead of prompt.
     tools: Tools | None = None  # Tools that the prompt shows with the messages.
-    add_generation_prompt: bool = True  # The prompt ends with the beginning of an answer.
+    add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
     continue_final_message: bool = False  # Requires add_generation_prompt=false.
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
     return_token_strs: bool = False  # Return the texts of the tokens.
