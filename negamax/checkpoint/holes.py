@@ -47,13 +47,13 @@ def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> No
     for name, (entry, stored) in list(zeros.items())[:_MOST_LOOKED_AT]:
         if stored.has_offset_codes:
             raise CheckpointError(
-                f"{entry.file} has a hole: {entry.name} holds only zeros, and {stored.name} stores "
-                f"no matrix that way",
+                f"{entry.file} has a hole: {entry.name} holds only zeros, but the format "
+                f"{stored.name} never stores only zeros",
                 hint="download the file again",
             )
         if (torn := _torn(reader, entry)) is not None:
             raise CheckpointError(
-                f"{entry.file} has a hole: {name} holds only zeros, and {torn.name} beside it "
+                f"{entry.file} has a hole: {name} holds only zeros, and its neighbour {torn.name} "
                 f"begins or ends with zeros",
                 hint="download the file again",
             )

@@ -2,7 +2,7 @@
 
 Adjacent parts of a file are read as one piece, so disks and networks get requests of megabytes in
 file order. Threads read several pieces at a time into reused buffers, which are in pinned memory if
-the weights go to a GPU. The same threads dequantize matrices.
+the weights go to a GPU. These threads also dequantize matrices.
 
 The loader needs host memory for BUFFERS pieces, for the matrices that THREADS threads dequantize,
 and for the scales of a layer. Loading MiniMax-M2 needs 1 GiB and the page cache.
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     """A rank's part of a tensor, with the results of checks.
 
     `change` is set if a quantized matrix was converted to another quantized format. `change` is the
-    sum of squares of the change, divided by the sum of squares of the matrix.
+    sum of squares of the differences, divided by the sum of squares of the matrix.
     """
 
     move: Move

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 _ASSETS = Path(__file__).parent.parent / "assets"
-# name -> folder; `ModelFamily.embedded` is the name of the model of a family
+# name -> folder; `ModelFamily.embedded` is the name of a family's model
 EMBEDDED = {name: _ASSETS / name for name in ("nano", "nano-m3")}
 EMBEDDED_DRAFTS = {name: _ASSETS / name for name in ("nano-draft", "nano-m3-draft")}
 QUOTED_NAMES = " or ".join(map(repr, EMBEDDED))

@@ -145,7 +145,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
             raise
         raise ResourceError(
             f"{folder} cannot be written: {error.strerror}",
-            hint="free some space and run the same command again (finished files are kept)",
+            hint="free some space and run the command again (finished files are kept)",
         ) from error
 
 

@@ -53,7 +53,7 @@ class KindSummary:
 def compare(
     source: Source, destination: Path, *, progress: ShowProgress | None = None
 ) -> list[Difference]:
-    """Compare all weights with those in `destination`. Errors: `ConfigError`, `CheckpointError`."""
+    """Compare all weights with `destination`. Errors: `ConfigError`, `CheckpointError`."""
     converted = Source(destination)
     theirs = {weight.name: weight for weight in converted.weights}
     found: list[Difference] = []

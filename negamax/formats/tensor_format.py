@@ -267,7 +267,7 @@ class TensorFormat:
     def quantized_alone(self, region: Region, shape: tuple[int, int]) -> Region:
         """Return the smallest part of a matrix that contains `region` and can be quantized alone.
 
-        The quantized part has the same values as in the quantized whole matrix.
+        The values of the quantized part equal its values in the quantized matrix.
         """
         scales = [tensor for tensor in self.tensors if tensor.role is Role.SCALE]
         rows, columns = (

@@ -93,8 +93,8 @@ class Packets:
 class PacedPackets:
     """Resizes the fragments of one choice, and limits the time that text is held back.
 
-    All text is sent at once if it is the first text, if outputs arrive more than `HOLD_SECONDS`
-    apart, or if text was held for `HOLD_SECONDS`.
+    No text is held back if it is the first text, if outputs arrive more than `HOLD_SECONDS` apart,
+    or if text was held for `HOLD_SECONDS`.
     """
 
     __slots__ = ("_has_begun", "_held_since", "_last_output", "_packets")
