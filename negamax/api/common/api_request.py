@@ -115,7 +115,7 @@ def generate(
         raise InvalidRequestError(
             f"priority is {params.priority}; allowed: 0, because this server schedules requests in "
             f"order of arrival",
-            hint="leave it out, or start the server with --scheduling-policy priority",
+            hint="leave priority out, or start the server with --scheduling-policy priority",
             param="priority",
             code="invalid_value",
         )

@@ -46,7 +46,7 @@ class Exchange:
     def __init__(
         self, connection: Connection, gone: UnavailableError, keep: Callable[[], None] | None = None
     ) -> None:
-        """All methods raise `gone` if the connection or the answer ends early. `keep` is called at
+        """`gone` is the error for a connection or an answer that ends early. `keep` is called at
         the end if the connection is reusable. Without `keep` the connection is closed.
         """
         self.status = 0

@@ -77,7 +77,7 @@ def make_responses_router(context: ApiContext) -> APIRouter:
     async def retrieve(http: Request, response_id: str) -> Response:
         """Return a stored response."""
         if http.query_params.get("stream", "false").lower() == "true":
-            refuse("stream", "a stored response is not streamed again; leave it out")
+            refuse("stream", "a stored response cannot be streamed again; leave the field out")
         return _json_bytes(responses.fetched(response_id, get_tenant(http)))
 
     @router.get("/v1/responses/{response_id}/input_items")
@@ -349,7 +349,7 @@ class _Responses:
         allowed = self._context.body_limits.num_bytes
         if num_bytes > allowed:
             raise PayloadTooLargeError(
-                f"input: {num_bytes} bytes with the items it refers to; allowed: {allowed}",
+                f"input: {num_bytes} bytes, including the referenced items; allowed: {allowed}",
                 code="body_too_large",
             )
         return given, num_bytes
