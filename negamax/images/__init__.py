@@ -1,1 +1,1 @@
-"""Images of requests: sizes after resizing, and decoding in a process with limits."""
+"""Compute the sizes of resized images, and decode images in a process with limits."""

@@ -21,9 +21,9 @@ Image.MAX_IMAGE_PIXELS = None  # `MAX_SOURCE_PIXELS` is checked before anything 
 def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> bytes:
     """Return a packed `HEADER`, followed by the first frame as uint8 [height, width, 3].
 
-    `data`: base64 of PNG, JPEG, GIF or WEBP. `rule` and `longest` are arguments of `sizes.fit`.
-    The frame is rotated upright and drawn on white. Without `needs_pixels`, only the size is
-    returned, and height and width are exchanged if the file asks for a rotation by 90 degrees.
+    `data`: base64 of PNG, JPEG, GIF or WEBP. `rule` and `longest` are arguments of `sizes.fit`. The
+    frame is rotated upright and drawn on a white background. Without `needs_pixels`, only the size
+    is returned, and height and width are exchanged if the file asks for a rotation by 90 degrees.
     Raises `InvalidRequestError`; the caller prepends the image's position to its message.
     """
     try:
@@ -63,7 +63,7 @@ def _decode_base64(text: str) -> bytes:
 
 
 def _flatten(image: Image.Image) -> Image.Image:
-    """Convert to 8-bit RGB. Transparent pixels are drawn on white, 16-bit values rounded."""
+    """Convert to 8-bit RGB. Draw transparent pixels on white, and round 16-bit values."""
     if image.mode.startswith("I"):
         image = image.convert("F").point(lambda value: value * (1 / 257) + 0.5).convert("L")
     if image.has_transparency_data:

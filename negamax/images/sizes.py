@@ -1,6 +1,6 @@
 """Compute the sizes to which MiniMax-M3 resizes images, by one of two rules.
 
-Height and width become multiples of `SIDE`. A square of `SIDE` x `SIDE` pixels is one image token.
+Height and width become multiples of `SIDE`. One image token represents `SIDE` x `SIDE` pixels.
 """
 
 import math
@@ -13,8 +13,8 @@ Rule = Literal["longest", "area"]
 RULES: tuple[str, ...] = get_args(Rule)
 # first bytes of a decoded image: height and width after resizing, number of source pixels
 HEADER = struct.Struct(">III")
-SIDE = 28  # pixels on each side of the square that one image token represents
-LONGEST_SIDE = 2016  # default; requests may set another multiple of SIDE
+SIDE = 28  # width and height in pixels of the square that one image token represents
+LONGEST_SIDE = 2016  # default for the rule "longest"; requests may set another multiple of SIDE
 LONGEST_SIDES = (112, 3584)  # range that requests may set, in pixels
 MAX_ASPECT_RATIO = 200
 _SHORTEST_SIDE = 112

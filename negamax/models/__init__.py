@@ -1,4 +1,4 @@
-"""Model families: one folder per family. `registry.py` lists the families.
+"""Model families. Each family has a folder. `registry.py` lists the families.
 
 Only `model.py`, `decoder.py` and `build.py` import torch.
 """

@@ -25,9 +25,9 @@ def build_model(
 ) -> Decoder:
     """Build this rank's part of the model, without weights.
 
-    `keep_quantized` keeps a matrix in its stored format if a kernel reads that format. Other
-    matrices are dequantized at load. Raises `ConfigError` for an unknown architecture, and for
-    sizes that `context.layout` cannot split.
+    If `keep_quantized` is true, a matrix keeps its stored format if a kernel reads this format.
+    Other matrices are dequantized at load. Raises `ConfigError` for an unknown architecture, and
+    for sizes that `context.layout` cannot split.
     """
     family = find_family(spec.architecture)
     weights = WeightFormat(kernels.dtype, device, detect(spec.quantization), keep_quantized)

@@ -1,6 +1,6 @@
 """Choose the chat format of the served model: template, tags, output parser and call grammar.
 
-The names of the parsers are those of vLLM and SGLang:
+vLLM and SGLang use the same parser names:
 
 | name | tool calls | reasoning |
 |---|---|---|
@@ -28,7 +28,7 @@ from negamax.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 
-_ANY = next(iter(CHAT_FAMILIES.values()))  # the family to use when both parsers are `none`
+_ANY = next(iter(CHAT_FAMILIES.values()))  # family that is used if both parsers are `none`
 _TOOL_CALL_FAMILIES = {
     name: family for family in CHAT_FAMILIES.values() for name in family.parser_names
 }
@@ -56,8 +56,8 @@ class ChatFormat:
     family: ChatFamily
     thinking: Thinking
     reads_calls: bool
-    template: ChatTemplate | None = None  # None if prompts are plain text.
-    # Token ids of tags; the parser finds tags without an id by their text.
+    template: ChatTemplate | None = None  # None: prompts are plain text.
+    # Token ids of tags. The parser finds tags that have no token id by their text.
     tag_ids: Mapping[str, int] = field(default_factory=dict)
     closing_ids: tuple[int, ...] = ()  # the tokens that close the reasoning
 
@@ -71,11 +71,11 @@ class ChatFormat:
         tool_call_parser: str | None = AUTO,
         reasoning_parser: str | None = AUTO,
     ) -> Self:
-        """Choose the format of `model` (its architecture or model_type in config.json).
+        """Choose the format of `model`, an architecture or a model_type in config.json.
 
-        A parser of None means `none`. Without a `tokenizer` the parser finds all tags by their
-        text. Raises `ConfigError` for an unknown parser name, for parsers of two families, and for
-        `auto` if the model's family is unknown.
+        The parser name None means `none`. Without a `tokenizer`, the parser finds all tags by their
+        text. Raises `ConfigError` for an unknown parser name, for parser names of two families, and
+        for `auto` if the model's family is unknown.
         """
         family, thinking = _choose(model, tool_call_parser or NONE, reasoning_parser or NONE)
         chosen = cls(family, thinking, tool_call_parser not in (None, NONE), template)
@@ -172,7 +172,7 @@ def check_parsers(*, tool_call_parser: str | None, reasoning_parser: str | None)
 def _choose(
     model: str, tool_call_parser: str, reasoning_parser: str
 ) -> tuple[ChatFamily, Thinking]:
-    """Return the chat family, and how the parser treats its reasoning."""
+    """Return the chat family, and whether the parser separates the reasoning from the content."""
     _check_name("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS)
     _check_name("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     of_calls = _TOOL_CALL_FAMILIES.get(tool_call_parser)

@@ -34,12 +34,12 @@ class AttentionBlock(Protocol):
     """The attention of a `DecoderLayer`."""
 
     slots: list[WeightSlot]
-    # fused kernel that includes the norm of queries and keys; None: the norm runs separately
+    # fused kernel that also norms queries and keys; None: another kernel norms them
     norm_kernel: AnyKernel | None
 
     @property
     def activation(self) -> ActivationFormat | None:
-        """The quantized format that the attention accepts besides plain activations."""
+        """The quantized format in which the attention accepts `x`; None: unquantized only."""
 
     @property
     def gives_quantized(self) -> bool:
@@ -68,7 +68,7 @@ class DecoderLayer:
         gemma: bool = False,
         setup: LayerSetup,
     ) -> None:
-        """`norms` are the names of the norms before the attention and before the MLP."""
+        """`norms`: tensor names of the norm before the attention and the norm before the MLP."""
         self.attention, self.mlp = attention, mlp
         shared: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
         self.input_norm, self.post_norm = (
@@ -129,7 +129,7 @@ def paged_shape(spec: ModelSpec, layers: Sequence[DecoderLayer], view: Attention
 
 
 def moe_sizes(spec: MoeSpec) -> dict[str, Any]:
-    """Return the sizes of `spec` as arguments of `SparseMoe`."""
+    """Return the sizes in `spec` as arguments for `SparseMoe`."""
     return {
         "hidden_size": spec.hidden_size,
         "width": spec.expert_width,
@@ -143,8 +143,8 @@ class Decoder:
 
     The loader writes weights through `weight_slots`, then calls `finish_loading` once. Blocks
     return partial sums over the ranks, and the next norm completes these sums. Every stage holds
-    its layers. The first stage also holds the embedding, and the last stage holds the last norm
-    and the head. Stages pass the complete residual stream.
+    its layers. The first stage also holds the embedding, and the last stage also holds the last
+    norm and the head. A stage sends the complete residual stream to the next stage.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Decoder:
     ) -> None:
         """`kinds` pairs each kind of attention with the index of one of its layers in `layers`.
 
-        `eps` and `gemma` belong to the last norm (see `RmsNorm`). `vision` is for the first stage.
+        `eps` and `gemma` belong to the last norm (see `RmsNorm`). `vision`: first stage only.
         """
         self.spec, self.layers, self._kinds = spec, layers, kinds
         layout, weights = setup.context.layout, setup.weights
@@ -178,7 +178,7 @@ class Decoder:
                 names.embedding, vocab_shape, rows=rows, group=self._group, weights=weights
             )
             slots += self.embedding.slots
-        # Stages before the last use this norm, without its weight, to complete the residual stream.
+        # Stages before the last complete the residual stream with this norm, without its weight.
         own: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
         self._norm = RmsNorm(names.norm, spec.hidden_size, activation=None, **own)
         if self.is_last_stage:
@@ -204,11 +204,12 @@ class Decoder:
 
         For each layer number in `capture`, the residual stream [T, hidden] that enters the layer is
         captured, summed over the ranks, and written to the tensor in `out` if there is one. The
-        number of layers stands for the stream after the last layer. A layer of another stage yields
-        its tensor in `out` unchanged, or no stream. `images` are the image rows of the first stage.
+        number of layers selects the stream after the last layer. For a layer of another stage, the
+        tensor in `out` (if any) is returned unchanged. `images` are the image rows of the first
+        stage.
 
-        Stages after the first run on `entering` [T, hidden] instead of tokens: this rank's part of
-        the previous stage's residual stream, which is a sum over the ranks. The call overwrites
+        Stages after the first run on `entering` [T, hidden] instead of tokens. The sum of
+        `entering` over the ranks is the residual stream of the previous stage. The call overwrites
         `entering`. A stage before the last returns its residual stream instead of hidden states.
         """
         streams: dict[int, Tensor | None] = dict.fromkeys(capture)
@@ -244,7 +245,7 @@ class Decoder:
         """Run the first `len(kv)` layers of this rank.
 
         Takes x and residual [T, hidden] before the first layer. Returns x and residual after the
-        last layer. `streams` receives the residual stream before each layer in its keys.
+        last layer. `streams` maps layer numbers to streams, and receives them.
         """
         metadata = self.prepare(metadata, kv)
         for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):

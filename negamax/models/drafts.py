@@ -1,7 +1,7 @@
-"""The spec and the error messages that all families of draft models share.
+"""Define the spec of draft models, and the errors that all families of draft models share.
 
 A draft model proposes tokens for its target model, and reads the residual stream that enters some
-layers of the target. Layer number L means the residual stream after L layers.
+layers of the target. Layer number L stands for the residual stream after L layers.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -21,16 +21,16 @@ LAYERS_HINT = f"list the layers whose input it was trained on in --speculative-c
 class DraftSpec(ModelSpec):
     """A model that proposes tokens for another model, its target."""
 
-    # whether each rank holds all rows of the target's embedding, if the draft has no own embedding
+    # whether each rank copies the whole embedding of the target, if the draft has none
     copies_embedding: ClassVar[bool] = False
 
     target_hidden_size: int
-    # layers of the target whose input the draft reads; () means `default_layers`
+    # numbers of the target's layers whose input the draft reads; (): use `default_layers`
     aux_layers: tuple[int, ...] = ()
     num_aux: int  # Number of target layers that the draft reads.
     own_embedding: bool = False  # False: the draft uses the target's embedding.
     own_head: bool = True
-    is_rotated_back: bool = False  # The target's weights are rotated (QuaRot), the draft's are not.
+    is_rotated_back: bool = False  # Only the target's weights are rotated (QuaRot).
     # Properties of the target, as the draft's files state them.
     target_model_type: str | None = None
     target_num_layers: int | None = None
@@ -108,10 +108,10 @@ class DraftModel:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftFamily(ModelFamily):
-    """A family of draft models; its module `names` is a `DraftNames`."""
+    """A family of draft models, whose module `names` implements `DraftNames`."""
 
     method: str  # Name of the method in --speculative-config.
-    architectures: tuple[str, ...]  # Every spelling in config.json.
+    architectures: tuple[str, ...]  # All spellings of the architecture in config.json.
 
 
 class DraftNames(WeightNames, Protocol):
@@ -121,7 +121,7 @@ class DraftNames(WeightNames, Protocol):
     HEAD: str
 
     def list_slots(self, names: Iterable[str]) -> set[str]:
-        """Return the slots of the draft that the tensors `names` fill."""
+        """Return the draft's weight slots that checkpoint tensors with these `names` fill."""
 
 
 class IsDraft(ConfigError):
@@ -138,7 +138,7 @@ class IsDraft(ConfigError):
 
 @contextmanager
 def name_draft_errors(name: str | None) -> Iterator[None]:
-    """Put the name of the draft in front of errors about its files."""
+    """Prefix errors about a draft's files with the name of the draft."""
     try:
         yield
     except (ConfigError, CheckpointError) as error:

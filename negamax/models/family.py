@@ -11,7 +11,7 @@ from negamax.formats.tensor_format import Axis
 from negamax.layers.names import MlpNames, MoeNames
 from negamax.text.chat_family import ChatFamily
 
-# Why tensors with scales of an int8 KV cache are skipped.
+# The reason for skipping tensors with scales of an int8 KV cache.
 INT8_CACHE = "scales of an int8 KV cache; keys and values are cached in another dtype"
 
 
@@ -26,28 +26,28 @@ class ModelFamily:
     `model` imports torch.
     """
 
-    architecture: str  # In `architectures` of config.json.
+    architecture: str  # Name in `architectures` of config.json.
     model_types: tuple[str, ...]  # Allowed values of model_type in config.json.
     package: str
     spec: type[ModelSpec]
-    read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # From a parsed config.json.
+    read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # Reads a parsed config.json.
     chat: ChatFamily | None = None  # None: the model has no chat format.
-    # Fields of `SamplingDefaults`, for checkpoints without a generation_config.json.
+    # Fields of `SamplingDefaults`; used if a checkpoint has no generation_config.json.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     # extracts the config.json of the part of a checkpoint that is served
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     # specs of published models by short names, for models without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)
-    embedded: str = "nano"  # embedded checkpoint whose tokenizer models without files use
+    embedded: str = "nano"  # bundled checkpoint whose tokenizer is used for models without files
 
 
 @dataclass(frozen=True)
 class Placement:
     """The weight slots that a checkpoint tensor fills.
 
-    A tensor with a `skip_reason` is skipped if its slots do not exist. Several `slots` are joined
-    along the rows of their matrices, in this order. A * in a slot's name stands for the expert
-    number, and the tensor stacks the experts in its first dimension.
+    A tensor with a `skip_reason` is skipped if its slots do not exist. If there are several
+    `slots`, the tensor joins their matrices along the rows, in this order. A * in a slot's name
+    stands for the expert number, and the tensor stacks the experts in its first dimension.
     """
 
     slots: tuple[str, ...]
@@ -55,18 +55,18 @@ class Placement:
 
 
 class Spellings:
-    """Rules for tensor names. All `aliases` apply in order; of other rules, the first applies."""
+    """Rules for tensor names. All `aliases` apply in order. Of other rules, the first applies."""
 
     def __init__(
         self, aliases: _Pairs, fused: Sequence[tuple[str, tuple[str, ...]]], skipped: _Pairs
     ) -> None:
-        """Pair each pattern with its replacement, its joined slots or its skip reason."""
+        """Arguments pair patterns with replacements, with joined slots or with skip reasons."""
         self._aliases = [(re.compile(pattern), text) for pattern, text in aliases]
         self._fused = [(re.compile(pattern), slots) for pattern, slots in fused]
         self._skipped = [(re.compile(pattern), reason) for pattern, reason in skipped]
 
     def respell(self, name: str) -> str:
-        """Return the slot name of a tensor: its name after all aliases."""
+        """Return the slot name of a tensor by applying all aliases to its name."""
         for pattern, replacement in self._aliases:
             name = pattern.sub(replacement, name)
         return name
@@ -97,13 +97,13 @@ class WeightSpec:
     name: str
     shape: tuple[int, ...]
     count: int = 1
-    used: int | None = None  # Tensors that one token uses, of `count`; None: all.
-    joins_experts: bool = False  # Sharded like the experts if every rank has a part of all experts.
-    parts: int | None = None  # Largest number of shards; more ranks hold copies; None: no limit.
-    is_query: bool = False  # Ranks that shard one KV cache (DCP) each hold all their parts.
+    used: int | None = None  # Number of the `count` tensors that one token uses; None: all.
+    joins_experts: bool = False  # If each rank has a shard of every expert: sharded like experts.
+    parts: int | None = None  # Largest number of shards; more ranks hold copies. None: no limit.
+    is_query: bool = False  # Ranks that shard one KV cache (DCP) hold the same part.
     splits: Axis | None = None  # The axis of the matrix that ranks shard.
     dtype: str | None = None  # Dtype in memory; None: the stored format or the compute dtype.
-    is_table: bool = False  # Rows of the tensor are looked up, not multiplied.
+    is_table: bool = False  # Tokens look up rows of the tensor; it is in no GEMM.
     is_head: bool = False  # Always held in the compute dtype.
     is_vision: bool = False  # Part of the vision tower, which is neither quantized nor sharded.
 
@@ -144,13 +144,13 @@ class WeightNames(Protocol):
     """The module `names` of a family."""
 
     def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
-        """Return the placement of each checkpoint tensor, in slots that may not exist."""
+        """Return the placement of each checkpoint tensor. Its slots need not exist."""
 
     def layer_of(self, slot: str) -> int | None:
         """Return the layer number in a slot's name; None outside the layers."""
 
     def weights(self, spec: ModelSpec) -> Iterable[WeightSpec]:
-        """List all tensors of a model under the names of their slots."""
+        """List all tensors of a model, named as their weight slots."""
 
 
 class Init(Protocol):

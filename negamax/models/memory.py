@@ -17,9 +17,9 @@ from negamax.parallel.layout import ParallelLayout, share
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
-_NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # an expert's number in a quantization config
+_NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # an expert's number in a config
 ONE_RANK = ParallelLayout()
-Kept = Callable[[TensorFormat], bool]  # whether matrices of a format are kept as stored
+Kept = Callable[[TensorFormat], bool]  # returns whether matrices of a format are kept as stored
 
 
 def as_stored(stored: TensorFormat) -> bool:
@@ -36,14 +36,14 @@ def dequantized(stored: TensorFormat) -> bool:
 class WeightKind:
     """Weights of a model that differ only in their layer number."""
 
-    weight: WeightSpec  # The first of these weights.
-    formats: tuple[TensorFormat, ...]  # Stored format of each expert, or one format for all.
-    # Formats of all matrices of each expert; () for weights outside experts.
+    weight: WeightSpec  # One of these weights.
+    formats: tuple[TensorFormat, ...]  # Stored formats, one for each expert or one for all.
+    # The set of formats of each expert's matrices; () for weights outside experts.
     joined: tuple[frozenset[TensorFormat], ...]
-    layers: tuple[int | None, ...]  # layer of each weight; None: outside the layers
+    layers: tuple[int | None, ...]  # layer number of each weight; None: not in a layer
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
-        """Return the format on a rank, or `PLAIN` if its experts have different formats."""
+        """Return the format on a rank; `PLAIN` if the rank's experts have different formats."""
         here = range(1) if len(self.formats) == 1 else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
         others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])
@@ -82,7 +82,7 @@ class ModelWeights:
     def on_rank(
         self, *, dtype: str, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
     ) -> Iterator[tuple[WeightKind, int, float]]:
-        """Yield each kind of weight on rank `layout.rank`, its number of layers and total bytes."""
+        """Yield (kind of weight, number of its layers, total bytes) for rank `layout.rank`."""
         layers = layout.layers(self.spec.num_layers)
         for kind in self.kinds:
             enters = kind.weight.is_table or kind.weight.is_vision
@@ -109,7 +109,7 @@ def weight_bytes(
 def draft_bytes(
     spec: DraftSpec, *, dtype: str, kept: Kept = as_stored, ranks: int = 1, embeds: bool = True
 ) -> int:
-    """Return the bytes of a draft on each of `ranks`, with its rotation and copied embedding.
+    """Return a draft's bytes on each of `ranks`, including its rotation and a copied embedding.
 
     The target's embedding is copied if it is rotated, if another pipeline stage holds it
     (`embeds` is false), or if it is sharded and the draft needs all rows.
@@ -126,7 +126,7 @@ def draft_bytes(
 def expert_padding(
     spec: ModelSpec, *, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
 ) -> str | None:
-    """Describe the padding of sharded experts on a rank; None without padding."""
+    """Describe the padding of sharded experts on a rank; None if shards need no padding."""
     kinds = (kind for kind in ModelWeights(spec).kinds if kind.weight.used is not None)
     kind = next((each for each in kinds if each.weight.splits), None)
     if kind is None or kind.weight.splits is None:
@@ -135,7 +135,7 @@ def expert_padding(
     width = experts.shape[kind.weight.splits.value]
 
     def room(ep: int) -> tuple[int, int]:
-        """Return the columns of an expert on a rank with padding, and the unit of the split."""
+        """Return an expert's columns on a rank, including padding, and the unit of the split."""
         size = ranks // ep
         unit = stored.split_width(width // size, kept)[1] if kept(stored) else 1
         return share(width, rank=0, size=size, unit=unit).size, unit
@@ -165,7 +165,7 @@ def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> f
 
 
 def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
-    """Return how many experts of a layer `num_tokens` tokens use on average; None if dense."""
+    """Return how many experts per layer `num_tokens` tokens use on average; None if dense."""
     for weight in import_names(spec).weights(spec):
         if weight.used is not None:
             return weight.count * hit_share(weight, num_tokens)

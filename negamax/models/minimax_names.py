@@ -2,8 +2,8 @@
 
 Slots carry the names of MiniMax's own checkpoints
 (`model.layers.0.block_sparse_moe.experts.0.w1.weight`, without a prefix `language_model.`).
-Re-saved and converted checkpoints spell some names otherwise, or store several matrices as one
-tensor. `SPELLINGS` holds the rules for such checkpoints.
+Re-saved and converted checkpoints use other names, or store several matrices as one tensor.
+`SPELLINGS` holds the rules for such checkpoints.
 """
 
 import re
@@ -46,7 +46,7 @@ def norms(layer: int, *, root: str = "model.") -> tuple[str, str]:
 
 
 def attention_weights(spec: ModelSpec, layer: int, *, norms_heads: bool) -> Iterator[WeightSpec]:
-    """List the attention tensors. With `norms_heads`, each query and key head is normed alone."""
+    """List the attention tensors. With `norms_heads`, each query or key head has its own norm."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     own = attention(layer)
@@ -71,7 +71,7 @@ def moe_weights(names: MoeNames, spec: MoeSpec) -> Iterator[WeightSpec]:
 
 
 _MTP = "multi-token prediction, not used"
-# Only multi-token prediction layers, which may follow the model's own layers, have these tensors.
+# Only multi-token prediction layers have these tensors. They may follow the model's own layers.
 _MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
 _OF_EXPERTS = "gate|router|experts|shared_experts|e_score_correction_bias"
 SPELLINGS = Spellings(
@@ -135,7 +135,7 @@ SPELLINGS = Spellings(
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """Place checkpoint tensors (see `WeightNames`). Multi-token prediction layers are skipped."""
+    """Return the placement of checkpoint tensors (see `WeightNames`), without prediction layers."""
     slots = {name: SPELLINGS.respell(name) for name in names}
     own = map(_MTP_OWN.match, slots.values())
     mtp = {layer for match in own if match and (layer := int(match[1])) >= num_layers}

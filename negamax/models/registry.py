@@ -48,7 +48,7 @@ def find_family(architecture: str) -> ModelFamily:
 
 
 def find_draft_family(config: Mapping[str, Any]) -> DraftFamily | None:
-    """Return the draft family that a config.json names; None if the model is no draft."""
+    """Return the draft family that a config.json names; None if the model is not a draft."""
     names = config.get("architectures")
     for family in DRAFTS.values():
         if isinstance(names, list | tuple) and any(name in family.architectures for name in names):
@@ -65,7 +65,7 @@ def find_bundled_draft(name: str) -> DraftSpec | None:
 
 
 def list_model_types(architecture: str) -> list[str]:
-    """List every model_type of the package that implements `architecture`."""
+    """List all values of model_type for the package that implements `architecture`."""
     package = find_family(architecture).package
     families = (family for family in FAMILIES.values() if family.package == package)
     return list(dict.fromkeys(name for family in families for name in family.model_types))
@@ -100,7 +100,7 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
         types = dict.fromkeys(name for family in found for name in family.model_types)
         refuse("model_type", model_type, " or ".join(map(repr, types)))
     spec = of_type[0].read_spec(config)
-    # config.json, also that of its text model, takes precedence over ModelOpt's file
+    # the quantization in config.json or in its text_config replaces that in ModelOpt's file
     described = read_quantization(config, folder)
     is_beside = described is None or described.source == MODELOPT_FILE
     quantization = (spec.quantization or described) if is_beside else described
@@ -121,7 +121,7 @@ def bundled_spec(name: str) -> ModelSpec:
 
 
 def format_hub_id(name: str) -> str:
-    """Return the hub id of the bundled model `name`, such as MiniMaxAI/MiniMax-M2.5."""
+    """Return the Hugging Face id of the bundled model `name`, such as MiniMaxAI/MiniMax-M2.5."""
     words = name.lower().removeprefix("minimax-").split("-")
     own = (word.upper() if re.search(r"\d", word) else word.capitalize() for word in words)
     return f"MiniMaxAI/MiniMax-{'-'.join(own)}"
@@ -141,7 +141,7 @@ def import_draft_names(spec: DraftSpec) -> DraftNames:
 
 
 def import_init(spec: ModelSpec) -> Init:
-    """Import the synthetic weights of `spec`'s family."""
+    """Import the module `init` of `spec`'s family, which draws synthetic weights."""
     return cast(Init, import_module(f"{find_family(spec.architecture).package}.init"))
 
 

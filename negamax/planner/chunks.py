@@ -1,12 +1,12 @@
-"""Choose prompt chunks that take equally long in a pipeline, by the times that `cost` predicts."""
+"""Choose prompt chunks that take equally long in a pipeline, using times predicted by `cost`."""
 
 from collections.abc import Iterator
 
 from negamax.planner.cost import Costs
 from negamax.scheduler.chunk_length import ChunkLength, EvenTimes
 
-# No chunk is shorter than a step divided by LEAST_SHARE. A shorter chunk would read the weights
-# once more, which takes longer than it saves in later stages.
+# No chunk is shorter than a step divided by LEAST_SHARE. Shorter chunks read the weights more
+# often, which takes longer than it saves in later stages.
 LEAST_SHARE = 4
 _POINTS = 64  # approximate number of context lengths for which costs are computed
 
@@ -35,7 +35,7 @@ def chunks(length: ChunkLength, num_tokens: int, *, budget: int) -> Iterator[int
 
 
 def _longest(costs: Costs, after: int, limit: float, *, least: int, most: int) -> int:
-    """Return the longest chunk from `least` to `most` tokens within `limit` seconds, or `least`."""
+    """Return the longest chunk of `least` to `most` tokens in `limit` seconds, else `least`."""
     while least < most:
         middle = (least + most + 1) // 2
         if costs.chunk_seconds(middle, after=after) <= limit:

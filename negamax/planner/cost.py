@@ -31,21 +31,21 @@ from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
 # Fractions of the vendor's figures. Copies, and GEMMs with FP8 blocks or unquantized weights, reach
-# 4.25 of 4.8 TB/s. GEMMs with other formats reach less, depending on the bits of an element.
+# 4.25 of 4.8 TB/s. GEMMs with other formats reach less, which depends on the bits per element.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
 DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
-# Time of a layer apart from reads: nine dependent kernels, a part per row, a part per token. One
-# or two rows on one rank run eight kernels and take about 1 us less than the fit predicts.
+# Time of a layer in addition to reads: for nine dependent kernels, per row, and per token. One or
+# two rows on one rank run eight kernels and take about 1 us less than the fit predicts.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
 MOST_ROWS = 256  # Rows beyond this number add no time.
-# Sums over ranks of one machine. For few tokens, stores carry flags, which doubles the bytes.
+# Sums over ranks of a machine. For few tokens, each value has a flag, which doubles the bytes.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
-SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Time that a sum adds to a fused norm; the QK norm.
+SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Times of a sum in a fused norm, and of a QK norm.
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
-MERGE_SECONDS = 4e-6  # Calculated time to merge attention results by stores that carry flags.
+MERGE_SECONDS = 4e-6  # Calculated time to merge attention results, with stores of values and flags.
 NETWORK_BYTES = 45e9  # Bytes per second and GPU between machines, with a 400 Gb/s adapter each.
 
 
@@ -70,7 +70,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as GPUs hold it: its weights, caches and dtypes."""
+    """A model in the form that GPUs hold: weights, caches and dtypes."""
 
     weights: ModelWeights
     kept: Kept
@@ -82,7 +82,7 @@ class Model:
     def of(
         spec: ModelSpec, gpu: GpuModel, *, kv_dtype: str = "auto", index_dtype: str = "auto"
     ) -> "Model":
-        """Return the model as `gpu` holds it. The dtype "auto" is that of the model."""
+        """Return the model in the form that `gpu` holds. "auto" selects the dtype of the model."""
         dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
         caches = set_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
         return Model(
@@ -94,7 +94,7 @@ class Model:
         )
 
     def on_rank(self, layout: ParallelLayout) -> Iterable[tuple[WeightKind, int, float]]:
-        """Yield each kind of matrix on a rank, with its number and its bytes."""
+        """Yield (kind of matrix, number of matrices, bytes) for each kind on a rank."""
         return self.weights.on_rank(dtype=self.dtype, kept=self.kept, layout=layout)
 
     @property
@@ -127,7 +127,7 @@ class Costs:
             for layers in (stage.layers(model.weights.spec.num_layers) for stage in self._stages)
         ]
         self._kinds_of_caches = [Counter(map(tuple, caches)) for caches in self._caches]
-        self._row_bytes = [  # bytes of a token in all layers
+        self._row_bytes = [  # cache bytes of a token in all layers
             block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp) for caches in self._caches
         ]
         self._held = [
@@ -169,7 +169,7 @@ class Costs:
         return ended[-1]
 
     def chunk_seconds(self, size: int, *, after: int) -> float:
-        """Return the slowest stage's time for `size` prompt tokens after `after` earlier tokens."""
+        """Return the slowest stage's time for `size` prompt tokens that follow `after` tokens."""
         return max(self._prefill(size, ranks=1, after=after))
 
     def prefill_rate(self, prompt: int, *, chunk: int) -> float:
@@ -191,7 +191,7 @@ class Costs:
     def _stage(
         self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool
     ) -> float:
-        """Return a stage's time for `tokens`, of which a rank has `own`, after `context` tokens."""
+        """Return a stage's time for `tokens` (`own` per rank) that follow `context` tokens."""
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
         own = ceil(own / layout.cp) if is_prefill else own
@@ -223,7 +223,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs of one kind, with `tokens` rows in experts, else with `own`."""
+        """Return the time of GEMMs of one kind. Experts have `tokens` rows, others `own` rows."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)

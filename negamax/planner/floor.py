@@ -27,8 +27,8 @@ def step_bytes(
     """Return the fewest bytes that each of `ranks` GPUs can read in a decode step.
 
     `context` is the mean number of tokens of the `batch` sequences, and `dtype` is that of
-    unquantized weights. The KV cache is divided by `ranks`, even beyond its number of heads,
-    because ranks may shard its tokens.
+    unquantized weights. Each rank reads 1 / `ranks` of the KV cache, even if there are more ranks
+    than heads, because ranks may shard its tokens.
     """
     caches = set_index_dtype(spec.kv_caches(), index_dtype)
     cached = cached_bytes(caches, context, dtype=kv_dtype, ranks=1)

@@ -1,7 +1,7 @@
 """Figures of known GPUs, for plans that need no GPU.
 
 Memory is the size that the driver reports. Bandwidth and rates (without sparsity) are from the data
-sheet named above each GPU. Link rates count one direction, to all other GPUs together.
+sheet named above each GPU. Link rates are for one direction, summed over all other GPUs.
 """
 
 import re
@@ -28,25 +28,25 @@ class GpuModel:
     bf16: float
     fp8: float  # 0: not supported
     link: float
-    has_fabric: bool  # NVLink or similar joins the GPUs of a machine, not only PCIe
+    has_fabric: bool  # whether NVLink or similar links join a machine's GPUs; False: PCIe
     platform: Platform
 
 
 def _gpu(
     platform: Platform, mib: int, terabytes: float, bf16: float, fp8: float, link: float
 ) -> GpuModel:
-    """Build an entry, with `bf16` and `fp8` in TFLOP/s and `link` in GB/s."""
+    """Build a `Gpu` from `bf16` and `fp8` in TFLOP/s, and `link` in GB/s."""
     figures = (mib * MIB, terabytes * 1e12, bf16 * 1e12, fp8 * 1e12, link * 1e9)
     return GpuModel(platform.name, *figures, has_fabric=link > 64, platform=platform)
 
 
 def _nvidia(name: str, *figures: Any) -> GpuModel:
-    """Build an entry; the last figure is the compute capability."""
+    """Build a `Gpu`. The last argument is its compute capability."""
     return _gpu(nvidia(figures[-1], name=name), *figures[:-1])
 
 
 def _amd(name: str, *figures: Any) -> GpuModel:
-    """Build an entry; the last figure is the architecture."""
+    """Build a `Gpu`. The last argument is its architecture."""
     platform = amd(figures[-1], name=name, multiprocessors=304, shared_memory=65_536)
     return _gpu(platform, *figures[:-1])
 
@@ -79,7 +79,7 @@ GPUS = {
         _amd("MI355X", 294_896, 8.0, 2517, 5033, 538, "gfx950"),
     )
 }
-MEASURED_RANKS = 4  # Largest number of GPUs in a measurement of a model.
+MEASURED_RANKS = 4  # Largest number of GPUs on which a model was measured.
 MEASURED = GPUS["h200"]  # The GPU of all measured and fitted constants in `cost`.
 
 
@@ -111,7 +111,7 @@ def visible_gpus() -> Sequence[GpuModel]:
 
 
 def visible_devices() -> list[str] | None:
-    """Return the ids of allowed GPUs; None without both CUDA_VISIBLE_DEVICES and a driver."""
+    """Return the ids of allowed GPUs; None if neither CUDA_VISIBLE_DEVICES nor a driver exists."""
     wanted = env.find_variables(_VISIBLE).get(_VISIBLE)
     words = None if wanted is None else [word.strip() for word in wanted.split(",") if word.strip()]
     try:

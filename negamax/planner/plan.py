@@ -1,4 +1,4 @@
-"""Plan how a model runs on given GPUs: topologies that run, best first, and refused ones."""
+"""Plan how a model runs on given GPUs: list topologies that run (best first) and refused ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,9 +38,9 @@ class Hardware:
 class Prediction:
     """Predicted rates of all replicas of a topology under a workload."""
 
-    concurrency: int  # Requests that run at a time; others wait for cache blocks.
+    concurrency: int  # Number of requests that run at a time. Other requests wait for cache blocks.
     token_seconds: float  # Time between two tokens of a request.
-    tokens_per_second: float  # Output tokens, with prompts processed in between.
+    tokens_per_second: float  # Output tokens per second, while prompts run between decode steps.
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Candidate:
 
     topology: Topology
     memory: Fit
-    context_length: int  # Tokens of the longest request.
-    shards_index: bool  # Each rank holds a shard of the index keys.
+    context_length: int  # Number of tokens of the longest request.
+    shards_index: bool  # True: each rank holds a shard of the index keys.
     prompt_seconds: float  # Time to first token of a single prompt.
     prefill_rate: float  # Prompt tokens per second of all replicas.
-    predictions: tuple[Prediction, ...]  # One for each requested concurrency.
+    predictions: tuple[Prediction, ...]  # One entry for each requested concurrency.
 
     @property
     def most_sequences(self) -> int:
@@ -73,7 +73,7 @@ class Refused:
 
     topology: Topology
     reason: str
-    missing_bytes: float = 0.0  # missing memory of each GPU; 0: memory is not the reason
+    missing_bytes: float = 0.0  # bytes that each GPU lacks; 0: memory is not the reason
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ def make_plan(
     """Plan all topologies of `spec` on `hardware`.
 
     `workloads` are in order of concurrency. A request of `max_model_len` tokens must fit. If
-    `max_model_len` is None, the longest request of `workloads` must fit, and the context length
-    is the longest one that fits. Each data-parallel rank has slots for `max_num_seqs` requests,
-    by default for its concurrent requests, at least the usual number. With `one_engine`,
-    unneeded GPUs stay idle. Index keys are sharded with DCP, and if a required request does not
-    fit otherwise. `split_for` lists the layouts for which the checkpoint's files are split.
+    `max_model_len` is None, the longest request of `workloads` must fit, and the context length is
+    the largest that fits. Each data-parallel rank has `max_num_seqs` slots. The default is the
+    number of its concurrent requests, or the engine's default if that is larger. With `one_engine`,
+    unneeded GPUs stay idle. Index keys are sharded if DCP is used, or if a required request does
+    not fit without it. `split_for` lists the layouts for which the checkpoint's files are split.
 
     Raises `ConfigError` if `max_model_len` exceeds the model's context length.
     """
@@ -181,7 +181,7 @@ def _fit(
     fitting: Callable[[Model], Fit],
     num_tokens: int,
 ) -> tuple[Model, Fit]:
-    """Return the model as it runs (index keys sharded or not) and the memory of a GPU."""
+    """Return the model, with index keys sharded or not, and the memory of a GPU."""
     model = sharded if topology.dcp > 1 else plain
     memory = fitting(model)
     may_shard = topology.dcp == topology.cp == 1 < topology.tp

@@ -1,4 +1,4 @@
-"""Ways to split a model over GPUs, and their conditions."""
+"""Topologies: ways to split a model over GPUs, and conditions for them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ def gpu_reserve(hidden_size: int) -> int:
     """Return the bytes to reserve on each GPU for a step's workspace, CUDA graphs and the driver.
 
     On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
-    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result is slightly larger.
+    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result is slightly larger than that.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Number of ranks of one engine along each axis (`parallel/layout.py`), and of engines."""
+    """Number of engines, and number of ranks of one engine per axis (`parallel/layout.py`)."""
 
     tp: int = 1
     ep: int = 1
@@ -85,7 +85,7 @@ class Topology:
 
     @property
     def options(self) -> ParallelOptions:
-        """Return the options that start one engine. Raises `ConfigError` without such options."""
+        """Return the options that start one engine. Raises `ConfigError` if none do."""
         options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
         if ParallelLayout.of(options) != self.layout:
             raise ConfigError(f"no options start {replace(self, replicas=1).label}")
@@ -117,7 +117,7 @@ class Topology:
 def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
     """Yield all topologies for up to `gpus` GPUs, each with as many replicas as fit.
 
-    An engine uses some GPUs of one machine, or all GPUs of several. DCP needs `kv_heads`.
+    An engine uses some GPUs of one machine, or all GPUs of several machines. DCP needs `kv_heads`.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks
@@ -140,9 +140,9 @@ class Fit:
     """Bytes on a GPU, in the pipeline stage with the least room for its cache."""
 
     weights: int
-    room: int  # For cache and request slots; negative if memory is missing.
+    room: int  # Bytes for cache and request slots; negative if memory is missing.
     token: int  # Cache bytes per token.
-    slots: int  # Bytes of all request slots per token of context length.
+    slots: int  # Bytes that all request slots need per token of context length.
     longest: int  # Requested context length in tokens.
 
     @property
@@ -151,7 +151,7 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """Tokens of cache in one data-parallel rank."""
+        """Number of tokens that the cache of one data-parallel rank holds."""
         return max(0, self.room - self.context_length * self.slots) // self.token
 
 

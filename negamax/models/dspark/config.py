@@ -1,8 +1,8 @@
 """Block drafts: the spec, the readers of DSpark's and DFlash's config.json, the published draft.
 
-A field with the prefix `dspark_` replaces the same field without the prefix. If a config.json
-describes draft and target, fields without the prefix belong to the target. Target layers are
-numbered from 0, by their output.
+A field with the prefix `dspark_` replaces the field of the same name without the prefix. If one
+config.json describes draft and target, fields without the prefix describe the target. In these
+files, layer number L means the output of target layer L, counted from 0.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ _OF_DFLASH = {
     "enable_confidence_head": False,
     "selector_rank": None,  # of DFlash2
 }
-# fields that describe only the target in a config.json of both models
+# fields that describe only the target, if one config.json describes draft and target
 _OF_TARGET = {
     "num_hidden_layers", "intermediate_size", "dense_intermediate_size", "layer_types",
     "sliding_window", "use_sliding_window", "sparse_attention_config", *_PER_LAYER,
@@ -69,13 +69,13 @@ class BlockDraftSpec(DraftSpec):
     own_head: bool = False
     block_size: int  # rows per block: the last known token, then mask tokens
     mask_token_id: int
-    samples_anchor: bool  # True: row j proposes the token after its position; false: at it.
-    markov_rank: int = 0  # Rank of the matrices that add a bias by the previous token; 0: none.
+    samples_anchor: bool  # row j proposes the token after (True) or at (False) its position
+    markov_rank: int = 0  # Rank of the Markov matrices (bias by the previous token); 0: no bias.
     confidence_width: int = 0  # Input width of the head that estimates acceptance; 0: no head.
     windows: tuple[int, ...]  # Sliding window of each layer, in tokens; 0: full attention.
     is_causal: bool = False  # True: rows do not attend to later rows.
     intermediate_size: int
-    swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # As `SwiGlu`.
+    swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # Arguments of `SwiGlu`.
     is_gemma: bool = False  # Norms multiply by 1 + w.
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
     """Merge nested objects, and keep one spelling of each field.
 
-    In a target's file (not `is_own`), only sizes of layers with the prefix count.
+    If the file is the target's (not `is_own`), ignore layer sizes without the prefix.
     """
     flat = {name: value for name, value in _text(config).items() if value is not None}
     own = {
@@ -212,7 +212,7 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
 
 
 def _read_layers(ids: object) -> tuple[int, ...]:
-    """Convert layer numbers that count outputs (`ids`) into numbers that count inputs."""
+    """Convert `ids`, which number layer outputs from 0, into numbers of layer inputs."""
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one + 1 for one in given if type(one) is int and one >= 0)
     if not layers or [one + 1 for one in given] != sorted(set(layers)):

@@ -1,4 +1,4 @@
-"""Synthetic weights of block drafts that keep activations at a realistic magnitude."""
+"""Synthetic weights for block drafts. They keep activations at a realistic magnitude."""
 
 import math
 

@@ -54,7 +54,7 @@ _KIND = "draft block"  # key in `AttentionMetadata.prepared`
 class BlockStep:
     """Inputs of every layer in a pass over R blocks of N rows."""
 
-    rows: TokenPlaces  # rotary angles and cache places of all R * N rows
+    rows: TokenPlaces  # rotary angles and cache positions of all R * N rows
     context: BlockContext
 
 
@@ -82,7 +82,7 @@ class BlockAttention:
         self.slots = [*self._qkv.slots, *self._out.slots, *self._norms.slots]
 
     def get_context_rows(self) -> tuple[ColumnParallel, range]:
-        """Return the QKV projection, and the range of its rows that compute keys and values."""
+        """Return the QKV projection, and the range of its rows for keys and values."""
         heads, kv_heads = self._row_norm.heads, self._row_norm.kv_heads
         return self._qkv, range(heads * self._head_dim, (heads + 2 * kv_heads) * self._head_dim)
 
@@ -111,7 +111,7 @@ class BlockAttention:
         return self._out(attended, in_parts=True)
 
     def write_context(self, projected: Tensor, at: TokenPlaces, kv: KvCaches) -> None:
-        """Norm, rotate and cache `projected` [T, rows of `get_context_rows`], keys and values."""
+        """Norm, rotate and cache keys and values `projected` [T, rows of `get_context_rows`]."""
         self._write(projected, self._context_norm, at, KvCache(kv["k"], kv["v"]))
 
 
@@ -121,7 +121,7 @@ class BlockDraft:
     def __init__(self, spec: BlockDraftSpec, setup: LayerSetup) -> None:
         self.spec, layout, device = spec, setup.context.layout, setup.weights.device
         hidden, streams = spec.hidden_size, spec.num_aux * spec.target_hidden_size
-        # All published drafts store these matrices unquantized, whatever their config.json says.
+        # Published drafts store these matrices unquantized, even if config.json has a quantization.
         plain = replace(setup, weights=replace(setup.weights, scheme=None))
         self._columns = shard(streams, rank=layout.tp_rank, size=layout.tp, what="streams")
         self._fc = RowParallel(names.FC, (hidden, streams), columns=self._columns, setup=plain)
@@ -185,7 +185,7 @@ class BlockDraft:
         self._slots = slots_by_name(slots)
 
     def _make_confidence_slots(self, device: torch.device) -> list[WeightSlot]:
-        """Return the slots of the confidence head. Without a head, these slots are optional."""
+        """Return the slots of the confidence head, which are optional if the draft has no head."""
         used = self.spec.confidence_width
         width = used or self.spec.hidden_size + self.spec.markov_rank
         parts = {names.CONFIDENCE: (1, width), names.CONFIDENCE_BIAS: (1,)}
@@ -218,7 +218,7 @@ class BlockDraft:
     def write_context(
         self, streams: Sequence[Tensor], metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> None:
-        """Write the keys and values of T tokens from their residual streams, [T, width] each."""
+        """Cache the keys and values of T tokens, from residual streams of [T, width] each."""
         x = self._fc(cat_columns(streams, self._columns))
         projected = self._project_context(self._context_norm(x, torch.zeros_like(x.x)))
         at = TokenPlaces(
@@ -241,7 +241,7 @@ class BlockDraft:
     ) -> Tensor:
         """Run R blocks after their contexts; return the inputs of the head [R, N, hidden].
 
-        anchors [R] int64 are the tokens at `context.lengths`. `metadata` may be of any step.
+        anchors [R] int64 are the tokens at `context.lengths`. `metadata` may describe any step.
         """
         num_blocks, rows = len(anchors), self.spec.block_size
         token_ids = anchors.new_full((num_blocks, rows), self.spec.mask_token_id)
@@ -284,7 +284,7 @@ class BlockDraft:
         return self._markov_out(self._embed_markov(previous), LinearOutput(torch.float32))
 
     def estimate_acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Estimate the probability that each row's token is accepted after all earlier tokens.
+        """Estimate the probability that a token is accepted if all earlier ones are accepted.
 
         hidden [R, N, hidden] is from `run_blocks`; previous [R, N] int64 holds the token before
         each proposed token. Returns [R, N] fp32.

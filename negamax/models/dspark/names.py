@@ -1,4 +1,4 @@
-"""Tensor names of block drafts, which are in their own files or in the target's files."""
+"""Tensor names of block drafts. A draft's tensors are in its own files or in the target's."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ def mlp(layer: int) -> MlpNames:
     return mlp_names(f"layers.{layer}.mlp")
 
 
-_OWN = re.compile(r"(?:^|\.)dspark\.")  # a draft tensor in the target's files
+_OWN = re.compile(r"(?:^|\.)dspark\.")  # matches a draft tensor in the target's files
 _SPELLINGS = Spellings(
     aliases=(
         (r"^(?:language_model\.)?(?:model\.)?dspark\.", ""),
@@ -54,7 +54,7 @@ def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
 
 
 def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the slots of the draft that the tensors `names` fill."""
+    """Return the draft's weight slots that checkpoint tensors with these `names` fill."""
     return {slot for placed in place(names, num_layers=0).values() for slot in placed.slots}
 
 

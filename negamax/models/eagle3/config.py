@@ -51,8 +51,8 @@ class Eagle3Spec(DraftSpec):
     num_aux: int = NUM_AUX
     draft_vocab_size: int  # number of tokens that the draft can propose
     intermediate_size: int
-    fc_norm: bool = False  # Each stream has a norm before fc.
-    norm_before_fc: bool = False  # All streams together have a norm before fc.
+    fc_norm: bool = False  # Each stream has its own norm before fc.
+    norm_before_fc: bool = False  # The concatenated streams have one norm before fc.
     norm_output: bool = False  # The next pass reads the normed hidden state.
     norm_before_residual: bool = False  # The residual stream begins with the normed hidden state.
     attention_bias: bool = False
@@ -169,7 +169,7 @@ def _read_aux_layers(ids: object) -> tuple[int, ...]:
 
 def _read_input_layers(ids: object) -> tuple[int, ...]:
     """Return layers numbered by their inputs; () if config.json lists none."""
-    if ids in (None, []):  # exporters fill the list in once the draft is trained
+    if ids in (None, []):  # exporters leave the list empty until the draft is trained
         return ()
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one for one in given if type(one) is int and one >= 0)

@@ -1,4 +1,4 @@
-"""Synthetic weights of EAGLE3 drafts that keep activations at a realistic magnitude."""
+"""Synthetic weights for EAGLE3 drafts. They keep activations at a realistic magnitude."""
 
 import math
 

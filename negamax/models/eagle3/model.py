@@ -4,8 +4,8 @@
   first layer:  h += attention([rms(embedding of token t + 1), rms(h)]);  h += mlp(rms(h))
   logits of token t + 2 = head(rms(h))
 
-For the next draft token, the hidden state of this pass replaces the output of fc as h. Layers after
-the first are Llama layers.
+In the pass for the next draft token, h is the hidden state of this pass instead of the output of
+fc. Layers after the first are Llama layers.
 """
 
 from collections.abc import Sequence
@@ -144,7 +144,7 @@ class _Layer:
     def enter_first(
         self, x: Partial, token_ids: Tensor, embed: VocabEmbedding
     ) -> tuple[Tensor, Tensor]:
-        """Return the first attention's input and the residual. Overwrites x; token_ids is [T]."""
+        """Return the first attention's input, and the residual. Overwrite x. token_ids: [T]."""
         assert self._hidden_norm is not None
         fused, weight = self._embed_norms, None
         if fused and x.group.size == 1 and x.x.dim() == 2 and not self._is_residual_normed:
@@ -174,7 +174,7 @@ class _Layer:
     def __call__(
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Run the layer after `enter`. The residual lacks the returned part until the next norm."""
+        """Run the layer after `enter`. The next norm adds the returned part to `residual`."""
         attended = self._attention(hidden, metadata, kv)
         return self._mlp(self._post_norm(attended, residual))
 
@@ -237,7 +237,7 @@ class Eagle3Draft:
     def finish_loading(self, target: Decoder, rotation: Tensor | None = None) -> None:
         """Prepare all weights for their kernels. `target` provides a missing embedding or head.
 
-        `rotation` rotates the target's residual stream (`checkpoint/quarot.py`). Raises
+        `rotation` is the rotation of the target's residual stream (`checkpoint/quarot.py`). Raises
         `CheckpointError` if d2t has unknown or repeated tokens, or does not match t2d.
         """
         for name, slot in self._slots.items():
@@ -257,7 +257,7 @@ class Eagle3Draft:
         self._target = target
         size = self.spec.draft_vocab_size
         self._token_ids = torch.arange(size, device=self._offsets.device) + self._offsets
-        # target token id of each draft token id, then -1
+        # the target's id of each draft token, and -1 at the end
         self.target_ids = F.pad(self._token_ids, (0, 1), value=-1)
         lowest, highest = (int(end) for end in self._token_ids.aminmax())  # host-sync: once
         distinct = len(self._token_ids.unique())
@@ -270,7 +270,7 @@ class Eagle3Draft:
         self._check_marks()
 
     def _check_marks(self) -> None:
-        """Check d2t against t2d, if t2d is present. No other check finds a wrong d2t."""
+        """Compare d2t with t2d, if the files have t2d. Only this check detects a wrong d2t."""
         marks = self._marks
         del self._marks
         if not self._slots[names.T2D].written:
@@ -320,7 +320,7 @@ class Eagle3Draft:
     def fill_caches(
         self, x: Partial, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> None:
-        """Fill the caches as `forward` does, for tokens after which no token is proposed."""
+        """Fill the caches as `forward` does, but return no hidden states."""
         metadata = prepare_attention(metadata, [(self._kind, kv[0])])
         hidden, _ = self._enter_last(x, token_ids, metadata, kv)
         self.layers[-1].write(hidden, metadata, kv[-1])
@@ -328,7 +328,7 @@ class Eagle3Draft:
     def _enter_last(
         self, x: Partial, token_ids: Tensor, metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers before the last; return the last layer's input and the residual."""
+        """Run all layers except the last. Return the input of the last layer, and the residual."""
         assert self._embed is not None
         hidden, residual = self.layers[0].enter_first(x, token_ids, self._embed)
         for layer, above, caches in zip(self.layers, self.layers[1:], kv, strict=False):
@@ -351,7 +351,7 @@ class Eagle3Draft:
 
 def _run_norm(norm: RmsNorm, x: Tensor) -> Tensor:
     """Return the norm of x [T, width]."""
-    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # every rank has x in full
+    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # every rank has the whole x
     assert isinstance(normed, Tensor)
     return normed
 

@@ -19,7 +19,7 @@ def fc_norm(number: int) -> str:
 
 
 def norms(layer: int) -> tuple[str, str, str]:
-    """Return the names of the norms before attention and MLP, and of the hidden state's norm."""
+    """Return the names of three norms: before attention, before MLP, and of the hidden state."""
     names = ("input_layernorm", "post_attention_layernorm", "hidden_norm")
     before, after, hidden = (f"layers.{layer}.{name}.weight" for name in names)
     return before, after, hidden
@@ -56,7 +56,7 @@ _SPELLINGS = Spellings(
 
 
 def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the slots of the draft that the tensors `names` fill."""
+    """Return the draft's weight slots that checkpoint tensors with these `names` fill."""
     return set(map(_SPELLINGS.respell, names))
 
 

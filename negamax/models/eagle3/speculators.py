@@ -15,10 +15,10 @@ from negamax.config.fields import refuse
 MODEL_TYPE = "speculators_model_type"
 _LAYER, _USE = "transformer_layer_config", "speculators_config"
 _ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
-# The library always writes these fields. Readers disagree on defaults, so there are none.
+# The library always writes these fields. Readers use different defaults, so here a missing field is
+# an error.
 _WRITTEN = ("draft_vocab_size", "norm_before_residual")
-# fields of the library's bookkeeping and of training
-_IGNORED = {
+_IGNORED = {  # fields that the library uses for itself or for training
     MODEL_TYPE, _LAYER, _USE, "architectures", "base_model_ep_plan", "embed_requires_grad",
     "enable_sp_ulysses", "has_no_defaults_at_init", "model_type", "speculators_version",
 }  # fmt: skip
@@ -29,7 +29,7 @@ _OF_VERIFIER = {"_name_or_path", "architectures", "auto_map", "transformers_vers
 
 @dataclass(frozen=True)
 class Use:
-    """How a draft is used, as its files describe it."""
+    """How to use a draft, according to its files."""
 
     speculative_tokens: int | None = None  # Draft length.
     verifier: str | None = None  # The target: a folder or a hub id.
@@ -89,7 +89,7 @@ def use(config: Mapping[str, Any]) -> Use:
 
 
 def _choose_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the default proposal method, or the first one. Only "greedy" is supported."""
+    """Return the default proposal method, else the first. Only the method "greedy" is supported."""
     methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
     if (
         not isinstance(methods, list)

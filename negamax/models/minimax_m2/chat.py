@@ -3,21 +3,22 @@ r"""How the MiniMax-M2 family (M2, M2.1, M2.5, M2.7) writes thinking and tool ca
     reasoning\n</think>\n\ncontent\n<minimax:tool_call>\n<invoke name="f">\n<parameter
     name="k">v</parameter>\n</invoke>\n </minimax:tool_call>
 
-The model escapes nothing, so a value may contain any text, closers included. The text after a
-closer decides whether the closer is a tag or data. White space does not count:
+The model does not escape values, so a value may contain any text, even tags. The text after a
+closer decides whether the closer is a tag or data. White space after the closer is skipped:
 - `</parameter>` ends the value if a parameter, an invoke, another closer or the end of the output
   follows.
 - `</invoke>` in an open value ends it if another invoke, the block closer or the end follows.
 - `</minimax:tool_call>` in an open value ends it if another block or the end follows.
-- An opener `<parameter name="k">` in an open value ends it (a forgotten closer) only if the tool
-  declares k and the call has no k yet.
-The end of a truncated output does not count. A parameter that is given twice is written twice,
-because every common JSON reader takes the last value. Repeated values of an array are joined.
+- An opener `<parameter name="k">` in an open value ends it only if the tool declares k and the call
+  has no k yet. Then the closer of the value is missing.
+The end of a truncated output does not end a value. A parameter that is given twice is written
+twice, because every common JSON reader takes the last value. Repeated values of an array are
+joined.
 
-A tag ends at the closing quote of its name, or after a declared name. A JSON object or elements are
-also read in place of parameters. A value without an opener belongs to the only parameter that is
-still missing. Other text in an invoke is dropped if the invoke has parameters. An invoke without
-any argument is not a call. An invoke with text that looks like another argument stays text.
+A tag ends at the closing quote of its name, or after a declared name. The parser also reads a JSON
+object or elements instead of parameters. A value without an opener belongs to the only parameter
+that is still missing. Other text in an invoke is dropped if the invoke has parameters. An invoke
+without any argument is not a call. An invoke with text that looks like another argument stays text.
 """
 
 import enum
@@ -51,15 +52,14 @@ from negamax.text.parser.tag_names import argument_name, quoted_name, tool_name
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _CALL_OPEN, _CALL_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
-# text between the word of a tag and its end, which may be garbled
+# text between the name and the end of a tag; it may be garbled
 _ATTRIBUTES = rf"(?:[\s=:\"']|name)[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _TAGS = "|".join((_THINK_OPEN, _THINK_CLOSE, _CALL_OPEN, _CALL_CLOSE))
 _QUOTED = rf"\s+name\s*=\s*\"(?:(?!{_TAGS})[^\"\n]){{0,{MAX_ATTRIBUTE_CHARS}}}"
 _HELD = rf"{_QUOTED}(?:\"\s{{0,4}})?\Z"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
-# how an argument begins if its tag is broken or if it has another syntax
-_OTHER_FORMS = (
+_OTHER_FORMS = (  # possible beginnings of an argument with a broken tag or another syntax
     '<parameter name="{}"',
     'parameter name="{}"',
     'name="{}"',
@@ -73,8 +73,8 @@ _OTHER_FORMS = (
 # an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# A closer in an open value counts if one of these tags follows, or the end of an output that was
-# not truncated.
+# A closer ends the open value if one of these tags follows, or the end of an output that was not
+# truncated.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),
@@ -104,10 +104,10 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # schemas of call and value
+        self._arguments = self._schema = self._schemas.arguments("")  # of open call and value
         self._is_declared = False
         self._keys: set[str] = set()  # Parameters of the open call, including the current one.
-        self._stray: list[str] = []  # Text between parameters since the last one.
+        self._stray: list[str] = []  # Text after the last parameter.
         self._unnamed: list[str] = []  # Values without a name.
         self._waiting: list[WaitingMember] = []  # Values that may be items of one array.
         self._key = ""
@@ -137,7 +137,7 @@ class MiniMaxM2Block(CallBlock):
         return False
 
     def finish(self, *, is_truncated: bool) -> None:
-        """End the output. An open string keeps its text; any other open value is dropped."""
+        """End the output. Keep the text of an open string, and drop any other open value."""
         if self._words:
             self._keep_closer()
         if self._closer is not None and not is_truncated:
@@ -210,7 +210,7 @@ class MiniMaxM2Block(CallBlock):
         self._write(lexeme.text)
 
     def _decide(self, closer: Lexeme, *, before: Lexeme) -> None:
-        """Decide whether `closer` ends the value, by the lexeme after it, `before`."""
+        """Decide whether `closer` ends the value. `before` is the lexeme after it."""
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
             follows = (
@@ -218,15 +218,15 @@ class MiniMaxM2Block(CallBlock):
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
         if follows and not self._words:
-            self._close_value()  # after an outer closer, the next lexeme also ends the call
+            self._close_value()  # the next lexeme ends the call, if `closer` does
         else:
             self._keep_closer()
 
     def _may_follow(self, text: str) -> bool:
         """Take text after an undecided closer. Return False if the closer is data.
 
-        White space leaves the closer undecided. The beginning of a declared argument that is still
-        missing ends the value, in any syntax of `_OTHER_FORMS`.
+        White space leaves the closer undecided. If a missing argument of the tool begins, in any
+        form of `_OTHER_FORMS`, the value ends.
         """
         assert self._closer is not None
         if not self._words and text.isspace():
@@ -376,7 +376,7 @@ class MiniMaxM2Block(CallBlock):
 
 
 class M2Calls(CallStyle):
-    """The grammar of M2's tool calls. Tags in `tag_ids` are written as tokens."""
+    """The grammar of M2's tool calls. Tags in `tag_ids` are single tokens."""
 
     name = "m2"
     end_of_text = "</parameter>"

@@ -16,7 +16,7 @@ from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
 
-# Fields that change the computation. M2 and M3 support only the value given here, or null.
+# Fields that would change the computation. M2 and M3 support only these values, or null.
 FIXED: dict[str, Any] = {
     "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "tie_word_embeddings": False,

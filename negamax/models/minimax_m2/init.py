@@ -1,8 +1,8 @@
 """Synthetic weights of MiniMax-M2, with realistic activations and even routing.
 
-B independent tokens reach E (1 - (1 - k / E)^B) of E experts only if all experts are equally
-likely. So all router rows have the same length, and router biases are almost equal. Tokens stay
-independent because a layer adds little to a token's embedding.
+If all experts are equally likely, B independent tokens select E (1 - (1 - k / E)^B) of E experts.
+To make them equally likely, all router rows have the same length, and router biases are almost
+equal. Tokens stay independent because a layer adds little to a token's embedding.
 """
 
 import math
@@ -10,21 +10,20 @@ import math
 from negamax.config.model_spec import MoeSpec
 from negamax.models.family import Initializer
 
-# The routing biases in MiniMax's checkpoints are 4.7 to 9.5. A spread of 0.02 would make some
-# experts
-# 40 % likelier than others.
+# The routing biases in MiniMax's checkpoints are 4.7 to 9.5. A standard deviation of 0.02 would
+# make some experts 40 % likelier than others.
 ROUTER_BIAS = Initializer(std=0.0005, mean=7.0)
 NORM = Initializer(std=0.05, mean=1.0)
-# Scale of the attention output. Tokens of one sequence share most of that output, and the shared
-# part makes the tokens choose the same experts.
+# Scale of the attention output. Most of this output is equal in all tokens of a sequence. It is
+# small, because the equal part makes tokens choose the same experts.
 ATTENTION_GAIN = 0.5
 
 
 def draw(name: str, spec: MoeSpec) -> Initializer:
     """Choose the distribution of a slot.
 
-    The factor 1 / sqrt(columns) keeps the magnitude of a matrix's input. Matrices that add to
-    the residual stream are smaller by sqrt(2 * num_layers), which keeps the stream from growing
+    With the factor 1 / sqrt(columns), a matrix's output has the magnitude of its input. Matrices
+    that add to the residual stream are divided by sqrt(2 * num_layers), so the stream does not grow
     with depth. Embedding rows have unit variance.
     """
     if name.endswith("norm.weight"):

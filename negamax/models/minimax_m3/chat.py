@@ -9,18 +9,18 @@ M stands for the marker `]<]minimax[>[`, which is one token or several.
 A tag without the marker is data. Elements nest: an object has one element per member, and an array
 has one `item` element per value. `element_arguments` converts the elements. The reader handles
 these mistakes of the models:
-- A closer with a wrong name closes a text, and the correct closer may follow. A closer that matches
-  no open element is dropped. A closer of an outer element, of the invoke or of the block closes all
-  elements that are open inside it.
-- After text, the opener of a missing sibling closes the text (a forgotten closer). Any other opener
-  in a string is data, and so is its closer. A call block in a string and the invoke of an
+- A closer with a wrong name ends a text value, and the correct closer may follow. A closer that
+  matches no open element is dropped. A closer of an outer element, of the invoke or of the block
+  also closes all open elements inside.
+- If the closer of a text value is missing, the opener of a declared sibling ends the value. Any
+  other opener in a string and its closer are data. A call block in a string and the invoke of an
   undeclared tool are also data, because files may describe this format.
-- Without the marker, `<tool_call>`, invoke tags and their closers count only where the
-  format requires a tag.
-- A garbled invoke tag, even with the marker inside, is read as the declared tool that it names.
-- If the opener of an element is forgotten, its closer still names the element.
-- A JSON object or elements without markers are read in place of elements. Other text in an invoke
-  is dropped if the invoke has elements. An invoke without elements is not a call.
+- Without the marker, `<tool_call>`, invoke tags and their closers are tags only where the format
+  requires a tag.
+- A garbled invoke tag, even with a marker in it, calls the declared tool that it names.
+- If the opener of an element is missing, the name in its closer is used.
+- The reader also accepts a JSON object, or elements without markers, as arguments. Other text in an
+  invoke is dropped if the invoke has elements. An invoke without elements is not a call.
 """
 
 import re
@@ -47,13 +47,13 @@ from negamax.text.parser.tag_lexer import (
 from negamax.text.parser.tag_names import tool_name
 
 MARKER = "]<]minimax[>["
-MAX_CALL_DEPTH = 6  # nested elements in the grammar of a call; deeper values are written as JSON
+MAX_CALL_DEPTH = 6  # levels of elements in the grammar of a call; deeper values are JSON
 
 _BLOCK, _INVOKE = "tool_call", "invoke"
 _NO_TAGS = (TEXT, TagKind.CUT)
 _M = re.escape(MARKER)
-_SPACE = r"\s{0,4}"  # Between a marker and its tag, and at the end of a tag.
-# A marker inside an invoke tag, and the text after the marker.
+_SPACE = r"\s{0,4}"  # White space between a marker and its tag, or at the end of a tag.
+# Matches a marker inside an invoke tag, and the text after the marker.
 _SPLICE = rf"{_M}{_SPACE}<?[^<>]{{0,64}}"
 _ATTRIBUTES = re.compile(r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))+\s*/?$""")
 _SPLICED = re.compile(rf"{_M}{_SPACE}<?")
@@ -74,11 +74,11 @@ class MiniMaxM3Block(CallBlock):
 
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
-        self._arguments: ElementArguments | None = None  # of the open call
+        self._arguments: ElementArguments | None = None  # arguments of the open call
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """Return whether the tag names a declared tool, at any place in a line."""
+        """Return whether the tag names a declared tool. Its place in the line does not matter."""
         return schemas.declares(_read_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:
@@ -144,7 +144,7 @@ class MiniMaxM3Block(CallBlock):
         return arguments.has_quotation or (arguments.is_in_string and not is_declared)
 
     def _take_structure(self, lexeme: Lexeme) -> bool:
-        """Take a tag that ends the call, or a tag without marker between arguments."""
+        """Take a tag that ends the call, or a tag that is between arguments and has no marker."""
         match lexeme.kind:
             case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
                 self._end_call()
@@ -191,7 +191,7 @@ class MiniMaxM3Block(CallBlock):
 
 
 def _take_element(arguments: ElementArguments, tag: str) -> None:
-    """Take the opener or closer of an element. A listed name may begin or end with a slash."""
+    """Take the opener or closer of an element. A member's name may begin or end with a slash."""
     inner = tag.removeprefix(MARKER).lstrip()[1:-1]
     if inner.startswith("/"):
         name = _read_name(inner[1:], lambda name: arguments.has_open(name) or arguments.lists(name))
@@ -208,7 +208,7 @@ def _take_element(arguments: ElementArguments, tag: str) -> None:
 
 
 def _read_name(inner: str, is_known: Callable[[str], bool]) -> str:
-    """Return the element name in a tag. Attributes are dropped unless a schema has them."""
+    """Return the element name in a tag. Attributes are dropped, unless a schema lists them."""
     name = inner.strip()
     word = _ATTRIBUTES.sub("", name)
     return next(filter(is_known, (inner, name, word)), inner if word == name else word)
@@ -274,7 +274,7 @@ class M3Calls(CallStyle):
         return rest[0] if rest else const("")
 
 
-# The lexer needs at most MAX_ATTRIBUTE_CHARS characters between the angle brackets of a tag.
+# The lexer accepts at most MAX_ATTRIBUTE_CHARS characters between the angle brackets of a tag.
 _INSIDE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _AFTER_SLASH = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 1}}}"
 _AFTER_INVOKE = rf"[^<>]{{0,{MAX_ATTRIBUTE_CHARS - 6}}}"

@@ -1,8 +1,8 @@
 """MiniMax-M3: the spec, its reader, and the published model.
 
 The reader accepts config.json files of MiniMax and of transformers, for the vision-language class
-(with the text model in `text_config`) and for a text model alone. Unknown fields are noted for the
-log, but unknown fields of `sparse_attention_config` are errors.
+(with the text model in `text_config`) and for a text model alone. Unknown fields are listed for the
+log. Unknown fields of `sparse_attention_config` are errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 VISION_ARCHITECTURE = "MiniMaxM3SparseForConditionalGeneration"
 VISION_TYPE = "minimax_m3_vl"
-# The second name is that of transformers.
+# transformers uses the second name.
 TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")
 TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
 BLOCK_SIZES = (16, 32, 64, 128)  # Supported block sizes of sparse attention, in tokens.
@@ -67,15 +67,15 @@ class SparseAttentionSpec:
     and the last `local_blocks` blocks are always selected.
     """
 
-    index_heads: int  # one for each KV head
+    index_heads: int  # number of index heads, one for each KV head
     index_dim: int
     topk_blocks: int
     block_size: int  # tokens
     init_blocks: int
     local_blocks: int
     layers: tuple[bool, ...]  # True for each sparse layer.
-    # Not a field of a checkpoint: if true, each rank holds the index queries of all heads and a
-    # shard of the index keys.
+    # Set by the engine, not by a checkpoint. True: each rank holds the index queries of all heads,
+    # and a shard of the index keys.
     is_sharded: bool = False
 
 
@@ -86,7 +86,7 @@ class MiniMaxM3Spec(MoeSpec):
     supports_dcp: ClassVar[bool] = True
 
     routed_scaling_factor: float
-    shared_width: int  # Width of the expert that every token passes; 0: no such expert.
+    shared_width: int  # Width of the shared expert; 0: no shared expert.
     dense_width: int  # Width of the MLP in layers without experts; 0: no such layers.
     swiglu_alpha: float
     swiglu_limit: float
@@ -286,7 +286,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
 
 
 def _read_shared_width(config: Mapping[str, Any]) -> int:
-    """Read the width of the shared expert. transformers' config.json implies one such expert."""
+    """Read the width of the shared expert. In transformers' config.json, it is implied."""
     experts = config.get("n_shared_experts", 1)
     if experts not in (0, 1) or isinstance(experts, bool):
         refuse("n_shared_experts", experts, "0 or 1")
@@ -352,11 +352,10 @@ def _read_sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionS
 
 
 def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
-    """Read how many of the first or last blocks are always selected.
-
-    A config for SGLang may give a number of tokens. The last tokens may begin inside a block.
+    """Read how many of the first or last blocks are always selected. A config for SGLang may
+    contain a number of tokens instead. The range of last tokens may begin inside a block.
     """
-    own = int(which == "local")  # the last blocks include the block of the token itself
+    own = int(which == "local")  # the last blocks include the block of the query token
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
     stated = [name for name in names if given.get(name) is not None]
     found = {name: fields.read_size(given, name, least=0) for name in stated}
@@ -370,7 +369,7 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
 def _read_layers(
     config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
 ) -> dict[str, tuple[bool, ...]]:
-    """Read list `name`: per layer True for `values[1]`, False for `values[0]`; {} if absent."""
+    """Read the list `name`: layer -> True for `values[1]`, False for `values[0]`. {}: no list."""
     given = config.get(name)
     if given is None:
         return {}
@@ -383,7 +382,7 @@ def _read_layers(
 
 
 def _agree(found: Mapping[str, T], default: T) -> T:
-    """Return the common value of all fields in `found`. Raises `ConfigError` for two values."""
+    """Return the value of all fields in `found`. Raises `ConfigError` if the values differ."""
     (first, value), *others = found.items() if found else [("", default)]
     for name, other in others:
         if other != value:
@@ -401,8 +400,7 @@ _SPARSE_M3 = SparseAttentionSpec(
     local_blocks=1,
     layers=_AFTER_DENSE,
 )
-# Only the text model is planned and gets synthetic weights.
-_M3 = MiniMaxM3Spec(
+_M3 = MiniMaxM3Spec(  # Plans and synthetic weights cover only the text model.
     **PUBLISHED,
     architecture=VISION_ARCHITECTURE,
     hidden_size=6144,

@@ -1,4 +1,4 @@
-"""Synthetic weights of MiniMax-M3, which differ from MiniMax-M2's in norms and MLPs.
+"""Synthetic weights of MiniMax-M3. Only norms and MLPs differ from those of MiniMax-M2.
 
 The term `up + 1` gives SwiGLU-OAI a nonzero mean, so an MLP adds nearly the same vector to all its
 tokens. A large shared vector would make all tokens select the same experts.

@@ -4,9 +4,9 @@
   per layer:  h += attention(layer_norm(h));  h += fc2(gelu(fc1(layer_norm(h))))
   h = linear_2(gelu(linear_1(h)));  four adjacent rows joined;  linear_2(gelu(linear_1(h)))
 
-Attention is bidirectional within an image. The first dimensions of a head rotate by time (always
-0), row and column of the patch, in three equal parts. One image token stands for a square of
-patches. Squares are ordered row by row, and so are the patches inside a square.
+Attention is bidirectional within an image. Rotary embedding rotates the first dimensions of a head.
+These are three equal parts, for time (always 0), row and column of the patch. One image token
+stands for a square of patches. Squares, and the patches inside a square, are ordered row by row.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ from negamax.layers.weights import WeightSlot
 from negamax.models.minimax_m3 import names
 from negamax.quantization.scheme import WeightFormat
 
-# CLIP's mean and deviation of red, green and blue, for pixels from 0 to 1
+# CLIP's mean and standard deviation of red, green and blue, for pixel values from 0 to 1
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-# rows that an MLP computes at a time, to bound memory; a multiple of the patches of any image token
+# rows that an MLP computes at a time, to bound memory; a multiple of the patches per image token
 _ROWS = 4096
 
 
 class _Weights:
-    """Allocates plain parameters with their slots."""
+    """Allocates unquantized parameters with their weight slots."""
 
     def __init__(self, weights: WeightFormat) -> None:
         self.weights, self.slots = weights, list[WeightSlot]()
@@ -99,7 +99,7 @@ class VisionTower:
         merged = text * spec.patches_per_token
         self._merge = own.take_mlp(names.MERGE, merged, spec.projector_hidden_size, text)
         self.slots = own.slots
-        rotated = 2 * (spec.head_dim // 3 // 2)  # dimensions for each of time, row and column
+        rotated = 2 * (spec.head_dim // 3 // 2)  # dimensions per axis: time, row, column
         exponents = torch.arange(0, rotated, 2).float() / rotated
         self._frequencies = (1.0 / spec.rope_theta**exponents).to(weights.device)
         self._mean, self._std = (
@@ -123,7 +123,7 @@ class VisionTower:
         return self._merge(squares.flatten(1))
 
     def _cut(self, image: Tensor) -> Tensor:
-        """Normalize an image; split it into [patches, patch values] in the compute dtype."""
+        """Normalize an image, and split it into patches [patches, values] in the compute dtype."""
         merge, side = self.spec.spatial_merge_size, self.spec.patch_size
         pixels = (image.float() / 255 - self._mean) / self._std
         rows, columns = image.shape[0] // (merge * side), image.shape[1] // (merge * side)
