@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -201,7 +202,8 @@ def test_params_that_no_server_returned_fail_or_are_recomputed(pair: PAIR) -> No
 def test_rooms_of_sglangs_router(pair: PAIR) -> None:
     """Send the same body to both servers at once, as SGLang's router does."""
     (line,) = [line for line in pair[0].log.splitlines() if "exchanges prompts" in line]
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(line.rsplit(":", 1)[1])}
+    (port,) = re.findall(r":(\d+) as ", line)
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": int(port)}
     with ThreadPoolExecutor() as threads:
         for number, path in enumerate(("/generate", COMPLETIONS, CHAT, "/generate")):
             body: dict[str, Any] = {"temperature": 0, "max_tokens": 15}
