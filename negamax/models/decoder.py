@@ -245,7 +245,7 @@ class Decoder:
         """Run the first `len(kv)` layers of this rank.
 
         Takes x and residual [T, hidden] before the first layer. Returns x and residual after the
-        last layer. `streams` maps layer numbers to streams, and receives them.
+        last layer. Stores the stream before layer k in streams[k], for all its keys.
         """
         metadata = self.prepare(metadata, kv)
         for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):

@@ -98,7 +98,7 @@ class WeightSpec:
     shape: tuple[int, ...]
     count: int = 1
     used: int | None = None  # Number of the `count` tensors that one token uses; None: all.
-    joins_experts: bool = False  # If each rank has a shard of every expert: sharded like experts.
+    joins_experts: bool = False  # Sharded like experts, if ranks have shards of every expert.
     parts: int | None = None  # Largest number of shards; more ranks hold copies. None: no limit.
     is_query: bool = False  # Ranks that shard one KV cache (DCP) hold the same part.
     splits: Axis | None = None  # The axis of the matrix that ranks shard.

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from negamax.planner.cost import Costs
 from negamax.scheduler.chunk_length import ChunkLength, EvenTimes
 
-# No chunk is shorter than a step divided by LEAST_SHARE. Shorter chunks read the weights more
-# often, which takes longer than it saves in later stages.
+# No chunk is shorter than the tokens of a step divided by LEAST_SHARE. Shorter chunks read the
+# weights more often, which takes longer than it saves in later stages.
 LEAST_SHARE = 4
 _POINTS = 64  # approximate number of context lengths for which costs are computed
 

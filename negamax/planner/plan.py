@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens in the caches of all data-parallel ranks of all replicas."""
+        """Number of tokens that the caches of all data-parallel ranks of all replicas hold."""
         return self.memory.tokens * self.topology.dp * self.topology.replicas
 
 

@@ -1,1 +1,1 @@
-"""Decides which tokens run in which step: plain Python, no torch, no I/O, no clock."""
+"""Decide which tokens run in which step. The package uses no torch, no I/O and no clock."""

@@ -34,7 +34,7 @@ class PlanBuilder:
 
     def add_chunk(self, sequence: Sequence) -> bool:
         """Add a chunk of the sequence's remaining tokens, as large as the budget allows. Add none
-        if its next image has no rows. Return whether the chunk samples, because no token remains.
+        if its next image has no rows. Return whether the chunk samples (no token remains).
         """
         computed, left = sequence.num_computed, sequence.num_total - sequence.num_computed
         count, room = self.chunk_length.fit(computed, left, self.budget)

@@ -224,7 +224,7 @@ def build_padding(
 def sample_inputs(
     slots: Sequence[int] | Column, offsets: Sequence[int] | Column, requests: RequestState
 ) -> SampleInputs:
-    """Locate the sampled tokens, `offsets` positions after the computed tokens of `slots`."""
+    """Return the places of sampled tokens, `offsets` after the computed tokens of `slots`."""
     columns = np.asarray(slots, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     slots_device, offsets_device = upload(columns, requests.tokens.device)
     return SampleInputs(

@@ -53,7 +53,7 @@ class DebugCommands:
         if command.name == DISTINCT_EXPERTS and self._routing is not None:
             chosen = [ids[: command.argument] for ids in self._routing]
             experts = [ids[ids >= 0].unique().tolist() for ids in chosen]
-            for ids in self._routing:  # a step of fewer rows leaves the other rows unchanged
+            for ids in self._routing:  # a step with fewer rows does not overwrite the other rows
                 ids.fill_(-1)
             return DebugResult(experts=experts)
         if command.name == EXPERT_COUNTS and self._experts is not None:

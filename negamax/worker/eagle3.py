@@ -94,8 +94,8 @@ class Eagle3Proposer(DraftModelProposer):
     def _pick_drafts(
         self, hidden: Tensor, slots: Tensor, lengths: Tensor, requests: RequestState, *, place: int
     ) -> Tensor:
-        """Choose the tokens at positions lengths + place from hidden [R, hidden]. Return indices
-        of `_target_ids`, [R] int64; -1 without a finite logit.
+        """Choose the tokens at positions lengths + place from hidden [R, hidden]. Return indices of
+        `_target_ids`, [R] int64; -1 if no logit is finite.
         """
         model = self._model
         logits, first_id = model.local_logits(hidden), model.vocab_range.start

@@ -6,8 +6,8 @@ a folder. The file's name is the block's hash. The file's header has the fingerp
 length and a CRC-32 of the whole file. If a value in the header is wrong, the lookup is a miss and
 deletes the file.
 
-A file is written under a temporary name and then renamed, but not synced to the disk. A process
-that dies loses no complete file. After a power failure, the checksum detects incomplete files.
+A file is written under a temporary name and then renamed, but not synced to the disk. Complete
+files survive a process crash. After a power failure, the checksum detects incomplete files.
 
 Two groups of threads read and write files while steps run. The scheduler bounds the pending copies.
 The first I/O error, or a minute in which no copy ends, disables the files: later copies end at once
@@ -45,13 +45,13 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 READ_THREADS = 4
-SCAN_SHARE = 16  # the folder is scanned after writing 1 / SCAN_SHARE of its bound
+SCAN_SHARE = 16  # the folder is scanned after writing 1 / SCAN_SHARE of its maximum size
 STALL_SECONDS = 60.0  # after this time without the end of a copy, the files are disabled
 MOST_FOUND = 1 << 18  # largest number of files of earlier engines that are indexed
 ABANDONED_SECONDS = 3600.0  # age from which a temporary file counts as abandoned
 FINGERPRINT_BYTES = 16
 _MAGIC = b"NMXKV01\n"
-_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # ..., length, CRC-32
+_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # last: length, CRC
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _FILE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _PART = ".part"
@@ -160,7 +160,7 @@ class FileStore:
         return any(batches and batches[0].is_done for batches in (self._reads, self._writes))
 
     def report(self) -> FileProgress:
-        """Return the progress. Each missing block is reported once, so no report may be lost."""
+        """Return the progress. Each missing block is reported once, so send every report."""
         missing: list[bytes] = []
         while self._reads and self._reads[0].is_done:
             batch = self._reads.popleft()

@@ -14,7 +14,7 @@ from negamax.worker.request_state import RequestState
 
 WaitForBitmask = Callable[[], GrammarBitmask]
 
-TILE = 32  # rows unpacked at a time, to bound the memory
+TILE = 32  # number of rows that are unpacked at a time, to bound the memory
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class PendingBitmask:
         )
 
     def drop_drafts(self, drafts: Tensor, plan: StepPlan) -> bool:
-        """Set drafts [rows, K] after each row's last mask to -1. Return False if all are kept."""
+        """Set drafts [R, K] after each row's last mask to -1. Return False if no draft changes."""
         limits = {row: len(masks) - 1 for row, masks in self._by_row().items()}
         limits |= dict.fromkeys(self.postponed, 0)
         if all(plan.num_draft_tokens[row] <= limit for row, limit in limits.items()):

@@ -98,7 +98,7 @@ class ImageEncoder:
         return rows
 
     def place_rows(self, runs: Sequence[ImageRun], columns: StepColumns) -> ImageRows:
-        """Return `find_rows` on the device, for an eager step."""
+        """Return the result of `find_rows` on the device, for an eager step."""
         found = self.find_rows(runs, columns)
         if found is None:
             size = len(columns.token_slots)

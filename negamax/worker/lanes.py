@@ -58,7 +58,7 @@ class HostKind:
 
 @dataclass(frozen=True)
 class HeadCopy:
-    """Adjacent heads of one kind of cache on another rank and on this rank."""
+    """Adjacent heads of one kind of cache, as numbered on another rank and on this rank."""
 
     kind: int
     remote_head: int
@@ -94,7 +94,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 4 * _AHEAD  # every reader has fewer reads without a reply
+        self._reads.sndhwm = 4 * _AHEAD  # a reader waits for fewer replies
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))

@@ -130,4 +130,4 @@ class MinTokens:
         return apply
 
 
-EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # in this order
+EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # in order of use

@@ -92,7 +92,7 @@ class RequestState:
         self._new_failures: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply new rows and appended blocks. Store the error of a row that fails in `failures`."""
+        """Apply new rows and appended blocks. Record failed rows in `failures`."""
         for row in plan.new_rows:
             self._assign(row)
         if plan.appended_slots:

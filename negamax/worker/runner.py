@@ -155,7 +155,7 @@ class ModelRunner:
     def _allocate_caches(self, dtype: torch.dtype) -> int:
         """Allocate the KV caches. Return the number of blocks that fit on every rank."""
         config, workspace, encoding = self.config, 0, 0
-        if self.runtime.graph_pool is not None:  # a full prefill step measures the memory
+        if self.runtime.graph_pool is not None:  # run a full prefill step to measure its memory
             workspace = peak_bytes(self, dtype=dtype)
             encoding = self.encoder.peak_bytes() if self.encoder else 0
         affordable = kv_cache.choose_blocks(

@@ -48,8 +48,8 @@ def capture_sizes(kind: str, largest: int) -> list[int]:
 def capture_shapes(
     *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
 ) -> dict[str, list[StepShape]]:
-    """List shapes by kind. ROWS and DRAFTS (for each of `draft_lengths`) have up to `max_rows`
-    rows. TOKENS have up to `max_tokens` tokens of `max_num_seqs` sequences.
+    """List shapes by kind. ROWS and DRAFTS (for each of `draft_lengths`) get shapes of up to
+    `max_rows` rows. TOKENS gets shapes of up to `max_tokens` tokens of `max_num_seqs` sequences.
     """
     most_rows = {length: min(max_rows, max_tokens // (length + 1)) for length in draft_lengths}
     return {

@@ -31,6 +31,6 @@ class SyntheticAcceptance:
         )
 
     def count(self, num_drafts: Tensor, seeds: Tensor, lengths: Tensor) -> Tensor:
-        """Return accepted drafts [R]. `lengths`: tokens before the drafts. Arguments: [R] int64."""
+        """Count accepted drafts, [R]. `lengths`: tokens before drafts. Arguments are [R] int64."""
         places = (seeds * _SEED_STEP + lengths) & (_DRAWS - 1)
         return torch.minimum(self._counts[places], num_drafts)
