@@ -46,7 +46,7 @@ SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.
 SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Times of a sum in a fused norm, and of a QK norm.
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
 MERGE_SECONDS = 4e-6  # Calculated time to merge attention results, with stores of values and flags.
-NETWORK_BYTES = 45e9  # Bytes per second and GPU between machines, with a 400 Gb/s adapter each.
+NETWORK_BYTES = 45e9  # Bytes per second of a GPU to other machines, with a 400 Gb/s adapter.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Choose in which plans of a pipeline a row runs. One plan per stage is in flight. A generating row
+"""Choose which plans of a pipeline run a row. One plan per stage is in flight. A generating row
 runs again only when its last sampled token can be available.
 
 The first stage reads the token of a decode. With P stages, each row is therefore in one of P

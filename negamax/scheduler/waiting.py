@@ -75,7 +75,8 @@ def list_yielding(
     running: list[Sequence], waiting: Sequence, num_rows: Mapping[str, int]
 ) -> tuple[list[Sequence], str]:
     """Return the rows that may be preempted for a waiting sequence, shortest first, and their
-    tenant. Only rows with the same or a worse priority count; their tenant has the most rows.
+    tenant. The rows have the same or a worse priority. Of all tenants with such rows, this tenant
+    has the most rows.
     """
     rows = [
         row

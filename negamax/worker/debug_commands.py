@@ -1,4 +1,4 @@
-"""Run a benchmark's commands on a worker between steps: expert load, step and kernel times."""
+"""Run a benchmark's commands between steps: measure expert load, step times and kernel times."""
 
 from itertools import repeat
 

@@ -60,7 +60,7 @@ class Proposer:
     confidences: Tensor | None = None
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
-        """Load the proposer's weights after the target model's. Return a text for the log."""
+        """Load the proposer's weights after the target is loaded. Return a text for the log."""
         return ""
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:

@@ -84,8 +84,8 @@ class RequestState:
         self._states: list[SlotState | None] = [None] * num_rows
         self.special_slots: set[int] = set()  # slots with logit edits (`worker.logit_edits`)
         self.drawn_slots: set[int] = set()  # slots with a temperature above 0
-        self.filtered_slots: set[int] = set()  # with a temperature and top-k, top-p or min-p
-        self.wide_slots: set[int] = set()  # filtered rows that DRAW_LEADING does not sample
+        self.filtered_slots: set[int] = set()  # slots with a temperature and another filter
+        self.wide_slots: set[int] = set()  # filtered slots that DRAW_LEADING does not sample
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
         self.failures: dict[int, str] = {}  # error of the sequence in each failed slot
