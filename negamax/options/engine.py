@@ -219,7 +219,7 @@ class EngineOptions:
     kv_offloading_write_policy: str = option(
         "write_through",
         "Choose which KV blocks are copied to main memory: write_through copies all blocks, and "
-        "write_through_selective copies only blocks that two requests use.",
+        "write_through_selective copies a block when a second request uses it.",
         also="--hicache-write-policy",
         choices=WRITE_POLICIES,
     )

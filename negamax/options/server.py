@@ -46,7 +46,7 @@ class ServerOptions:
     )
     sse_keep_alive_interval: float = option(
         15.0,
-        "Send a comment in streams without output for this many seconds; 0 sends no comments.",
+        "Send a comment when a stream had no output for this many seconds; 0 sends no comments.",
         least=0,
         is_seconds=True,
     )

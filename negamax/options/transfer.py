@@ -24,7 +24,7 @@ _FLAG = "--kv-transfer-config"
 _refuse = partial(refuse_key, _FLAG)
 # accepted connectors that move blocks within one engine only; they need the role kv_both
 _ELSEWHERE = ("OffloadingConnector", "MultiConnector")
-# vLLM's connectors to stores that Negamax lacks; with the role kv_both they are ignored
+# Connectors of vLLM that Negamax does not have. With the role kv_both they are ignored.
 _STORES = (
     "FlexKVConnectorV1",
     "HF3FSKVConnector",

@@ -22,11 +22,11 @@ from negamax.parallel.poll_control import PollControl
 
 logger = get_logger(__name__)
 
-# These limits are numbers of rows (hidden states). NCCL transfers larger batches.
-REDUCE_ROWS = 256  # Most rows that are summed through peer memory.
-DISPATCH_ROWS = 128  # Most rows that a rank sends to experts through peer memory.
-SHARED_ROWS = 2048  # Most rows in the shared buffer; on four H200, NCCL is as fast for more.
-SHARD_ROWS = 16384  # Most rows of a sharded step that uses peer memory.
+# Largest numbers of rows (hidden states). NCCL transfers larger batches.
+REDUCE_ROWS = 256  # Limit of the rows that are summed through peer memory.
+DISPATCH_ROWS = 128  # Limit of the rows that a rank sends to experts through peer memory.
+SHARED_ROWS = 2048  # Limit of the rows in the shared buffer. NCCL is as fast for more (4 H200).
+SHARD_ROWS = 16384  # Limit of the rows of a sharded step that uses peer memory.
 BUFFERS = 2
 # Longest wait of a kernel for another rank. --engine-hang-timeout should be longer.
 PEER_TIMEOUT_S = 120.0

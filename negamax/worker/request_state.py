@@ -64,8 +64,7 @@ class RequestState:
         self.padding_slot = max_num_seqs
         num_rows = max_num_seqs + 1
         index_dtype = torch.int64 if device.type == "cpu" else torch.int32
-        # The last column is for the last sampled token of a full sequence, which is stored but
-        # never runs.
+        # The last column holds the last sampled token of a full sequence, a token that never runs.
         self.tokens = _zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
         # tokens proposed to follow the known tokens of each slot, -1: none
         self.drafts = torch.full((num_rows, num_draft_tokens), -1, dtype=torch.int64, device=device)

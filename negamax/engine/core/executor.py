@@ -128,7 +128,7 @@ class RowFailureLog:
             self._errors.pop(row.slot, None)
 
     def add(self, failures: RowFailures) -> None:
-        """Add the errors that a rank reports. Drop errors of slots that were assigned again."""
+        """Add the errors that a rank reports, except those of slots that have a new request."""
         for slot, error in failures.errors.items():
             if failures.step_id >= self._assigned.get(slot, 0):
                 self._errors.setdefault(slot, error)

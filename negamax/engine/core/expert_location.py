@@ -1,5 +1,5 @@
-"""Place experts at start by `--init-expert-location`, which has SGLang's name and JSON fields. A
-valid value is also a dump of this server's expert recording.
+"""Place experts at start by `--init-expert-location`, which has SGLang's name and JSON fields. The
+file of an expert recording of this server is a valid value, too.
 """
 
 from collections import Counter

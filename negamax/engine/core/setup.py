@@ -427,7 +427,7 @@ def _make_scheduler(
         block_size=config.block_size,
         num_blocks=ready.num_kv_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
-        # The server refuses requests earlier, at a lower limit.
+        # This limit exceeds that of the server, which therefore refuses requests first.
         max_queued_requests=2 * (options.max_queued_requests + num_rows),
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,

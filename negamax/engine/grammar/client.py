@@ -67,7 +67,7 @@ class GrammarClient:
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
             self.socket.linger = 0
-            # Without queue limits, the engine loop never blocks while it sends.
+            # The queues have no limits, so the engine loop never blocks while it sends.
             self.socket.sndhwm = self.socket.rcvhwm = 0
             self.socket.reconnect_ivl = RECONNECT_MS
             # The engine connects, because a bound socket without a peer blocks its sender.

@@ -58,7 +58,7 @@ def count_accepted(
     assert drafts.stride(1) == 1
     columns = (sampled, firsts, num_drafts)
     assert all(column.is_contiguous() for column in columns)
-    # zeros are valid indices for later ops if this kernel is compiled but not run
+    # When kernels are only compiled, later ops use these zeros as indices.
     accepted = torch.zeros_like(firsts) if out is None else out
     if len(firsts):
         _count_accepted_kernel[(len(firsts),)](

@@ -89,7 +89,9 @@ def _largest(matrix: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _spread(scale: Tensor, block: tuple[int, int], matrix: Tensor) -> Tensor:
-    """Expand one entry per block to elements, or to rows if a block is as wide as the matrix."""
+    """Repeat the entry of each block for the elements of the block, or only for its rows if the
+    block is as wide as the matrix.
+    """
     height, width = matrix.shape
     scale = scale.repeat_interleave(block[0], 0)[:height] if block[0] > 1 else scale
     if scale.shape[1] == 1:
