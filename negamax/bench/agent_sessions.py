@@ -1,7 +1,7 @@
 """Seeded sessions of a coding agent with a shared system prompt and a growing history.
 
-An answer is thinking and tool calls, whose results are pieces of files. After some steps an answer
-ends the task, and the user sets the next task. Each request sends the whole history.
+Answers have thinking and tool calls, and tool results are pieces of files. After some steps an
+answer ends the task, and the user sets the next task. Each request sends the whole history.
 """
 
 # ruff: noqa: SIM905 (word lists read better as text)
@@ -18,7 +18,7 @@ from typing import Any
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Session, SessionTurn, TextScale, TurnResponse, Turns
 
-STEPS_PER_TASK = (3, 9)  # Turns until the next user message.
+STEPS_PER_TASK = (3, 9)  # Fewest and most turns until the next user message.
 RESULT_SPREAD = (0.3, 1.7)  # Range of a tool result's length, relative to the mean.
 TWO_CALLS_SHARE = 0.25
 

@@ -33,7 +33,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
-# more than the number of steps in which the last prompts overlap with the first tokens
+# output tokens per request; more than the steps in which prompts and decodes overlap
 OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
 
@@ -44,7 +44,7 @@ class Repeat:
 
     prefill_seconds: float  # Time of the batch with one token per request.
     ttft: tuple[float, ...]  # Times to first token in the timed batch.
-    total_seconds: float  # Time of the timed batch.
+    total_seconds: float  # Duration of the timed batch.
     tpot: float  # (total - the last first token of the same batch) / (output_len - 1).
     step_median: float
     step_p99: float

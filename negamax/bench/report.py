@@ -25,7 +25,7 @@ Run = Mapping[str, Any]
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return versions, machine and date. `device` is the engine's, such as "cuda:0" or "cpu"."""
+    """Return versions, machine and date. `device` is such as "cuda:0" or "cpu"."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -52,7 +52,7 @@ def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) 
 def gpu_seconds(
     call: Callable[[], object], *, rounds: int, between: Callable[[], object] | None = None
 ) -> list[float]:
-    """Time `rounds` calls with CUDA events after an untimed call. Run `between` before each one."""
+    """Time `rounds` calls with CUDA events after an untimed call. Run `between` before each."""
     call()
     seconds: list[float] = []
     for _ in range(rounds):

@@ -28,7 +28,7 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
 from negamax.engine.shape import SHAPE
 
-PROBE_CHARS = (64, 4096)  # Lengths of two texts that measure the server's tokens per character.
+PROBE_CHARS = (64, 4096)  # Lengths of two texts for measuring the tokens per character.
 # Values of `owned_by` of servers that support continuous_usage_stats.
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
@@ -45,11 +45,11 @@ class Measurement:
 
     model: str
     records: tuple[ResponseRecord, ...]  # In the order of sending.
-    seconds: float  # From the first request to the end of the last.
+    seconds: float  # From the first request to the end of the last request.
     notes: tuple[str, ...]
     interrupted: bool = False
-    drafts: DraftCounts = NO_DRAFTS  # From the server's /metrics.
-    shape: dict[str, Any] | None = None  # From the server's /server_info; None: not reported.
+    drafts: DraftCounts = NO_DRAFTS  # Counts in the server's /metrics.
+    shape: dict[str, Any] | None = None  # From /server_info; None if not reported.
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _Server:
 
     client: ServingClient
     model: str
-    context_length: int | None  # Tokens; None: not reported.
+    context_length: int | None  # in tokens; None if not reported
     running_usage: bool  # Whether each chunk can report the number of tokens so far.
     shape: dict[str, Any] | None = None
 
@@ -101,7 +101,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
         interrupted = False
         try:
             await load.drive(workload.sessions)
-        except asyncio.CancelledError:  # Ctrl-C: show the partial result
+        except asyncio.CancelledError:  # After Ctrl-C, the partial result is shown.
             interrupted = True
         finally:
             gc.unfreeze()
@@ -264,7 +264,7 @@ def _vocabulary(options: BenchOptions) -> Sequence[int]:
 async def measure_scale(
     options: BenchOptions, server: _Server, *, sample: str
 ) -> tuple[TextScale, tuple[str, ...]]:
-    """Measure tokens per character, and of an empty prompt, by the server's token counts."""
+    """Measure the tokens per character and the tokens of an empty prompt with the server."""
     counts: list[int] = []
     for num_chars in PROBE_CHARS:
         prompt = workloads.as_prompt(sample[:num_chars], options)
@@ -360,7 +360,7 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Send `sessions` in turn and drop all records. Raises `NegamaxError` if all fail."""
+    """Send `sessions` in turn and drop all records. Raises `NegamaxError` if all turns fail."""
     for number, session in enumerate(sessions):
         await load.session(session, number)
     if sessions and all(record.error in _REFUSALS for record in load.records):

@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 class ExchangeError(Exception):
-    """A request got no usable answer. If `fresh`, no byte arrived and a retry may help."""
+    """Raised if a request got no usable answer. If `fresh`, no byte arrived; a retry may help."""
 
     def __init__(self, reason: str, *, fresh: bool = False) -> None:
         super().__init__(reason)
@@ -148,7 +148,7 @@ class ResponseRecord:
     ended: float = 0.0  # Time of the last chunk with a choice, or of the failure.
     # Time of each chunk with new output.
     arrivals: array[float] = field(default_factory=lambda: array("d"))
-    # reported output tokens up to each of these chunks; 0: not reported
+    # reported output tokens up to each of these chunks; 0 if not reported
     running_tokens: array[int] = field(default_factory=lambda: array("q"))
     prompt_tokens: int | None = None  # None: not known.
     prompt_reported: bool = True  # False: the count is from the workload, not from the server.
@@ -159,7 +159,7 @@ class ResponseRecord:
     detail: str = ""  # The server's error message.
 
     def fail(self, reason: str, detail: str = "") -> None:
-        """Note the first failure."""
+        """Record the first failure."""
         if self.error is None:
             self.error, self.detail = reason, " ".join(detail.split())[:300]
 

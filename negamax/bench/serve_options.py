@@ -18,7 +18,7 @@ DATASET_ALIASES = {
     "openai": "custom",
     "agent-trace": "agent",
 }
-# Datasets of vLLM and SGLang that this benchmark lacks, and the replacement.
+# Datasets of vLLM and SGLang that this benchmark lacks, each with advice on a replacement.
 FOREIGN_DATASETS = {
     **dict.fromkeys(
         ("random-mm", "random-image", "image", "mmmu", "custom_mm", "custom_image"),
@@ -30,7 +30,7 @@ FOREIGN_DATASETS = {
     ),
     **dict.fromkeys(("random-rerank",), "there is no rerank route; use random"),
 }
-BACKENDS = {  # backend -> route; None: the dataset selects the route
+BACKENDS = {  # backend -> route; with None, the dataset selects the route
     "openai": None,
     "vllm": None,
     "sglang": None,
@@ -96,7 +96,7 @@ class BenchOptions:
     )
     burstiness: float = option(
         1.0,
-        "Set the burstiness of arrivals; 1 is a Poisson process, lower values are burstier.",
+        "Set the burstiness of arrivals; 1 gives a Poisson process, lower values give bursts.",
         above=0,
     )
     num_warmups: int = option(
@@ -130,13 +130,13 @@ class BenchOptions:
         128, "Set the number of output tokens.", also="--output-len --random-output", least=1
     )
     random_range_ratio: float = option(
-        0.0, "Vary lengths by this share up and down. SGLang's rule: from this share to all."
+        0.0, "Draw lengths from 1 - r to 1 + r times the given ones (SGLang's rule: from r to 1)."
     )
     random_range_rule: str = option(
-        "auto", "Set the rule of --random-range-ratio. auto: by --backend.", choices=RANGE_RULES
+        "auto", "Set the rule of --random-range-ratio; auto follows --backend.", choices=RANGE_RULES
     )
     random_prefix_len: int = option(
-        0, "Add this many tokens, the same in all prompts, before each prompt.", least=0
+        0, "Begin all prompts with the same tokens, this many in number.", least=0
     )
     prefix_repetition_prefix_len: int = option(
         256, "Set the number of tokens in a prefix.", also="--gsp-system-prompt-len", least=0
@@ -151,13 +151,13 @@ class BenchOptions:
         128, "Set the number of output tokens.", also="--gsp-output-len", least=1
     )
     sharegpt_output_len: int | None = option(
-        None, "Set the number of output tokens. Default: that of the recorded answer.", least=1
+        None, "Set the number of output tokens. Default: the recorded answer's length.", least=1
     )
     sharegpt_context_len: int | None = option(
         None, "Skip longer conversations. Default: the model's context length.", least=1
     )
     custom_output_len: int = option(
-        256, "Set the output tokens of recorded requests that set no limit.", least=1
+        256, "Limit the output tokens of recorded requests that set no limit.", least=1
     )
     agent_turns: int = option(
         24, "Send this many requests per session, or fewer if the context is too short.", least=1
@@ -166,9 +166,9 @@ class BenchOptions:
         3000, "Set the number of tokens in the system prompt, without the tools.", least=1
     )
     agent_tools: int = option(12, "Declare this many tools.", least=0)
-    agent_result_len: int = option(600, "Set the mean tokens of tool results per step.", least=1)
+    agent_result_len: int = option(600, "Set the mean number of result tokens per step.", least=1)
     agent_reasoning_len: int = option(
-        120, "Send back this many tokens of thinking per turn.", least=0
+        120, "Include this many tokens of thinking in each answer of the history.", least=0
     )
     agent_output_len: int = option(200, "Set the number of output tokens per turn.", least=1)
     agent_pause: float = option(
@@ -187,10 +187,10 @@ class BenchOptions:
     disable_ignore_eos: bool = option(
         False, "Let answers end at end tokens with sglang backends, which ignore them by default."
     )
-    temperature: float | None = option(None, "Set the temperature. Default: the server's.")
-    top_p: float | None = option(None, "Set the nucleus probability. Default: the server's.")
-    top_k: int | None = option(None, "Sample from this many top tokens. Default: the server's.")
-    min_p: float | None = option(None, "Set min_p, relative to the most likely token.")
+    temperature: float | None = option(None, "Set the temperature (default: set by the server).")
+    top_p: float | None = option(None, "Set the nucleus probability (default: set by the server).")
+    top_k: int | None = option(None, "Sample from this many top tokens (default: set by server).")
+    min_p: float | None = option(None, "Drop tokens below this share of the top probability.")
     frequency_penalty: float | None = option(None, "Penalize tokens by their count.")
     presence_penalty: float | None = option(None, "Penalize tokens that already occur.")
     repetition_penalty: float | None = option(None, "Penalize repeated tokens by this factor.")
@@ -246,18 +246,18 @@ class BenchOptions:
 
     @property
     def is_chat(self) -> bool:
-        """Whether requests are chat completions."""
+        """Return whether requests are chat completions."""
         return self.path.endswith("/chat/completions")
 
     @property
     def ignores_eos(self) -> bool:
-        """Whether answers ignore end tokens, which is the default of SGLang's backends."""
+        """Return whether answers ignore end tokens. SGLang's backends ignore them by default."""
         is_sglang = self.backend.startswith("sglang")
         return self.ignore_eos or (is_sglang and not self.disable_ignore_eos)
 
     @property
     def range_rule(self) -> str:
-        """The meaning of `random_range_ratio`: "vllm" or "sglang"."""
+        """The rule for `random_range_ratio`: "vllm" or "sglang"."""
         if self.random_range_rule == "auto":
             return "sglang" if self.backend.startswith("sglang") else "vllm"
         return self.random_range_rule
@@ -271,13 +271,13 @@ class BenchOptions:
 
     @property
     def path(self) -> str:
-        """The route of the requests."""
+        """Return the path of the route that the requests use."""
         if self.endpoint is not None:
             return self.endpoint if self.endpoint.startswith("/") else f"/{self.endpoint}"
         return BACKENDS[self.backend] or (CHAT if self.dataset_name == "agent" else COMPLETIONS)
 
     @property
     def url(self) -> str:
-        """The server's URL without a trailing /v1, which belongs to the route."""
+        """Return the server's URL without a trailing /v1, which is part of the route."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return (self.base_url or f"http://{host}:{self.port}").rstrip("/").removesuffix("/v1")

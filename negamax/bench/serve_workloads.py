@@ -37,7 +37,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class TurnResponse:
-    """The answer to a turn. `message` is None unless the session wants it."""
+    """The answer to a turn. `message` is None unless the session reads it."""
 
     record: ResponseRecord
     message: dict[str, Any] | None
@@ -48,11 +48,11 @@ Turns = Generator[SessionTurn, TurnResponse, None]
 
 @dataclass(frozen=True)
 class Session:
-    """Requests that follow each other. Each call of `start` gives the same turns."""
+    """A sequence of requests (turns). Each call of `start` yields the same turns."""
 
     num_turns: int
     start: Callable[[], Turns]
-    wants_responses: bool = False  # whether turns read the text of answers, which takes some time
+    wants_responses: bool = False  # whether turns read answers, which takes some time
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Prompts:
     """Makes prompts of given lengths: token ids, or text sized by `scale`."""
 
     options: BenchOptions
-    scale: TextScale | None  # None: token ids
+    scale: TextScale | None  # None selects token ids
     vocabulary: Sequence[int] = COMMON_IDS
 
     def part(self, rng: random.Random, num_tokens: int, *, whole_prompt: bool = False) -> Any:
@@ -225,7 +225,7 @@ def sharegpt_workload(
     count: Callable[[str], int],
     context_length: int | None,
 ) -> BenchWorkload:
-    """Request answers as long as the recorded ones, in random order. `count` counts tokens."""
+    """Make requests, shuffled, with the recorded answers' lengths. `count` counts tokens."""
     limit = min(options.sharegpt_context_len or context_length or 2**62, context_length or 2**62)
     turns = []
     for question, answer in pairs:
@@ -286,7 +286,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> BenchWorkload:
-    """Take `num_prompts` requests of a file in order, repeated if needed; warm up with the last."""
+    """Take `num_prompts` requests in order, repeated if needed. Warm up with the last requests."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]

@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"[!-~]+")
 
 
 class CheckFailure(Exception):
-    """An answer breaks the protocol. `status` is the HTTP status of a refusal, else 0."""
+    """Raised if an answer breaks the protocol. `status` is the HTTP status of a refusal, or 0."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -82,14 +82,14 @@ class JudgedAnswer:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)  # name and arguments of each
+    calls: list[tuple[str, str]] = field(default_factory=list)  # name, arguments
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)  # empty unless streamed
+    events: list[dict[str, Any]] = field(default_factory=list)  # empty for a whole answer
 
     @property
     def is_reasoning_only(self) -> bool:
-        """Whether the answer has only reasoning, although it is not truncated."""
+        """Return whether the answer has only reasoning, although it is not truncated."""
         has_answer = bool(self.content.strip() or self.calls)
         return bool(self.reasoning) and not has_answer and self.finish_reason != "length"
 

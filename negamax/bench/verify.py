@@ -25,11 +25,11 @@ from negamax.bench.verify_checks import (
     read_own_cases,
 )
 
-MAX_ATTEMPTS = 10  # The same number as in the published suite.
-SHOWN_FAILURES = 5  # Failures shown per row.
+MAX_ATTEMPTS = 10  # per request, as in the published suite
+SHOWN_FAILURES = 5  # number of failures that are shown per row
 # Minimum pass rates of the published suite. Rows without a rate here allow no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
-_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # not sent to the server
+_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # keys that are not sent
 _SCHEMA_WORDS = {"type", "description", "required", "additionalProperties", "$schema", "items"}
 _CYRILLIC = re.compile("[\u0400-\u04ff]")
 _THINK_BLOCK = re.compile(r"<(?:mm:)?think>.*?</(?:mm:)?think>", re.DOTALL)

@@ -30,7 +30,7 @@ Case = dict[str, Any]
 
 CASES = Path(__file__).with_name("verify_cases.toml")
 REFUSED = (400, 422)
-EQUAL_ATTEMPTS = 3  # several, because batches may change the last bits of logits
+EQUAL_ATTEMPTS = 3  # repeated, because batches change the last bits of logits
 TAGS = (
     "<think>", "</think>", "<mm:think>", "</mm:think>", "<minimax:tool_call>",
     "</minimax:tool_call>", "]<]minimax[>[",
@@ -41,7 +41,7 @@ _LONG = {"role": "system", "content": "Be brief. " + "Rain falls in the north. "
 
 
 class CheckSkipped(Exception):
-    """The server does not offer what a check needs."""
+    """Raised if the server lacks a feature that a check needs."""
 
 
 def read_own_cases() -> list[Case]:

@@ -19,14 +19,14 @@ from negamax.scheduler.request import GenerateRequest, SamplingParams
 class BatchTimes:
     """One batch of requests that start together. Times are seconds since the first `add`."""
 
-    ttft: tuple[float, ...]  # First token of each request.
-    seconds: float  # Last token of all requests.
+    ttft: tuple[float, ...]  # Time of the first token of each request.
+    seconds: float  # Time of the last token of the batch.
     # Times of the steps after all requests have their first token.
     steps: tuple[float, ...]
     # seconds of the decode phase with a busy and an idle GPU; both 0 if not measured
     busy: float
     idle: float
-    # prompt tokens that were found in the cache; should be 0
+    # number of prompt tokens that were found in the cache; should be 0
     cached_tokens: int
     preemptions: int
 
@@ -143,7 +143,7 @@ def drain(loop: EngineLoop) -> None:
 
 
 def decode_batch(loop: EngineLoop, requests: list[GenerateRequest]) -> Generator[None, None, None]:
-    """Run `requests` to their first tokens, then a step per `next`. Closing aborts requests."""
+    """Run `requests` to their first tokens, then one step per `next`. `close` aborts them."""
     waiting = {request.request_id for request in requests}
     for request in requests:
         loop.add(request)

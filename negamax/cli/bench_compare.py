@@ -7,7 +7,7 @@ import typer
 from negamax.cli.bench_options import picture
 from negamax.cli.options import setting
 
-HELP = "Compare results of `bench serve` (or vLLM's) in a table and a plot of rate by latency."
+HELP = "Compare result files of `bench serve` or vLLM in a table and a plot of rate over latency."
 
 
 def command(
@@ -20,7 +20,7 @@ def command(
         "Allow results of different models, splits, formats, kernels or versions.",
         "--allow-different-shapes",
     ),
-    title: str | None = setting(None, "Set the title of the plot. Default: the model."),
+    title: str | None = setting(None, "Set the title of the plot (default: the model)."),
 ) -> None:
     """Print a table. Runs with the same label or backend form one series, sorted by load."""
     from negamax.bench import serve_compare

@@ -40,7 +40,7 @@ def command(
         panel=LOAD,
     ),
     max_concurrency: str | None = setting(
-        None, "Limit the concurrent requests. Several limits (1,4,16) give one run each."
+        None, "Limit the concurrent requests. Each of several limits (1,4,16) gets its own run."
     ),
     percentile_metrics: str | None = setting(
         None, "Print these metrics. Default: ttft,tpot,itl,e2el.", panel=OUTPUT
@@ -54,8 +54,8 @@ def command(
     save_detailed: bool = setting(
         False, "Add lists of all requests and token gaps to the result.", "--save-detailed"
     ),
-    result_dir: Path | None = setting(None, "Set the result's folder. Default: the current one."),
-    result_filename: str | None = setting(None, "Set the file name. Default: from the settings."),
+    result_dir: Path | None = setting(None, "Set the folder of results (default: current folder)."),
+    result_filename: str | None = setting(None, "Set the file name (default: made from settings)."),
     plot: Path | None = picture("Plot distributions and timelines into this file (png, svg, pdf)."),
     disable_tqdm: bool = setting(False, "Hide the progress.", "--disable-tqdm", "--no-progress"),
 ) -> None:
@@ -83,8 +83,8 @@ def command(
 class _Files:
     """Files for the results of a run."""
 
-    folder: Path | None  # None: results are not saved.
-    name: str | None  # None: the name is made from the run's settings.
+    folder: Path | None  # With None, results are not saved.
+    name: str | None  # With None, the run's settings determine the name.
     detailed: bool
     plot: Path | None
 
@@ -137,7 +137,7 @@ def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[s
 
 
 def _compare(documents: Sequence[dict[str, Any]], *, plot: Path | None) -> None:
-    """Print and plot the runs of a sweep, unless a run of single tokens has no TPOT."""
+    """Print and plot the runs of a sweep, unless a run lacks a metric (single tokens: TPOT)."""
     from negamax.bench import plots, serve_compare
 
     if not all(name in document for document in documents for name in serve_compare.NEEDED):

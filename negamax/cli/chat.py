@@ -39,7 +39,7 @@ def command(
         None, "Declare the tools in this JSON file; you type their results."
     ),
     max_tokens: int | None = setting(None, "Limit the tokens of an answer."),
-    temperature: float | None = setting(None, "Set the temperature. Default: the model's."),
+    temperature: float | None = setting(None, "Set the temperature (default: set by the model)."),
     hide_thinking: bool = setting(False, "Do not show the thinking.", "--hide-thinking"),
     plain: bool = setting(False, "Show Markdown as plain text.", "--plain"),
 ) -> None:

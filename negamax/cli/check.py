@@ -26,7 +26,7 @@ def command(
     ),
     json_file: Path | None = json_option(),
 ) -> None:
-    """Exit with 0 if endpoints answer and none fails, else 1. Absent endpoints do not count."""
+    """Exit with 0 if at least one endpoint answers and no endpoint fails, otherwise with 1."""
     from negamax.bench.endpoint_check import ENDPOINTS, check_endpoints, is_working
     from negamax.bench.server_probe import connect
 

@@ -68,14 +68,14 @@ def command(
     revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
     hub: str = setting(
         "auto",
-        "Choose the hub: huggingface, modelscope, or auto. auto is huggingface, or modelscope with "
-        "NEGAMAX_USE_MODELSCOPE=1.",
+        "Choose the hub: huggingface, modelscope, or auto. auto selects huggingface, or modelscope "
+        "if NEGAMAX_USE_MODELSCOPE=1 is set.",
         "--source",
         choices=SOURCES,
     ),
-    download_dir: str | None = setting(None, "Download to this folder. Default: the hub's cache."),
+    download_dir: str | None = setting(None, "Download to this folder (default: the hub's cache)."),
 ) -> None:
-    """Exit with 1 if `--verify` finds a weight whose error its format cannot explain."""
+    """Exit with 1 if `--verify` finds a weight whose error is too large for its format."""
     log.setup()
     if to is None and tensor_parallel_size == 1 and not is_split(Path(source).expanduser()):
         allowed = ", ".join(TARGETS)
@@ -122,7 +122,7 @@ def command(
         _show(differences)
         if damaged := [one.name for one in differences if one.error > one.limit(target)]:
             raise NegamaxError(
-                f"{len(damaged)} weights differ more than their format explains: "
+                f"{len(damaged)} weights have errors that are too large for their format: "
                 f"{list_first(damaged)}",
                 hint=f"remove {destination} and convert again",
             )

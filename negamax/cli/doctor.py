@@ -42,13 +42,13 @@ _PROBE_SECONDS = 120.0
 _MARKS = {"ok": "ok", "info": "-", "warn": "WARN", "fail": "FAIL"}
 Status = Literal["ok", "info", "warn", "fail"]
 OPTIONAL_PACKAGES = ("transformers", "uvloop")
-_ISA = {  # flags of /proc/cpuinfo and their names
+_ISA = {  # flag in /proc/cpuinfo -> name of the instruction set
     "avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX BF16",
     "asimd": "NEON", "i8mm": "I8MM", "bf16": "BF16", "sve": "SVE",
 }  # fmt: skip
 _VARIABLES = ("HF_", "HUGGING", "NEGAMAX_", "CUDA_", "TRITON_", "NCCL_", "OMP_", "TORCH_", "XDG_")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
-_SIZE_SECONDS = 1.0  # limit for counting a cache's bytes
+_SIZE_SECONDS = 1.0  # time limit for counting the bytes of a cache
 _LOW_DISK = 2 * GIB
 _HUB = "https://huggingface.co"
 

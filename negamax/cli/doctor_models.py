@@ -44,13 +44,13 @@ class Machine:
 
     gpus: tuple[Gpu, ...]
     memory_bytes: int  # Free main memory.
-    cpu_bfloat16: bool  # The CPU computes in bf16.
+    cpu_bfloat16: bool  # Whether the CPU has bf16 instructions.
     disk_bytes: int  # Free bytes on the disk to which models are downloaded.
 
 
 @dataclass(frozen=True)
 class ModelVerdict:
-    """Whether a model runs on this machine, and the command or the reason against it."""
+    """The result for one model: the command that serves it, or why it cannot run here."""
 
     model: str
     runs: bool

@@ -47,10 +47,10 @@ def command(
     max_tokens: int = setting(1024, "Limit the tokens of a choice, thinking included."),
     n: int = setting(1, "Generate this many choices per prompt.", "--n", "-n"),
     temperature: float | None = setting(
-        None, "Set the temperature; 0 is greedy. Default: the model's."
+        None, "Set the temperature; 0 is greedy (default: set by the model)."
     ),
-    top_p: float | None = setting(None, "Set the nucleus probability. Default: the model's."),
-    top_k: int | None = setting(None, "Sample from this many top tokens. Default: the model's."),
+    top_p: float | None = setting(None, "Set the nucleus probability (default: set by the model)."),
+    top_k: int | None = setting(None, "Sample from this many top tokens (default: set by model)."),
     stop: list[str] | None = setting(None, "End the output before this text; may be repeated."),
     ignore_eos: bool = setting(False, "Always generate --max-tokens tokens.", "--ignore-eos"),
     as_json: bool = setting(

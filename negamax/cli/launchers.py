@@ -22,7 +22,7 @@ _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
-    """Return a launcher's settings; none if the line has --nnodes 1 or starts nodes with Ray.
+    """Return a launcher's settings, or [] if the line has --nnodes 1 or starts nodes with Ray.
 
     Raises `ConfigError` if the launcher starts more than one process on a machine.
     """
@@ -64,13 +64,13 @@ def _torchrun() -> Mapping[str, tuple[str, str]]:
         return {}
     if local != "1":
         raise ConfigError(
-            f"torchrun starts {local} processes on a machine; it needs one for all its ranks",
+            f"torchrun starts {local} processes per machine; Negamax needs one process per machine",
             hint="use --nproc-per-node 1",
         )
     names = {"--nnodes": "WORLD_SIZE", "--node-rank": "GROUP_RANK", "--master-addr": "MASTER_ADDR"}
     found, port = dict(_given(names)), env.get("MASTER_PORT")
     if port is not None and port.isdigit():
-        # torchrun's own store may listen on that port
+        # torchrun's own store may listen on MASTER_PORT
         found["--master-port"] = (str(int(port) + 1), "MASTER_PORT, plus 1")
     return found
 

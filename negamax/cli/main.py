@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BrokenPipeError, SystemExit) as end:
         if not isinstance(end, OSError) and not isinstance(end.__context__, OSError):
             raise
-        code = 128 + signal.SIGPIPE  # as shells report SIGPIPE; Typer uses another code
+        code = 128 + signal.SIGPIPE  # the code that shells report for SIGPIPE
     except OSError as error:
         code = _fail(ResourceError.of_system(error))
     drop_unwritable()

@@ -80,7 +80,7 @@ def add_options(
                 ]
             parameters = first + parameters
         flags: list[Flag] = []
-        for options in reversed(classes.values()):  # options of the server first
+        for options in reversed(classes.values()):  # The server's options come first in the help.
             if issubclass(options, EngineOptions):
                 help = _MODEL_FLAG.listed_help
                 option = setting(None, help, "--model", panel=MODEL, show_default=False)

@@ -32,8 +32,8 @@ Only configuration files are read, and no GPU is needed. docs/parallelism.md com
 times with measurements.
 """
 _MOST_GPUS = 64
-_MOST_ROWS, _MOST_REASONS = 6, 3  # The numbers that fit on a screen.
-_FORMATS = ("fp8", "int8", "mxfp8", "int4", "nvfp4", "mxfp4")  # Of --quantization.
+_MOST_ROWS, _MOST_REASONS = 6, 3  # Largest numbers of shown rows and reasons.
+_FORMATS = ("fp8", "int8", "mxfp8", "int4", "nvfp4", "mxfp4")  # Values of --quantization.
 FIRST_NODE = "node0"  # Name of the first machine in commands for several machines.
 _GPU_NAMES = [gpu.name for gpu in GPUS.values()]
 _TABLE_WIDTH = 100  # least width of the table, even on a narrower terminal
@@ -50,7 +50,7 @@ def command(
     ),
     as_json: bool = setting(False, "Print one JSON object.", "--json"),
     gpus: int | None = setting(
-        None, "Set the number of GPUs. Default: those of this machine.", panel=_HARDWARE
+        None, "Set the number of GPUs. Default: all GPUs of this machine.", panel=_HARDWARE
     ),
     nodes: int = setting(1, "Set the number of machines that hold the GPUs."),
     gpu: str | None = setting(
@@ -58,13 +58,13 @@ def command(
         f"Choose the GPU: {', '.join(_GPU_NAMES)}. Default: this machine's, or {MEASURED.name}.",
         choices=_GPU_NAMES,
     ),
-    gpu_memory: float | None = setting(None, "Set the GiB of each GPU. Default: that of --gpu."),
+    gpu_memory: float | None = setting(None, "Set the GiB of each GPU (default: memory of --gpu)."),
     gpu_memory_utilization: float = setting(
         EngineOptions.gpu_memory_utilization, "Limit the share of a GPU's memory that is used."
     ),
     max_model_len: int | None = setting(
         None,
-        "Require that a request of this many tokens fits. Default: the largest one that fits.",
+        "Require that a request of this many tokens fits. Default: the largest that fits.",
         panel=_MODEL,
         parser=parse_count,
         metavar="NUMBER",
@@ -218,7 +218,7 @@ def commands(
     sharding = "on" if each.shards_index else "off"
     words = ["negamax", "serve", model, *start, *each.topology.flags]
     nodes = each.topology.nodes(per_node=hardware.per_node)
-    # Replicas on one machine share a command. A replica over several machines has own commands.
+    # Replicas on one machine share a command. A replica on several machines needs one per machine.
     replicas = each.topology.replicas // hardware.nodes if nodes == 1 else 1
     for name, value, default in (
         ("num-replicas", replicas or each.topology.replicas, 1),

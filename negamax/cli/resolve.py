@@ -53,7 +53,7 @@ class Resolved:
     """A resolved command line."""
 
     words: list[str]
-    choices: dict[str, OptionValue] = field(default_factory=dict)  # By name of the parameter.
+    choices: dict[str, OptionValue] = field(default_factory=dict)  # key: parameter name
     notes: list[str] = field(default_factory=list)  # Notes on options without effect.
 
 
@@ -201,7 +201,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 def _translated(
     levels: Sequence[Sequence[Given]], names: OptionNames, model: str | None, notes: list[str]
 ) -> list[list[Given]]:
-    """Replace other servers' options by own ones. Own options on the line take precedence."""
+    """Replace other servers' options by Negamax's. Given options of Negamax take precedence."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
@@ -244,7 +244,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Choose an option's words from the last level that has it, or from all if a list adds up."""
+    """Choose an option's words from the last level that sets it. If it adds up, join all levels."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

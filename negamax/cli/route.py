@@ -12,9 +12,9 @@ from negamax.options.route import RouteOptions, list_servers
 
 HELP = """Route requests to one of several servers.
 
-A request goes to the server that got most of its prompt before. If that server has too much to do,
-the request goes to the server with the least to do. A server that does not answer gets no requests,
-and a request that it did not begin to answer goes to another server. For prefill/decode pairs, pass
+A request goes to the server that has received most of its prompt before. If that server is too
+busy, the request goes to the least busy server. A server that does not answer gets no requests, and
+a request that it did not begin to answer goes to another server. For prefill/decode pairs, pass
 --prefill and --decode instead of URL.
 """
 

@@ -13,17 +13,17 @@ from negamax.options.foreign import Foreign
 _TRUTHS = {"true": True, "false": False}
 _SECRETS = ("-key", "-token", "-password")  # name endings of options with secret values
 _SECRET_FLAGS = ("--api-key", "--admin-api-key")
-_SHORTEST = 5  # Abbreviations of options are longer than this, with the dashes.
-_SIMILARITY = 0.8  # Least similarity of a name that is suggested.
+_SHORTEST = 5  # Abbreviations must be longer than this, dashes included.
+_SIMILARITY = 0.8  # Suggested names have at least this similarity.
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of Negamax. `names` turn a switch on, and `opposites` turn it off."""
+    """An option of Negamax. Flags in `names` set a switch, and flags in `opposites` clear it."""
 
-    name: str  # The parameter.
+    name: str  # Name of the parameter.
     key: str  # Name in files and environment variables.
-    flag: str  # For typer.
+    flag: str  # Flag for typer.
     kind: Kind
     names: tuple[str, ...]
     opposites: tuple[str, ...]
@@ -61,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Given:
-    """A given option with its values and, for messages, its source. `is_set` is for switches."""
+    """A given option with its values and its source. `is_set` is the value of a switch."""
 
     name: str
     values: tuple[str, ...]
@@ -70,7 +70,7 @@ class Given:
 
     @property
     def shown(self) -> str:
-        """The option and its value for messages, without the value of a secret."""
+        """Return the option and its value for messages, without the value of a secret."""
         if not self.values or self.name.endswith(_SECRETS):
             return self.source
         return f"{self.source} is {' '.join(self.values)[:60]!r}"

@@ -478,7 +478,7 @@ def test_command_prints_its_plan_and_verifies_each_value(
         tensors[name][3, 5] += 1
     changed = ["convert", str(out), other, "--to"]
     for arguments, status, words in (
-        (line, 1, f"1 weights differ more than their format explains: {name}"),
+        (line, 1, f"1 weights have errors that are too large for their format: {name}"),
         ([*changed, "int8"], 2, "--allow-lossy"),
         ([*changed, "int9"], 2, "int9"),
     ):
