@@ -386,7 +386,7 @@ class EngineOptions:
         panel=NODES,
     )
     node_rank: int = option(0, "Set the number of this machine; machine 0 runs the API server.")
-    master_addr: str | None = option(None, "Set the address of node 0 for the other nodes.")
+    master_addr: str | None = option(None, "Set the address at which nodes reach node 0.")
     master_port: int = option(
         MASTER_PORT, "Set the first of the ports on which other nodes connect to node 0."
     )
@@ -405,7 +405,7 @@ class EngineOptions:
     )
     ray_placement_timeout: float = option(
         60.0,
-        "Wait this many seconds until Ray has reserved resources for all ranks.",
+        "Wait up to this many seconds until Ray has reserved resources for all ranks.",
         above=0,
         most=MAX_PLACEMENT_SECONDS,
     )

@@ -20,7 +20,7 @@ class RouteOptions:
         panel="Servers",
     )
     decode: tuple[str, ...] = option(
-        (), "Generate answers to prompts from --prefill on the server at this URL; may be repeated."
+        (), "Generate answers on the server at this URL to prompts from --prefill; may be repeated."
     )
     health_interval: float = option(
         1.0,
