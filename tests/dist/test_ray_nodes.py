@@ -272,7 +272,7 @@ def test_a_cluster_without_room_is_refused(cluster: VirtualCluster) -> None:
         server.kill()
     (line,) = [line for line in server.log.splitlines() if "error" in line]
     assert "no room for 4 ranks in 1 s; needed: 4 CPUs on this one, or 2 machines" in line
-    assert "available this machine 127.0.0.1: 1 of 1 CPUs; 127.0.0.1: 1 of 1 CPUs; 127" in line
+    assert "available: this machine 127.0.0.1: 1 of 1 CPUs; 127.0.0.1: 1 of 1 CPUs; 127" in line
     assert "negamax" in line and "Traceback" not in server.log
 
 
