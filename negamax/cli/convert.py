@@ -69,7 +69,7 @@ def command(
     hub: str = setting(
         "auto",
         "Choose the hub: huggingface, modelscope, or auto. auto selects huggingface, or modelscope "
-        "if NEGAMAX_USE_MODELSCOPE=1 is set.",
+        "if NEGAMAX_USE_MODELSCOPE is 1.",
         "--source",
         choices=SOURCES,
     ),

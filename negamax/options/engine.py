@@ -349,7 +349,7 @@ class EngineOptions:
     )
     cp_kv_cache_interleave_size: int | None = option(
         None,
-        "Set how many consecutive tokens a rank holds with --decode-context-parallel-size "
+        "Set how many consecutive tokens a rank holds when ranks split the cache (-dcp) "
         "(default: the block size, which is the only valid value).",
     )
     enable_eplb: bool = option(

@@ -374,7 +374,7 @@ def test_disk_full_at_the_start_leaves_no_obstacle(
     """Only a partial record remains, and a new run works."""
     out = tmp_path / "out"
     monkeypatch.setattr(os, "fsync", refuse_space)
-    with pytest.raises(ResourceError, match="run the same command again"):
+    with pytest.raises(ResourceError, match="run the command again"):
         convert(conversion(bf16, out, "int8"))
     monkeypatch.undo()
     assert [path.name for path in out.iterdir()] == ["negamax_conversion.json.partial"]

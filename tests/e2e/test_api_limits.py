@@ -224,7 +224,7 @@ def test_references_count_with_the_size_of_their_items(small: Server) -> None:
         body = {"input": [reference] * 800, "max_output_tokens": 1}
         assert len(json.dumps(body)) < 100_000
         refused = http.post(RESPONSES, json=body)
-        assert "refers to" in error_of(refused, 413, code="body_too_large")["message"]
+        assert "referenced items" in error_of(refused, 413, code="body_too_large")["message"]
         post(http, RESPONSES, **body | {"input": [reference, reference]})
 
 
