@@ -133,7 +133,7 @@ class Prompts:
 
 
 def as_prompt(text: str, options: BenchOptions) -> dict[str, Any]:
-    """Return `text` as a prompt or as messages, whichever the route expects."""
+    """Return `text` as a prompt or as messages, as the route expects."""
     if options.is_chat:
         return {"messages": [{"role": "user", "content": text}]}
     return {"prompt": text}

@@ -25,13 +25,14 @@ from negamax.config.quantization import PROVENANCE, rotation_file
 from negamax.convert.layout import Piece, is_other_e4m3, pieces
 from negamax.convert.neuron import file_name, neuron_pieces
 from negamax.convert.shards import Shard, make_shards
-from negamax.convert.source import VISION_MODULES, Source, is_linear
+from negamax.convert.source import Source, is_linear
 from negamax.convert.targets import Target
 from negamax.convert.threads import run_in_order
 from negamax.convert.writer import ConversionRecord, Planned, TensorFile, differences, write_json
 from negamax.formats.floats import PLAIN
 from negamax.formats.tensor_format import TensorFormat
 from negamax.models.minimax_m2 import config as minimax_m2
+from negamax.models.minimax_names import VISION_MODULES
 from negamax.models.registry import find_family, import_names, read_spec
 from negamax.quantization.detect import detect
 

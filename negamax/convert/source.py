@@ -23,13 +23,13 @@ from negamax.formats.tensor_format import TensorFormat
 from negamax.kernels.quantize.stored import dequantize
 from negamax.layers.weights import WeightSlot
 from negamax.models.family import WeightSpec
+from negamax.models.minimax_names import VISION_MODULES
 from negamax.models.registry import import_names, read_spec
 from negamax.parallel.layout import ParallelLayout
 from negamax.quantization.detect import detect
 
 # Scales of keys, values and queries. The loader may skip these scales, but other engines need them.
 _OF_ATTENTION = re.compile(r"\.self_attn\.(?!.*(weight|input)_).*(scale|offset|zero_point)$")
-VISION_MODULES = ("vision_tower", "multi_modal_projector", "patch_merge_mlp")
 _OF_VISION = re.compile(rf"(?:^|\.)(?:{'|'.join(VISION_MODULES)})\.")
 
 

@@ -15,6 +15,10 @@ from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
 from negamax.models.family import INT8_CACHE, Placement, Spellings, WeightSpec, mlp_weights
 from negamax.models.family import layer_of as layer_of
 
+# Modules of the vision tower and its projector.
+VISION_MODULES = ("vision_tower", "multi_modal_projector", "patch_merge_mlp")
+_OF_VISION = "|".join(VISION_MODULES)
+
 DECODER = DecoderNames(
     embedding="model.embed_tokens.weight", norm="model.norm.weight", head="lm_head.weight"
 )
@@ -83,7 +87,7 @@ SPELLINGS = Spellings(
             "model.",
         ),
         (r"^(?:model|language_model)\.(?=lm_head\.)", ""),
-        (r"^model\.(?=(?:vision_tower|multi_modal_projector|patch_merge_mlp)\.)", ""),
+        (rf"^model\.(?=(?:{_OF_VISION})\.)", ""),
         (rf"^(model\.layers\.\d+\.)mlp\.(?=(?:{_OF_EXPERTS})\b)", r"\1block_sparse_moe."),
         (r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$", r"\1\2"),
         # neuronx-distributed-inference
@@ -126,7 +130,7 @@ SPELLINGS = Spellings(
         (r"\.[qkv]_zero_point$", "zero points of queries, keys and values, which FP8 does not use"),
         (r"\.[kv]_proj\.kv_cache_(scale|offset)$", INT8_CACHE),
         (
-            r"^(?:model\.)?(?:vision_tower|multi_modal_projector|patch_merge_mlp)\.",
+            rf"^(?:model\.)?(?:{_OF_VISION})\.",
             "vision tensors, because the model is served without images",
         ),
         (r"\.rotary_emb\.inv_freq$", "rotary frequencies, computed from config.json"),
