@@ -15,16 +15,16 @@ FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 MAX_SOURCE_PIXELS = 64_000_000
 _SPACE = re.compile(r"\s+")
 
-Image.MAX_IMAGE_PIXELS = None  # `MAX_SOURCE_PIXELS` is checked before anything is decoded
+Image.MAX_IMAGE_PIXELS = None  # `decode_image` checks `MAX_SOURCE_PIXELS` instead
 
 
 def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> bytes:
     """Return a packed `HEADER`, followed by the first frame as uint8 [height, width, 3].
 
-    `data`: base64 of PNG, JPEG, GIF or WEBP. `rule` and `longest` are arguments of `sizes.fit`. The
-    frame is rotated upright and drawn on a white background. Without `needs_pixels`, only the size
-    is returned, and height and width are exchanged if the file asks for a rotation by 90 degrees.
-    Raises `InvalidRequestError`; the caller prepends the image's position to its message.
+    `data` is a PNG, JPEG, GIF or WEBP file in base64. `rule` and `longest` are arguments of
+    `sizes.fit`. The frame is rotated upright and drawn on a white background. Without
+    `needs_pixels`, return only the `HEADER`, which ignores the rotation. Raises
+    `InvalidRequestError`. The caller adds the image's position to the error message.
     """
     try:
         image = Image.open(io.BytesIO(_decode_base64(data)), formats=FORMATS)
@@ -35,7 +35,7 @@ def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> byt
     num_pixels = image.width * image.height
     if num_pixels > MAX_SOURCE_PIXELS:
         raise InvalidRequestError(
-            f"the image has {image.width} x {image.height} pixels; allowed: {MAX_SOURCE_PIXELS}"
+            f"the image has {image.width} x {image.height} pixels; the limit is {MAX_SOURCE_PIXELS}"
         )
     height, width = fit(image.height, image.width, rule=rule, longest=longest)
     if not needs_pixels:
@@ -59,7 +59,7 @@ def _decode_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequestError("the image is not base64") from None
+        raise InvalidRequestError("the image data is not base64") from None
 
 
 def _flatten(image: Image.Image) -> Image.Image:
@@ -75,6 +75,6 @@ def _flatten(image: Image.Image) -> Image.Image:
 def _refuse(error: Exception) -> InvalidRequestError:
     reason = "broken file or other format" if isinstance(error, OSError) else "broken file"
     return InvalidRequestError(
-        f"the image cannot be decoded ({reason}); allowed: {', '.join(FORMATS)}",
+        f"the image cannot be decoded ({reason}); allowed formats: {', '.join(FORMATS)}",
         code="invalid_image",
     )

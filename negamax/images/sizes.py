@@ -11,15 +11,15 @@ from negamax.base.errors import InvalidRequestError
 
 Rule = Literal["longest", "area"]
 RULES: tuple[str, ...] = get_args(Rule)
-# first bytes of a decoded image: height and width after resizing, number of source pixels
+# A decoded image begins with its height and width after resizing and the number of source pixels.
 HEADER = struct.Struct(">III")
-SIDE = 28  # width and height in pixels of the square that one image token represents
-LONGEST_SIDE = 2016  # default for the rule "longest"; requests may set another multiple of SIDE
-LONGEST_SIDES = (112, 3584)  # range that requests may set, in pixels
+SIDE = 28  # One image token represents a square of 28 x 28 pixels.
+LONGEST_SIDE = 2016  # Default limit of rule "longest"; requests may set any multiple of SIDE.
+LONGEST_SIDES = (112, 3584)  # Range of this limit in requests, in pixels.
 MAX_ASPECT_RATIO = 200
 _SHORTEST_SIDE = 112
-_MAX_PIXELS = LONGEST_SIDES[1] ** 2  # largest resized image
-_LEAST_AREA, _MOST_AREA = 3136, 451_584  # limits of the area rule, in pixels
+_MAX_PIXELS = LONGEST_SIDES[1] ** 2  # Size of the largest resized image.
+_LEAST_AREA, _MOST_AREA = 3136, 451_584  # Limits of the rule "area", in pixels.
 
 
 def fit(height: int, width: int, *, rule: Rule, longest: int = LONGEST_SIDE) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def fit(height: int, width: int, *, rule: Rule, longest: int = LONGEST_SIDE) -> 
 
 
 def count_tokens(height: int, width: int) -> int:
-    """Return the number of image tokens of a resized image, without its two marker tokens."""
+    """Return the number of image tokens of a resized image, excluding its two marker tokens."""
     return height * width // SIDE**2
 
 

@@ -20,9 +20,9 @@ __all__ = ["Collective", "Partial", "ProcessGroup", "SingleRank"]
 
 @dataclass(frozen=True)
 class Partial:
-    """This rank's summand of a sum over the ranks of `group`, which `RmsNorm` computes."""
+    """The summand of one rank. `RmsNorm` adds the summands of all ranks of `group`."""
 
-    x: Tensor  # [T, width], or [T, P, width] where dimension P must also be summed
+    x: Tensor  # [T, width], or [T, P, width] if `RmsNorm` must also sum over P
     group: Collective
 
 
@@ -49,7 +49,7 @@ class SingleRank:
 
 
 class ProcessGroup:
-    """Collectives over one torch.distributed group: gloo for CPU tensors, NCCL for GPU tensors."""
+    """Collectives of a torch.distributed group. CPU tensors use gloo, and GPU tensors use NCCL."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ProcessGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks. The result is `tensor` itself, or a buffer that the next
         call overwrites. CPU tensors are summed in fp32 in rank order, so that a token's result does
-        not depend on its batch. On GPUs, kernels sum small tensors in rank order through `peers`.
+        not depend on its batch. On GPUs, kernels sum small tensors in rank order in `peers`.
         """
         if tensor.is_cuda:
             if self._shared is not None and self._shared.fits(tensor):
@@ -81,7 +81,7 @@ class ProcessGroup:
         return total.to(tensor.dtype)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks in the order of `all_reduce`; return this rank's rows."""
+        """Sum `tensor` over the ranks as `all_reduce` does, and return this rank's rows."""
         assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows over {self.size} ranks"
         rows = tensor.shape[0] // self.size
         if not tensor.is_cuda:
@@ -91,7 +91,7 @@ class ProcessGroup:
         return out
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        if dim == 0 and tensor.dim() and tensor.is_cuda:  # The parts are consecutive in memory.
+        if dim == 0 and tensor.dim() and tensor.is_cuda:  # `out` is one memory block.
             out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
             dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
             return out
@@ -123,6 +123,6 @@ class ProcessGroup:
         else:
             try:
                 dist.all_gather(list(parts), tensor.contiguous(), group=self._group)
-            except RuntimeError as error:  # After a failed collective the ranks are out of step.
+            except RuntimeError as error:  # The group is unusable after a failure.
                 raise EngineDeadError(f"another rank is gone or out of step: {error}") from error
         return list(parts)

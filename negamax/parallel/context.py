@@ -1,4 +1,4 @@
-"""Create the process groups of a rank when it starts. All communication uses these groups."""
+"""Create the process groups of a rank at its start. All communication uses these groups."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from negamax.parallel.poll_control import PollControl
 from negamax.parallel.rendezvous import open_store
 
 START_TIMEOUT_S = 120.0  # Time limit for all ranks to connect at start.
-STEP_TIMEOUT_S = 600.0  # Time limit of a collective. Every forward pass is shorter.
+STEP_TIMEOUT_S = 600.0  # Time limit of a collective; any forward pass takes less time.
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank's place in the grid (`layout`), and the groups that the rank belongs to."""
+    """A rank's position in the grid (`layout`), and the process groups of the rank."""
 
     layout: ParallelLayout
-    # Ranks that split the attention heads and the vocabulary of a replica.
+    # The ranks of this group split the attention heads and the vocabulary of a replica.
     attention_group: Collective = field(default_factory=SingleRank)
-    # Ranks that split the experts of a layer.
+    # The ranks of this group split the experts of a layer.
     expert_group: Collective = field(default_factory=SingleRank)
     world: Collective = field(default_factory=SingleRank)
-    # Ranks with equal position in their data-parallel replicas, which exchange tokens for experts.
+    # These ranks of all replicas have one `cp_rank` and one `tp_rank`, and split the experts.
     data_group: Collective = field(default_factory=SingleRank)
-    # Ranks of one context-parallel group, which split the tokens of prompts.
+    # The ranks of this group split the tokens of prompts (prefill context parallelism).
     context_group: Collective = field(default_factory=SingleRank)
-    # Ranks of a stage with equal tensor-parallel rank, which exchange the tokens of sharded steps.
+    # These ranks of a stage have equal `tp_rank`. In sharded steps they exchange tokens.
     token_group: Collective = field(default_factory=SingleRank)
-    # Ranks with copies of one KV head that split the blocks of its cache.
+    # Each rank of this group has the same KV heads and a part of the KV cache blocks.
     cache_group: Collective = field(default_factory=SingleRank)
     links: PipelineLinks = field(default_factory=PipelineLinks)
-    poll_control: PollControl | None = None  # Time limit of kernels that wait for other ranks.
+    poll_control: PollControl | None = None  # Limits how long kernels wait for ranks.
 
     @staticmethod
     def single() -> ParallelContext:
-        """Return the context of a single rank, without communication."""
+        """Return the context of a single rank, which does not communicate."""
         return ParallelContext(ParallelLayout())
 
     @staticmethod
     def gloo(
         layout: ParallelLayout, rendezvous: str, *, has_drafts: bool = False
     ) -> ParallelContext:
-        """Connect to the other ranks over gloo. `rendezvous` is explained in `open_store`. Every
-        rank must pass the same sizes. Raises `EngineError` if a rank does not connect in time.
+        """Connect to the other ranks over gloo. `open_store` explains `rendezvous`. The layouts of
+        all ranks must have equal sizes. Raises `EngineError` if a rank does not connect in time.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -77,12 +77,12 @@ class ParallelContext:
         is_one_sided: bool = False,
         has_drafts: bool = False,
     ) -> ParallelContext:
-        """Connect to the other ranks: NCCL carries GPU tensors, gloo CPU tensors. `device` is the
-        rank's GPU and the current device. Kernels exchange rows through the peer memory `peers` of
-        a group, which is None if the GPUs cannot access each other. Peer memory has room for rows
-        of `hidden_size` numbers, norm statistics of `max_tokens` tokens and `max_rows` sampled
-        tokens. With `is_one_sided`, there is also room for partial attention and for tokens that
-        are sent to experts. Every rank must pass the same sizes.
+        """Connect to the other ranks. NCCL transfers GPU tensors, and gloo transfers CPU tensors.
+        `device` is the rank's GPU and must be the current device. Kernels exchange rows through the
+        memory `peers` of a group. `peers` is None if the GPUs of the group cannot access each
+        other. `hidden_size`, `max_tokens` and `max_rows` (sampled tokens) set the size of `peers`.
+        With `is_one_sided`, `peers` also serves partial attention and tokens that are sent to
+        experts. Every rank must pass the same sizes.
         """
         if layout.world_size == 1:
             return ParallelContext.single()
@@ -92,8 +92,8 @@ class ParallelContext:
         _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
-        # (most tokens, most sampled rows, words per row for experts) by the ranks of each group
-        # whose kernels exchange rows.
+        # Maximum tokens, maximum sampled rows, and words per row that is sent to experts. The keys
+        # are groups of ranks whose kernels exchange rows.
         kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
         for senders in (layout.data_ranks, layout.context_ranks):
             if is_one_sided and len(senders) > 1:
@@ -159,9 +159,9 @@ def _meet(
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise EngineError(
-            f"rank {layout.rank} of {layout.world_size} did not reach all other ranks at "
+            f"rank {layout.rank} of {layout.world_size} could not connect to all other ranks at "
             f"{rendezvous} within {START_TIMEOUT_S:.0f} s: {error}",
-            hint="open the ports of gloo and NCCL, which node 0 logs, between all nodes"
+            hint="open the ports of gloo and NCCL between all nodes; node 0 logs the ports"
             if layout.nodes > 1
             else None,
         ) from error
@@ -183,7 +183,7 @@ def _list_groups(layout: ParallelLayout) -> dict[str, tuple[int, ...]]:
 def _new_groups(
     layout: ParallelLayout, *, backend: str
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Create the groups of all ranks. Return the groups of this rank by their world ranks."""
+    """Create the groups of all ranks. Return this rank's groups by their world ranks."""
     places = [layout.replace_rank(rank) for rank in range(layout.world_size)]
     groups = {}
     # torch.distributed requires that every rank creates all groups in the same order.

@@ -1,11 +1,11 @@
 """Compute which part of a model each rank holds. The parallel sizes are tensor (tp), expert (ep),
 data (dp), pipeline (pp), prefill context (cp) and decode context (dcp).
 
-The ranks form a grid with the axes `pp, dp, cp, tp`, where `tp` varies fastest: rank = ((pp_rank *
-dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Attention uses `tp` ranks per data-parallel replica.
-All `dp * cp * tp` ranks of a pipeline stage hold experts. The ranks of a stage form `ep` equal
-sets, and each set holds a part of every layer's experts. The ranks of a set split the width of each
-expert.
+The ranks form a grid with the axes `pp, dp, cp, tp`, where `tp` varies fastest. The number of a
+rank is ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank. In each data-parallel replica,
+`tp` ranks split the attention heads. All `dp * cp * tp` ranks of a pipeline stage hold experts. The
+ranks of a stage form `ep` equal sets, and each set holds a part of every layer's experts. The ranks
+of a set split the width of each expert.
 """
 
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from negamax.options.parallel import ParallelOptions
 @dataclass(frozen=True)
 class AttentionView:
     """A rank's position among the `size` ranks that split the attention heads of a replica.
-    `cache_size` adjacent ranks with copies of one KV head split the blocks of its KV cache.
+    `cache_size` adjacent ranks have copies of the same KV heads and split the KV cache blocks.
     """
 
     rank: int
     size: int
-    ranks: tuple[int, ...]  # World ranks of the group.
+    ranks: tuple[int, ...]  # World ranks of the `size` ranks.
     cache_size: int = 1
 
     @property
@@ -37,7 +37,7 @@ class AttentionView:
         return self.ranks[first : first + self.cache_size]
 
     def heads(self, num_heads: int) -> range:
-        """Return this rank's query heads. Raises `ConfigError` if heads do not divide evenly."""
+        """Return this rank's query heads. Raises `ConfigError` if `size` does not divide them."""
         return shard(num_heads, rank=self.rank, size=self.size, what="number of attention heads")
 
     def cache_heads(self, num_heads: int) -> range:
@@ -47,7 +47,7 @@ class AttentionView:
         return range(first, first + self.cache_size * len(own))
 
     def kv_replicas(self, num_kv_heads: int) -> int:
-        """Return the number of ranks that hold a copy of each KV head. Raises `ConfigError`."""
+        """Return the number of ranks that store each KV head. Raises `ConfigError`."""
         if num_kv_heads % self.size == 0:
             return 1
         if self.size % num_kv_heads == 0:
@@ -59,7 +59,7 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this rank's KV heads. If there are more ranks than heads, ranks hold copies."""
+        """Return this rank's KV heads. If there are fewer heads than ranks, ranks hold copies."""
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank
@@ -97,7 +97,7 @@ class ExpertView:
         return self.rank % self.tp
 
     def experts(self, num_experts: int) -> range:
-        """Return this rank's experts. Raises `ConfigError` if experts do not divide evenly."""
+        """Return this rank's experts. Raises `ConfigError` if `ep` does not divide the experts."""
         if num_experts % self.ep:
             raise ConfigError(
                 f"{num_experts} experts cannot be split over {self.ep} expert-parallel ranks",
@@ -107,7 +107,7 @@ class ExpertView:
         return range(self.ep_rank * per_rank, (self.ep_rank + 1) * per_rank)
 
     def width(self, intermediate_size: int, *, unit: int = 1) -> RankShare:
-        """Return this rank's rows of gate and up, which are columns of down, in whole units."""
+        """Return this rank's rows of the gate and up weights (columns of the down weight)."""
         what = "expert intermediate size"
         shard(intermediate_size, rank=self.tp_rank, size=self.tp, what=what)
         return share(intermediate_size, rank=self.tp_rank, size=self.tp, unit=unit)
@@ -123,11 +123,11 @@ class ParallelLayout:
     dp: int = 1
     pp: int = 1
     cp: int = 1
-    dcp: int = 1  # Number of adjacent tp ranks that split the KV cache of one head.
-    partition: tuple[int, ...] = ()  # Number of layers of each pipeline stage; () splits evenly.
+    dcp: int = 1  # Number of adjacent tp ranks that split one KV cache.
+    partition: tuple[int, ...] = ()  # Layers of each pipeline stage; () splits layers evenly.
     # Number of slots for extra copies of experts, summed over the ranks of a stage.
     redundant_experts: int = 0
-    # The expert in each slot of each layer at start; () places experts in order.
+    # The initial expert of each slot, per layer; () places experts in order.
     expert_placement: tuple[tuple[int, ...], ...] = ()
     nodes: int = 1  # Number of machines; each has the same number of consecutive ranks.
 
@@ -149,7 +149,7 @@ class ParallelLayout:
                 hint="use a --decode-context-parallel-size that divides --tensor-parallel-size",
             )
         if self.world_size % self.nodes:
-            raise ConfigError(f"{self.world_size} ranks cannot be spread over {self.nodes} nodes")
+            raise ConfigError(f"{self.world_size} ranks cannot be split over {self.nodes} nodes")
 
     @staticmethod
     def of(options: ParallelOptions, *, nodes: int = 1) -> "ParallelLayout":
@@ -226,14 +226,14 @@ class ParallelLayout:
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
     def expert_slots(self, num_experts: int, layer: int) -> tuple[int, ...]:
-        """Return the initial expert of each slot, from `expert_placement` or in order."""
+        """Return the initial expert of each slot: `expert_placement`, or experts in order."""
         if self.expert_placement:
             return self.expert_placement[layer]
         return tuple(slot % num_experts for slot in range(num_experts + self.redundant_experts))
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """Return the world ranks that have this rank's position in any data-parallel replica."""
+        """Return the world ranks at this rank's position in all data-parallel replicas."""
         per_replica = self.cp * self.tp
         first = self.rank - self.dp_rank * per_replica
         return tuple(first + number * per_replica for number in range(self.dp))
@@ -252,7 +252,7 @@ class ParallelLayout:
 
     @property
     def reports_results(self) -> bool:
-        """Return whether this rank reports results for all ranks that run the same plans."""
+        """Return whether this rank reports the results of all ranks that run the same plans."""
         return self.is_last_stage and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
@@ -267,7 +267,7 @@ class ParallelLayout:
 
     @property
     def within_stage(self) -> "ParallelLayout":
-        """Return this rank's position in a grid of only its own pipeline stage."""
+        """Return this rank's layout in a grid of one pipeline stage."""
         return replace(self, rank=self.rank % self.stage_size, pp=1, partition=())
 
     def layers(self, num_layers: int) -> range:
@@ -290,7 +290,7 @@ class ParallelLayout:
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
-        """Return the world ranks that have this rank's position in any pipeline stage."""
+        """Return the world ranks at this rank's position in all pipeline stages."""
         return tuple(range(self.rank % self.stage_size, self.world_size, self.stage_size))
 
     def vocab(self, vocab_size: int) -> range:
@@ -299,15 +299,15 @@ class ParallelLayout:
 
 
 def shard(total: int, *, rank: int, size: int, what: str) -> range:
-    """Return the `rank`-th of `size` equal slices. Raises a `ConfigError` that names `what`."""
+    """Return the `rank`-th of `size` equal slices. Raises a `ConfigError` that contains `what`."""
     if total % size:
-        raise ConfigError(f"{what} {total} cannot be split over {size} ranks")
+        raise ConfigError(f"{what} {total} cannot be split over {size} ranks equally")
     per_rank = total // size
     return range(rank * per_rank, (rank + 1) * per_rank)
 
 
 def share(total: int, *, rank: int, size: int, unit: int) -> RankShare:
-    """Split whole units into `size` slices of nearly equal length; return slice `rank`."""
+    """Return slice `rank` of `size` nearly equal slices, each a multiple of `unit`."""
     units = -(-total // unit)
     first, stop = (min(units * edge // size * unit, total) for edge in (rank, rank + 1))
     return RankShare(range(first, stop), -(-units // size) * unit)

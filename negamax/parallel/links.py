@@ -19,7 +19,7 @@ class Arrival:
         self._work = work
 
     def wait(self) -> None:
-        """Wait for the tensor; on a GPU, only the stream waits. Raises `EngineDeadError`."""
+        """Wait for the tensor. On a GPU, only the CUDA stream waits. Raises `EngineDeadError`."""
         if self._work is None:
             return
         try:
@@ -29,15 +29,15 @@ class Arrival:
 
 
 class Link:
-    """A one-way link to or from rank `peer`. Each link has its own process group."""
+    """A one-way link to or from rank `peer`. Each link has a separate process group."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, kept: int) -> None:
-        """If `kept` tensors are in flight, `send` waits until the oldest tensor has arrived."""
+        """`send` waits for the oldest tensor when `kept` tensors are in flight."""
         self._group, self._peer, self._kept = group, peer, kept
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Start to send `tensor`, which must not change. Raises `EngineDeadError`."""
+        """Start to send `tensor`, which the caller must not change. Raises `EngineDeadError`."""
         while len(self._sent) >= self._kept:
             Arrival(self._sent[0][0]).wait()
             self._sent.popleft()
@@ -63,19 +63,19 @@ class Link:
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """Links of one rank to the ranks that have its position in other stages."""
+    """Links of one rank to the ranks with equal position in other pipeline stages."""
 
     previous: Link | None = None  # None in the first stage.
     next: Link | None = None  # None in the last stage.
-    # Links that carry sampled tokens from the last stage to other stages.
+    # Links from the last stage to other stages, for sampled tokens.
     sampled: tuple[Link, ...] = ()
 
     @staticmethod
     def connect(
         layout: ParallelLayout, *, backend: str, device: torch.device, has_drafts: bool = False
     ) -> "PipelineLinks":
-        """Open the links; all ranks must call this. The last stage sends sampled tokens to the
-        first stage, or to all stages if `has_drafts` is set. Raises `EngineDeadError`.
+        """Open the links. All ranks must call this method. The last stage sends sampled tokens to
+        the first stage, or to all stages if `has_drafts` is set. Raises `EngineDeadError`.
         """
         if layout.pp == 1:
             return PipelineLinks()
@@ -105,7 +105,7 @@ class PipelineLinks:
         return links
 
     def hand_down(self, tensor: Tensor) -> None:
-        """Broadcast the first stage's contiguous `tensor`. Raises `EngineDeadError`."""
+        """Broadcast the contiguous `tensor` of the first stage. Raises `EngineDeadError`."""
         if self.previous is not None:
             self.previous.receive(tensor).wait()
         if self.next is not None:

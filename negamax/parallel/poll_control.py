@@ -7,15 +7,16 @@ import torch
 
 class PollControl:
     """A clock, a time limit and an abort flag in host memory. Polling kernels read these numbers
-    about once a millisecond, and set the flag at the time limit. A set flag makes results invalid.
+    about once a millisecond, and set the flag at the time limit. With a set flag, results are
+    invalid.
     """
 
     def __init__(self, seconds: float) -> None:
         """Limit each wait of a kernel to `seconds`, on a clock that only `tick` advances."""
         self._memory = torch.zeros(3, dtype=torch.int64, pin_memory=True)
         self.address = self._memory.data_ptr()  # Kernels access the three numbers here.
-        # [clock, limit, abort flag], in ms. Written through ctypes, because a thread inside a
-        # tensor operation at exit would abort the process.
+        # [clock in ms, limit in ms, abort flag]. Python writes these numbers through ctypes,
+        # because a thread inside a tensor operation would abort the process at exit.
         self.words = (ctypes.c_int64 * 3).from_address(self.address)
         self.words[1] = round(1000 * seconds)
 

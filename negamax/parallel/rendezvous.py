@@ -14,8 +14,8 @@ _POLL_SECONDS = 0.05
 
 
 def open_store(rendezvous: str, layout: ParallelLayout, *, timeout_s: float) -> dist.Store:
-    """Open a new store at `rendezvous`, which is a file or `tcp://ADDRESS:PORT`. Rank 0 listens on
-    ADDRESS only, whereas PyTorch's own socket would listen on all addresses. Raises `OSError` on
+    """Open a new store at `rendezvous`, which is a file or `tcp://ADDRESS:PORT`. Rank 0 listens
+    only on ADDRESS. The socket of PyTorch would listen on all addresses. Raises `OSError` on
     failure or after `timeout_s`.
     """
     if not rendezvous.startswith("tcp://"):
@@ -43,7 +43,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 listens. PyTorch's own client would log each failed attempt."""
+    """Wait until rank 0 listens. PyTorch's client would log each failed attempt."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

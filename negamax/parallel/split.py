@@ -52,7 +52,7 @@ def check_split(layout: ParallelLayout, spec: ModelSpec, *, gpus: int | None = N
 
 
 def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
-    """Yield valid sizes for 1 to `most` ranks, without and then with expert parallelism."""
+    """Yield valid sizes for 1 to `most` ranks, first without expert parallelism, then with it."""
     for size in range(1, most + 1):
         for whole in (False, True)[: 1 + (size > 1)]:
             options = ParallelOptions(size, enable_expert_parallel=whole)
@@ -64,7 +64,7 @@ def possible_splits(spec: ModelSpec, *, most: int) -> Iterator[ParallelOptions]:
 
 
 def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Raise `ConfigError` if ranks would hold unequal numbers of experts or an expert twice."""
+    """Raise `ConfigError` if a rank has an expert twice, or ranks have unequally many experts."""
     sizes, redundant = spec.expert_sizes(), layout.redundant_experts
     if sizes is None or not redundant:
         return
@@ -73,14 +73,14 @@ def _check_slots(layout: ParallelLayout, spec: ModelSpec) -> None:
     if (count + redundant) % ranks or redundant > most:
         nearest = min(most, max(least, least + (redundant - least) // ranks * ranks))
         raise ConfigError(
-            f"num_redundant_experts is {redundant}: {count} experts and their copies must be split "
+            f"num_redundant_experts is {redundant}. {count} experts and their copies must be split "
             f"evenly over {ranks} ranks, with no expert twice on a rank",
-            hint=f"use {nearest}, or another number from 0 to {most} that splits evenly",
+            hint=f"use {nearest}, or another number from 0 to {most} that can be split evenly",
         )
 
 
 def _check_cache_ranks(layout: ParallelLayout, spec: ModelSpec) -> None:
-    """Raise `ConfigError` if ranks that split a KV cache would hold different KV heads."""
+    """Raise `ConfigError` if ranks that split a KV cache have different KV heads."""
     if layout.dcp == 1:
         return
     if not spec.supports_dcp:

@@ -22,10 +22,10 @@ from negamax.parallel.poll_control import PollControl
 
 logger = get_logger(__name__)
 
-# Largest numbers of rows (hidden states). NCCL transfers larger batches.
+# Limits of peer memory, in rows (hidden states). NCCL transfers larger batches.
 REDUCE_ROWS = 256  # Limit of the rows that are summed through peer memory.
 DISPATCH_ROWS = 128  # Limit of the rows that a rank sends to experts through peer memory.
-SHARED_ROWS = 2048  # Limit of the rows in the shared buffer. NCCL is as fast for more (4 H200).
+SHARED_ROWS = 2048  # Rows of the shared buffer. On 4 H200, NCCL is as fast for more rows.
 SHARD_ROWS = 16384  # Limit of the rows of a sharded step that uses peer memory.
 BUFFERS = 2
 # Longest wait of a kernel for another rank. --engine-hang-timeout should be longer.
@@ -34,9 +34,9 @@ PEER_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """Sums bf16 tensors. Every rank sums one slice and writes the sum to all ranks' buffers."""
+    """Sums bf16 tensors. Each rank sums one slice and writes this sum to every rank's buffer."""
 
-    memory: Tensor  # [elements] bf16; each rank of the group has such a buffer
+    memory: Tensor  # [elements] bf16, the buffer of this rank
     group_name: str
     world: int
 
@@ -69,7 +69,7 @@ def connect(
     """Allocate peer memory for rows of `hidden_size` numbers, norm statistics of `max_tokens`
     tokens, `max_rows` sampled tokens, and rows of `token_words` words that are sent to experts.
     Every rank of `group` must call this function with the same sizes. Return None on all ranks if
-    the GPUs cannot access each other or their number is not a power of two, as kernels require.
+    the GPUs cannot access each other, or if the number of GPUs is not a power of two.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world & (world - 1):
@@ -82,7 +82,7 @@ def connect(
         *([(reduce_rows, token_words)] if token_words else []),
     ]  # Number of rows, and words per row, of each region.
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
-    # The shared buffer comes first: PyTorch can only sum at the start of symmetric memory.
+    # The shared buffer is at the start, where PyTorch requires the memory that it sums.
     shared_words = _aligned(-(-min(SHARED_ROWS, max_tokens) * hidden_size // 4))
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)
@@ -141,7 +141,7 @@ def _aligned(words: int) -> int:
 
 
 def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, int]:
-    """Return the sizes of the two parts of a `ShardRegion` in words of 8 bytes, or (0, 0)."""
+    """Return the sizes of `partials` and `gathered` of a `ShardRegion`, in 8-byte words."""
     rows = min(max_tokens, SHARD_ROWS)
     if not tiles.shards(rows) or hidden_size % 2:
         return 0, 0
@@ -149,7 +149,7 @@ def _shard_words(max_tokens: int, hidden_size: int, world: int) -> tuple[int, in
 
 
 def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return why this GPU cannot access a GPU of the group; None if nothing prevents it."""
+    """Return why this GPU cannot access a GPU of the group, or None if this GPU can access all."""
     own = torch.tensor([device.index], dtype=torch.int64)
     indices = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(indices, own, group=group)
@@ -168,7 +168,7 @@ def _out_of_reach(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def _share(
     num_words: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Tensor, list[int], Callable[[], None], str | None]:
-    """Return zeroed 8-byte words, their address on each rank, a barrier and an error."""
+    """Return zeroed 8-byte words, the address of the words on each rank, a barrier and an error."""
     try:
         words = symm_mem.empty(num_words, dtype=torch.int64, device=device)
         words.zero_()
