@@ -3,7 +3,7 @@
 The checks find damaged files, incomplete files and failed conversions. The loader checks each
 parameter once, on the parameter's device, after the copy that filled it. The results stay on the
 device until the last tensor is written, so that the host waits for a GPU only once. Scales are
-checked on the host. The checks count invalid values only in tensors that they refuse.
+checked on the host. Only a tensor that fails its check is searched for invalid values.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ _POWERS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of scales stored as expo
 
 
 class _Part(NamedTuple):
-    """The result of checking values that were written to a parameter from stored tensors."""
+    """The result of the check of values that the loader copied from `sources` to a parameter."""
 
     sources: tuple[TensorEntry, ...]
     dtype: torch.dtype
-    exponent: Tensor  # [] integer: largest exponent bits of the values
+    exponent: Tensor  # [] integer: bits of the largest exponent in the values
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BrokenScale:
         broken = _no_scales(values, may_be_negative=self.may_be_negative)
         places = broken.nonzero()
         if not len(places):
-            return f"{self.entry.name}: a rank's part is all 0"
+            return f"{self.entry.name}: all scales that one rank needs are 0"
         value = _numbers(values)[tuple(places[0].tolist())].item()
         return f"{_spot(self.entry, places)}: {value:g}"
 
@@ -69,7 +69,7 @@ class FiniteCheck:
             self._parts.append(_Part(sources, values.dtype, _largest_exponent(values)))
 
     def add_matrix(self, name: str, zeros: ZeroMatrix | None) -> None:
-        """Record a part of the matrix `name`. `zeros` is None unless the part holds only zeros."""
+        """Record a part of the matrix `name`. `zeros` is None if a value is not 0."""
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
@@ -112,7 +112,7 @@ _BROKEN = "download the files again; if they are complete, the checkpoint itself
 
 
 def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorFormat) -> None:
-    """Check `values` (read from `entry`, on the CPU), whose role in the format `stored` is `role`.
+    """Check `values` on the CPU, read from `entry`. `role` is their role in the format `stored`.
 
     Raises `CheckpointError` for invalid scales, and for values that are NaN or infinite.
     """
@@ -121,7 +121,7 @@ def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorF
         with CheckpointReader() as reader:
             text = _describe_scales(reader, [scale])
         raise CheckpointError(text, hint=_BROKEN)
-    # FNUZ values are not checked: FNUZ has another NaN, and files may declare FNUZ as E4M3FN
+    # FNUZ has another NaN, and files may declare FNUZ as E4M3FN, so FNUZ values are not checked.
     if role is Role.VALUES and values.dtype in _SPECIAL_BITS and stored.element != E4M3_FNUZ:
         places = find_non_finite(values).nonzero()
         if len(places):
@@ -132,7 +132,7 @@ def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorF
 def find_broken_scale(
     values: Tensor, entry: TensorEntry, stored: TensorFormat
 ) -> BrokenScale | None:
-    """Return a `BrokenScale` if `values` (read from `entry`, on the CPU) have an invalid scale."""
+    """Return a `BrokenScale` if a scale in `values`, read from `entry` to the CPU, is invalid."""
     may_be_negative = stored.element.startswith(("int", "uint"))
     if values.numel() == 0:
         return None
@@ -156,8 +156,8 @@ def _no_scales(values: Tensor, *, may_be_negative: bool) -> Tensor:
     """Return a mask that is True where `values` are invalid as scales.
 
     Scales above 2^10 are invalid. Real weights have smaller scales, and kernels multiply bf16
-    scales by 2^116, so a scale of 2^11 would overflow. The E8M0 exponent 255 means NaN. Single fp16
-    and FP8 scales may be 0 by rounding, but not all scales of a tensor.
+    scales by 2^116, so a scale of 2^11 would overflow. The E8M0 exponent 255 means NaN. Some fp16
+    or FP8 scales of a tensor may be rounded to 0. A tensor whose scales are all 0 is invalid.
     """
     if values.dtype in _POWERS:
         exponents = values.view(torch.uint8)
@@ -179,7 +179,7 @@ def find_non_finite(values: Tensor) -> Tensor:
 
 
 def _largest_exponent(values: Tensor) -> Tensor:
-    """Return the largest exponent bits, [] integer. All bits are set if a value is not finite.
+    """Return the bits of the largest exponent, [] integer. NaN and infinity set all these bits.
 
     This function is several times as fast as `find_non_finite(values).any()`.
     """

@@ -2,7 +2,7 @@
 
 The check reads the stored bytes and does not decode them. A matrix of zeros can be intended, for
 example in a pruned expert. A hole usually extends into the next tensor, which then starts or ends
-with zeros. If packed integers are stored with an offset, a matrix of zeros is not stored as zeros.
+with zeros. Formats that store integers with an offset never encode 0 as zero bits.
 """
 
 from collections.abc import Mapping
@@ -33,27 +33,27 @@ class ZeroMatrix(NamedTuple):
 def is_zero(values: Tensor) -> bool:
     """Return whether all bytes of `values` (on the CPU, rows contiguous) are 0.
 
-    An empty tensor gives False. The first row is checked first.
+    The result is False for an empty tensor. The first row is checked first.
     """
     data = (values if values.dim() else values.reshape(1)).view(torch.uint8)
     return bool(data.numel()) and not bool(data[:1].any()) and not bool(data.any())
 
 
 def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> None:
-    """Log a warning that names the matrices in `zeros`, which hold only zeros.
+    """Log a warning that lists the matrices in `zeros`, whose stored bytes are all 0.
 
-    Raises `CheckpointError` if a matrix is in a hole, or if its format never stores only zeros.
+    Raises `CheckpointError` if a matrix is in a hole, or if its format encodes 0 with an offset.
     """
     for name, (entry, stored) in list(zeros.items())[:_MOST_LOOKED_AT]:
         if stored.has_offset_codes:
             raise CheckpointError(
-                f"{entry.file} has a hole: {entry.name} holds only zeros, but the format "
-                f"{stored.name} never stores only zeros",
+                f"{entry.file} has a hole: {entry.name} contains only zero bytes, but the format "
+                f"{stored.name} never stores a matrix as zero bytes only",
                 hint="download the file again",
             )
         if (torn := _torn(reader, entry)) is not None:
             raise CheckpointError(
-                f"{entry.file} has a hole: {name} holds only zeros, and its neighbour {torn.name} "
+                f"{entry.file} has a hole: {name} holds only zeros, and {torn.name} next to it "
                 f"begins or ends with zeros",
                 hint="download the file again",
             )
@@ -65,7 +65,7 @@ def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> No
 
 
 def _torn(reader: CheckpointReader, entry: TensorEntry) -> TensorEntry | None:
-    """Return a tensor beside `entry` in the file if it has zeros at their border, else None."""
+    """Return an adjacent tensor in the file whose bytes next to `entry` are zeros, else None."""
     entries = sorted(read_header(entry.file), key=lambda each: each.offset)
     place = [each.name for each in entries].index(entry.name)
     for others, is_before in ((entries[:place][::-1], True), (entries[place + 1 :], False)):

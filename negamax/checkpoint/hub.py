@@ -1,4 +1,4 @@
-"""Find the folder of a MODEL argument: a local folder, an embedded checkpoint or a hub id."""
+"""Find the folder of a MODEL argument: a local folder, a bundled checkpoint or a hub id."""
 
 import difflib
 import errno
@@ -25,7 +25,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 
 
 def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
-    """Return the folder that MODEL names, or None if MODEL is a hub id.
+    """Return the folder of MODEL if it is a path or a bundled name, or None if it is a hub id.
 
     Raises `ConfigError` for any other MODEL. The error suggests a similar name.
     """
@@ -65,12 +65,12 @@ def _check_folder(folder: Path) -> None:
     if len(inner) == 1:
         raise ConfigError(
             f"{folder} has no config.json; the checkpoint is in {inner[0].relative_to(folder)}",
-            hint=f"give {inner[0]}",
+            hint=f"use the folder {inner[0]}",
         )
     if inner:
         names = ", ".join(str(path.relative_to(folder)) for path in inner[:5])
         raise ConfigError(
-            f"{folder} holds several checkpoints: {names}", hint="give one of these folders"
+            f"{folder} contains several checkpoints: {names}", hint="use one of these folders"
         )
     if any(folder.glob("*.gguf")):
         raise _refuse_gguf(str(folder))
@@ -84,7 +84,7 @@ def _check_folder(folder: Path) -> None:
 def _refuse_gguf(model: str) -> ConfigError:
     return ConfigError(
         f"model {model!r} is in the format GGUF, which is not supported",
-        hint="use a checkpoint in safetensors: FP8 (MiniMaxAI/MiniMax-M2.5), AWQ, GPTQ, NVFP4, ...",
+        hint="use a checkpoint in the safetensors format, such as MiniMaxAI/MiniMax-M2.5",
     )
 
 
@@ -105,7 +105,7 @@ def resolve_model(
     first, and `check` is called with their folder. If `needs_weights` is set, the weights of the
     model and of `subfolder` are downloaded next.
 
-    Raises `ConfigError` for an unknown name, a missing or closed repository, an unknown revision,
+    Raises `ConfigError` for an unknown name, a missing or private repository, an unknown revision,
     and a failed download. Raises `ResourceError` if the disk cannot store the files. Errors of
     `check` are not caught.
     """
@@ -129,7 +129,7 @@ def resolve_model(
         )
     except NegamaxError:
         raise
-    # Versions of the client raise exceptions of different HTTP libraries, so all are caught.
+    # Each version of the client raises exceptions of another HTTP library, so all are caught.
     except Exception as error:
         # ModelScope's client lists the errors of all failed files; the first error is reported.
         cause = next(iter(getattr(error, "failed_files", {}).values()), error)
@@ -141,7 +141,7 @@ def resolve_model(
 
 
 def _named(folder: Path, *, subfolder: str | None) -> list[str]:
-    """Return patterns for a QuaRot rotation, which a draft model reads, and for files of
+    """Return the patterns of the QuaRot rotation, which a draft model reads, and of files in
     `subfolder`.
     """
     config = folder / "config.json"

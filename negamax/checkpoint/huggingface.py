@@ -41,7 +41,7 @@ def download(
     licence = _licence(model, folder)
     if licence is not None:
         log_licence(model, licence)
-    # The name of the folder is the commit of the first files. The branch may have moved since then.
+    # All files come from the commit of the first files, which is the name of the folder.
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)

@@ -1,9 +1,9 @@
 """Load a checkpoint into a model.
 
-The loader refuses a checkpoint unless every tensor fills a slot and every slot is filled once.
+Every tensor of the checkpoint must fill a weight slot, and every slot must be filled exactly once.
 Names, shapes and dtypes are checked in the file headers before data is read (`plan.py`). The loader
 reads tensors layer by layer, in file order and in large pieces (`stream.py`), and each rank keeps
-only its part. The loader dequantizes a quantized matrix unless a kernel reads its format.
+only its part. The loader dequantizes a quantized matrix if no kernel reads its format.
 """
 
 import math
@@ -30,13 +30,13 @@ logger = get_logger(__name__)
 class CheckpointReport:
     """Numbers of tensors and bytes that the loader read, and the tensors that it skipped."""
 
-    num_tensors: int  # number of tensors in the checkpoint without skipped tensors
+    num_tensors: int  # number of tensors in the checkpoint, minus skipped tensors
     num_bytes: int  # number of bytes that this rank read
     num_dequantized: int  # number of weights that were dequantized
     num_kept: int  # number of weights that were kept as stored
-    dequantized_formats: str  # names of formats
+    dequantized_formats: str  # names of the stored formats of these weights
     kept_formats: str
-    # largest relative change (RMS of the change / RMS) of a matrix whose format changed, else None
+    # largest relative error of a converted matrix: RMS(error) / RMS(matrix); None: no conversion
     change: float | None
     skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
     seconds: float
@@ -64,10 +64,10 @@ class CheckpointReport:
 def fill(
     slots: Mapping[str, WeightSlot], plan: LoadPlan, *, progress: ShowProgress | None = None
 ) -> CheckpointReport:
-    """Fill `slots` by a plan that was made for the same model on any device.
+    """Fill `slots` as planned in `plan`, which may be made for the same model on another device.
 
-    The caller packs the model afterwards. `progress` is called after each tensor. Raises
-    `CheckpointError` for unreadable files, and for values that are NaN or infinite.
+    The caller prepares the weights for their kernels afterwards. `progress` is called after each
+    tensor. Raises `CheckpointError` for unreadable files, and for values that are NaN or infinite.
     """
     began = time.perf_counter()
     needed = [replace(move, slot=slots[move.slot.name]) for move in plan.needed]
@@ -103,7 +103,7 @@ def fill(
             written = move.slot.write_part(part.tensor, move.tensors[0][1].matrix)
             for scale in part.broken:
                 check.add_scale(scale)
-            # The host checks scales, because they are many small tensors and are copied unchanged.
+            # Scales are many small tensors that are copied unchanged, so the host checks them.
             stored = move.slot.stored
             looked_at = part.tensor if stored and stored.role is not Role.VALUES else written
             check.add(looked_at if part.plain is None else part.plain, *move.entries)

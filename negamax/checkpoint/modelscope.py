@@ -128,13 +128,13 @@ def _is_current(path: Path, file: Any) -> bool:
 def _licence(api: Any, model: str) -> str | None:
     try:
         found: str | None = api.get_repo(model, "model").license
-    except Exception:  # the download reports the reason
+    except Exception:  # the download that follows reports the reason
         return None
     return found
 
 
 def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
-    """Return a class of progress callbacks. The client calls a callback per part of a file."""
+    """Return a class of progress callbacks. The client creates a callback for each file."""
     counting, done = threading.Lock(), 0
 
     class Counted(hub.ProgressCallback):  # type: ignore[misc]
@@ -150,7 +150,7 @@ def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
 def failure(error: Exception, where: str) -> NegamaxError:
     hub = _client()
     if isinstance(error, hub.NotExistError):
-        hint = "check the name and --revision; names differ from those of the Hugging Face hub"
+        hint = "check the name and --revision; ModelScope and Hugging Face use different names"
         return ConfigError(f"{where} does not exist on ModelScope, or is private", hint=hint)
     if isinstance(error, hub.AuthenticationError | hub.PermissionDeniedError):
         hint = "check MODELSCOPE_API_TOKEN"

@@ -1,8 +1,8 @@
 """Load plans: which tensor of a checkpoint fills which slot of a model.
 
-A checkpoint is refused unless every tensor and every slot occurs once in its plan. Planning reads
-only file headers, and the slots may be those of a model on the meta device. A fused tensor (q, k
-and v; gate and up; all experts of a layer) fills one slot per matrix with slices of the tensor.
+A plan must contain every tensor of the checkpoint and every weight slot of the model exactly once.
+Planning reads only file headers. The model may be on the meta device. A fused tensor (q, k and v;
+gate and up; all experts of a layer) fills one slot per matrix with slices of the tensor.
 """
 
 import gc
@@ -61,7 +61,7 @@ class SourceTensor:
     def check(
         self, stored: StoredTensor, found: Tensor, part: tuple[range, ...], shape: tuple[int, int]
     ) -> None:
-        """Check the values `found`, read for a matrix of `shape`, with `check_entries`."""
+        """Check the values `found` of a matrix of `shape` with `check_entries`."""
         check_entries(stored, found, part, self.matrix or shape, name=self.entry.name)
 
     def num_bytes(self, part: tuple[range, ...]) -> int:
@@ -86,12 +86,12 @@ class Move:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the loader quantizes the matrix. Every resulting tensor has a slot."""
+        """Whether the loader quantizes the matrix. Each tensor of the result has its own slot."""
         return self.slot.source.is_online
 
     @property
     def is_of_values(self) -> bool:
-        """Whether the move fills the values of a matrix and not its scales."""
+        """Whether the slot stores the values of a matrix. Other slots store its scales."""
         return self.slot.stored in (None, self.slot.source.values)
 
     @property
@@ -130,7 +130,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank reads. Of several moves of a matrix, one counts the bytes."""
+        """Bytes that this rank reads. Only one of the moves that quantize a matrix counts them."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
@@ -174,7 +174,7 @@ def plan_load(
 
     `layout` describes the rank; None means a single rank. `progress` is called after each file.
     Raises `CheckpointError` if files or tensors are missing, unknown, surplus or duplicate, or if
-    a tensor has another shape or dtype than the slot needs.
+    the shape or dtype of a tensor does not match its slot.
     """
     # Garbage collection is off, because it would scan the plan's many objects repeatedly.
     collects = gc.isenabled()
@@ -195,7 +195,7 @@ def plan_tensors(
     *,
     layers: range | None = None,
 ) -> LoadPlan:
-    """Plan as `plan_load` does, from `entries`. `layers` are the layers of this pipeline stage."""
+    """Plan how `entries` fill the `slots`. `layers` are the layers of this pipeline stage."""
     names, num_layers = import_names(spec), spec.num_layers
     places = _places(slots.values())
     if layers is not None:
@@ -233,7 +233,7 @@ Places = Mapping[str, tuple[WeightSlot, StoredTensor]]  # tensor name -> slot, s
 
 
 def _places(slots: Iterable[WeightSlot]) -> Places:
-    """Return the places of all tensors that may fill the slots."""
+    """Map the name of each stored tensor that may fill a slot to this slot."""
     places: dict[str, tuple[WeightSlot, StoredTensor]] = {}
     for slot in slots:
         if slot.source.made_of is not None:
@@ -281,10 +281,10 @@ def _of_stage(
 def _find(
     entries: Mapping[str, TensorEntry], places: Places, names: WeightNames, *, num_layers: int
 ) -> tuple[dict[str, SourceTensor], dict[str, list[str]]]:
-    """Match entries with places.
+    """Match the tensors in the files with the tensors in `places`.
 
-    Returns a map of sources, and the names of skipped tensors by reason. The key of a source is the
-    name of its place, or its own name if it has no place.
+    Returns the found tensors, and the names of skipped tensors by reason. The key of a found tensor
+    is its name in `places`, or its own name if `places` does not contain it.
     """
     found: dict[str, SourceTensor] = {}
     skipped: dict[str, list[str]] = defaultdict(list)
@@ -315,7 +315,7 @@ def _find(
 
 
 def _respell(placement: Placement, places: Places) -> Placement:
-    """Replace the name of a scale by its other spelling if only the other spelling is a place."""
+    """Replace the name of a scale by its other spelling if only that spelling is in `places`."""
 
     def find(slot: str) -> str:
         other = other_scale(slot)
@@ -328,7 +328,7 @@ def _respell(placement: Placement, places: Places) -> Placement:
 def _windows(
     entry: TensorEntry, placement: Placement, places: Places
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Yield the slices of `entry` with the names of their places. Errors: `CheckpointError`."""
+    """Yield the slices of `entry`, each with its name in `places`. Raises `CheckpointError`."""
     names, stacked = placement.slots, "*" in placement.slots[0]
     if len(names) == 1 and not stacked:
         yield names[0], SourceTensor(entry, entry.shape)
@@ -392,7 +392,7 @@ def _module(name: str) -> str:
 _ONE = ((), (1,))  # both shapes of a tensor with a single number
 _OTHER_MODEL = "config.json and the weights belong to different models"
 _OTHER_CONFIG = "config.json has no quantization_config for this module"
-_INCOMPLETE = "the checkpoint is incomplete, or its quantization config belongs to another one"
+_INCOMPLETE = "the checkpoint is incomplete, or its quantization config describes another model"
 _LOST_EXPERTS = (
     "only experts are missing, so the tool that wrote the checkpoint left them out; write the "
     "checkpoint again with a version of the tool that supports the model"
@@ -409,7 +409,7 @@ class _Problems:
 
     misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
     missing: dict[str, None] = field(default_factory=dict)  # names of missing tensors, in order
-    unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # place name -> source
+    unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # name in `Places` -> source
     lost_files: str | None = None
 
     def check(
@@ -420,7 +420,7 @@ class _Problems:
         num_layers: int,
         is_empty: bool,
     ) -> None:
-        """Raise `CheckpointError` that names all mismatches, at most ten of each kind."""
+        """Raise `CheckpointError` if there are mismatches. It lists at most ten of each kind."""
         texts, hints = [], []
         if self.misfits:
             texts.append(next(iter(self.misfits.values()))[0])
@@ -433,7 +433,7 @@ class _Problems:
             last = max(layers.values())
             texts.append(
                 f"num_hidden_layers in config.json is {num_layers}, but the checkpoint has "
-                f"{len(surplus)} tensors of layers after that, up to layer {last} (first: "
+                f"{len(surplus)} tensors of later layers, up to layer {last} (first: "
                 f"{self.unknown[surplus[0]].entry.name})"
             )
             hints.append(f"set num_hidden_layers to {last + 1} or use the weights' own config.json")
@@ -495,7 +495,7 @@ def _shape(slot: WeightSlot, stored: StoredTensor) -> tuple[int, ...]:
 
 
 def _same_shape(given: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Return whether the shapes are equal. The shapes [] and [1] count as equal."""
+    """Return whether the shapes are equal. The shapes [] and [1] are treated as equal."""
     return given == expected or (given in _ONE and expected in _ONE)
 
 

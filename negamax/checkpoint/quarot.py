@@ -1,8 +1,8 @@
 """QuaRot: checkpoints with a rotated residual stream, h' = h Q with Q orthogonal [hidden, hidden].
 
-All weights of the checkpoint include the rotation, so the model needs no change. A draft model that
-was trained on the unrotated residual stream multiplies its inputs, which are residual streams and
-rows of a shared embedding, by Q^T (`models/eagle3/model.py`).
+All weights of the checkpoint include the rotation, so the model needs no change. A draft model may
+have been trained on the unrotated residual stream. Such a draft model multiplies its inputs by Q^T:
+residual streams and rows of a shared embedding (`models/eagle3/model.py`).
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from negamax.config.json_file import check_regular, read_json_object
 from negamax.config.quantization import rotation_file
 
 _NAME = "global_rotation"
-_TOLERANCE = 1e-2  # allowed error of Q Q^T, for a Q in 16 bits
+_TOLERANCE = 1e-2  # allowed difference of Q Q^T from the identity, for 16-bit Q
 
 
 def read_rotation(folder: Path) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Reader of safetensors checkpoints: find tensors, check file headers, read data.
 
-The index lists the files. Without an index, all files of the folder are read. The number of files
-in their names is not trusted: MiniMax-M2 has 125 files with names that end in "of-00130".
+The index lists the files. Without an index, all files of the folder are read. The file count that
+file names state is not trusted: MiniMax-M2 has 125 files with names that end in "of-00130".
 """
 
 import json
@@ -31,7 +31,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100 * 10**6  # limit of the safetensors format
 MAX_DIMENSIONS = 64  # largest number of dimensions in PyTorch
-MAX_NAME_CHARS = 1024  # names are shown in messages
+MAX_NAME_CHARS = 1024  # limit for tensor names, because messages contain them
 
 _SHARD_OF = re.compile(r"-of-(\d+)\.safetensors$")
 
@@ -58,7 +58,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     num_bytes: int
-    # the part of the tensor that the file holds, one range per dimension; None: the whole tensor
+    # the part of the tensor that the file contains, one range per dimension; None: the whole tensor
     part: tuple[range, ...] | None = None
 
     @property
@@ -93,8 +93,8 @@ def _span(part: range) -> str:
 class Span:
     """A contiguous range of bytes of a file that contains a part of a tensor.
 
-    The range follows the part in the outermost dimension in which the part has more than one index.
-    The range contains all inner dimensions in full.
+    Let d be the outermost dimension in which the part has more than one index. The range covers
+    only the indices of the part in d, and all indices in the dimensions inside d.
     """
 
     file: Path
@@ -151,7 +151,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             handle.close()
 
     def read(self, entry: TensorEntry, region: tuple[range, ...] | None = None) -> Tensor:
-        """Return the data of `entry` or of its part `region` (one range per dimension), on the CPU.
+        """Return the data of `entry` on the CPU, or of the part `region` (a range per dimension).
 
         Raises `CheckpointError` if the file cannot be read.
         """
@@ -280,7 +280,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
     if is_split(folder):
         check_split(folder, layout)
         index_path = folder / RANK_INDEX_NAME.format(layout.rank)
-    elif not index_path.exists():  # ModelSlim gives the index another name
+    elif not index_path.exists():  # ModelSlim uses another name for the index
         index_path = next(folder.glob("quant_model_weight*.index.json"), index_path)
     if index_path.exists():
         index = read_json_object(index_path).get("weight_map")
@@ -297,7 +297,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise CheckpointError(
-                f"{index_path} names a file of another folder: {outside[0]!r}",
+                f"{index_path} lists a file of another folder: {outside[0]!r}",
                 hint="move all weight files into the folder of the index",
             )
         missing = [name for name in names if not (folder / name).is_file()]
@@ -333,7 +333,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         )
         hint = "finish the download, or use --load-format synthetic"
         if any(name.endswith(".safetensors") for name in found):
-            hint = f"copy {INDEX_NAME} of these files here, or rename the files"
+            hint = f"copy the {INDEX_NAME} of these files into the folder, or rename the files"
         elif found:
             hint = "use a checkpoint in safetensors; other formats are not supported"
         raise CheckpointError(
@@ -352,7 +352,7 @@ def _check_index(index: Mapping[str, str], entries: Mapping[str, TensorEntry]) -
     ]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} tensors are not in the file that {INDEX_NAME} gives for them: "
+            f"{len(missing)} tensors are not in the file that {INDEX_NAME} lists for them: "
             f"{list_first(missing)}",
             hint=_AGAIN,
         )
@@ -385,7 +385,7 @@ def _entry(
     If the file holds only a part of the tensor, `whole` is the shape of the tensor and `start_in`
     the offset of the part in each dimension.
     """
-    if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # names are shown in messages
+    if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # messages contain the name
         raise ValueError(f"a tensor name is too long or not printable: {name[:200]!a}")
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     for found in (shape, whole or ()):
@@ -404,7 +404,7 @@ def _entry(
     if whole is not None:
         part = tuple(range(at, at + size) for at, size in zip(start_in, shape, strict=True))
         if any(p.stop > size for p, size in zip(part, whole, strict=True)):
-            raise ValueError(f"part {list(map(_span, part))} is outside {name} {list(whole)}")
+            raise ValueError(f"part {list(map(_span, part))} exceeds tensor {name} {list(whole)}")
         shape = tuple(whole)
     return TensorEntry(name, file, str(dtype), shape, begin + start, end - start, part)
 
@@ -418,7 +418,7 @@ def describe_lost_files(files: Iterable[Path]) -> str | None:
     sizes = {int(match[1]) for match in map(_SHARD_OF.search, names) if match}
     if len(sizes) != 1 or len(names) >= max(sizes):
         return None
-    return f"files are missing: there are {len(names)}, but names end in -of-{max(sizes):05}"
+    return f"files are missing: there are {len(names)}, but their names end in -of-{max(sizes):05}"
 
 
 def list_first(names: list[str]) -> str:

@@ -10,7 +10,8 @@ from negamax.config.json_file import read_json_object
 from negamax.parallel.layout import ParallelLayout
 
 RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
-# Key in a file's header. The value gives whole shape and offset of each tensor stored in part.
+# Key in a file's header. The value lists the full shape and the offset of each tensor stored in
+# part.
 PARTS_KEY = "negamax_parts"
 _MAX_RANKS = 1024
 
@@ -39,10 +40,10 @@ def read_ranks(folder: Path) -> list[ParallelLayout]:
 
 
 def check_split(folder: Path, layout: ParallelLayout) -> None:
-    """Check that the folder is split for `layout` and has its files. Errors: `CheckpointError`."""
+    """Raise `CheckpointError` if the folder is split for another layout or lacks the index."""
     ranks = read_ranks(folder)
     if layout not in ranks:
-        original = "leave the option out, or use the checkpoint that this one was made from"
+        original = "leave the option out, or use the checkpoint that was split"
         for value, difference in (
             (layout.redundant_experts,
              "ranks without redundant experts, but num_redundant_experts of --eplb-config is "
@@ -67,5 +68,5 @@ def check_split(folder: Path, layout: ParallelLayout) -> None:
     if not (folder / name).exists():
         raise CheckpointError(
             f"{folder} is split for {len(ranks)} ranks, but {name} is missing",
-            hint="copy the files of all ranks",
+            hint="copy the files of all ranks into this folder",
         )

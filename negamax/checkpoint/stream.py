@@ -30,7 +30,7 @@ THREADS = 8
 BUFFERS = 16
 PIECE_BYTES = 32 * 2**20
 GAP_BYTES = 256 * 2**10  # parts with a gap of up to this size are read in one request
-_ALIGNMENT = 64  # address of a piece in its buffer = offset in the file, modulo this number
+_ALIGNMENT = 64  # modulo this number, a piece has the same address in its buffer and in the file
 
 
 class Part(NamedTuple):
@@ -101,8 +101,8 @@ class _Piece:
 def read_parts(reader: CheckpointReader, moves: Sequence[Move], *, pinned: bool) -> Iterator[Part]:
     """Yield the parts of all `moves`, layer by layer, in pinned memory if `pinned` is set.
 
-    The memory of a part is reused. Before the caller requests the next part, the caller enqueues
-    copies of the part on the current stream. Raises `CheckpointError` for unreadable files.
+    The memory of a part is reused. Before requesting the next part, the caller must enqueue its
+    copies on the current stream. Raises `CheckpointError` for unreadable files.
     """
     with ThreadPoolExecutor(THREADS, "negamax-load") as pool:
         yield from _Stream(reader, moves, pool, pinned=pinned).run()
@@ -223,7 +223,7 @@ class _Stream:
 
 
 def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
-    """Check the tensors of a matrix with `check_entries`, and return the tensors it depends on."""
+    """Check the tensors of a matrix with `check_entries`, and return those with its contents."""
     tensors = {}
     for wanted, tensor, *_ in there:
         stored, part = wanted.stored, wanted.stored.part(move.read_region)

@@ -45,8 +45,8 @@ def fill_synthetic(
 ) -> None:
     """Fill the `weight_slots` that this rank needs with weights drawn on `device` (None: the CPU).
 
-    The caller packs the model afterwards. `progress` is called after each draw with the number of
-    elements drawn so far and the total.
+    The caller prepares the weights for their kernels afterwards. `progress` is called after each
+    draw with the number of elements drawn so far and the total.
     """
     wanted = [
         draw for draw in _draws(weight_slots.values()) if any(slot.needed for slot in draw[2])

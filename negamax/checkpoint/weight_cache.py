@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 CHUNK_BYTES = 32 * 2**20  # unit of reads, checksums and copies
 READ_THREADS = 4
-READ_AHEAD = 8  # chunks
+READ_AHEAD = 8  # number of host buffers, each one chunk large
 _PAGE = 4096
 
 
@@ -61,7 +61,7 @@ def load_cached(
     """Fill a rank's `slots` from its cache file or by `load`. Return a line for the log.
 
     If the file is missing, stale or damaged, `load` fills the slots and the file is written. If the
-    folder cannot be read or written, a warning is logged. Errors of `load` pass through.
+    folder cannot be read or written, a warning is logged. Exceptions of `load` are not caught.
     """
     began = time.perf_counter()
     file = _CacheFile(
@@ -123,7 +123,7 @@ def _key(
 
 
 def _place(slot: WeightSlot) -> str:
-    """Describe the part of a tensor that fills `slot`, and the place of `slot` in a parameter."""
+    """Describe the part of a tensor that fills `slot`, and where `slot` is in its parameter."""
     target, stored = slot.target, slot.stored
     assert target is not None
     return repr(
