@@ -15,8 +15,7 @@ def compute_identity(folder: Path) -> str:
     """Return a hash that identifies a checkpoint.
 
     The hash covers names and sizes of the weight files, and the content of the files that describe
-    the checkpoint. It also covers the commit of a hub snapshot, or the times at which other files
-    were modified.
+    the checkpoint. It also covers the hub's commit, or the modification times of local files.
     """
     commit = find_commit(folder)
     described = [path for name in _DESCRIPTIONS for path in sorted(folder.glob(name))]

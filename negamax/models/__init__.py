@@ -1,4 +1,4 @@
-"""Model families. Each family has a folder. `registry.py` lists the families.
+"""Model families. Each family has a subfolder. `registry.py` lists the families.
 
-Only `model.py`, `decoder.py` and `build.py` import torch.
+The modules for config, chat formats and tensor names do not import torch.
 """

@@ -45,13 +45,13 @@ REASONING_PARSERS = (AUTO, NONE, *_REASONING_FAMILIES)
 
 _MAX_NEWLINES = 3  # line breaks allowed between reasoning and content
 
-# An answer begins inside reasoning (open), may begin with reasoning (optional), or has none.
+# Reasoning has begun before the answer (open), may begin the answer (optional), or is absent.
 ReasoningState = Literal["open", "optional", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Prompt template and output parser of a model. If `reads_calls` is false, calls stay text."""
+    """Prompt template and output parser of a model. `reads_calls` false leaves calls as text."""
 
     family: ChatFamily
     thinking: Thinking
@@ -59,7 +59,7 @@ class ChatFormat:
     template: ChatTemplate | None = None  # None: prompts are plain text.
     # Token ids of tags. The parser finds tags that have no token id by their text.
     tag_ids: Mapping[str, int] = field(default_factory=dict)
-    closing_ids: tuple[int, ...] = ()  # the tokens that close the reasoning
+    closing_ids: tuple[int, ...] = ()  # tokens that end the reasoning
 
     @classmethod
     def of_model(
@@ -71,11 +71,11 @@ class ChatFormat:
         tool_call_parser: str | None = AUTO,
         reasoning_parser: str | None = AUTO,
     ) -> Self:
-        """Choose the format of `model`, an architecture or a model_type in config.json.
+        """Choose the chat format for `model`: the architecture or the model_type in config.json.
 
-        The parser name None means `none`. Without a `tokenizer`, the parser finds all tags by their
-        text. Raises `ConfigError` for an unknown parser name, for parser names of two families, and
-        for `auto` if the model's family is unknown.
+        A parser name of None selects the parser `none`. Without a `tokenizer`, the parser finds all
+        tags by their text. Raises `ConfigError` for an unknown parser name, for parsers of two
+        different families, and for `auto` if the family of the model is unknown.
         """
         family, thinking = _choose(model, tool_call_parser or NONE, reasoning_parser or NONE)
         chosen = cls(family, thinking, tool_call_parser not in (None, NONE), template)
@@ -120,7 +120,7 @@ class ChatFormat:
         return family.call_style(ids)
 
     def reasoning(self, state: ReasoningState) -> Reasoning | None:
-        """Return the reasoning tags for the engine; None if the answer has no reasoning."""
+        """Return the reasoning tags for the engine, or None if `state` is "none"."""
         if state == "none":
             return None
         output = self.output
@@ -151,7 +151,7 @@ class ChatFormat:
     def reasoning_after(self, token_ids: Sequence[int]) -> ReasoningState:
         """Return the reasoning state in which the answer to a plain prompt begins.
 
-        The state is `open` if the think opener is one of the last two tokens of the prompt.
+        The state is `open` if one of the last two tokens of the prompt opens the reasoning.
         """
         opener = self.tag_ids.get(self.output.think_open)
         return "open" if opener is not None and opener in token_ids[-2:] else "none"

@@ -34,12 +34,12 @@ class AttentionBlock(Protocol):
     """The attention of a `DecoderLayer`."""
 
     slots: list[WeightSlot]
-    # fused kernel that also norms queries and keys; None: another kernel norms them
+    # fused kernel that applies query and key norms; None: another kernel applies these norms
     norm_kernel: AnyKernel | None
 
     @property
     def activation(self) -> ActivationFormat | None:
-        """The quantized format in which the attention accepts `x`; None: unquantized only."""
+        """The quantized format in which the attention accepts `x`. None: only unquantized `x`."""
 
     @property
     def gives_quantized(self) -> bool:
@@ -68,7 +68,7 @@ class DecoderLayer:
         gemma: bool = False,
         setup: LayerSetup,
     ) -> None:
-        """`norms`: tensor names of the norm before the attention and the norm before the MLP."""
+        """`norms` are the tensor names of the norms before the attention and before the MLP."""
         self.attention, self.mlp = attention, mlp
         shared: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
         self.input_norm, self.post_norm = (
@@ -107,7 +107,7 @@ class ImageTower(Protocol):
     slots: list[WeightSlot]
 
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode `images`, each uint8 [height, width, 3], into rows of image tokens [N, hidden]."""
+        """Encode `images`, each uint8 [height, width, 3], into N token embeddings [N, hidden]."""
 
 
 def attention_sizes(spec: ModelSpec) -> AttentionSizes:
@@ -142,9 +142,9 @@ class Decoder:
     """A model, or one pipeline stage of a model, on one rank.
 
     The loader writes weights through `weight_slots`, then calls `finish_loading` once. Blocks
-    return partial sums over the ranks, and the next norm completes these sums. Every stage holds
-    its layers. The first stage also holds the embedding, and the last stage also holds the last
-    norm and the head. A stage sends the complete residual stream to the next stage.
+    return partial sums over the ranks, and the next norm completes these sums. The first stage also
+    contains the embedding, and the last stage contains the last norm and the head. A stage sends
+    the complete residual stream to the next stage.
     """
 
     def __init__(
@@ -161,7 +161,8 @@ class Decoder:
     ) -> None:
         """`kinds` pairs each kind of attention with the index of one of its layers in `layers`.
 
-        `eps` and `gemma` belong to the last norm (see `RmsNorm`). `vision`: first stage only.
+        `eps` and `gemma` are arguments of the last norm (see `RmsNorm`). Only the first stage has a
+        `vision` tower.
         """
         self.spec, self.layers, self._kinds = spec, layers, kinds
         layout, weights = setup.context.layout, setup.weights
@@ -178,7 +179,7 @@ class Decoder:
                 names.embedding, vocab_shape, rows=rows, group=self._group, weights=weights
             )
             slots += self.embedding.slots
-        # Stages before the last complete the residual stream with this norm, without its weight.
+        # Stages before the last use this norm, without its weight, only to sum the residual stream.
         own: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
         self._norm = RmsNorm(names.norm, spec.hidden_size, activation=None, **own)
         if self.is_last_stage:
@@ -202,11 +203,11 @@ class Decoder:
         Returns the final hidden states [T, hidden] and the captured streams. `kv` holds the caches
         of each layer; if `kv` is shorter than the stage, only the first layers run.
 
-        For each layer number in `capture`, the residual stream [T, hidden] that enters the layer is
-        captured, summed over the ranks, and written to the tensor in `out` if there is one. The
-        number of layers selects the stream after the last layer. For a layer of another stage, the
-        tensor in `out` (if any) is returned unchanged. `images` are the image rows of the first
-        stage.
+        `capture` lists layer numbers. For each number, the residual stream [T, hidden] that enters
+        the layer is summed over the ranks, returned, and also written to the tensor in `out` if it
+        is given. The number of layers selects the output of the last layer. For a layer of another
+        stage, the tensor in `out` is returned unchanged. `images` are the image embeddings for the
+        first stage.
 
         Stages after the first run on `entering` [T, hidden] instead of tokens. The sum of
         `entering` over the ranks is the residual stream of the previous stage. The call overwrites
@@ -244,8 +245,8 @@ class Decoder:
     ) -> tuple[Partial, Tensor]:
         """Run the first `len(kv)` layers of this rank.
 
-        Takes x and residual [T, hidden] before the first layer. Returns x and residual after the
-        last layer. Stores the stream before layer k in streams[k], for all its keys.
+        `x` and `residual` [T, hidden] are the inputs of the first layer. Returns both after the
+        last layer. Sets streams[k] to the stream before layer k, for each key k of `streams`.
         """
         metadata = self.prepare(metadata, kv)
         for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):

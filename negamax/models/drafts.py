@@ -1,7 +1,7 @@
 """Define the spec of draft models, and the errors that all families of draft models share.
 
-A draft model proposes tokens for its target model, and reads the residual stream that enters some
-layers of the target. Layer number L stands for the residual stream after L layers.
+A draft model proposes tokens for its target model. It reads the residual streams of some layers of
+the target. Layer number L selects the residual stream after L layers.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -25,16 +25,16 @@ class DraftSpec(ModelSpec):
     copies_embedding: ClassVar[bool] = False
 
     target_hidden_size: int
-    # numbers of the target's layers whose input the draft reads; (): use `default_layers`
+    # numbers of the target layers whose inputs the draft reads; (): `default_layers`
     aux_layers: tuple[int, ...] = ()
     num_aux: int  # Number of target layers that the draft reads.
     own_embedding: bool = False  # False: the draft uses the target's embedding.
     own_head: bool = True
-    is_rotated_back: bool = False  # Only the target's weights are rotated (QuaRot).
+    is_rotated_back: bool = False  # True: only the target's weights are rotated (QuaRot).
     # Properties of the target, as the draft's files state them.
     target_model_type: str | None = None
     target_num_layers: int | None = None
-    speculative_tokens: int | None = None  # Draft length that the draft's files state.
+    speculative_tokens: int | None = None  # Draft tokens per step, from the draft's files.
     verifier: str | None = None  # Name of the target in the draft's files.
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class DraftSpec(ModelSpec):
         return False
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the target layers to read if the draft's files name none."""
-        raise ConfigError("the draft's files name no layers of the target", hint=LAYERS_HINT)
+        """Return the target layers that the draft reads if its files list no layers."""
+        raise ConfigError("the draft's files list no layers of the target", hint=LAYERS_HINT)
 
     def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
-        """Return the spec for `target` and its `layers`. Raises `ConfigError` if sizes differ."""
+        """Return the spec to read `layers` of `target`. Raises `ConfigError` on a mismatch."""
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
@@ -87,15 +87,15 @@ class DraftSpec(ModelSpec):
         made_for = "the draft was made for a model"
         result = "fewer draft tokens may be accepted, and answers do not change"
         if self.target_model_type not in (None, *target_types):
-            yield (f"{made_for} of type {self.target_model_type} (target_model_type), and this "
-                   f"one is {' or '.join(target_types)}: {result}")  # fmt: skip
+            yield (f"{made_for} of type {self.target_model_type} (target_model_type), and the "
+                   f"target is {' or '.join(target_types)}: {result}")  # fmt: skip
         if self.target_num_layers not in (None, target.num_layers):
             yield (f"{made_for} with {self.target_num_layers} layers (target_num_hidden_layers), "
-                   f"and this one has {target.num_layers}: {result}")  # fmt: skip
+                   f"and the target has {target.num_layers}: {result}")  # fmt: skip
         if self.max_position_embeddings < max_model_len:
-            yield (f"the draft was made for {self.max_position_embeddings} tokens "
-                   f"(max_position_embeddings), and sequences may have {max_model_len}: beyond "
-                   f"its limit {result}")  # fmt: skip
+            yield (f"the draft was trained for {self.max_position_embeddings} tokens "
+                   f"(max_position_embeddings), but sequences may have {max_model_len}: after "
+                   f"this limit {result}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ class DraftNames(WeightNames, Protocol):
     HEAD: str
 
     def list_slots(self, names: Iterable[str]) -> set[str]:
-        """Return the draft's weight slots that checkpoint tensors with these `names` fill."""
+        """Return the weight slots of the draft that checkpoint tensors called `names` fill."""
 
 
 class IsDraft(ConfigError):
-    """The model to serve is a draft. `verifier` is its target, if the draft's files name it."""
+    """The model to serve is a draft. `verifier` is the target that the draft's files state."""
 
     def __init__(self, name: str, verifier: str | None) -> None:
         model = verifier or "that model"

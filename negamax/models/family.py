@@ -11,7 +11,7 @@ from negamax.formats.tensor_format import Axis
 from negamax.layers.names import MlpNames, MoeNames
 from negamax.text.chat_family import ChatFamily
 
-# The reason for skipping tensors with scales of an int8 KV cache.
+# The reason why the loader skips tensors with scales of an int8 KV cache.
 INT8_CACHE = "scales of an int8 KV cache; keys and values are cached in another dtype"
 
 
@@ -31,12 +31,12 @@ class ModelFamily:
     package: str
     spec: type[ModelSpec]
     read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # Reads a parsed config.json.
-    chat: ChatFamily | None = None  # None: the model has no chat format.
+    chat: ChatFamily | None = None  # None: the family has no chat format.
     # Fields of `SamplingDefaults`; used if a checkpoint has no generation_config.json.
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    # extracts the config.json of the part of a checkpoint that is served
+    # returns the config.json of the served model from the config.json of a checkpoint
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    # specs of published models by short names, for models without a checkpoint
+    # specs of published models by short name, to build models without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)
     embedded: str = "nano"  # bundled checkpoint whose tokenizer is used for models without files
 
@@ -45,9 +45,9 @@ class ModelFamily:
 class Placement:
     """The weight slots that a checkpoint tensor fills.
 
-    A tensor with a `skip_reason` is skipped if its slots do not exist. If there are several
-    `slots`, the tensor joins their matrices along the rows, in this order. A * in a slot's name
-    stands for the expert number, and the tensor stacks the experts in its first dimension.
+    If the `slots` do not exist and there is a `skip_reason`, the loader skips the tensor. A tensor
+    with several `slots` contains their matrices one after the other, concatenated along the rows. A
+    `*` in a slot's name stands for the expert number, the first dimension of the tensor.
     """
 
     slots: tuple[str, ...]
@@ -55,12 +55,12 @@ class Placement:
 
 
 class Spellings:
-    """Rules for tensor names. All `aliases` apply in order. Of other rules, the first applies."""
+    """Rules for tensor names. All `aliases` apply. Of the other rules, the first match applies."""
 
     def __init__(
         self, aliases: _Pairs, fused: Sequence[tuple[str, tuple[str, ...]]], skipped: _Pairs
     ) -> None:
-        """Arguments pair patterns with replacements, with joined slots or with skip reasons."""
+        """Each argument pairs patterns: with replacements, with joined slots, with skip reasons."""
         self._aliases = [(re.compile(pattern), text) for pattern, text in aliases]
         self._fused = [(re.compile(pattern), slots) for pattern, slots in fused]
         self._skipped = [(re.compile(pattern), reason) for pattern, reason in skipped]
@@ -85,7 +85,7 @@ _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 
 
 def layer_of(slot: str) -> int | None:
-    """Return the layer number in a slot's name; None outside the layers."""
+    """Return the layer number in a slot's name, or None if it is in no layer."""
     match = _LAYER.match(slot)
     return int(match[1]) if match else None
 
@@ -98,14 +98,14 @@ class WeightSpec:
     shape: tuple[int, ...]
     count: int = 1
     used: int | None = None  # Number of the `count` tensors that one token uses; None: all.
-    joins_experts: bool = False  # Sharded like experts, if ranks have shards of every expert.
-    parts: int | None = None  # Largest number of shards; more ranks hold copies. None: no limit.
-    is_query: bool = False  # Ranks that shard one KV cache (DCP) hold the same part.
-    splits: Axis | None = None  # The axis of the matrix that ranks shard.
+    joins_experts: bool = False  # True: sharded like experts if every rank shards all experts.
+    parts: int | None = None  # Largest number of shards. More ranks store copies. None: no limit.
+    is_query: bool = False  # True: ranks that shard one KV cache (DCP) store the same part.
+    splits: Axis | None = None  # The axis along which ranks shard the matrix.
     dtype: str | None = None  # Dtype in memory; None: the stored format or the compute dtype.
-    is_table: bool = False  # Tokens look up rows of the tensor; it is in no GEMM.
-    is_head: bool = False  # Always held in the compute dtype.
-    is_vision: bool = False  # Part of the vision tower, which is neither quantized nor sharded.
+    is_table: bool = False  # True: an embedding, from which tokens read rows.
+    is_head: bool = False  # True: the head, which stays in the compute dtype.
+    is_vision: bool = False  # True: vision weights, neither quantized nor sharded.
 
     def names(self) -> Iterator[str]:
         """Yield the names of all `count` tensors."""
@@ -144,10 +144,10 @@ class WeightNames(Protocol):
     """The module `names` of a family."""
 
     def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
-        """Return the placement of each checkpoint tensor. Its slots need not exist."""
+        """Return the placement of each checkpoint tensor. The slots need not exist."""
 
     def layer_of(self, slot: str) -> int | None:
-        """Return the layer number in a slot's name; None outside the layers."""
+        """Return the layer number in a slot's name, or None if it is in no layer."""
 
     def weights(self, spec: ModelSpec) -> Iterable[WeightSpec]:
         """List all tensors of a model, named as their weight slots."""

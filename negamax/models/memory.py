@@ -17,18 +17,18 @@ from negamax.parallel.layout import ParallelLayout, share
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
-_NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # an expert's number in a config
+_NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # expert number in the name of a module
 ONE_RANK = ParallelLayout()
 Kept = Callable[[TensorFormat], bool]  # returns whether matrices of a format are kept as stored
 
 
 def as_stored(stored: TensorFormat) -> bool:
-    """Return True: matrices of every format are kept as stored."""
+    """Return True, so that matrices of every format are kept as stored."""
     return True
 
 
 def dequantized(stored: TensorFormat) -> bool:
-    """Return False: matrices of every format are dequantized."""
+    """Return False, so that matrices of every format are dequantized."""
     return False
 
 
@@ -36,14 +36,14 @@ def dequantized(stored: TensorFormat) -> bool:
 class WeightKind:
     """Weights of a model that differ only in their layer number."""
 
-    weight: WeightSpec  # One of these weights.
-    formats: tuple[TensorFormat, ...]  # Stored formats, one for each expert or one for all.
+    weight: WeightSpec  # An example: its name contains the first layer number.
+    formats: tuple[TensorFormat, ...]  # Stored formats, one for each expert or one for all experts.
     # The set of formats of each expert's matrices; () for weights outside experts.
     joined: tuple[frozenset[TensorFormat], ...]
     layers: tuple[int | None, ...]  # layer number of each weight; None: not in a layer
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
-        """Return the format on a rank; `PLAIN` if the rank's experts have different formats."""
+        """Return the format on a rank, or `PLAIN` if the formats of its experts differ."""
         here = range(1) if len(self.formats) == 1 else layout.experts.experts(self.weight.count)
         stored = self.formats[here.start]
         others = frozenset[TensorFormat]().union(*self.joined[here.start : here.stop])
@@ -99,8 +99,8 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of the weights on rank `layout.rank`, which computes in `dtype`.
 
-    Matrices in `kept` formats stay as stored. Where ranks split the width of experts, shards are
-    padded to whole units of the format.
+    Matrices are kept as stored if `kept` returns True for their format. If ranks split the width of
+    experts, shards are padded to whole units of the format.
     """
     held = ModelWeights(spec).on_rank(dtype=dtype, kept=kept, layout=layout)
     return round(sum(num_bytes for _, _, num_bytes in held))
@@ -126,7 +126,7 @@ def draft_bytes(
 def expert_padding(
     spec: ModelSpec, *, kept: Kept = as_stored, layout: ParallelLayout = ONE_RANK
 ) -> str | None:
-    """Describe the padding of sharded experts on a rank; None if shards need no padding."""
+    """Describe the padding of sharded experts on a rank, or return None without padding."""
     kinds = (kind for kind in ModelWeights(spec).kinds if kind.weight.used is not None)
     kind = next((each for each in kinds if each.weight.splits), None)
     if kind is None or kind.weight.splits is None:
@@ -155,7 +155,7 @@ def expert_padding(
 def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> float:
     """Return the weight bytes that each of `ranks` reads for `num_tokens` tokens, without padding.
 
-    Assumes that tokens choose experts uniformly.
+    The formula assumes that tokens select all experts equally often.
     """
     return sum(
         whole * hit_share(kind.weight, num_tokens) / min(ranks, kind.weight.parts or ranks)
@@ -165,7 +165,7 @@ def read_bytes(spec: ModelSpec, num_tokens: int, *, dtype: str, ranks: int) -> f
 
 
 def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
-    """Return how many experts per layer `num_tokens` tokens use on average; None if dense."""
+    """Return the expected number of distinct experts per layer, or None if the model is dense."""
     for weight in import_names(spec).weights(spec):
         if weight.used is not None:
             return weight.count * hit_share(weight, num_tokens)
@@ -173,7 +173,7 @@ def expected_distinct_experts(spec: ModelSpec, num_tokens: int) -> float | None:
 
 
 def hit_share(weight: WeightSpec, num_tokens: float) -> float:
-    """Return the expected share of the `count` tensors that `num_tokens` tokens use."""
+    """Return the expected fraction of the `count` tensors that `num_tokens` tokens use."""
     used = weight.count if weight.used is None else weight.used
     return float(1 - (1 - used / weight.count) ** num_tokens)
 
@@ -209,7 +209,7 @@ def _count_bytes(
 
 
 def _find_stored_format(weight: WeightSpec, scheme: Scheme | None, expert: int = 0) -> TensorFormat:
-    """Return the stored format of a matrix. The head is never quantized."""
+    """Return the stored format of a matrix. The head always has the format `PLAIN`."""
     in_full = weight.dtype or weight.is_table or weight.is_head or weight.is_vision
     if scheme is None or in_full or len(weight.shape) != 2:
         return PLAIN

@@ -1,9 +1,8 @@
 """Tensor names of MiniMax's models: slots, shared shapes, and the spellings in checkpoints.
 
-Slots carry the names of MiniMax's own checkpoints
-(`model.layers.0.block_sparse_moe.experts.0.w1.weight`, without a prefix `language_model.`).
-Re-saved and converted checkpoints use other names, or store several matrices as one tensor.
-`SPELLINGS` holds the rules for such checkpoints.
+Slots have the names of MiniMax's own checkpoints without the prefix `language_model.`, such as
+`model.layers.0.block_sparse_moe.experts.0.w1.weight`. `SPELLINGS` contains the rules for converted
+checkpoints, which use other names or store several matrices as one tensor.
 """
 
 import re
@@ -15,7 +14,7 @@ from negamax.layers.names import AttentionNames, DecoderNames, MoeNames
 from negamax.models.family import INT8_CACHE, Placement, Spellings, WeightSpec, mlp_weights
 from negamax.models.family import layer_of as layer_of
 
-# Modules of the vision tower and its projector.
+# Names of the vision tower and its projector.
 VISION_MODULES = ("vision_tower", "multi_modal_projector", "patch_merge_mlp")
 _OF_VISION = "|".join(VISION_MODULES)
 
@@ -25,7 +24,7 @@ DECODER = DecoderNames(
 
 
 def attention(layer: int, *, root: str = "model.") -> AttentionNames:
-    """Return the tensor names of a layer's attention, without those of a sparse indexer."""
+    """Return the tensor names of a layer's attention, without the names of a sparse indexer."""
     prefix = f"{root}layers.{layer}.self_attn"
     parts = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
     weights = (f"{prefix}.{part}.weight" for part in parts)
@@ -50,7 +49,7 @@ def norms(layer: int, *, root: str = "model.") -> tuple[str, str]:
 
 
 def attention_weights(spec: ModelSpec, layer: int, *, norms_heads: bool) -> Iterator[WeightSpec]:
-    """List the attention tensors. With `norms_heads`, each query or key head has its own norm."""
+    """List the attention tensors. `norms_heads`: each query or key head has its own norm."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     own = attention(layer)
@@ -75,12 +74,12 @@ def moe_weights(names: MoeNames, spec: MoeSpec) -> Iterator[WeightSpec]:
 
 
 _MTP = "multi-token prediction, not used"
-# Only multi-token prediction layers have these tensors. They may follow the model's own layers.
+# Tensors that only multi-token prediction layers have, which may follow the model's own layers.
 _MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
 _OF_EXPERTS = "gate|router|experts|shared_experts|e_score_correction_bias"
 SPELLINGS = Spellings(
     aliases=(
-        # prefixes of other architectures, which are removed
+        # These rules remove prefixes of other architectures.
         (
             r"^(?:model\.language_model\.|language_model\.)?(?:model\.)?"
             r"(?=(?:layers|embed_tokens|norm)\.)",
@@ -90,7 +89,7 @@ SPELLINGS = Spellings(
         (rf"^model\.(?=(?:{_OF_VISION})\.)", ""),
         (rf"^(model\.layers\.\d+\.)mlp\.(?=(?:{_OF_EXPERTS})\b)", r"\1block_sparse_moe."),
         (r"(\.block_sparse_moe\.)gate\.(e_score_correction_bias)$", r"\1\2"),
-        # neuronx-distributed-inference
+        # names in neuronx-distributed-inference
         (r"(\.block_sparse_moe\.)router\.linear_router\.", r"\1gate."),
         (r"(\.block_sparse_moe\.)router\.(e_score_correction_bias)$", r"\1\2"),
         (r"(\.block_sparse_moe\.)expert_mlps\.mlp_op\.", r"\1experts."),
@@ -139,7 +138,7 @@ SPELLINGS = Spellings(
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """Return the placement of checkpoint tensors (see `WeightNames`), without prediction layers."""
+    """Return the placement of each checkpoint tensor. Prediction layers are to be skipped."""
     slots = {name: SPELLINGS.respell(name) for name in names}
     own = map(_MTP_OWN.match, slots.values())
     mtp = {layer for match in own if match and (layer := int(match[1])) >= num_layers}

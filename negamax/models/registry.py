@@ -1,6 +1,6 @@
 """The table of model families. A new family needs a folder `models/<family>/` and a line here.
 
-This module does not import torch. `models/build.py` builds the models.
+`models/build.py` builds the models, because this module does not import torch.
 """
 
 import re
@@ -48,7 +48,7 @@ def find_family(architecture: str) -> ModelFamily:
 
 
 def find_draft_family(config: Mapping[str, Any]) -> DraftFamily | None:
-    """Return the draft family that a config.json names; None if the model is not a draft."""
+    """Return the draft family of a config.json, or None if the model is not a draft."""
     names = config.get("architectures")
     for family in DRAFTS.values():
         if isinstance(names, list | tuple) and any(name in family.architectures for name in names):
@@ -57,7 +57,7 @@ def find_draft_family(config: Mapping[str, Any]) -> DraftFamily | None:
 
 
 def find_bundled_draft(name: str) -> DraftSpec | None:
-    """Return the spec of a published draft by its short `name`; None for other names."""
+    """Return the spec of the published draft with the short `name`, or None if unknown."""
     found = (family.bundled.get(name.lower()) for family in DRAFTS.values())
     spec = next((spec for spec in found if spec is not None), None)
     assert isinstance(spec, DraftSpec | None)
@@ -84,7 +84,7 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
     model_type = config.get("model_type") or None
     if architectures is None and model_type is None:
         raise ConfigError(
-            f"config.json names neither architectures nor model_type; supported: "
+            f"config.json has neither architectures nor model_type; supported: "
             f"{', '.join(sorted(FAMILIES))}"
         )
     found = [
@@ -100,7 +100,7 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
         types = dict.fromkeys(name for family in found for name in family.model_types)
         refuse("model_type", model_type, " or ".join(map(repr, types)))
     spec = of_type[0].read_spec(config)
-    # the quantization in config.json or in its text_config replaces that in ModelOpt's file
+    # a quantization in config.json or its text_config overrides the file of ModelOpt
     described = read_quantization(config, folder)
     is_beside = described is None or described.source == MODELOPT_FILE
     quantization = (spec.quantization or described) if is_beside else described
@@ -110,7 +110,7 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
 def bundled_spec(name: str) -> ModelSpec:
     """Return the spec of a published model by its short `name`, to build it without a checkpoint.
 
-    Raises `ConfigError` with the known names.
+    Raises `ConfigError`, which lists the known names, if `name` is unknown.
     """
     for family in FAMILIES.values():
         if name.lower() in family.bundled:
@@ -146,7 +146,7 @@ def import_init(spec: ModelSpec) -> Init:
 
 
 def find_chat_family(model: str) -> ChatFamily:
-    """Return the chat format of a model by the architecture or model_type in config.json.
+    """Return the chat family of `model`, an architecture or a model_type in config.json.
 
     Raises `ConfigError` if the family is unknown or has no chat format.
     """

@@ -1,4 +1,4 @@
-"""Block drafts: the spec, the readers of DSpark's and DFlash's config.json, the published draft.
+"""Block drafts (DSpark, DFlash): the spec, the reader of config.json, and the published draft.
 
 A field with the prefix `dspark_` replaces the field of the same name without the prefix. If one
 config.json describes draft and target, fields without the prefix describe the target. In these
@@ -42,7 +42,7 @@ _OF_DFLASH = {
     "enable_confidence_head": False,
     "selector_rank": None,  # of DFlash2
 }
-# fields that describe only the target, if one config.json describes draft and target
+# fields that always describe the target if one config.json describes draft and target
 _OF_TARGET = {
     "num_hidden_layers", "intermediate_size", "dense_intermediate_size", "layer_types",
     "sliding_window", "use_sliding_window", "sparse_attention_config", *_PER_LAYER,
@@ -64,19 +64,19 @@ _READ = {
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDraftSpec(DraftSpec):
-    """A decoder that reads the context from its KV cache and runs all rows of a block at once."""
+    """A decoder that reads the context from its KV cache and runs all tokens of a block at once."""
 
     own_head: bool = False
-    block_size: int  # rows per block: the last known token, then mask tokens
+    block_size: int  # tokens per block: the last known token, then mask tokens
     mask_token_id: int
-    samples_anchor: bool  # row j proposes the token after (True) or at (False) its position
-    markov_rank: int = 0  # Rank of the Markov matrices (bias by the previous token); 0: no bias.
+    samples_anchor: bool  # block token j proposes the token after (True) or at (False) j
+    markov_rank: int = 0  # Rank of the matrices for the bias by the previous token; 0: no bias.
     confidence_width: int = 0  # Input width of the head that estimates acceptance; 0: no head.
     windows: tuple[int, ...]  # Sliding window of each layer, in tokens; 0: full attention.
-    is_causal: bool = False  # True: rows do not attend to later rows.
+    is_causal: bool = False  # True: tokens of a block do not attend to later ones.
     intermediate_size: int
     swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # Arguments of `SwiGlu`.
-    is_gemma: bool = False  # Norms multiply by 1 + w.
+    is_gemma: bool = False  # True: norms multiply by 1 + w.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +101,7 @@ class BlockDraftSpec(DraftSpec):
         return self.block_size if self.samples_anchor else self.block_size - 1
 
     def kv_caches(self) -> KvCacheSpecs:
-        """Return the caches of the context. Keys and values of block rows are not cached."""
+        """Return the caches of the context. Keys and values of block tokens are not cached."""
         return [
             [
                 KvCacheSpec(name, self.num_kv_heads, self.head_dim, most_read_tokens=tokens or None)
@@ -135,7 +135,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     )
     fixed = _FIXED | (_OF_MINIMAX if is_minimax else {})
     fields.check_fixed(flat, fixed | (_OF_DFLASH if architecture == DFLASH else {}))
-    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # MiniMax uses both names
+    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # MiniMax has used both names
     if flat.get("hidden_act", "silu") not in activations:
         refuse("hidden_act", flat["hidden_act"], " or ".join(map(repr, activations)))
     fields.check_fixed(flat, {"draft_vocab_size": common["vocab_size"]})
@@ -185,7 +185,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
     """Merge nested objects, and keep one spelling of each field.
 
-    If the file is the target's (not `is_own`), ignore layer sizes without the prefix.
+    If `is_own` is false, the file is the target's, and layer sizes without the prefix are ignored.
     """
     flat = {name: value for name, value in _text(config).items() if value is not None}
     own = {
@@ -212,7 +212,7 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
 
 
 def _read_layers(ids: object) -> tuple[int, ...]:
-    """Convert `ids`, which number layer outputs from 0, into numbers of layer inputs."""
+    """Convert the numbers `ids` of layer outputs, from 0, to numbers of layer inputs."""
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one + 1 for one in given if type(one) is int and one >= 0)
     if not layers or [one + 1 for one in given] != sorted(set(layers)):

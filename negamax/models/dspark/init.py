@@ -1,4 +1,4 @@
-"""Synthetic weights for block drafts. They keep activations at a realistic magnitude."""
+"""Synthetic weights for block drafts, which keep activations at a realistic magnitude."""
 
 import math
 
@@ -8,7 +8,7 @@ from negamax.models.family import Initializer
 
 
 def draw(name: str, spec: BlockDraftSpec) -> Initializer:
-    """Return the distribution of a slot. Scaling by 1 / sqrt(columns) keeps the magnitude."""
+    """Return the distribution of a slot. The factor 1 / sqrt(columns) bounds activations."""
     if "norm" in name:
         return Initializer(std=0.05, mean=0.0 if spec.is_gemma else 1.0)
     if name in (names.EMBEDDING, names.MARKOV_IN):

@@ -2,14 +2,14 @@
 
   context of token t:  c = rms(fc(the target's residual streams of t, concatenated))
                        each layer keeps k = rope(rms(k_proj c)) and v = v_proj c
-  rows of a block:     embeddings of the last known token at position L, and of masks at L + 1, ...
+  tokens of a block:   embeddings of the last known token at position L, and of masks at L + 1, ...
                        per layer h += attention(rms(h)); h += mlp(rms(h))
-  logits of a row = head(rms(h)) + markov_w2 markov_w1[token before]
-  confidence of a row = sigmoid(proj [rms(h), markov_w1[token before]] + bias)
+  logits of a token = head(rms(h)) + markov_w2 markov_w1[previous token]
+  confidence of a token = sigmoid(proj [rms(h), markov_w1[previous token]] + bias)
 
-Rows attend to the context and to one another. The keys and values of rows are not cached. Row j
-of DSpark proposes the token at L + 1 + j. Row j of DFlash proposes the token at L + j, and DFlash
-has no Markov matrices.
+The tokens of a block attend to the context and to one another. Their keys and values are not
+cached. Token j of a DSpark block proposes the token at position L + 1 + j. Token j of a DFlash
+block proposes the token at position L + j. DFlash has no Markov matrices.
 """
 
 from collections.abc import Sequence
@@ -52,14 +52,14 @@ _KIND = "draft block"  # key in `AttentionMetadata.prepared`
 
 @dataclass(frozen=True)
 class BlockStep:
-    """Inputs of every layer in a pass over R blocks of N rows."""
+    """Inputs of every layer in a pass over R blocks of N tokens."""
 
-    rows: TokenPlaces  # rotary angles and cache positions of all R * N rows
+    rows: TokenPlaces  # rotary angles and cache positions of all R * N tokens
     context: BlockContext
 
 
 class BlockAttention:
-    """Attention of the rows to the context and to one another, split by heads over the ranks."""
+    """Attention of block tokens to the context and the block, split by heads over the ranks."""
 
     gives_quantized = False
 
@@ -82,7 +82,7 @@ class BlockAttention:
         self.slots = [*self._qkv.slots, *self._out.slots, *self._norms.slots]
 
     def get_context_rows(self) -> tuple[ColumnParallel, range]:
-        """Return the QKV projection, and the range of its rows for keys and values."""
+        """Return the QKV projection, and the range of its output rows that are keys and values."""
         heads, kv_heads = self._row_norm.heads, self._row_norm.kv_heads
         return self._qkv, range(heads * self._head_dim, (heads + 2 * kv_heads) * self._head_dim)
 
@@ -116,7 +116,7 @@ class BlockAttention:
 
 
 class BlockDraft:
-    """The loader writes weights through `weight_slots`, then calls `finish_loading` once."""
+    """A block draft. The loader fills `weight_slots`, then calls `finish_loading` once."""
 
     def __init__(self, spec: BlockDraftSpec, setup: LayerSetup) -> None:
         self.spec, layout, device = spec, setup.context.layout, setup.weights.device
@@ -185,7 +185,7 @@ class BlockDraft:
         self._slots = slots_by_name(slots)
 
     def _make_confidence_slots(self, device: torch.device) -> list[WeightSlot]:
-        """Return the slots of the confidence head, which are optional if the draft has no head."""
+        """Return the slots of the confidence head. They are optional if `spec` has no such head."""
         used = self.spec.confidence_width
         width = used or self.spec.hidden_size + self.spec.markov_rank
         parts = {names.CONFIDENCE: (1, width), names.CONFIDENCE_BIAS: (1,)}
@@ -203,7 +203,7 @@ class BlockDraft:
         return self._slots
 
     def finish_loading(self, target: Decoder, *, most_blocks: int) -> None:
-        """Prepare all weights for their kernels. `target` provides a missing embedding or head."""
+        """Prepare all weights for kernels. A missing embedding or head is taken from `target`."""
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
         context = [attention.get_context_rows() for attention in self._attentions]
@@ -218,7 +218,7 @@ class BlockDraft:
     def write_context(
         self, streams: Sequence[Tensor], metadata: AttentionMetadata, kv: Sequence[KvCaches]
     ) -> None:
-        """Cache the keys and values of T tokens, from residual streams of [T, width] each."""
+        """Cache the keys and values of T tokens, computed from residual streams [T, width] each."""
         x = self._fc(cat_columns(streams, self._columns))
         projected = self._project_context(self._context_norm(x, torch.zeros_like(x.x)))
         at = TokenPlaces(
@@ -239,7 +239,7 @@ class BlockDraft:
         metadata: AttentionMetadata,
         kv: Sequence[KvCaches],
     ) -> Tensor:
-        """Run R blocks after their contexts; return the inputs of the head [R, N, hidden].
+        """Run R blocks, each after its context. Return the inputs of the head [R, N, hidden].
 
         anchors [R] int64 are the tokens at `context.lengths`. `metadata` may describe any step.
         """
@@ -270,7 +270,7 @@ class BlockDraft:
         return Partial(x, self._group), residual
 
     def local_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, for the tokens of this rank."""
+        """hidden [R, hidden] -> logits [R, len(vocab_range)] fp32 of this rank's vocabulary."""
         if self._head is None:
             return self._target.local_logits(hidden)
         return self._head(hidden, LinearOutput(torch.float32))
@@ -284,7 +284,7 @@ class BlockDraft:
         return self._markov_out(self._embed_markov(previous), LinearOutput(torch.float32))
 
     def estimate_acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Estimate the probability that a token is accepted if all earlier ones are accepted.
+        """Estimate the probability that a token is accepted if all earlier tokens are accepted.
 
         hidden [R, N, hidden] is from `run_blocks`; previous [R, N] int64 holds the token before
         each proposed token. Returns [R, N] fp32.

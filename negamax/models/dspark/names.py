@@ -1,4 +1,4 @@
-"""Tensor names of block drafts. A draft's tensors are in its own files or in the target's."""
+"""Tensor names of block drafts. The files of the draft or of the target contain the tensors."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -54,7 +54,7 @@ def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
 
 
 def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the draft's weight slots that checkpoint tensors with these `names` fill."""
+    """Return the weight slots of the draft that checkpoint tensors called `names` fill."""
     return {slot for placed in place(names, num_layers=0).values() for slot in placed.slots}
 
 

@@ -16,7 +16,7 @@ from negamax.models.eagle3 import speculators
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
-_IDS = LAYERS_KEY  # In config.json.
+_IDS = LAYERS_KEY  # Name of the field in config.json.
 NUM_AUX = 3  # Default number of target layers that a draft reads.
 
 _FIXED: dict[str, Any] = {
@@ -44,17 +44,17 @@ _READ = {
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Spec(DraftSpec):
-    """A Llama of one or more layers. The input of the first layer is two hidden sizes wide."""
+    """A Llama of one or more layers. The input of the first layer has width 2 * hidden_size."""
 
     copies_embedding: ClassVar[bool] = True
 
     num_aux: int = NUM_AUX
     draft_vocab_size: int  # number of tokens that the draft can propose
     intermediate_size: int
-    fc_norm: bool = False  # Each stream has its own norm before fc.
-    norm_before_fc: bool = False  # The concatenated streams have one norm before fc.
-    norm_output: bool = False  # The next pass reads the normed hidden state.
-    norm_before_residual: bool = False  # The residual stream begins with the normed hidden state.
+    fc_norm: bool = False  # True: each stream has its own norm before fc.
+    norm_before_fc: bool = False  # True: the concatenated streams have one norm before fc.
+    norm_output: bool = False  # True: the next pass reads the normed hidden state.
+    norm_before_residual: bool = False  # True: the residual starts as the normed hidden state.
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Eagle3Spec(DraftSpec):
         """Return vLLM's default layers. Raises `ConfigError` for fewer than 7 layers."""
         if num_layers < 7:
             raise ConfigError(
-                f"the draft's files name no layers of the target, and the default layers need a "
+                f"the draft's files list no layers of the target, and the default layers need a "
                 f"target of 7 or more layers; this target has {num_layers}",
                 hint=LAYERS_HINT,
             )
@@ -91,7 +91,7 @@ class Eagle3Spec(DraftSpec):
 
 
 def check_no_draft(config: Mapping[str, Any]) -> None:
-    """Raise `IsDraft` if the config.json describes a draft in speculators' format."""
+    """Raise `IsDraft` if config.json describes a draft in the format of speculators."""
     if speculators.is_speculators(config):
         raise IsDraft(f"a model of speculators_model_type {config[speculators.MODEL_TYPE]!r}",
                       speculators.use(config).verifier)  # fmt: skip
@@ -169,7 +169,7 @@ def _read_aux_layers(ids: object) -> tuple[int, ...]:
 
 def _read_input_layers(ids: object) -> tuple[int, ...]:
     """Return layers numbered by their inputs; () if config.json lists none."""
-    if ids in (None, []):  # exporters leave the list empty until the draft is trained
+    if ids in (None, []):  # exporters write an empty list before the draft is trained
         return ()
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one for one in given if type(one) is int and one >= 0)

@@ -1,4 +1,4 @@
-"""Synthetic weights for EAGLE3 drafts. They keep activations at a realistic magnitude."""
+"""Synthetic weights for EAGLE3 drafts, which keep activations at a realistic magnitude."""
 
 import math
 
@@ -7,7 +7,7 @@ from negamax.models.family import Initializer
 
 
 def draw(name: str, spec: Eagle3Spec) -> Initializer:
-    """Return the distribution of a slot. Scaling by 1 / sqrt(columns) keeps the magnitude."""
+    """Return the distribution of a slot. The factor 1 / sqrt(columns) bounds activations."""
     if "norm" in name:
         return Initializer(std=0.05, mean=1.0)
     columns = {

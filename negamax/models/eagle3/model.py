@@ -56,7 +56,7 @@ class _Biases:
         rank: int,
         weights: WeightFormat,
     ) -> None:
-        """`parts` are q, k and v. Only rank 0 adds the output bias, which may be missing."""
+        """`parts` are q, k and v. Only rank 0 adds the output bias. The bias is optional."""
         like: dict[str, Any] = {"dtype": weights.dtype, "device": weights.device}
         self.qkv = torch.empty(sum(len(part.rows) for part in parts), **like)
         self.out = torch.zeros(hidden_size, **like)
@@ -144,7 +144,7 @@ class _Layer:
     def enter_first(
         self, x: Partial, token_ids: Tensor, embed: VocabEmbedding
     ) -> tuple[Tensor, Tensor]:
-        """Return the first attention's input, and the residual. Overwrite x. token_ids: [T]."""
+        """Return the input of the first attention, and the residual, of token_ids [T]."""
         assert self._hidden_norm is not None
         fused, weight = self._embed_norms, None
         if fused and x.group.size == 1 and x.x.dim() == 2 and not self._is_residual_normed:
@@ -174,7 +174,7 @@ class _Layer:
     def __call__(
         self, hidden: Tensor, residual: Tensor, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Run the layer after `enter`. The next norm adds the returned part to `residual`."""
+        """Run the layer after `enter`. The next norm adds the returned sum to `residual`."""
         attended = self._attention(hidden, metadata, kv)
         return self._mlp(self._post_norm(attended, residual))
 
@@ -184,7 +184,7 @@ class _Layer:
 
 
 class Eagle3Draft:
-    """The loader writes weights through `weight_slots`, then calls `finish_loading` once."""
+    """An EAGLE3 draft. The loader fills `weight_slots`, then calls `finish_loading` once."""
 
     def __init__(self, spec: Eagle3Spec, setup: LayerSetup) -> None:
         self.spec, layout, weights = spec, setup.context.layout, setup.weights
@@ -235,10 +235,10 @@ class Eagle3Draft:
         return self._slots
 
     def finish_loading(self, target: Decoder, rotation: Tensor | None = None) -> None:
-        """Prepare all weights for their kernels. `target` provides a missing embedding or head.
+        """Prepare all weights for kernels. A missing embedding or head is taken from `target`.
 
         `rotation` is the rotation of the target's residual stream (`checkpoint/quarot.py`). Raises
-        `CheckpointError` if d2t has unknown or repeated tokens, or does not match t2d.
+        `CheckpointError` if tensor d2t has unknown or repeated tokens, or contradicts tensor t2d.
         """
         for name, slot in self._slots.items():
             assert slot.written or slot.optional or not slot.needed, f"{name} was not written"
@@ -257,7 +257,7 @@ class Eagle3Draft:
         self._target = target
         size = self.spec.draft_vocab_size
         self._token_ids = torch.arange(size, device=self._offsets.device) + self._offsets
-        # the target's id of each draft token, and -1 at the end
+        # target token id of each draft token, followed by -1
         self.target_ids = F.pad(self._token_ids, (0, 1), value=-1)
         lowest, highest = (int(end) for end in self._token_ids.aminmax())  # host-sync: once
         distinct = len(self._token_ids.unique())
@@ -270,7 +270,7 @@ class Eagle3Draft:
         self._check_marks()
 
     def _check_marks(self) -> None:
-        """Compare d2t with t2d, if the files have t2d. Only this check detects a wrong d2t."""
+        """Compare d2t with t2d if the files have t2d. A wrong d2t can pass all other checks."""
         marks = self._marks
         del self._marks
         if not self._slots[names.T2D].written:
@@ -279,10 +279,10 @@ class Eagle3Draft:
         surplus, absent = int((marks & ~named).sum()), int((named & ~marks).sum())
         if surplus or absent:
             raise CheckpointError(
-                f"tensor {names.T2D} marks {int(marks.sum())} tokens, and tensor {names.D2T} names "
+                f"tensor {names.T2D} marks {int(marks.sum())} tokens, and tensor {names.D2T} lists "
                 f"{len(self._token_ids)}: {surplus} are only in {names.T2D}, {absent} are only in "
                 f"{names.D2T}",
-                hint=f"export the draft again, or remove {names.T2D} from its files if you know "
+                hint=f"export the draft again, or remove {names.T2D} from the files if you know "
                 f"that {names.D2T} is correct",
             )
 
@@ -336,7 +336,7 @@ class Eagle3Draft:
         return hidden, residual
 
     def local_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> [R, len(vocab_range)] fp32, for the draft's tokens on this rank."""
+        """hidden [R, hidden] -> logits [R, len(vocab_range)] fp32 of this rank's vocabulary."""
         if self._head is None:
             assert self._target is not None
             return self._target.local_logits(hidden)
@@ -351,7 +351,7 @@ class Eagle3Draft:
 
 def _run_norm(norm: RmsNorm, x: Tensor) -> Tensor:
     """Return the norm of x [T, width]."""
-    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # every rank has the whole x
+    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # x is complete on every rank
     assert isinstance(normed, Tensor)
     return normed
 

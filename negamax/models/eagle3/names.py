@@ -14,7 +14,7 @@ NORM, D2T, T2D = "norm.weight", "d2t", "t2d"
 
 
 def fc_norm(number: int) -> str:
-    """Return the tensor name of one stream's norm."""
+    """Return the tensor name of the norm of residual stream `number`."""
     return f"fc_norm.{number}.weight"
 
 
@@ -56,7 +56,7 @@ _SPELLINGS = Spellings(
 
 
 def list_slots(names: Iterable[str]) -> set[str]:
-    """Return the draft's weight slots that checkpoint tensors with these `names` fill."""
+    """Return the weight slots of the draft that checkpoint tensors called `names` fill."""
     return set(map(_SPELLINGS.respell, names))
 
 

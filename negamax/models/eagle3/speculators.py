@@ -1,7 +1,7 @@
 """Read the config.json of drafts that vLLM's speculators library wrote.
 
-`transformer_layer_config` holds the draft's sizes, and `speculators_config` describes its use.
-EAGLE3's fields are at the top level.
+`transformer_layer_config` holds the draft's sizes, and `speculators_config` describes its use. The
+other fields of EAGLE3 are at the top level.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from negamax.config.fields import refuse
 MODEL_TYPE = "speculators_model_type"
 _LAYER, _USE = "transformer_layer_config", "speculators_config"
 _ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
-# The library always writes these fields. Readers use different defaults, so here a missing field is
-# an error.
+# The library always writes these fields. Readers disagree about defaults, so missing fields are
+# refused.
 _WRITTEN = ("draft_vocab_size", "norm_before_residual")
 _IGNORED = {  # fields that the library uses for itself or for training
     MODEL_TYPE, _LAYER, _USE, "architectures", "base_model_ep_plan", "embed_requires_grad",
     "enable_sp_ulysses", "has_no_defaults_at_init", "model_type", "speculators_version",
 }  # fmt: skip
 _DTYPES = {"dtype", "torch_dtype"}
-# fields of the verifier that remain in transformer_layer_config
+# fields of transformer_layer_config that describe the verifier
 _OF_VERIFIER = {"_name_or_path", "architectures", "auto_map", "transformers_version", *_DTYPES}
 
 
@@ -42,7 +42,7 @@ def is_speculators(config: Mapping[str, Any]) -> bool:
 
 
 def flat(config: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
-    """Convert to the flat fields of an EAGLE3 draft. Raises `ConfigError` with the field's name."""
+    """Convert `config` to the flat fields of an EAGLE3 draft. Raises `ConfigError`."""
     if config[MODEL_TYPE] != "eagle3":
         refuse(MODEL_TYPE, config[MODEL_TYPE], "'eagle3'")
     names = config.get("architectures")
@@ -89,7 +89,7 @@ def use(config: Mapping[str, Any]) -> Use:
 
 
 def _choose_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the default proposal method, or the first without a default. It must be "greedy"."""
+    """Return the default proposal method, else the first. Other methods than "greedy" fail."""
     methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
     if (
         not isinstance(methods, list)

@@ -1,24 +1,24 @@
-r"""How the MiniMax-M2 family (M2, M2.1, M2.5, M2.7) writes thinking and tool calls.
+r"""The text format of reasoning and tool calls of MiniMax-M2, M2.1, M2.5 and M2.7.
 
     reasoning\n</think>\n\ncontent\n<minimax:tool_call>\n<invoke name="f">\n<parameter
     name="k">v</parameter>\n</invoke>\n </minimax:tool_call>
 
 The model does not escape values, so a value may contain any text, even tags. The text after a
-closer decides whether the closer is a tag or data. White space after the closer is skipped:
+closer decides whether the closer is a tag or data. White space after a closer is skipped:
 - `</parameter>` ends the value if a parameter, an invoke, another closer or the end of the output
   follows.
 - `</invoke>` in an open value ends it if another invoke, the block closer or the end follows.
 - `</minimax:tool_call>` in an open value ends it if another block or the end follows.
 - An opener `<parameter name="k">` in an open value ends it only if the tool declares k and the call
-  has no k yet. Then the closer of the value is missing.
-The end of a truncated output does not end a value. A parameter that is given twice is written
-twice, because every common JSON reader takes the last value. Repeated values of an array are
+  has no k yet. In this case, the model omitted the closer of the value.
+The end of a truncated output does not end a value. A repeated parameter is written twice to the
+JSON arguments, because common JSON readers use the last value. Repeated values of an array are
 joined.
 
-A tag ends at the closing quote of its name, or after a declared name. The parser also reads a JSON
-object or elements instead of parameters. A value without an opener belongs to the only parameter
-that is still missing. Other text in an invoke is dropped if the invoke has parameters. An invoke
-without any argument is not a call. An invoke with text that looks like another argument stays text.
+A tag ends at the closing quote of its name, or after a declared name. Instead of parameters, the
+parser also accepts a JSON object or XML elements. A value without an opener belongs to the only
+missing parameter. Other text in an invoke with parameters is dropped. An invoke without any
+argument is not a call. An invoke whose other text looks like an argument stays text.
 """
 
 import enum
@@ -52,7 +52,7 @@ from negamax.text.parser.tag_names import argument_name, quoted_name, tool_name
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _CALL_OPEN, _CALL_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
-# text between the name and the end of a tag; it may be garbled
+# possibly garbled text between the name and the end of a tag
 _ATTRIBUTES = rf"(?:[\s=:\"']|name)[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _TAGS = "|".join((_THINK_OPEN, _THINK_CLOSE, _CALL_OPEN, _CALL_CLOSE))
 _QUOTED = rf"\s+name\s*=\s*\"(?:(?!{_TAGS})[^\"\n]){{0,{MAX_ATTRIBUTE_CHARS}}}"
@@ -70,11 +70,11 @@ _OTHER_FORMS = (  # possible beginnings of an argument with a broken tag or anot
     "{}:",
 )
 
-# an element around all parameters
+# opener or closer of an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# A closer ends the open value if one of these tags follows, or the end of an output that was not
-# truncated.
+# A closer ends the open value if one of these tags follows. The end of a complete output has the
+# same effect.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),
@@ -104,19 +104,19 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # of open call and value
+        self._arguments = self._schema = self._schemas.arguments("")  # of the open call and value
         self._is_declared = False
-        self._keys: set[str] = set()  # Parameters of the open call, including the current one.
+        self._keys: set[str] = set()  # Names of the parameters of the open call so far.
         self._stray: list[str] = []  # Text after the last parameter.
         self._unnamed: list[str] = []  # Values without a name.
         self._waiting: list[WaitingMember] = []  # Values that may be items of one array.
         self._key = ""
         self._value: list[str] = []  # Text of the open value that is not written yet.
-        self._is_written = False  # The open value is streamed as a string.
-        self._closer: Lexeme | None = None  # Undecided closer in the open value.
-        self._space: list[str] = []  # Undecided text after `_closer`.
-        self._forms: tuple[str, ...] = ()  # Beginnings of arguments in another syntax.
-        self._num_forms = 0  # Number of parameters when `_forms` was made.
+        self._is_written = False  # True: the open value is streamed as a string.
+        self._closer: Lexeme | None = None  # Last closer, if it may be data.
+        self._space: list[str] = []  # Text after `_closer`, which may be data.
+        self._forms: tuple[str, ...] = ()  # Prefixes of arguments in another syntax.
+        self._num_forms = 0  # len(_keys) when `_forms` was computed.
         self._wrapper = ""  # Name of an element around all parameters.
         self._words = ""  # Text of `_space` without its leading white space.
 
@@ -137,7 +137,7 @@ class MiniMaxM2Block(CallBlock):
         return False
 
     def finish(self, *, is_truncated: bool) -> None:
-        """End the output. Keep the text of an open string, and drop any other open value."""
+        """End the output. The text of an open string is kept; any other open value is dropped."""
         if self._words:
             self._keep_closer()
         if self._closer is not None and not is_truncated:
@@ -218,15 +218,15 @@ class MiniMaxM2Block(CallBlock):
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
         if follows and not self._words:
-            self._close_value()  # the next lexeme ends the call, if `closer` does
+            self._close_value()  # if `closer` also ends the call, the next lexeme ends it
         else:
             self._keep_closer()
 
     def _may_follow(self, text: str) -> bool:
-        """Take text after an undecided closer. Return False if the closer is data.
+        """Read text after a closer that may be data. Return False if the closer is data.
 
-        White space leaves the closer undecided. If a missing argument of the tool begins, in any
-        form of `_OTHER_FORMS`, the value ends.
+        White space decides nothing. If `text` begins a missing argument of the tool in a form of
+        `_OTHER_FORMS`, the closer ends the value.
         """
         assert self._closer is not None
         if not self._words and text.isspace():
@@ -251,7 +251,7 @@ class MiniMaxM2Block(CallBlock):
         return True
 
     def _keep_closer(self) -> None:
-        """Add the undecided closer and the text after it to the value."""
+        """Add the closer, which was data, and the text after it to the value."""
         assert self._closer is not None
         text = self._closer.text + "".join(self._space)
         self._forget_closer()
@@ -278,7 +278,7 @@ class MiniMaxM2Block(CallBlock):
         return True
 
     def _end_call(self) -> None:
-        """End the open call, or leave it as text if one of its arguments cannot be read."""
+        """End the open call. It stays text if one of its arguments cannot be read."""
         if not self._read_stray(is_last=True):
             return
         if self._unnamed:
@@ -297,7 +297,7 @@ class MiniMaxM2Block(CallBlock):
         self._state = _BLOCK
 
     def _read_stray(self, *, is_last: bool = False) -> bool:
-        """Read the text since the last parameter. Return False if that text ended the call."""
+        """Read the text after the last parameter. Return False if this text ended the call."""
         text, self._stray = "".join(self._stray), []
         if not text.strip():
             return True
@@ -319,7 +319,7 @@ class MiniMaxM2Block(CallBlock):
         return True
 
     def _close_unopened(self) -> None:
-        """Take a parameter closer that has no opener."""
+        """Read a parameter closer that has no opener."""
         text, self._stray = "".join(self._stray), []
         if not text.strip():
             return  # a repeated closer
@@ -341,7 +341,7 @@ class MiniMaxM2Block(CallBlock):
         self._state = _VALUE
 
     def _write(self, text: str) -> None:
-        """Add `text` to the open value. Stream a string unless it may become the word null."""
+        """Add `text` to the open value. A string is streamed once it cannot become null."""
         if self._is_written:
             self._calls.string_text(text)
             return

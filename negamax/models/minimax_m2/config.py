@@ -1,7 +1,7 @@
 """MiniMax-M2 (also M2.1, M2.5, M2.7): the spec, its reader, and the published models.
 
-The reader accepts MiniMax's config.json and that of transformers. Fields that do not affect
-inference are ignored, and unknown fields are listed in `ModelSpec.notes` for the log.
+The reader accepts the config.json of MiniMax and of transformers. Fields that do not affect
+inference are ignored. Unknown fields are added to `ModelSpec.notes` for the log.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
 
-# Fields that would change the computation. M2 and M3 support only these values, or null.
+# Fields that would change the computation, with their only supported value. Null is also accepted.
 FIXED: dict[str, Any] = {
     "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "tie_word_embeddings": False,
@@ -33,7 +33,7 @@ _FIXED: dict[str, Any] = {
     "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_alpha": 1.0,
     "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_alpha": 1.0, "layernorm_mlp_beta": 1.0,
 }  # fmt: skip
-# Lists with one entry per layer, or one value for all. Every entry must have the value below.
+# Lists with one entry per layer, or one value for all. Only the value below is supported.
 _PER_LAYER = {"attn_type_list": 1, "layer_types": "full_attention", "moe_layer_freq": 1}
 
 _READ = {"intermediate_size", "num_experts_per_tok", "num_local_experts"}

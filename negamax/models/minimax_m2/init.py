@@ -1,8 +1,8 @@
 """Synthetic weights of MiniMax-M2, with realistic activations and even routing.
 
 If all experts are equally likely, B independent tokens select E (1 - (1 - k / E)^B) of E experts.
-To make them equally likely, all router rows have the same length, and router biases are almost
-equal. Tokens stay independent because a layer adds little to a token's embedding.
+Two choices make all experts equally likely: router rows have the same length, and router biases are
+almost equal. Tokens stay independent because a layer adds little to a token's embedding.
 """
 
 import math
@@ -14,15 +14,15 @@ from negamax.models.family import Initializer
 # make some experts 40 % likelier than others.
 ROUTER_BIAS = Initializer(std=0.0005, mean=7.0)
 NORM = Initializer(std=0.05, mean=1.0)
-# Scale of the attention output. Most of this output is equal in all tokens of a sequence. It is
-# small, because the equal part makes tokens choose the same experts.
+# Scale of the attention output. The scale is small, because this output is almost equal for all
+# tokens of a sequence and would make them select the same experts.
 ATTENTION_GAIN = 0.5
 
 
 def draw(name: str, spec: MoeSpec) -> Initializer:
     """Choose the distribution of a slot.
 
-    With the factor 1 / sqrt(columns), a matrix's output has the magnitude of its input. Matrices
+    The factor 1 / sqrt(columns) gives the output of a matrix the magnitude of its input. Matrices
     that add to the residual stream are divided by sqrt(2 * num_layers), so the stream does not grow
     with depth. Embedding rows have unit variance.
     """

@@ -1,6 +1,6 @@
-r"""How the MiniMax-M3 family writes thinking and tool calls.
+r"""The text format of reasoning and tool calls of the MiniMax-M3 family.
 
-M stands for the marker `]<]minimax[>[`, which is one token or several.
+M stands for the marker `]<]minimax[>[`. A tokenizer encodes the marker as one or more tokens.
 
     <mm:think>reasoning</mm:think>content
     M<tool_call>\nM<invoke
@@ -47,7 +47,7 @@ from negamax.text.parser.tag_lexer import (
 from negamax.text.parser.tag_names import tool_name
 
 MARKER = "]<]minimax[>["
-MAX_CALL_DEPTH = 6  # levels of elements in the grammar of a call; deeper values are JSON
+MAX_CALL_DEPTH = 6  # depth of nested elements in the grammar of a call; deeper values are JSON
 
 _BLOCK, _INVOKE = "tool_call", "invoke"
 _NO_TAGS = (TEXT, TagKind.CUT)
@@ -78,7 +78,7 @@ class MiniMaxM3Block(CallBlock):
 
     @staticmethod
     def is_bare_call(lexeme: Lexeme, schemas: ToolSchemas, *, at_line_start: bool) -> bool:
-        """Return whether the tag names a declared tool. Its place in the line does not matter."""
+        """Return whether the tag names a declared tool. The tag may be anywhere in a line."""
         return schemas.declares(_read_tool_name(lexeme.text, schemas))
 
     def take(self, lexeme: Lexeme) -> bool:
@@ -144,7 +144,7 @@ class MiniMaxM3Block(CallBlock):
         return arguments.has_quotation or (arguments.is_in_string and not is_declared)
 
     def _take_structure(self, lexeme: Lexeme) -> bool:
-        """Take a tag that ends the call, or a tag that is between arguments and has no marker."""
+        """Read a tag that ends the call, or a tag without a marker between arguments."""
         match lexeme.kind:
             case TagKind.INVOKE_OPEN | TagKind.LOOSE_INVOKE_OPEN:
                 self._end_call()
@@ -176,7 +176,7 @@ class MiniMaxM3Block(CallBlock):
         return True
 
     def _end_call(self, closer: str = "") -> None:
-        """End the open call, or leave it as text if one of its arguments cannot be read."""
+        """End the open call. It stays text if one of its arguments cannot be read."""
         if self._arguments is None:
             return
         if self._arguments.end():
@@ -191,7 +191,7 @@ class MiniMaxM3Block(CallBlock):
 
 
 def _take_element(arguments: ElementArguments, tag: str) -> None:
-    """Take the opener or closer of an element. A member's name may begin or end with a slash."""
+    """Read the opener or closer of an element, whose name may begin or end with a slash."""
     inner = tag.removeprefix(MARKER).lstrip()[1:-1]
     if inner.startswith("/"):
         name = _read_name(inner[1:], lambda name: arguments.has_open(name) or arguments.lists(name))
@@ -208,7 +208,7 @@ def _take_element(arguments: ElementArguments, tag: str) -> None:
 
 
 def _read_name(inner: str, is_known: Callable[[str], bool]) -> str:
-    """Return the element name in a tag. Attributes are dropped, unless a schema lists them."""
+    """Return the element name in a tag. Attributes that no schema lists are dropped."""
     name = inner.strip()
     word = _ATTRIBUTES.sub("", name)
     return next(filter(is_known, (inner, name, word)), inner if word == name else word)
@@ -266,7 +266,7 @@ class M3Calls(CallStyle):
             limits = {"min": least, "max": -1 if most is None else most - length}
             rest = [{"type": "repeat", **limits, "content": item(shape.others)}]
         elif shape.least > length:
-            refuse_grammar("no array can have as many items as its schema requires")
+            refuse_grammar("a schema requires more array items than it allows")
         for place in range(min(length, length if most is None else most) - 1, -1, -1):
             rest = [sequence([item(shape.first[place]), *rest])]
             if place >= shape.least:

@@ -1,8 +1,8 @@
 """MiniMax-M3: the spec, its reader, and the published model.
 
-The reader accepts config.json files of MiniMax and of transformers, for the vision-language class
-(with the text model in `text_config`) and for a text model alone. Unknown fields are listed for the
-log. Unknown fields of `sparse_attention_config` are errors.
+The reader accepts config.json of MiniMax and of transformers, for the vision-language model and for
+a text model alone. A vision-language config describes the text model in `text_config`. Unknown
+fields are logged, except in `sparse_attention_config`, where they are errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 VISION_ARCHITECTURE = "MiniMaxM3SparseForConditionalGeneration"
 VISION_TYPE = "minimax_m3_vl"
-# transformers uses the second name.
+# The second name is that of transformers.
 TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")
 TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
 BLOCK_SIZES = (16, 32, 64, 128)  # Supported block sizes of sparse attention, in tokens.
-MAX_TOPK_BLOCKS = 1024  # Length of each token's list of selected blocks.
+MAX_TOPK_BLOCKS = 1024  # Largest number of selected blocks per token.
 
 _FIXED = {**FIXED, "qk_norm_type": "per_head", "use_gemma_norm": True, "swiglu_beta": 1.0}
-# transformers writes "silu" and computes SwiGLU-OAI.
+# transformers writes "silu" for SwiGLU-OAI.
 _ACTIVATIONS = ("swigluoai", "silu")
 
 _READ = {
@@ -44,7 +44,7 @@ _READ = {
     "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
     "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
-# Known fields beside `text_config`; some of them describe images or videos.
+# Known fields at the level of `text_config`. Some of them describe images or videos.
 _AROUND = {
     "image_grid_pinpoints", "image_seq_length", "image_token_index",
     "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",
@@ -70,12 +70,12 @@ class SparseAttentionSpec:
     index_heads: int  # number of index heads, one for each KV head
     index_dim: int
     topk_blocks: int
-    block_size: int  # tokens
+    block_size: int  # tokens per block
     init_blocks: int
     local_blocks: int
     layers: tuple[bool, ...]  # True for each sparse layer.
-    # Set by the engine, not by a checkpoint. True: each rank holds the index queries of all heads,
-    # and a shard of the index keys.
+    # The engine sets this field. True: each rank computes the index queries of all heads and stores
+    # a shard of the index keys.
     is_sharded: bool = False
 
 
@@ -90,7 +90,7 @@ class MiniMaxM3Spec(MoeSpec):
     dense_width: int  # Width of the MLP in layers without experts; 0: no such layers.
     swiglu_alpha: float
     swiglu_limit: float
-    moe_layers: tuple[bool, ...]  # true for each layer with experts
+    moe_layers: tuple[bool, ...]  # True for each layer with experts.
     sparse: SparseAttentionSpec | None
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ def _read_tower(
 ) -> VisionSpec | None:
     """Read the sizes of the vision tower and projector, in MiniMax's or transformers' fields.
 
-    Return None without `vision_config`, or if the vocabulary has no image token.
+    Return None if `vision_config` is missing or the vocabulary has no image token.
     """
     tower = config.get("vision_config")
     if not isinstance(tower, Mapping | None):
@@ -236,14 +236,14 @@ def _read_tower(
         rope_theta=fields.read_required_number(sizes, "rope_theta"),
         layer_norm_eps=fields.read_required_number(sizes, "layer_norm_eps"),
         image_token_id=image_token,
-        # the markers follow the tokens of images and videos in the vocabulary
+        # the vocabulary has the start and end tokens after the image and video tokens
         image_start_id=image_token + 4,
         image_end_id=image_token + 5,
     )
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text model's config.json from that of a vision-language model."""
+    """Extract the config.json of the text model from that of a vision-language model."""
     text = {name: value for name, value in config["text_config"].items() if value is not None}
     around = ("bos_token_id", "eos_token_id", "quantization_config")
     dtypes = (of.get(name) for of in (text, config) for name in ("dtype", "torch_dtype"))
@@ -260,7 +260,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
     """Read the spec from the config.json of a text model. Raises `ConfigError`."""
     notes: list[str] = []
     config = {name: value for name, value in config.items() if value is not None}
-    # Without partial_rotary_factor, transformers ignores rotary_dim and rotates whole heads.
+    # If partial_rotary_factor is missing, transformers ignores rotary_dim and rotates whole heads.
     common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     num_layers = common["num_layers"]
     fields.check_fixed(config, _FIXED)
@@ -286,7 +286,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
 
 
 def _read_shared_width(config: Mapping[str, Any]) -> int:
-    """Read the width of the shared expert. In transformers' config.json, it is implied."""
+    """Read the width of the shared expert. The width is 0 if `n_shared_experts` is 0."""
     experts = config.get("n_shared_experts", 1)
     if experts not in (0, 1) or isinstance(experts, bool):
         refuse("n_shared_experts", experts, "0 or 1")
@@ -352,8 +352,8 @@ def _read_sparse(config: Mapping[str, Any], num_layers: int) -> SparseAttentionS
 
 
 def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
-    """Read how many of the first or last blocks are always selected. A config for SGLang may
-    contain a number of tokens instead. The range of last tokens may begin inside a block.
+    """Read how many of the first or last blocks are always selected. SGLang's config may give the
+    number in tokens. The range of the last tokens may begin inside a block.
     """
     own = int(which == "local")  # the last blocks include the block of the query token
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
@@ -369,7 +369,7 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
 def _read_layers(
     config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
 ) -> dict[str, tuple[bool, ...]]:
-    """Read the list `name`: layer -> True for `values[1]`, False for `values[0]`. {}: no list."""
+    """Read the list `name`: True for entries equal to `values[1]`, else False. {}: no list."""
     given = config.get(name)
     if given is None:
         return {}
@@ -382,7 +382,7 @@ def _read_layers(
 
 
 def _agree(found: Mapping[str, T], default: T) -> T:
-    """Return the value of all fields in `found`. Raises `ConfigError` if the values differ."""
+    """Return the common value of the fields in `found`, or raise `ConfigError` if they differ."""
     (first, value), *others = found.items() if found else [("", default)]
     for name, other in others:
         if other != value:

@@ -1,7 +1,7 @@
-"""Synthetic weights of MiniMax-M3. Only norms and MLPs differ from those of MiniMax-M2.
+"""Synthetic weights of MiniMax-M3. Only the weights of norms and MLPs differ from MiniMax-M2.
 
-The term `up + 1` gives SwiGLU-OAI a nonzero mean, so an MLP adds nearly the same vector to all its
-tokens. A large shared vector would make all tokens select the same experts.
+The term `up + 1` gives SwiGLU-OAI a nonzero mean, so an MLP adds nearly the same vector to all
+tokens. If this vector were large, all tokens would select the same experts.
 """
 
 import math
@@ -11,7 +11,7 @@ from negamax.models.minimax_m2 import init as minimax_m2
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 
 NORM = Initializer(std=0.05)  # A norm multiplies by 1 + w.
-# Scale of the outputs of the shared expert and of dense MLPs. The model doubles routed outputs.
+# Scale of outputs of the shared expert and dense MLPs. The model doubles outputs of routed experts.
 SHARED_GAIN = 0.5
 
 

@@ -4,9 +4,9 @@
   per layer:  h += attention(layer_norm(h));  h += fc2(gelu(fc1(layer_norm(h))))
   h = linear_2(gelu(linear_1(h)));  four adjacent rows joined;  linear_2(gelu(linear_1(h)))
 
-Attention is bidirectional within an image. Rotary embedding rotates the first dimensions of a head.
-These are three equal parts, for time (always 0), row and column of the patch. One image token
-stands for a square of patches. Squares, and the patches inside a square, are ordered row by row.
+Attention is bidirectional within an image. The rotary embedding rotates the first dimensions of a
+head: one third by time (always 0), one third by the row and one third by the column of the patch.
+One image token encodes a square of patches. Squares, and patches inside a square, are in row order.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,12 @@ from negamax.quantization.scheme import WeightFormat
 # CLIP's mean and standard deviation of red, green and blue, for pixel values from 0 to 1
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-# rows that an MLP computes at a time, to bound memory; a multiple of the patches per image token
+# number of patches per call of an MLP, to bound memory; a multiple of the patches per image token
 _ROWS = 4096
 
 
 class _Weights:
-    """Allocates unquantized parameters with their weight slots."""
+    """Allocates unquantized parameters and creates their weight slots."""
 
     def __init__(self, weights: WeightFormat) -> None:
         self.weights, self.slots = weights, list[WeightSlot]()
@@ -62,7 +62,7 @@ class _Weights:
 
 
 class _VisionLayer:
-    """Bidirectional attention and an MLP, each after a norm."""
+    """A vision layer: a norm, bidirectional attention, a second norm, and an MLP."""
 
     def __init__(self, layer: int, spec: VisionSpec, weights: _Weights) -> None:
         own, hidden = names.vision_layer(layer), spec.hidden_size
@@ -73,7 +73,7 @@ class _VisionLayer:
         self._mlp = weights.take_mlp(own.mlp, hidden, spec.intermediate_size, hidden)
 
     def __call__(self, h: Tensor, angles: tuple[Tensor, Tensor], sizes: Sequence[int]) -> Tensor:
-        """h [N, hidden] holds images of `sizes` patches; angles: cos, sin [N, 1, rotated] fp32."""
+        """h [N, hidden]: patches of images with `sizes`; angles: cos, sin [N, 1, rotated] fp32."""
         x = self._norms[0](h)
         q, k, v = (project(x).unflatten(-1, self._heads) for project in self._qkv)
         q, k = (half_split(part.float(), *angles).to(v.dtype) for part in (q, k))
@@ -99,7 +99,7 @@ class VisionTower:
         merged = text * spec.patches_per_token
         self._merge = own.take_mlp(names.MERGE, merged, spec.projector_hidden_size, text)
         self.slots = own.slots
-        rotated = 2 * (spec.head_dim // 3 // 2)  # dimensions per axis: time, row, column
+        rotated = 2 * (spec.head_dim // 3 // 2)  # rotated dimensions per axis (time, row, column)
         exponents = torch.arange(0, rotated, 2).float() / rotated
         self._frequencies = (1.0 / spec.rope_theta**exponents).to(weights.device)
         self._mean, self._std = (
@@ -110,7 +110,7 @@ class VisionTower:
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
         """Encode `images`, each uint8 [height, width, 3], to [all image tokens, text hidden].
 
-        Sides must be multiples of `VisionSpec.token_pixels`. One run encodes all images.
+        Heights and widths must be multiples of `VisionSpec.token_pixels`. Images form one batch.
         """
         side = self.spec.patch_size
         grids = [(image.shape[0] // side, image.shape[1] // side) for image in images]
