@@ -8,15 +8,15 @@ from negamax.text.parser.output_format import OutputFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFamily:
-    title: str  # name of the family in messages
-    output: OutputFormat  # tags of the family, and the reader of call blocks
-    call_style: type[CallStyle]  # writes the grammar of tool calls
-    closing_text: str  # text that ends the reasoning, as the models write it
-    # Grammars recognize these tags only as tokens, and every other tag also as text.
+    title: str  # name of the model family in error messages
+    output: OutputFormat  # tags in answers, and the parser of call blocks
+    call_style: type[CallStyle]  # class that writes the grammar of tool calls
+    closing_text: str  # text that the models write to end their reasoning
+    # Grammars match these tags only as tokens. They match all other tags as tokens or as text.
     token_tags: frozenset[str] = frozenset()
-    always_thinks: bool = False  # every prompt ends within the reasoning
+    always_thinks: bool = False  # whether every prompt ends inside the reasoning
     parser_names: tuple[str, ...]  # names of the family's parsers in vLLM and SGLang
-    # kinds of input other than text that models of the family can read ("image", "video")
+    # types of input besides text that models of the family support ("image", "video")
     sees: tuple[str, ...] = ()
     # vLLM's and SGLang's names of reasoning parsers that leave the reasoning in the content
     append_names: tuple[str, ...] = ()

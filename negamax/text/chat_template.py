@@ -26,7 +26,7 @@ from negamax.text.escaping import ESCAPE, TokenEscaper, unescape
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 
 _NOT_ASCII = re.compile(rf"[^\x00-\x7f{ESCAPE}]+")
-_MESSAGE_CHARS = 2000  # limit of the length of a template's error message
+_MESSAGE_CHARS = 2000  # maximum characters of a template's error message
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -54,7 +54,7 @@ class ChatTemplate:
     ) -> None:
         """Compile `source`. A template that is not trusted runs in another process (`Confined`).
 
-        `variables` are defined in every call. `origin` names the template in messages. Raises
+        `variables` are template variables of every call. Errors call the template `origin`. Raises
         `CheckpointError` if the template has a syntax error.
         """
         self.source = source
@@ -89,14 +89,14 @@ class ChatTemplate:
         """Read the chat template of the checkpoint folder `path`, or return None if none exists.
 
         The first of these sources that exists is used: the file `override`, `chat_template.jinja`,
-        the field `chat_template` of chat_template.json, and this field of tokenizer_config.json. If
-        a field lists several templates, the template named "default" is used. Raises `ConfigError`
-        if a template file cannot be read. Raises `CheckpointError` if a JSON file is malformed, or
-        if a list of several templates has no default.
+        the field `chat_template` of chat_template.json, and the same field of
+        tokenizer_config.json. If a field lists several templates, the template named "default" is
+        used. Raises `ConfigError` if a template file cannot be read. Raises `CheckpointError` if a
+        JSON file is malformed, or if a list of several templates has no default.
         """
         is_trusted = path in EMBEDDED.values()
         config_file = path / "tokenizer_config.json"
-        # The tokenizer refuses a folder without tokenizer_config.json.
+        # If tokenizer_config.json is missing, `Tokenizer` refuses the folder.
         config = read_json_object(config_file) if config_file.exists() else {}
         variables = {
             name: text
@@ -112,10 +112,10 @@ class ChatTemplate:
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(
                     f"the chat template {file} cannot be read: {error}",
-                    hint="give a UTF-8 text file",
+                    hint="use a file of UTF-8 text",
                 ) from error
             return cls(source, variables=variables, origin=str(file), is_trusted=is_trusted)
-        beside = path / "chat_template.json"  # older processors of transformers write this file
+        beside = path / "chat_template.json"  # old versions of transformers write this file
         if beside.exists():
             config_file, config = beside, read_json_object(beside)
         entry = config.get("chat_template")
@@ -132,13 +132,13 @@ class ChatTemplate:
             if entry is None:
                 raise CheckpointError(
                     f"{origin} has several templates and no default: {', '.join(map(str, names))}",
-                    hint="write one of these templates to a file, and use --chat-template FILE",
+                    hint="save one of these templates as FILE, and use --chat-template FILE",
                 )
         if not entry:
             return None
         if not isinstance(entry, str):
             raise CheckpointError(
-                f"{origin} is a {type(entry).__name__}; text is needed",
+                f"{origin} has the type {type(entry).__name__}; a string is needed",
                 hint="use --chat-template FILE",
             )
         return cls(entry, variables=variables, origin=origin, is_trusted=is_trusted)
@@ -159,7 +159,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def shows_earlier_thinking(self) -> bool:
-        """Whether the template renders reasoning before the last user message, as M3's does."""
+        """Whether the template renders the reasoning of answers before the last user message."""
         mark, user = "what-was-thought", {"role": "user", "content": "text"}
         answer = {"role": "assistant", "content": "text", "reasoning_content": mark}
         try:
@@ -177,9 +177,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Render a conversation from `normalize_messages` to valid Unicode.
+        """Render a conversation from `normalize_messages`. Return the prompt as valid Unicode.
 
-        An `escaper` escapes control tokens in the conversation (`text.escaping`); the result then
+        If an `escaper` escapes control tokens in the conversation (`text.escaping`), the result
         contains escapes. `kwargs` are template variables. Raises `InvalidRequestError` if the
         template refuses the conversation or fails.
         """
@@ -202,11 +202,11 @@ class ChatTemplate:
             return self._template.render({**self._defined, **variables}, messages=messages)
         except (InvalidRequestError, MemoryError):
             raise
-        # The template is code of the checkpoint, so a failure ends only this request.
+        # A template of a checkpoint may contain bugs, which must fail only this request.
         except Exception as error:
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {_shorten(error)}",
-                hint="check roles, contents and chat_template_kwargs",
+                hint="check the roles, the contents and chat_template_kwargs of the request",
                 param="messages",
             ) from error
 
@@ -216,7 +216,7 @@ def require_template(template: ChatTemplate | None) -> ChatTemplate:
     if template is None:
         raise InvalidRequestError(
             "this model has no chat template",
-            hint="start with --chat-template FILE, or use an interface without a template: "
+            hint="start Negamax with --chat-template FILE, or use an interface without a template: "
             "/v1/completions, negamax generate --raw, LLM.generate",
         )
     return template

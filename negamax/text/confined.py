@@ -2,8 +2,8 @@
 
 Templates, tokenizers and images are not trusted, because they can take unlimited time or memory. A
 process loads the template, the tokenizer or the decoder, and forks child processes
-(`text.confined_process`). A child answers one call at a time. The kernel ends a child that exceeds
-a limit of time or memory, and the call is refused.
+(`text.confined_process`). A child process answers one call at a time. The kernel ends a child
+process that exceeds its limit of time or memory. The caller then receives an error.
 """
 
 import json
@@ -18,18 +18,18 @@ from negamax.base.errors import CheckpointError, InvalidRequestError, NegamaxErr
 from negamax.base.supervision import Supervised
 
 LOAD_SECONDS, LOAD_BYTES = 10.0, 2 << 30
-ANSWER, ERROR = b"a", b"e"  # first byte of a message from a child
-IMAGE_DECODER = "image decoder"  # value of `kind`
+ANSWER, ERROR = b"a", b"e"  # first byte of a message from a child process
+IMAGE_DECODER = "image decoder"  # value of `kind` for images
 _IMAGE_SECONDS, _IMAGE_BYTES, _MOST_IMAGE_ANSWER = 8.0, 3 << 29, 48 << 20
-_SLOWEST = 20.0  # allowed elapsed seconds per allowed second of processor time
+_SLOWEST = 20.0  # wall-clock seconds that a call may take per allowed second of processor time
 _MOST_MEMORY = min(4 << 30, env.main_memory() // 4)
 
 
 def compute_limits(kind: str, num_bytes: int) -> tuple[float, int, int]:
     """Return the limits of a call: processor seconds, bytes of memory, and bytes of the answer.
 
-    `num_bytes` is the size of the arguments. Tokenizing dense text takes 2 s per MiB, and 430 bytes
-    of memory per byte. The largest images take 3 s and 1 GB.
+    `num_bytes` is the size of the arguments. For each byte of dense text, tokenizing takes 2
+    microseconds and 430 bytes of memory. The largest images take 3 s and 1 GB.
     """
     if kind == IMAGE_DECODER:
         return _IMAGE_SECONDS, min(_IMAGE_BYTES, _MOST_MEMORY), _MOST_IMAGE_ANSWER
@@ -70,10 +70,10 @@ class Confined:
         self._process: Supervised | None = None
         self._source: Connection  # connection to the process that forks children
         self._facts: Any = None
-        self._idle: list[Connection] = []  # idle children; at most one per thread of the server
+        self._idle: list[Connection] = []  # idle child processes; at most one per server thread
 
     def load(self) -> Any:
-        """Load the code. Return facts about the code. Raises `CheckpointError` on failure."""
+        """Start the process, and return facts about the loaded code. Raises `CheckpointError`."""
         with self._lock:
             self._load()
             return self._facts
@@ -81,13 +81,13 @@ class Confined:
     def call(self, *arguments: object) -> bytes:
         """Call the function with JSON values, and return its answer.
 
-        Raises `InvalidRequestError` if the function raises it, or if the call exceeds a limit.
-        Raises `CheckpointError` if loading fails.
+        Raises `InvalidRequestError` if the function raises this error, or if the call exceeds a
+        limit. Raises `CheckpointError` if loading fails.
         """
         try:
-            job = json.dumps(arguments).encode()  # ASCII, because text may have lone surrogates
+            job = json.dumps(arguments).encode()  # `json` escapes lone surrogates of a text
         except (TypeError, ValueError) as error:
-            raise InvalidRequestError(f"messages hold a value that is not JSON: {error}") from None
+            raise InvalidRequestError(f"messages contain a non-JSON value: {error}") from None
         seconds, memory, most = compute_limits(self._kind, len(job))
         try:
             child = self._take()
@@ -103,7 +103,7 @@ class Confined:
         return _unpack(answer, InvalidRequestError)
 
     def _take(self) -> Connection:
-        """Return the connection to an idle or a new child. Errors: `OSError`, `CheckpointError`."""
+        """Return the connection to an idle or new child process. Raises the errors of `_load`."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
@@ -138,7 +138,7 @@ class Confined:
                 if isinstance(error, CheckpointError):
                     raise
                 raise CheckpointError(
-                    f"{self._origin} cannot be loaded in {LOAD_SECONDS:.0f} s with "
+                    f"{self._origin} cannot be loaded within {LOAD_SECONDS:.0f} s and "
                     f"{LOAD_BYTES >> 20} MiB of memory",
                     hint="use another file or checkpoint",
                 ) from error

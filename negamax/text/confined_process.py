@@ -27,13 +27,14 @@ from negamax.text.tokenizer import Tokenizer
 
 
 def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
-    """Load code of a `kind`, and return facts about it and its function. Errors: `CheckpointError`.
+    """Load the code of `kind`. Return facts about the code, and the function that answers calls.
 
     The `setup` of a "chat template" is (source, variables, name), and the `setup` of a "tokenizer"
-    is (folder). An "image decoder" has no `setup`.
+    is (folder). An "image decoder" has no `setup`. Raises `CheckpointError` if the code cannot be
+    loaded.
     """
     if kind == confined.IMAGE_DECODER:
-        from negamax.images.decode import decode_image  # imports Pillow; other kinds do not need it
+        from negamax.images.decode import decode_image  # imports Pillow
 
         return None, decode_image
     if kind == "tokenizer":
@@ -68,7 +69,7 @@ def main(fd: int) -> None:
         control.send_bytes(confined.pack_error(error))
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
-    gc.freeze()  # else garbage collection in a child would copy all memory pages
+    gc.freeze()  # otherwise garbage collection in a child process copies all memory pages
     control.send_bytes(confined.ANSWER + json.dumps(facts).encode())
     with suppress(EOFError):
         while True:
@@ -102,7 +103,7 @@ def serve(connection: Connection, kind: str, function: Callable[..., bytes]) -> 
 def _limit(seconds: float, num_bytes: int) -> None:
     """Set limits for this process: `seconds` of processor time and `num_bytes` of further memory.
 
-    The kernel ends the process after `seconds`. The limit of memory works on Linux only.
+    The kernel ends the process after `seconds`. The limit of memory works only on Linux.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Convert token ids to text while they arrive. The text consists of whole UTF-8 characters."""
+"""Convert token ids to text as the ids arrive. The text consists of whole UTF-8 characters."""
 
 import codecs
 from collections import deque
@@ -26,7 +26,7 @@ class Detokenizer:
     The joined pieces are `tokenizer.decode` of all ids, truncated at the first stop string. A stop
     string may begin and end within tokens. If two stop strings end at the same character, the
     longer stop string is the match. A stop string that ends before token number `min_tokens` is
-    ignored. Text that may become a stop string is held back. The text ends at a match.
+    ignored. The detokenizer holds back text that may be the start of a stop string.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Detokenizer:
         self.matched_stop: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int]) -> list[TextPiece]:
-        """Take the next tokens, and return the text that cannot become a stop string."""
+        """Add tokens, and return the text that cannot be part of a stop string."""
         ready: list[TextPiece] = []
         for token_id in token_ids:
             if self.matched_stop is not None:
@@ -74,7 +74,7 @@ class Detokenizer:
         return ready
 
     def finish(self) -> list[TextPiece]:
-        """End the answer, and return the held text. An incomplete character becomes U+FFFD."""
+        """End the answer, and return the text held back. An incomplete character becomes U+FFFD."""
         ready: list[TextPiece] = []
         if self._mid_character:
             self._advance(self._unfinished_character(), ready)
@@ -128,7 +128,7 @@ class Detokenizer:
     def _release(
         self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False
     ) -> None:
-        """Move the first `num_chars` held characters to `ready`. Added tokens are never split."""
+        """Move `num_chars` held characters to `ready`. `may_split_tags` splits added tokens."""
         while num_chars > 0:
             piece = self._held[0]
             if len(piece.text) <= num_chars:

@@ -16,10 +16,10 @@ from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-KEPT_CHARS = 256  # parts with more characters are cached
+KEPT_CHARS = 256  # a part of a prompt with more characters is cached
 CACHE_BYTES = 64 << 20
 
-_RUN_CHARS = 1024  # texts between control tokens are joined to parts of about this length
+_RUN_CHARS = 1024  # length of a part that contains several short texts, in characters
 _DIGEST_BYTES = 32
 _ENTRY_BYTES = 512  # upper bound of the bytes of an entry without its token ids
 
@@ -31,7 +31,7 @@ class EncodingCache:
         """`max_bytes` limits the memory of all entries."""
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()  # in order of last use
         self._lock = threading.Lock()
         self.num_bytes = 0
 
@@ -57,7 +57,7 @@ class EncodingCache:
         unknown = [part for part, ids in zip(parts, found, strict=True) if ids is None]
         left = None if max_tokens is None else max_tokens - num_known
         try:
-            # Two threads may encode the same part, because the lock is not held here.
+            # No lock is held here, so two threads may encode the same part.
             encoded = iter(self._tokenizer.encode_parts(unknown, max_tokens=left))
         except TooManyTokensError as error:
             raise TooManyTokensError(num_known + error.count) from None
@@ -72,9 +72,9 @@ class EncodingCache:
     def _split(self, text: str) -> Iterator[str]:
         """Split `text` at control tokens.
 
-        A long text between two control tokens is a part. Short texts are joined to a part together
-        with the control tokens around them. A longer text that begins with `text` has the same
-        parts, except for the last part of `text`.
+        A long text between two control tokens is one part. Consecutive short texts and the control
+        tokens between them are one part. If a longer text begins with `text`, both texts have the
+        same parts, except for the last part of `text`.
         """
         assert self._tokenizer.cuts is not None
         # `start` is the start of the current part; `stretch` is the end of the last control token.
@@ -102,7 +102,7 @@ class EncodingCache:
         return known
 
     def _keep(self, digest: bytes, ids: array[int]) -> None:
-        """Add an entry of at most `max_bytes` / 2, and evict the oldest entries."""
+        """Add an entry if its size is at most `max_bytes` / 2, and evict the oldest entries."""
         if _count_bytes(ids) > self._max_bytes // 2:
             return
         with self._lock:

@@ -1,10 +1,10 @@
-"""Escapes that keep control tokens in a conversation as ordinary text.
+"""Escape control tokens in a conversation, so that they are encoded as ordinary text.
 
-A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...). A
-string that contains the text of a control token would end its turn and begin another turn. Before
-rendering, `TokenEscaper` inserts an escape character into each token text of a string. Control
-tokens that the template itself writes contain no escape. `Tokenizer.encode_escaped` encodes control
-tokens without escapes as tokens, and encodes other text as ordinary text without the escapes.
+A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...).
+Without escapes, a string with the text of a control token could end its turn. Before rendering,
+`TokenEscaper` inserts an escape character into each token text of a string. Control tokens that the
+template itself writes contain no escape. `Tokenizer.encode_escaped` encodes control tokens without
+escapes as tokens, and encodes other text as ordinary text without the escapes.
 """
 
 import re
@@ -31,7 +31,7 @@ class TokenEscaper:
     """
 
     def __init__(self, added: Iterable[str], *, structure: Iterable[str]) -> None:
-        """`added` holds texts of all added tokens, `structure` holds texts of tags in answers."""
+        """`added` has the texts of all added tokens, `structure` the texts of tags in answers."""
         texts = frozenset(added) - {""}
         self._all = _Spellings(texts)
         self._control = _Spellings(texts - frozenset(structure))
@@ -67,7 +67,7 @@ class _Spellings:
         self._longest = max(map(len, texts), default=0)
 
     def escaped(self, text: str, *, is_inserted: bool = False) -> str:
-        """Escape token texts in `text`, which may be the middle of a token if `is_inserted`."""
+        """Escape token texts in `text`. If `is_inserted`, `text` may be the middle of a token."""
         text = valid_unicode(text)
         if self._whole is None or not text:
             return text
@@ -78,7 +78,7 @@ class _Spellings:
 
 
 def _break(match: re.Match[str]) -> str:
-    """Add an escape after each character, which also breaks overlapping texts of tokens."""
+    """Add an escape after each character. The escapes also break overlapping token texts."""
     return "".join(character + ESCAPE for character in match[0])
 
 
@@ -89,7 +89,7 @@ def _escape(
     is_inserted: bool = False,
     inserted: frozenset[str] = frozenset(),
 ) -> Any:
-    """Escape all strings of a JSON value. Templates write values of keys `inserted` into tags."""
+    """Escape all strings of a JSON value. Templates write values of `inserted` keys into tags."""
     if isinstance(value, str):
         return spellings.escaped(value, is_inserted=is_inserted)
     if isinstance(value, Mapping):

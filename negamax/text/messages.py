@@ -1,4 +1,4 @@
-"""Normalization of clients' conversations for MiniMax's chat templates."""
+"""Normalize conversations of clients for MiniMax's chat templates."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,20 +15,20 @@ ROLES = (*INSTRUCTION_ROLES, "user", "assistant", "tool")
 # Reasoning tags of all model families in the registry.
 THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))
 
-# fields of a message that may hold its reasoning
+# fields of a message that may contain its reasoning
 _REASONING = ("reasoning", "reasoning_text", "reasoning_details", "thinking", "thinking_blocks")
-_KIND_CHARS = 60  # limit of the length of a part's type in a note
+_KIND_CHARS = 60  # maximum characters of a part's type in a note
 _QUOTES = tuple("`'\"“‘«")
 
-# type of a part -> field that holds the text of the part
+# type of a content part -> field with the text of the part
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-RAW_ARGUMENTS = "arguments"  # name of the parameter for arguments that are not a JSON object
+RAW_ARGUMENTS = "arguments"  # parameter that contains arguments that are not JSON objects
 
-# part types of reasoning, calls and results in other servers and client libraries
+# Other servers and client libraries use these types of reasoning, call and result parts.
 _THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoning_text")
 _CALLS = ("tool_use", "tool_call", "tool-call", "function_call")
 _RESULTS = ("tool_result", "tool-result", "function_call_output")
-_HIDDEN = ("redacted_thinking", "redacted_reasoning")  # encrypted by another server
+_HIDDEN = ("redacted_thinking", "redacted_reasoning")  # reasoning that another server encrypted
 _THOUGHT_FIELDS = (*_THOUGHTS, "text", "content", "summary")
 _CONTENT_FIELDS = ("text", "content", "output", "result", "value")
 
@@ -40,7 +40,7 @@ _NOTES = {
 }
 _LONGEST = "max_long_side_pixel"
 _IMAGE_FIELDS = ("image_url", "source", "data", "url")
-_UNSEEN = {  # type of a part in any API -> key of `_NOTES`
+_UNSEEN = {  # type of a content part in any API -> key of `_NOTES`
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
     **dict.fromkeys(("document", "file", "input_file", "container_upload"), "document"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "recording"),
@@ -50,7 +50,7 @@ _UNSEEN = {  # type of a part in any API -> key of `_NOTES`
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    source: str  # data URL or other URL, which is not checked yet
+    source: str  # unchecked data URL or other URL
     place: str  # JSON path of the part in the request
     longest: int | None = None  # limit of the longer side after resizing, in pixels
 
@@ -70,23 +70,23 @@ def normalize_messages(
     - A later instruction becomes a note (`system_note`), because templates would drop the message.
       The note is appended to the tool result before the instruction, because a user message within
       a tool loop would hide the reasoning of that loop. Without a tool result the note is a user
-      message. An instruction without text is left out.
+      message. An instruction without text is dropped.
     - Null or missing content becomes "". Parts with text become parts of type text. Images become
       parts of type image and are appended to `images` in the order of the prompt. If `images` is
       None, the server does not read images.
     - Other images, documents, recordings and videos become notes (`unseen_note`), or are refused if
-      models of `family` can read such parts. Other parts without text become notes in messages of
-      users and tools, and are left out of answers.
+      models of `family` can read such parts. Other parts without text become notes in user and tool
+      messages, and are dropped from answers.
     - Reasoning in `reasoning_content`, in a similar field, in reasoning parts or in a think block
       at the start of the content becomes `reasoning_content`.
     - Parts that are tool calls become `tool_calls` if the message has no `tool_calls`. Parts that
       are tool results become tool messages.
-    - Arguments of tool calls become mappings; empty text and null become empty mappings. Arguments
+    - Arguments of tool calls become mappings. Empty text and null become empty mappings. Arguments
       that are not a JSON object become one parameter `RAW_ARGUMENTS` with the text.
     - Tool results follow their calls in the order of the calls. Instructions between tool results
       are moved after the last result.
 
-    Raises `InvalidRequestError`, which names the message, for input that a template would change.
+    Raises `InvalidRequestError` with the path of a message that a template cannot render like this.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
@@ -112,8 +112,7 @@ def normalize_messages(
 def find_image(part: Mapping[str, Any], place: str) -> dict[str, Any] | None:
     """Convert an image part of any API to the normal form, or return None for other parts.
 
-    `place` is the path of the part, which begins with the message. Raises `InvalidRequestError`
-    that names this path.
+    `place` is the path of the part in the request. Raises `InvalidRequestError` with this path.
     """
     if _UNSEEN.get(str(part.get("type"))) != "image":
         return None
@@ -159,9 +158,9 @@ def system_note(text: str) -> str:
 def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = "") -> str | None:
     """Return the note that replaces a part of type `kind`, or None if `kind` is not in `_UNSEEN`.
 
-    With a note the session continues. Refusing the part would end the session. If models of
-    `family` can read such a part, raises `InvalidRequestError` with `place`, because the client
-    expects an answer to the part and not to a note.
+    A note lets the client's session continue. An error would end the session. If models of `family`
+    can read such a part, raises `InvalidRequestError` with `place`, because the client expects an
+    answer about the part.
     """
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:
@@ -169,7 +168,7 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
         if media == "video":
             reads, hint = "Negamax does not read videos", "send text or images"
         raise InvalidRequestError(
-            f"{place} has type {kind!r}; {family.title} supports it, but {reads}",
+            f"{place} has type {kind!r}; {family.title} supports this type, but {reads}",
             hint=hint,
             param=place,
             code="unsupported_content",
@@ -178,7 +177,7 @@ def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = 
 
 
 def is_unseen(value: Mapping[str, Any]) -> bool:
-    """Return whether no model can read the part `value`."""
+    """Return whether the type of part `value` is encrypted reasoning or media."""
     return value.get("type") in _HIDDEN or unseen_note(value.get("type")) is not None
 
 
@@ -212,8 +211,8 @@ def split_inline_reasoning(content: str) -> tuple[str | None, str]:
 
     A think block at the start is the reasoning. A later think block is a quotation. A closing tag
     without an opening tag is a quotation if it follows a quotation mark. The reasoning is "" for a
-    quotation, so that templates do not split the content at its tags. The reasoning is None for
-    other content. A template may split such content itself.
+    quotation, so that templates do not split the content at its tags. For other content the
+    reasoning is None, and the template may split the content.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:
@@ -241,7 +240,8 @@ def _check_message(
     checked = {key: value for key, value in message.items() if key not in _REASONING}
     given = message.get("content")
     if role != "assistant":
-        # Templates separate the parts of a tool result, so notes there need no line breaks.
+        # Templates separate the parts of a tool result, so notes in tool results need no line
+        # breaks.
         joins = role != "tool"
         checked["content"] = _read_content(
             given, i, family, joins_notes=joins, takes_images=takes_images
@@ -257,7 +257,7 @@ def _check_message(
     if not reasoning and inline is not None:
         reasoning = inline or reasoning or ""
         content = rest
-    elif inline and inline == (reasoning or "").strip("\n"):  # drop reasoning sent twice
+    elif inline and inline == (reasoning or "").strip("\n"):  # the content repeats the reasoning
         content = rest
     checked["content"] = content
     checked.pop("reasoning_content", None)
@@ -295,7 +295,7 @@ def _split_results(message: Any) -> list[Any]:
 
 
 def _find_calls(content: Any) -> list[dict[str, Any]]:
-    """Return the tool calls among the parts of an answer, in the form of `tool_calls`."""
+    """Return the tool calls among the parts of an answer, in the format of `tool_calls`."""
     calls = []
     for part in content if isinstance(content, list) else ():
         if isinstance(part, Mapping) and part.get("type") in _CALLS:
@@ -321,7 +321,7 @@ def _read_content(
     joins_notes: bool = True,
     takes_images: bool = False,
 ) -> str | list[Any]:
-    """Return content as text or as text parts. Each note is on its own line (`joins_notes`).
+    """Return content as text or as text parts. `joins_notes` puts each note on a separate line.
 
     The reasoning parts of an answer are appended to `thoughts`, which is None for other messages.
     """
@@ -374,7 +374,7 @@ def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
 
 
 def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
-    """Return the first text of reasoning, "" if all texts are empty, or None without reasoning."""
+    """Return the first non-empty reasoning text, "" if all are empty, or None without reasoning."""
     named: list[str] = []
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)
@@ -405,7 +405,7 @@ def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
         if isinstance(call, Mapping) and isinstance(custom := call.get("custom"), Mapping):
             arguments = {
                 "input": custom.get("input")
-            }  # form of a custom tool call in the Responses API
+            }  # format of a custom tool call in the Responses API
             function = {"name": custom.get("name"), "arguments": arguments}
         if not isinstance(function, Mapping):
             _refuse(i, "has no function; send {id, type, function: {name, arguments}}", field=where)
@@ -416,7 +416,7 @@ def _read_tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
         checked.append({**call, "function": {**function, "arguments": arguments}})
     ids = [call.get("id") for call in checked]
     if not all(isinstance(call_id, str) for call_id in ids) or len(set(ids)) < len(ids):
-        _refuse(i, f"has the ids {ids}; give each call its own id", field="tool_calls")
+        _refuse(i, f"has the ids {ids}; give each call a unique id", field="tool_calls")
     return checked
 
 
@@ -435,7 +435,7 @@ def _read_arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put one tool result after each call, in call order. Drop truncated calls without result."""
+    """Put one tool result after each call, in call order. Drop truncated calls without a result."""
     ordered: list[dict[str, Any]] = []
     i = 0
     while i < len(messages):
@@ -445,7 +445,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _refuse(i, f"answers no call; {problem}")
         ordered.append(message)
         i += 1
-        if "tool_calls" in message and i < len(messages):  # the last calls need no results
+        if "tool_calls" in message and i < len(messages):  # calls at the end need no results
             end = i
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1
@@ -475,10 +475,10 @@ def _order_results(
             continue
         call_id = messages[i].get("tool_call_id")
         if not isinstance(call_id, str) or call_id not in results:
-            problem = f"is {call_id!r}; the calls before this message are {list(results)}"
+            problem = f"is {call_id!r}; the preceding calls have the ids {list(results)}"
             _refuse(i, problem, field="tool_call_id")
         if results[call_id] is not None:
-            problem = f"is {call_id!r}, which has a result already; send one result per call"
+            problem = f"is {call_id!r}, which already has a result; send one result per call"
             _refuse(i, problem, field="tool_call_id")
         results[call_id] = messages[i]
     missing = [call_id for call_id, result in results.items() if result is None]

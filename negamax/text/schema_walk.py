@@ -1,4 +1,4 @@
-"""Functions that walk JSON schemas: references, alternatives and allowed types."""
+"""Resolve references, list alternatives and find allowed types in JSON schemas."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -32,7 +32,7 @@ _BRANCHES = ("anyOf", "oneOf", "allOf")
 
 
 def resolve_pointer(reference: str, *, root: Any) -> Any:
-    """Return the part of `root` that `reference` names (such as `#/$defs/Point`), or None."""
+    """Return the part of `root` at `reference` (such as `#/$defs/Point`), or None."""
     home = root.get("$id") if isinstance(root, Mapping) else None
     if isinstance(home, str) and home:
         reference = reference.removeprefix(home)

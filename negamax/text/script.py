@@ -1,4 +1,4 @@
-"""Scripted answers: `--script` replaces the model.
+"""Answer prompts by the rules of a script instead of a model (`--script`).
 
 A script is a TOML file of rules. The answer comes from the first rule that matches the prompt.
 Scripts let you try a client, such as a coding agent with long prompts, without a GPU.
@@ -29,18 +29,18 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An answer with conditions. An absent condition always holds."""
+    """An answer with conditions. An absent condition is always true."""
 
-    # "tool": tool results follow the last answer of the prompt; "user": only user messages follow
+    # "tool" requires tool results after the last answer, "user" requires only user messages
     role: Literal["user", "tool"] | None = None
-    message: str | None = None  # regular expression that the messages after the last answer contain
-    prompt: str | None = None  # regular expression that the whole prompt contains
+    message: str | None = None  # regular expression to find in messages after the last answer
+    prompt: str | None = None  # regular expression to find in the whole prompt
     thinking: str = ""
     content: str = ""
     calls: list[ScriptedCall] = msgspec.field(name="call", default_factory=list)
 
     def fits(self, prompt: str, *, role: str, message: str) -> bool:
-        """Return whether the conditions hold. `message` is the text of the new messages."""
+        """Return whether the conditions are true. `message` is the text of the new messages."""
         return (
             self.role in (None, role)
             and (self.message is None or re.search(self.message, message) is not None)
@@ -55,7 +55,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_script(name: str) -> Script:
-    """Read the script in file `name`, or the bundled script `name`. Errors: `ConfigError`."""
+    """Read the script in file `name`, or the bundled script `name`. Raises `ConfigError`."""
     bundled = BUNDLED_SCRIPTS / f"{name}.toml"
     file = bundled if re.fullmatch(r"\w+", name) and bundled.is_file() else Path(name)
     try:
@@ -67,7 +67,7 @@ def read_script(name: str) -> Script:
         known = ", ".join(sorted(path.stem for path in BUNDLED_SCRIPTS.glob("*.toml")))
         raise ConfigError(
             f"--script is {name!r}, which cannot be read: {error.strerror}",
-            hint=f"give a TOML file, or the name of a bundled script: {known}",
+            hint=f"pass a TOML file, or the name of a bundled script: {known}",
         ) from None
     except (ValueError, re.error) as error:  # not UTF-8, not TOML, or not a script
         raise ConfigError(f"the script {str(file)!r} is not valid: {error}") from None
@@ -98,7 +98,7 @@ class ScriptedAnswers:
         self._bodies = [_render_body(rule, template, output_format) for rule in script.rules]
 
     def answer(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens of the answer and the end token, or only the end token."""
+        """Return the answer's tokens and the end token. The answer is empty if no rule fits."""
         prompt = self._tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
         role, message = find_new_messages(prompt, self._format)
         for rule, body in zip(self._script.rules, self._bodies, strict=True):
@@ -114,7 +114,7 @@ class ScriptedAnswers:
 
 
 def find_new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, str]:
-    """Return role and text of the messages after the last answer."""
+    """Return the role and the text of the messages after the last answer."""
     turns = [turn.partition("\n") for turn in prompt.split(output_format.turn_open)[1:]]
     if turns and turns[-1][0] == output_format.assistant:
         turns.pop()  # the open turn of the assistant

@@ -9,7 +9,7 @@ from negamax.base.errors import InvalidRequestError
 class StopMatcher:
     """Aho-Corasick automaton of the stop strings, with one step per character.
 
-    A state stands for the longest suffix of the text that begins a stop string (0: no suffix).
+    A state is the longest text suffix that begins a stop string. State 0 is the empty suffix.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ class StopMatcher:
         self._next: list[dict[str, int]] = [{}]  # state -> character -> next state
         self._fallback = [0]  # state -> state of the longest proper suffix
         self._depth = [0]  # state -> length of the state's suffix
-        self._match: list[str | None] = [None]  # state -> longest stop string at its end
+        self._match: list[str | None] = [None]  # state -> longest stop string that ends here
         for stop in stops:
             self._insert(stop)
         queue = deque(self._next[0].values())
@@ -34,7 +34,7 @@ class StopMatcher:
                 queue.append(child)
 
     def scan(self, text: str, *, state: int, may_match: bool) -> tuple[str | None, int, int]:
-        """Read `text`. Return the first stop string (or None), where it ends, and the new state."""
+        """Read `text`. Return the first stop string or None, its end offset, and the new state."""
         for offset, char in enumerate(text):
             state = self._step(state, char)
             matched = self._match[state]
@@ -46,7 +46,7 @@ class StopMatcher:
         return None, len(text), state
 
     def depth(self, state: int) -> int:
-        """Return the number of characters to hold back in `state`, the length of its suffix."""
+        """Return the length of the suffix of `state`, which is the text to hold back."""
         return self._depth[state]
 
     def _insert(self, stop: str) -> None:
@@ -90,7 +90,7 @@ class StoppableText:
         self.matched: str | None = None  # the stop string that ended the text
 
     def write(self, text: str) -> None:
-        """Take more text. Text after a stop string is dropped."""
+        """Add text. Text after a stop string is dropped."""
         if self.matched is not None:
             return
         if self._is_before_word:
@@ -109,14 +109,16 @@ class StoppableText:
             self._out(text[:end])
 
     def release(self) -> None:
-        """Emit the held text, because the content ends or is interrupted."""
+        """Emit the text held back when the content ends or is interrupted."""
         if self._held:
             self._out(self._held)
         self._held = ""
         self._state = 0
 
     def begin(self, *, is_before_word: bool) -> None:
-        """Begin or continue content. With `is_before_word`, stop strings exclude leading space."""
+        """Begin or continue content. With `is_before_word`, stop strings exclude leading white
+        space.
+        """
         self.release()
         self._is_before_word = is_before_word
 

@@ -1,4 +1,4 @@
-"""The checkpoint's byte-level BPE tokenizer: text to token ids, and token ids to exact bytes."""
+"""Convert text to token ids, and token ids to exact bytes, with a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ STRUCTURE_TOKENS = frozenset({
 # Normalizers and pre-tokenizers that process each text between added tokens separately.
 _LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
 _LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
-_POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # do not change ids
+_POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # these change no ids
 
-# Limits of added tokens, because every text of a conversation is compared with each of them.
+# Limits of added tokens, because each text of a conversation is compared with each added token.
 MAX_ADDED_TOKENS, MAX_ADDED_CHARS = 4096, 65_536
 
 _REMEDY = "download the checkpoint again, or copy the file from the original repository"
@@ -52,8 +52,8 @@ class Tokenizer:
     def __init__(
         self, definition: str, *, config: Mapping[str, Any], source: str = "tokenizer.json"
     ) -> None:
-        """`definition` is the text of tokenizer.json, `config` the object in
-        tokenizer_config.json. Errors call the definition `source`. Errors: `CheckpointError`.
+        """`definition` is the text of tokenizer.json, `config` is the object in
+        tokenizer_config.json. Errors call the definition `source`. Raises `CheckpointError`.
         """
         try:
             self._backend = tokenizers.Tokenizer.from_str(definition)
@@ -89,7 +89,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path, *, is_trusted: bool | None = None) -> Self:
-        """Read a checkpoint's tokenizer. Raises `CheckpointError` that names the file.
+        """Read a checkpoint's tokenizer. Raises `CheckpointError` with the file name.
 
         Only a trusted tokenizer encodes in this process. If `is_trusted` is None, the tokenizers of
         embedded models are trusted. Other tokenizers encode in processes with limits (`Confined`).
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether `encode` waits for another process, so event loops must call it in a thread."""
+        """Whether `encode` waits for another process. Event loops then run `encode` in a thread."""
         return self._confined is not None
 
     def encode(
@@ -116,7 +116,7 @@ class Tokenizer:
 
         The text of an added token (`[e~[`, `<think>`, …) becomes the id of this token. With
         `allow_special=False` this text is encoded as ordinary text. A lone surrogate becomes
-        U+FFFD. Raises `TooManyTokensError`, and the errors of `Confined.call`.
+        U+FFFD. Raises `TooManyTokensError` above `max_tokens`, and the errors of `Confined.call`.
         """
         if self._confined is not None:
             assert allow_special
@@ -128,7 +128,7 @@ class Tokenizer:
         return encoding.ids
 
     def encode_escaped(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Return the token ids of an escaped prompt (`text.escaping`). Raises errors as `encode`.
+        """Return the token ids of an escaped prompt (`text.escaping`). Raises errors of `encode`.
 
         The text of an added token that contains no escape becomes the id of this token. All other
         text is encoded as ordinary text without its escapes.
@@ -149,7 +149,7 @@ class Tokenizer:
     def encode_parts(
         self, parts: Sequence[str], *, max_tokens: int | None = None
     ) -> list[array[int]]:
-        """Encode parts of a prompt to at most `max_tokens` ids. Raises errors as `encode`."""
+        """Encode parts of a prompt to at most `max_tokens` ids. Raises the errors of `encode`."""
         if self._confined is not None and parts:
             numbers = array("I", self._confined.call(parts))
             _check_count(len(numbers) - len(parts), max_tokens)
@@ -174,7 +174,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this byte-level spelling, or None."""
+        """Return the id of the token whose byte-level spelling is `text`, or None."""
         return self._backend.token_to_id(text)
 
     def token_text(self, token_id: int) -> str:
@@ -182,7 +182,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes of one token, or no bytes for an id without a token."""
+        """Return the exact bytes of one token, or b"" for an unused id."""
         known = self._bytes.get(token_id)
         if known is None:
             is_token = 0 <= token_id < self.vocab_size
@@ -231,7 +231,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Pattern of all added tokens, longest first. Without added tokens, nothing matches."""
+        """Pattern of all added tokens, longest first. Without added tokens, it matches nothing."""
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -266,7 +266,7 @@ def _check_count(count: int, max_tokens: int | None) -> None:
 
 
 def _make_byte_alphabet() -> dict[str, int]:
-    """Map each character of byte-level spellings (printable Latin-1, U+0100 on) to its byte."""
+    """Map each character of byte-level spellings to the byte that it represents."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     moved = {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -277,7 +277,7 @@ _BYTE_OF = _make_byte_alphabet()
 
 
 def _decode_spelling(spelling: str) -> bytes:
-    """Return the bytes of a byte-level spelling, or its UTF-8 if one character maps to no byte."""
+    """Return the bytes of a byte-level spelling, or its UTF-8 if a character maps to no byte."""
     try:
         return bytes([_BYTE_OF[char] for char in spelling])
     except KeyError:
@@ -297,7 +297,7 @@ def _check_byte_level(definition: Mapping[str, Any], *, source: str) -> None:
 
 
 def _works_locally(definition: Mapping[str, Any]) -> bool:
-    """Return whether the tokens after an added token never depend on the text before it."""
+    """Return whether the text before an added token never changes the tokens after this token."""
     changes_all = definition.get("truncation") or definition.get("padding")
     if changes_all or definition["model"].get("dropout"):
         return False

@@ -1,1 +1,1 @@
-"""Grammars of structured output, written for the compiler xgrammar."""
+"""Write grammars of structured output for the compiler xgrammar."""

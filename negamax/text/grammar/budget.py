@@ -1,4 +1,4 @@
-"""Limit of the size of a request's schemas after their references are expanded."""
+"""Limit the size of a request's schemas after their references are expanded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ from negamax.config.grammar import refuse_grammar
 
 MAX_NODES = 50_000
 MAX_BYTES = 4 << 20
-# Compiling a grammar beyond one of these sizes may take long, or end the process.
+# Compiling a grammar beyond one of these sizes may take long or crash the process.
 RISKY_BYTES = 512 << 10  # bytes of a structural tag; 80 KB of tool schemas can expand to this size
 RISKY_CHOICES = 64 << 10  # bytes of all strings of a choice grammar
 RISKY_LEVELS = 1000  # levels of nested rules
 RISKY_LITERAL = 16 << 10  # characters of a literal
 RISKY_FORMATS = 200  # formats in a client's structural tag
-MAX_REFUSALS = 8  # number of refused tool schemas whose cost is returned to the budget
+MAX_REFUSALS = 8  # the cost of a refused tool schema is refunded below this number of refusals
 
 
 class Budget:
@@ -24,15 +24,15 @@ class Budget:
         self._nodes = 0
         self._bytes = 0
         self._refusals = 0
-        self.is_risky = False  # compiling the grammar may take long, or end the process
+        self.is_risky = False  # whether compiling the grammar may take long or crash
         self._formats = 0
 
     @contextmanager
     def restore_on_refusal(self, *, is_final: bool) -> Iterator[list[str]]:
-        """Catch a refusal within the `with` block, list its message, and return the block's cost.
+        """Catch a refusal in the `with` block, list its message, and refund the cost of the block.
 
-        With `is_final` the refusal is raised again. From refusal `MAX_REFUSALS` on, the cost is not
-        returned, so that many large schemas together exceed the budget.
+        With `is_final` the refusal is raised again. From refusal number `MAX_REFUSALS` on, costs
+        are not refunded, so that many large schemas together exceed the budget.
         """
         spent, refusals = (self._nodes, self._bytes), list[str]()
         try:

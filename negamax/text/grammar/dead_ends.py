@@ -21,11 +21,11 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 class _Kind(IntEnum):
-    """Kinds of expressions in a serialized grammar. Comments state the integers after a kind."""
+    """Kinds of expressions in a serialized grammar. Comments list the integers after each kind."""
 
     STRING = 0  # bytes
     CHARACTERS = 1  # 1 if the class is negated; first and last character of each range
-    ANY_CHARACTERS = 2  # any number of characters of a class; the integers of CHARACTERS
+    ANY_CHARACTERS = 2  # any number of characters of a class; integers as for CHARACTERS
     EMPTY = 3
     RULE = 4  # number of the rule
     SEQUENCE = 5  # expressions
@@ -75,13 +75,13 @@ def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | 
     stuck = _find_stuck(rules, root, can_end, _find_writing(rules, can_end))
     if stuck is None:
         return None
-    return f"rule {grammar['rules'][stuck][0]!r} of the grammar can begin an output without an end"
+    return f"rule {grammar['rules'][stuck][0]!r} of the grammar can begin an output that cannot end"
 
 
 @cache
 def _warn_of_version(version: str) -> None:
     logger.warning(
-        "Negamax cannot refuse grammars without an end, because the installed xgrammar writes "
+        "Negamax cannot refuse grammars that never end, because the installed xgrammar writes "
         "version %s and Negamax reads %s; install xgrammar 0.2.9",
         version,
         " and ".join(VERSIONS),
@@ -128,7 +128,7 @@ def _read_symbol(part: list[int], stop_token_ids: frozenset[int]) -> _Symbol:
 
 
 def _has_characters(items: list[int]) -> bool:
-    """Return whether a class of characters is not empty."""
+    """Return whether a class of characters contains a character."""
     is_negated, *ends = items
     ranges = sorted(zip(ends[::2], ends[1::2], strict=True))
     if not is_negated:
@@ -142,7 +142,7 @@ def _has_characters(items: list[int]) -> bool:
 
 
 def find_finite(ways: Iterable[tuple[RuleT, Collection[RuleT]]]) -> set[RuleT]:
-    """Return the rules that produce a finite text. `ways` are pairs of a rule and needed rules."""
+    """Return the rules that produce a finite text. `ways` are pairs (rule, rules that it needs)."""
     finite: set[RuleT] = set()
     found: list[RuleT] = []
     users: dict[RuleT, list[tuple[RuleT, list[int]]]] = defaultdict(list)
@@ -165,7 +165,7 @@ def find_finite(ways: Iterable[tuple[RuleT, Collection[RuleT]]]) -> set[RuleT]:
 
 
 def _find_writing(rules: list[list[list[_Symbol]]], can_end: list[bool]) -> list[bool]:
-    """Return which rules produce a finite text that is not empty."""
+    """Return for each rule whether the rule produces a finite text that is not empty."""
     writes = [False] * len(rules)
     users: dict[int, list[int]] = defaultdict(list)
     found: list[int] = []
@@ -195,7 +195,7 @@ def _can_end(symbol: _Symbol, can_end: list[bool]) -> bool:
 def _find_stuck(
     rules: list[list[list[_Symbol]]], root: int, can_end: list[bool], writes: list[bool]
 ) -> int | None:
-    """Return a rule, reachable from `root`, that can produce text and then cannot end, or None."""
+    """Return a rule, reachable from `root`, that can write text but cannot end, or None."""
     seen, waiting = {root}, [root]
     while waiting:
         owner = waiting.pop()

@@ -1,4 +1,4 @@
-"""Writer of GBNF grammars for JSON that follows a schema, and for texts of a regular language.
+"""Write GBNF grammars for JSON that follows a schema, and for texts of a regular language.
 
 Numbers have no needless fractions and exponents. Members of objects are in the order of the schema.
 Strings with length limits contain only the escapes that JSON requires, so that rules can count the
@@ -40,7 +40,7 @@ _RAW: Ranges = ((0x01, 0xD7FF), (0xE000, LAST_CHARACTER))  # NUL would end a tex
 _HEX = "0123456789abcdef"
 
 _BLOCK = 8  # a long run of one character class is written in blocks of this many characters
-_MAX_CHAIN = 3 * _BLOCK  # characters; a longer run is written as repeated blocks
+_MAX_CHAIN = 3 * _BLOCK  # a run with more characters is written as repeated blocks
 _MAX_PLAIN_STATES = 128  # a language with more states becomes a regular expression if possible
 
 _COMMON = r"""
@@ -64,8 +64,8 @@ class Rules:
     """The rules of one grammar.
 
     For JSON, `ahead` is a lookahead expression of the text that follows a string or number. With
-    `ahead` the compiler decides which tokens that extend beyond a value are allowed. Without
-    `ahead` the matcher tries each token beyond a value for every mask.
+    `ahead`, the compiler decides which tokens may extend beyond the end of a value. Without
+    `ahead`, the matcher tests these tokens for every mask.
     """
 
     def __init__(self, languages: Languages, *, ahead: str | None = None) -> None:
@@ -75,7 +75,7 @@ class Rules:
         self._classes: dict[Ranges, list[str]] = {}
         self._chains: dict[tuple[Ranges, str], str] = {}
         self._written: dict[tuple[int, str], str] = {}  # (language, following text) -> rule
-        self.is_risky = False  # the compiler may take long
+        self.is_risky = False  # whether compiling may take long
 
     def define(self, name: str, alternatives: Iterable[_Alternative]) -> str:
         self._rules[name] = list(alternatives)
@@ -108,11 +108,11 @@ class Rules:
         return "\n".join(lines) + common
 
     def add_language(self, language: Language, *, after: str = "") -> str:
-        """Add a rule for the texts of `language`, followed by `after`, and return its name.
+        """Add a rule for the texts of `language`, followed by `after`, and return the rule's name.
 
-        The rules form an automaton with one rule per state, for which the compiler computes masks
-        quickly. Long runs of one character class are written in blocks, because the compiler
-        computes one mask per rule.
+        The rules form an automaton with one rule per state. The compiler computes masks of such
+        rules quickly. Long runs of one character class are written as repeated blocks, which need
+        fewer rules.
         """
         key = (language.ended, after)
         if key in self._written:
@@ -127,7 +127,7 @@ class Rules:
             if states is not None:
                 self._add_states(name, states, after=after)
             else:
-                assert language.plain is not None, "a language without expression has few states"
+                assert language.plain is not None, "a language without `plain` has few states"
                 self.define(name, [_Alternative(f"{self._spell(language.plain)} {after}")])
         self._written[key] = name
         return name
@@ -163,7 +163,7 @@ class Rules:
         return self.define(self.new_name("words"), [way])
 
     def _add_chain(self, ranges: Ranges, length: int, *, last: str = "") -> str:
-        """Add a rule for `length` characters, or for at most `length` that precede `last`."""
+        """Add a rule for `length` characters, or for at most `length` characters before `last`."""
         start = self._chains.setdefault(
             (ranges, last), f"{'tail' if last else 'block'}_{len(self._chains)}"
         )
@@ -205,7 +205,7 @@ class Rules:
         return [_Alternative(f"{way} {following}", (following,)) for way in ways]
 
     def _spell_class(self, ranges: Ranges) -> list[str]:
-        """Return the ways to write one character of `ranges`, which in JSON include escapes."""
+        """Return the ways to write one character of `ranges`. In JSON the ways include escapes."""
         if ranges in self._classes:
             return self._classes[ranges]
         literal = _intersect(ranges, _RAW if self._ahead is None else _LITERAL)
@@ -226,7 +226,7 @@ class Rules:
 def json_format(
     schemas: Schemas, shapes: Sequence[Shape], *, whitespace: int = MAX_WHITESPACE
 ) -> Format:
-    """Return the format of JSON that has one of `shapes`. Errors: `InvalidRequestError`."""
+    """Return the format of JSON that has one of `shapes`. Raises `InvalidRequestError`."""
     rules = JsonRules(schemas, whitespace=whitespace)
     return _spend_grammar(schemas, rules.write(shapes), rules.rules)
 
@@ -260,7 +260,7 @@ class JsonRules:
             self._common += f"space ::= [ \\n\\r\\t]{{0,{whitespace}}}\n"
 
     def write(self, shapes: Sequence[Shape]) -> str:
-        """Return the grammar of values with one of `shapes`. Errors: `InvalidRequestError`."""
+        """Return the grammar of values with one of `shapes`. Raises `InvalidRequestError`."""
         self._define("start", shapes)
         while self._waiting:
             name, following = self._waiting.pop()
@@ -348,10 +348,10 @@ class JsonRules:
     ) -> str:
         """Add rules for the members of an object or the items of an array. Return the first rule.
 
-        `entries` are the listed members or items in order, each with a flag for required entries.
-        The rule `other` writes one entry that is not listed. A tuple may end after any entry; an
-        object may leave out entries that are not required. The name of a rule states the place of
-        the next entry and the number of entries before it, up to the limits of `shape`.
+        `entries` are the listed members or items in order, each with a flag that marks required
+        entries. The rule `other` writes one entry that is not listed. A tuple may end after any
+        entry. An object may omit entries that are not required. The name of a rule contains the
+        index of the next entry and the number of written entries, up to the limits of `shape`.
         """
         start, rules, length = self.rules.new_name("entries"), self.rules, len(entries)
         least, most = shape.least, shape.most
@@ -391,7 +391,8 @@ class JsonRules:
             skipped = name_of(place + 1, count)
             return ways if is_required else [*ways, _Alternative(skipped, (skipped,))]
 
-        # The first rule lists all first entries, because a chain of optional rules compiles slowly.
+        # The first rule lists all possible first entries. A chain of optional rules compiles
+        # slowly.
         first = next((place for place, (_, needed) in enumerate(entries) if needed), length)
         begin = [] if is_tuple or most == 0 else [write_entry(place, 0) for place in range(first)]
         rules.define(name_of(0, 0), [*begin, *write_rest(0 if is_tuple else first, 0)])
@@ -402,7 +403,7 @@ class JsonRules:
         return name_of(0, 0)
 
     def _write_other(self, shape: ObjectShape) -> str | None:
-        """Add a rule for one unlisted member. Return None if none is allowed."""
+        """Add a rule for one unlisted member, or return None if unlisted members are forbidden."""
         ways = []
         for language, nodes in shape.others:
             value = self._name(nodes)
@@ -412,7 +413,7 @@ class JsonRules:
 
 
 def spell_json(value: Any) -> str:
-    """Return `value` as JSON without needless escapes. Errors: `InvalidRequestError`."""
+    """Return `value` as JSON without needless escapes. Raises `InvalidRequestError`."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Converts JSON schemas to shapes (`text.grammar.shapes`).
+"""Convert JSON schemas to shapes (`text.grammar.shapes`).
 
 A shape describes values of one JSON type, and merges all keywords that limit these values. The
 conversion resolves references, allOf, anyOf and oneOf, so the writers of grammars (`json_rules`,
@@ -49,15 +49,15 @@ NOT_ENFORCED = (
     "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 
-MAX_LEVELS = 100  # levels of nested references and alternatives
-MAX_DIGITS = 40  # digits of a bound of numbers
-MAX_PATTERNS = 4  # patterns for names of members of one object
-MAX_EXCLUDED = 400  # characters of names that an automaton excludes
-_MAX_COMPARED_LEVELS = 3  # nesting levels to which two alternatives are compared
+MAX_LEVELS = 100  # maximum levels of nested references and alternatives
+MAX_DIGITS = 40  # maximum digits of a bound of numbers
+MAX_PATTERNS = 4  # maximum number of patterns for member names of one object
+MAX_EXCLUDED = 400  # maximum characters of names that an automaton excludes
+_MAX_COMPARED_LEVELS = 3  # maximum nesting levels of compared alternatives
 
 
 class Schemas:
-    """The schemas of one document. With `infers`, keywords imply the type if none is stated."""
+    """The schemas of one document. With `infers`, keywords imply a type that is not stated."""
 
     def __init__(
         self, root: Any, *, strict: bool, infers: bool | None = None, budget: Budget | None = None
@@ -74,7 +74,7 @@ class Schemas:
         self._level = 0
 
     def shapes(self, nodes: Nodes) -> list[Shape]:
-        """Return the shapes of the values that follow all `nodes`. Without such values, return [].
+        """Return the shapes of the values that match all `nodes`, or [] if no value matches.
 
         Raises `InvalidRequestError` if the schemas exceed the budget. In a strict schema, a
         reference without a target or a keyword that cannot be enforced raises this error too.
@@ -109,7 +109,7 @@ class Schemas:
         if not isinstance(node, Mapping):
             if self.strict and not isinstance(node, bool):
                 refuse_grammar(
-                    f"the JSON schema has a {type(node).__name__} where a schema is needed"
+                    f"the JSON schema has a {type(node).__name__} instead of a subschema"
                 )
             return [] if node is False else [()]
         if id(node) in path:
@@ -205,7 +205,7 @@ class Schemas:
         return (*branch, made)
 
     def _made_of(self, kind: str, origin: Any, make: Callable[[], Any]) -> Any:
-        """Return the schema that `make` derives from `origin`. Equal calls return one object."""
+        """Return the schema that `make` derives from `origin`. Repeated calls return one object."""
         parts = origin if isinstance(origin, tuple) else (origin,)
         key = (kind, *(frozenset(map(id, p)) if isinstance(p, tuple) else id(p) for p in parts))
         if key not in self._made:
@@ -297,7 +297,7 @@ class Schemas:
         yield TextShape(None, least, most)
 
     def _is_possible(self, language: Language) -> bool | None:
-        """Return whether the language has a text. None: it has too many states for a check."""
+        """Return whether the language has a text, or None if its automaton has too many states."""
         if language.plain is not None:
             return language.ended != self.languages.none
         states = self.languages.find_automaton(language)
@@ -312,7 +312,7 @@ class Schemas:
         return bool(states)
 
     def _read_pattern(self, pattern: str) -> Language | None:
-        """Return the language of a pattern, or None for an unsupported pattern if not `strict`."""
+        """Return the language of `pattern`. Without `strict`, unsupported patterns return None."""
         if pattern not in self._patterns:
             self.budget.spend(1 + len(pattern) // 16)
             try:
@@ -380,7 +380,7 @@ class Schemas:
         allowed = [node["propertyNames"] for node in branch if "propertyNames" in node]
 
         def choose(name: str | None, matched: Iterable[str]) -> Nodes:
-            """Return the schemas of the member `name`. `matched` are patterns of this name."""
+            """Return the schemas of member `name`. `matched` are the patterns that match it."""
             return _conjoin(find_members(node, name, matched) for node in branch)
 
         listed: dict[str, Nodes] = {}
@@ -407,7 +407,7 @@ class Schemas:
         listed: dict[str, Nodes],
         choose: Callable[[str | None, Iterable[str]], Nodes],
     ) -> list[tuple[Language | None, Nodes]]:
-        """Return languages of unlisted names, each with the schemas of their members."""
+        """Return languages of unlisted names, each with the schemas of members with such names."""
         languages = self.languages
         base: list[Language] = []
         if allowed:
@@ -437,7 +437,7 @@ class Schemas:
         return self.languages.whole(self.languages.text(text))
 
     def _exclude(self, names: Iterable[str]) -> Language | None:
-        """Return all texts except `names`. Texts that begin like long `names` are excluded too."""
+        """Return all texts except `names`. Texts that begin like a long name are excluded too."""
         languages, texts = self.languages, list(names)
         if not texts:
             return None
@@ -505,7 +505,7 @@ class Schemas:
             shapes = [[s for part in group for s in self._read_branch(part)] for group in groups]
             for one, other in itertools.combinations(shapes, 2):
                 if not all(self._are_apart(a, b) for a in one for b in other):
-                    self._refuse_keyword("oneOf", " with schemas that overlap (see 'anyOf')")
+                    self._refuse_keyword("oneOf", " with schemas that overlap (anyOf may overlap)")
         self._level -= 1
 
     def _are_apart(self, one: Shape, other: Shape) -> bool:
@@ -546,7 +546,7 @@ _ANNOTATIONS = {
 
 
 def _cross(groups: list[list[Nodes]], budget: Budget) -> list[Nodes]:
-    """Return every choice of one branch per group, with the schemas of its branches joined."""
+    """Return the joined schemas of every combination of one branch per group."""
     found: list[Nodes] = [()]
     for group in groups:
         if len(group) > 1 or len(found) > 1:
@@ -560,7 +560,7 @@ def _cross(groups: list[list[Nodes]], budget: Budget) -> list[Nodes]:
 
 
 def _conjoin(schemas: Iterable[Any]) -> Nodes:
-    """Join schemas and sequences of schemas to one sequence. None in `schemas` is skipped."""
+    """Join schemas and sequences of schemas to one sequence. None values are skipped."""
     found: dict[int, Any] = {}
     for schema in schemas:
         for part in schema if isinstance(schema, tuple) else (schema,):

@@ -1,19 +1,19 @@
-"""Regular languages with intersections and complements, computed by derivatives.
+"""Compute regular languages with intersections and complements by derivatives.
 
 An expression is an integer that a `Languages` object assigns; equal expressions have the same
-integer. Markers stand for the anchors of patterns. Markers are integers outside the range of
-Unicode: `BEGIN` and `END`. Source: Owens, Reppy, Turon, "Regular-expression derivatives
+integer. The markers `BEGIN` and `END` represent the anchors of patterns. Markers are integers
+outside the range of Unicode. Source: Owens, Reppy, Turon, "Regular-expression derivatives
 re-examined" (2009).
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint, both ends included
+Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint pairs (first, last)
 
 BEGIN, LAST_CHARACTER, END = -1, 0x10FFFF, 0x110000
-MAX_STATES = 1000  # states of one automaton
-MAX_STEPS = 30_000  # transitions of one automaton; a range of characters counts as one
+MAX_STATES = 1000  # maximum states of one automaton
+MAX_STEPS = 30_000  # maximum transitions of an automaton; a character range is one transition
 
 
 class Language(NamedTuple):
@@ -30,7 +30,7 @@ class State(NamedTuple):
 
 class Languages:
     def __init__(self) -> None:
-        self.nodes: list[tuple[object, ...]] = []  # operator and operands
+        self.nodes: list[tuple[object, ...]] = []  # expression -> operator and operands
         self.nullable: list[bool] = []
         self._is_plain: list[bool] = []
         self._known: dict[tuple[object, ...], int] = {}
@@ -200,7 +200,7 @@ class Languages:
         return _keep_live([self.nullable[self.derive(state, END)] for state in order], steps)
 
     def derive(self, part: int, char: int) -> int:
-        """Return the derivative: the expression that matches what may follow a first `char`."""
+        """Return the derivative of `part`: the expression of the texts that may follow `char`."""
         key = (part, char)
         known = self._derived.get(key)
         if known is None:
@@ -230,7 +230,7 @@ class Languages:
         return self.none
 
     def _find_cuts(self, part: int) -> frozenset[int]:
-        """Return the starts of the ranges of characters whose derivatives are equal."""
+        """Return the starts of the character ranges within which all derivatives are equal."""
         known = self._cuts.get(part)
         if known is not None:
             return known
@@ -272,7 +272,7 @@ class Languages:
         return ranges
 
     def read_run(self, language: Language) -> tuple[Ranges, int, int | None] | None:
-        """Return the character class that a language repeats and its limits, else None."""
+        """If a language repeats one character class, return the class and the limits, else None."""
         if language.plain is None:
             return None
         match self.nodes[language.plain]:

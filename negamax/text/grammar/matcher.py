@@ -1,4 +1,4 @@
-"""Compiler of grammars for one vocabulary, and matcher of tokens, both by xgrammar.
+"""Compile grammars for one vocabulary, and match tokens, both with xgrammar.
 
 Only the grammar process imports this module, because xgrammar imports torch, which takes seconds.
 """
@@ -24,7 +24,7 @@ _TAG_PREFIX = b"\xff\xff"  # bytes of invalid UTF-8, which no grammar of texts c
 
 
 class GrammarCompiler:
-    """Compiles structural tags, and caches the grammars used last. This class is thread-safe."""
+    """Compiles structural tags, and caches recently used grammars. This class is thread-safe."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class GrammarCompiler:
         num_threads: int,
         token_tags: Collection[str],
     ) -> None:
-        """`vocab_size` may include padding. `token_tags` are tags that match tokens only."""
+        """`vocab_size` may include padding. Grammars match the tags `token_tags` only as tokens."""
         self.vocab_size = vocab_size
         vocabulary = [_spell(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(
@@ -51,7 +51,7 @@ class GrammarCompiler:
         ids = (tokenizer.token_id(tag) for tag in sorted(token_tags))
         self.tags = TagBits([i for i in ids if i is not None and i < vocab_size])
         self._lock = Lock()
-        # least recently used first
+        # structural tag -> grammar, in order of last use
         self._cache: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
 
     def match(self, compiled: xgrammar.CompiledGrammar) -> "GrammarMatcher":
@@ -85,8 +85,8 @@ class GrammarCompiler:
 
 class TagBits:
     """Mask bits of the tags that are tokens. In raw text up to a closing tag, xgrammar allows every
-    token, including all tags. Where the grammar requires a tag, the mask does not allow all tags.
-    So a mask that allows all tags belongs to raw text.
+    token, including all tags. Where a grammar requires a tag, xgrammar allows only some tags. A
+    mask that allows all tags therefore belongs to raw text.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ class GrammarMatcher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the output followed the grammar to an end and was ended by an end token."""
+        """Whether an end token has ended the output where the grammar allows an end."""
         return bool(self._matcher.is_terminated())
 
     def take(self, part: int | bytes) -> bool:

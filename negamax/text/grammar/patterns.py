@@ -1,7 +1,7 @@
-"""Readers of regular expressions (ECMA 262 and common extensions) and of bounds of numbers.
+"""Read regular expressions (ECMA 262 and common extensions) and bounds of numbers.
 
-The pattern of a JSON schema may match any part of a text unless the pattern has anchors. The reader
-refuses backreferences, word boundaries, lookbehinds, flags, and lookaheads inside groups.
+A pattern of a JSON schema without anchors may match any part of a text. The reader refuses
+backreferences, word boundaries, lookbehinds, flags, and lookaheads inside groups.
 """
 
 import functools
@@ -22,11 +22,11 @@ from negamax.text.grammar.languages import (
     unite,
 )
 
-MAX_CHARS = 4000  # characters of a pattern
-MAX_GROUPS = 50  # levels of nested groups
-MAX_REPEATS = 100_000  # largest product of the upper limits of nested repeats
-MAX_PLACES = 20  # decimal places of `multipleOf`
-MAX_ENDINGS = 100  # different last digits of the multiples of a number
+MAX_CHARS = 4000  # maximum characters of a pattern
+MAX_GROUPS = 50  # maximum levels of nested groups
+MAX_REPEATS = 100_000  # maximum product of the upper limits of nested repeats
+MAX_PLACES = 20  # maximum decimal places of `multipleOf`
+MAX_ENDINGS = 100  # maximum number of different last digits of the multiples of a number
 
 _DIGITS: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
@@ -64,7 +64,7 @@ def _list_categories() -> dict[str, Ranges]:
 
 
 def read_pattern(pattern: str, languages: Languages) -> Language:
-    """Return the language of texts with a match of `pattern`. Errors: `InvalidRequestError`."""
+    """Return the language of texts with a match of `pattern`. Raises `InvalidRequestError`."""
     return _PatternReader(pattern, languages).language
 
 
@@ -82,7 +82,7 @@ class _PatternReader:
         while self._take("|"):
             alternatives.append(self._read_whole())
         if self._place < len(pattern):
-            self._refuse("has a closing bracket without an opening one")
+            self._refuse("has a closing bracket without an opening bracket")
         self.language = languages.containing(alternatives)
 
     def _refuse(self, reason: str) -> NoReturn:
@@ -103,7 +103,7 @@ class _PatternReader:
         return found
 
     def _read_whole(self) -> tuple[list[int], bool]:
-        """Read an alternative outside groups. Return the parts, and whether one is a lookahead."""
+        """Read an alternative outside groups. Return its parts, and whether it has a lookahead."""
         languages, parts = self._languages, list[int]()
         while self._peek() not in ("", "|", ")"):
             is_wanted = self._take("(?=")
@@ -294,7 +294,7 @@ def read_number_bounds(
 
 
 def write_multiples(step: Decimal) -> str | None:
-    """Return a pattern of the unsigned multiples of `step`. Return None for a large pattern."""
+    """Return a pattern of the unsigned multiples of `step`, or None if the pattern is too large."""
     step = step.normalize()
     exponent = int(step.as_tuple().exponent)
     if -MAX_PLACES <= exponent < 0 and step == Decimal(1).scaleb(exponent):

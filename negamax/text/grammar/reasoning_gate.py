@@ -1,4 +1,4 @@
-"""Gate that detects the end of an output's reasoning, or ends the reasoning at its budget."""
+"""Detect the end of an output's reasoning, or end the reasoning at its token budget."""
 
 import enum
 from collections import deque
@@ -12,11 +12,11 @@ from negamax.config.grammar import Marker, Reasoning
 class _GateState(enum.Enum):
     UNDECIDED = "may still become reasoning"
     OPEN = "within reasoning"
-    CLOSED = "after it"
+    CLOSED = "after reasoning"
 
 
 class ReasoningGate:
-    """Follows the reasoning of one output.
+    """Tracks the reasoning of one output.
 
     After `budget` tokens of reasoning the gate requires the closing tokens. With `calls_end_it`,
     the opening tag of a call block also ends the reasoning. `token_bytes` is required if a tag of
@@ -64,7 +64,7 @@ class ReasoningGate:
         return forked
 
     def push(self, token_id: int) -> int | bytes | None:
-        """Take the next token, and return the part of the token that belongs to the content.
+        """Add the next token, and return the part of the token that belongs to the content.
 
         The returned part is the token, its last bytes, or None. If reasoning is optional, the
         grammar contains the reasoning, so every token belongs to the content.
@@ -92,7 +92,7 @@ class ReasoningGate:
             self._budget = None
 
     def _decide(self, token_id: int) -> None:
-        """Open the reasoning if the output begins with the opener, and else close the gate."""
+        """Open the reasoning if the output begins with the opener. Otherwise close the gate."""
         opener = self._reasoning.opener
         if opener.token_id is not None:
             self._state = _GateState.OPEN if token_id == opener.token_id else _GateState.CLOSED

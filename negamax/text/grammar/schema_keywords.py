@@ -1,4 +1,4 @@
-"""Readers of single keywords of JSON schemas, including keywords of older drafts."""
+"""Read single keywords of JSON schemas, including keywords of older drafts."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ FORMATS = {
 
 
 def find_members(node: Mapping[str, Any], name: str | None, matched: Iterable[str]) -> Nodes:
-    """Return the schemas of member `name` (None: unlisted). `matched` are patterns of the name."""
+    """Return the schemas of member `name` (None: unlisted). `matched` are the matching patterns."""
     found = []
     if name is not None and name in (listed := get_map(node, "properties")):
         found.append(listed[name])
@@ -82,7 +82,7 @@ def read_number(value: Any) -> Decimal | None:
 def read_bounds(
     node: Mapping[str, Any],
 ) -> tuple[list[tuple[Decimal, bool]], list[tuple[Decimal, bool]]]:
-    """Return the lower and the upper bounds in `node`, each with a flag for exclusive bounds."""
+    """Return the lower and upper bounds in `node`. A flag marks each exclusive bound."""
     found: list[list[tuple[Decimal, bool]]] = []
     for sign, side in ((-1, "inimum"), (1, "aximum")):
         limit, exclusive = f"m{side}", f"exclusiveM{side}"

@@ -6,13 +6,13 @@ from typing import Any
 from negamax.text.grammar.languages import Language
 from negamax.text.schema_walk import type_name
 
-Nodes = tuple[Any, ...]  # schemas that a value must follow together; (): any value
+Nodes = tuple[Any, ...]  # schemas that must all match a value; () allows any value
 NEVER: Nodes = (False,)
 
 
 @dataclass(frozen=True, eq=False)
 class LiteralShape:
-    """Exactly one value."""
+    """A shape of one value."""
 
     value: Any
 
@@ -52,7 +52,7 @@ class ObjectShape:
 
     listed: dict[str, Nodes]  # name -> schemas, in the order of the schema
     required: frozenset[str]
-    # (language of names, schemas) of unlisted members; language None: any name
+    # (language of names, schemas) of unlisted members; language None allows any name
     others: list[tuple[Language | None, Nodes]]
     least: int
     most: int | None

@@ -1,4 +1,4 @@
-"""Writer of xgrammar's structural tags (`text.grammar.tag_formats`) for all kinds of grammars."""
+"""Write the structural tags of xgrammar (`text.grammar.tag_formats`) for all kinds of grammars."""
 
 import json
 import re
@@ -37,9 +37,9 @@ def structural_tag(
 ) -> str:
     """Return the structural tag of an output, from the point where its grammar begins.
 
-    If the prompt opens the reasoning, the grammar begins after the closing tag. The grammar
-    contains a reasoning that is optional. `styles` are the call styles of all families by name.
-    After the call, `budget.is_risky` tells whether compiling the grammar is risky. Raises
+    If the prompt opens the reasoning, the grammar begins after the closing tag. If the reasoning is
+    optional, the grammar contains the reasoning. `styles` are the call styles of all families by
+    name. After the call, `budget.is_risky` is True if compiling the grammar is risky. Raises
     `InvalidRequestError` for errors that `Grammar.check` does not find.
     """
     budget = budget or Budget()

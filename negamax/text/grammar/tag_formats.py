@@ -12,8 +12,8 @@ from negamax.config.grammar import Marker
 
 Format = dict[str, Any]
 
-# Characters of white space between two parts of JSON, enough for four levels of indentation.
-# Without a limit, a model may write white space endlessly.
+# Maximum white space between two parts of JSON, enough for four levels of indentation. Without this
+# limit, a model may write white space endlessly.
 MAX_WHITESPACE = 20
 
 

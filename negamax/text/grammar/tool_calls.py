@@ -1,4 +1,4 @@
-"""Grammars of tool calls, in the model's own syntax.
+"""Write grammars of tool calls in the model's own syntax.
 
 The family's `CallStyle` defines the syntax. Strings are raw text up to a closing tag. Arguments are
 in the order of the schema, as models write them.
@@ -36,7 +36,7 @@ from negamax.text.schema_walk import TYPES
 
 logger = get_logger(__name__)
 
-MAX_NAME_CHARS = 512  # longest name of a tool or argument that the parsers accept
+MAX_NAME_CHARS = 512  # maximum characters of a tool or argument name that the parsers accept
 
 
 class CallStyle(ABC):
@@ -44,8 +44,8 @@ class CallStyle(ABC):
 
     name: str
     end_of_text: str  # text that ends a raw string
-    # pattern of argument names that no schema lists: class of the first character, class of each
-    # later character, and the largest number of later characters
+    # Pattern of argument names that no schema lists. The fields are the class of the first
+    # character, the class of later characters, and the largest number of later characters.
     free_key: tuple[str, str, int | None]
     call_tags: tuple[str, str]  # opener and closer of a call, with {} in place of the tool's name
     argument_tags: tuple[str, str]  # opener and closer of an argument, with {} in place of its name
@@ -97,7 +97,7 @@ class CallStyle(ABC):
     def arguments(self, nodes: Nodes, schemas: Schemas) -> Format:
         """Return the format of a call's arguments, in the order of the schema.
 
-        Raises `InvalidRequestError` if no arguments can follow the schema.
+        Raises `InvalidRequestError` if the schema allows no arguments.
         """
         shapes = [shape for shape in schemas.shapes(nodes) if isinstance(shape, ObjectShape)]
         if not shapes:
@@ -120,7 +120,7 @@ class CallStyle(ABC):
         for key, nodes in shape.listed.items():
             if nodes and not schemas.shapes(nodes):
                 if key in shape.required:
-                    refuse_grammar(f"no value of the required member {key!r} follows its schema")
+                    refuse_grammar(f"the schema of the required member {key!r} allows no value")
                 continue
             part = self.argument(key, self.value(nodes, schemas, depth=depth + 1))
             parts.append(part if key in shape.required else optional(part))
@@ -195,8 +195,8 @@ class CallStyle(ABC):
         least, most = shape.least, shape.most
         if not least:
             return self.raw(most=most)
-        # The required characters must not begin a closing tag, so they exclude the tag's first two
-        # characters in a row.
+        # The required characters must not begin a closing tag, so the patterns exclude the first
+        # two characters of the tag in sequence.
         first, second = (f"\\u{ord(char):04x}" for char in self.end_of_text[:2])
         room = None if most is None else most - least
         ways = [sequence([{"type": "regex", "pattern": f"[^{first}]"}, self.raw(most=room)])]
@@ -226,7 +226,7 @@ def tool_grammar(
     parallel: bool = True,
     content: Grammar | None = None,
 ) -> Grammar | None:
-    """Return the grammar of an answer that may or must call `tools`, or None without limits.
+    """Return the grammar of an answer that may or must call `tools`, or None if no limit applies.
 
     `choice` is "auto", "required" or "function". With choice "function", the answer calls the tool
     `name` once. Only `allowed` tools may be called. Without `parallel` there is at most one call.
@@ -283,11 +283,11 @@ class CallRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rules(text: str) -> CallRules:
-    """Parse the text of a `tool_calls` grammar. Errors: `InvalidRequestError`."""
+    """Parse the text of a `tool_calls` grammar. Raises `InvalidRequestError`."""
     try:
         return msgspec.json.decode(text, type=CallRules)
     except (msgspec.DecodeError, RecursionError) as error:
-        refuse_grammar(f"the tool_calls cannot be read: {error}")
+        refuse_grammar(f"the text of the tool_calls grammar cannot be read: {error}")
 
 
 def calls_format(
@@ -314,7 +314,7 @@ def _describe(function: Mapping[str, Any], *, follow_schema: bool) -> CalledFunc
     followed = dict(schema) if follow_schema and isinstance(schema, Mapping) else None
     name, is_strict = function["name"], bool(function.get("strict"))
     if followed is not None and (place := find_unwritable(followed)) is not None:
-        problem = f"its schema holds {UNWRITABLE} at 'parameters{place}'"
+        problem = f"its schema contains {UNWRITABLE} at 'parameters{place}'"
         if is_strict:
             refuse_grammar(f"the tool {name!r} is strict, but {problem}")
         _warn_of_free_arguments(name, problem)
@@ -338,7 +338,7 @@ def _format_call(function: CalledFunction, style: CallStyle) -> Format:
 def _check_name(name: str) -> None:
     if not 0 < len(name) <= MAX_NAME_CHARS:
         refuse_grammar(
-            f"the name {name[:40]!r} has {len(name)} characters; names in a call may have 1 to "
+            f"the name {name[:40]!r} has {len(name)} characters; the allowed length is 1 to "
             f"{MAX_NAME_CHARS}"
         )
 
