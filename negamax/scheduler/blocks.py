@@ -7,9 +7,9 @@ from collections.abc import Sequence
 class BlockPool:
     """Reference counts of KV blocks, and an index from content hash to block.
 
-    A block is *held* (count above 0) or free. A free block is *blank* or *cached*. `share` can hold
-    a cached block again. Blank blocks are allocated first, then cached blocks, least recently
-    released first.
+    A block is *held* (reference count above 0) or free. A free block is *blank* or *cached*.
+    `share` turns a cached block into a held block. Blank blocks are allocated first, then cached
+    blocks, least recently released first.
     """
 
     __slots__ = (
@@ -18,17 +18,17 @@ class BlockPool:
     )  # fmt: skip
 
     def __init__(self, num_blocks: int, changes: list[tuple[bytes, bool]] | None = None) -> None:
-        """`changes`: receives the hash of each block that is indexed (True) or evicted."""
+        """`changes`: list that receives (block hash, True if indexed or False if evicted)."""
         self.num_blocks = num_blocks
         self._changes = changes
-        # counts blocks that became free or were indexed, after which an admission may succeed
+        # number of times that a block was freed or indexed; more admissions may then succeed
         self.gain_count = 0
         self.eviction_count = 0  # cached blocks that were allocated for other content
         self._ref_counts = [0] * num_blocks
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack that starts with block 0
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._blank = list(range(num_blocks - 1, -1, -1))  # stack; block 0 is popped first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
 
     @property
     def num_free(self) -> int:
@@ -66,7 +66,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release a sequence's blocks, in position order. The last blocks are reused first."""
+        """Release blocks, given in order of their positions. The last blocks are reused first."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:

@@ -1,8 +1,8 @@
-"""Changes of a rank's prefix cache, for `engine.core.kv_events`.
+"""Log the changes of a rank's prefix cache. `engine.core.kv_events` publishes these changes.
 
-The block pools append each change. A chain holds the tokens of consecutive block hashes. The log
-contains chains of blocks that are indexed or that an admitted sequence shares. If a block is loaded
-or imported, its chain is logged after the change.
+The block pools append each change to the log. A chain lists the hashes and tokens of consecutive
+blocks of a sequence. The log contains chains of blocks that were indexed or that an admitted
+sequence reuses. The chain of a block that is loaded or imported is logged after the change.
 """
 
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ class CacheLog:
 
     # (hashes of a sequence, index of the first block, index after the last block)
     chains: list[tuple[BlockHashes, int, int]] = field(default_factory=list)
-    kv: list[Change] = field(default_factory=list)  # KV cache
-    host: list[Change] = field(default_factory=list)  # host memory
-    files: list[Change] = field(default_factory=list)
+    kv: list[Change] = field(default_factory=list)  # changes of the KV cache
+    host: list[Change] = field(default_factory=list)  # changes of host memory
+    files: list[Change] = field(default_factory=list)  # changes of the files
 
     def take(self) -> "CacheLog | None":
         """Return the changes and clear this log; return None if there are no changes."""

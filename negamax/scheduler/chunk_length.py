@@ -12,13 +12,13 @@ class ChunkLength(Protocol):
     """Chooses the length of each chunk. The result depends only on the arguments."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
-        """Return the tokens to run (at least 1) and the budget that they use (at least as many).
-        `left`: tokens of the sequence that are not computed. `budget`: tokens left in the step.
+        """Return the number of tokens to run (at least 1), and the part of `budget` that they use.
+        `left`: tokens of the sequence that are not computed yet. `budget`: tokens left in the step.
         """
 
 
 class EvenChunks:
-    """Fills the budget of a step with each chunk."""
+    """Makes each chunk as long as the budget of the step."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
         count = min(left, budget)
@@ -27,14 +27,14 @@ class EvenChunks:
 
 @dataclass(frozen=True)
 class EvenTimes:
-    """Chooses chunks that take as long as `budget` tokens at the start of a prompt. A chunk that
-    does not end its prompt ends at the last block boundary that it reaches.
+    """Chooses chunks of equal duration: the duration of the first `budget` tokens of a prompt. A
+    chunk that does not end its prompt ends at the last block boundary that it reaches.
     """
 
     block_size: int
     every: int
-    # prices[i]: cost of a token after i * `every` computed tokens, relative to the first token of a
-    # prompt; at least 1 and never decreasing.
+    # prices[i]: cost of a token after i * `every` computed tokens, divided by the cost of a
+    # prompt's first token. Prices are at least 1 and never decrease.
     prices: tuple[float, ...]
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Details of requests and plans for crash dumps: numbers, never tokens or texts."""
+"""Describe requests and plans for crash dumps by numbers only, without tokens or texts."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import StepPlan
 
 _MAX_REQUESTS = 1000
-# fields with texts or token ids, of which a dump contains only the lengths
+# fields with texts or token ids; a crash dump contains only their lengths
 _COUNTED = ("stop", "stop_token_ids", "allowed_token_ids", "logit_bias")
 
 

@@ -1,19 +1,19 @@
 """Choose how many draft tokens each row verifies, to maximize tokens per second.
 
-A step of `rows` rows with k drafts each takes T(rows, k) and yields 1 + p1 + p1 p2 + ... tokens per
-row. p_i is the share of rows that accept draft i among the rows that accept all earlier drafts.
-Committed steps update the estimates of T and p_i:
+A step in which `rows` rows verify k drafts each takes T(rows, k) seconds and yields 1 + p1 + p1 p2
++ ... tokens per row. p_i is the probability that a row accepts draft i after it has accepted all
+earlier drafts. Committed steps update the estimates of T and p_i:
 
-- T is the time measured at start, times two factors for similar `rows`: one for all k, because
-  contexts grow, and one for each k. A Kalman filter estimates the logarithms of these factors. A
-  length is scored as faster if its factor is uncertain, so that uncertain lengths are tried. The
-  uncertainty of a length grows in steps that do not use it.
-- p_i is the accepted share of recent trials, with a prior. The weight of old trials decays, so an
-  unused length is tried again, but less often each time. If the draft model has a confidence head,
-  p_i is the mean of its recent estimates plus their mean error. Then p_i follows a change after few
-  trials.
+- T is the step time measured at start, multiplied by two factors. One factor applies to all k,
+  because contexts grow; the other factor applies to one k. A Kalman filter estimates the logarithms
+  of these factors. A draft length k with an uncertain factor gets a better score, so that it is
+  tried. The uncertainty of a factor grows in steps that do not use its k.
+- p_i is the accepted share of recently verified drafts, combined with a prior. The weight of old
+  trials decays, so an unused k is tried again after growing intervals. If the draft model has a
+  confidence head, p_i is the mean of the head's recent estimates, corrected by their mean error.
+  Such a p_i adapts to changes after few trials.
 
-Equal sequences of calls give equal choices.
+The choices depend only on the sequence of calls.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from negamax.scheduler.step import StepPlan, StepResult
 
 StepSeconds = tuple[int, int, float]  # (number of rows, drafts per row, seconds)
 
-# steps before another length may be tried; odd, because two alternating batches differ in size
+# steps between two choices of the draft length; odd, to sample both of two alternating batches
 STEPS_PER_CHOICE = 5
-_GAIN = 1.01  # relative gain in score that another length must have
+_GAIN = 1.01  # factor by which the score of another draft length must be better
 
-# Acceptance. The weight of old trials decays to a third over `_TRIALS` trials, and takes at least
-# `_TRIAL_STEPS` steps for that. `_PRIOR` weighs as much as `_PRIOR_TRIALS` trials.
+# Acceptance of drafts. The weight of a trial falls to a third after `_TRIALS` newer trials and at
+# least `_TRIAL_STEPS` steps. The prior `_PRIOR` weighs as much as `_PRIOR_TRIALS` trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
-# Estimates by the draft model. Their weight decays to a third over `_ESTIMATES` rows, and takes at
-# least `_ESTIMATE_STEPS` steps for that. The last estimate counts as `_ESTIMATE_TRIALS` trials or
-# more. The mean error of `_LEAST_BIAS_TRIALS` to `_BIAS_TRIALS` trials is added.
+# Estimates by the draft model. The weight of an estimate falls to a third after `_ESTIMATES` newer
+# rows and at least `_ESTIMATE_STEPS` steps. The last estimate weighs as much as `_ESTIMATE_TRIALS`
+# trials or more. The mean error of the last `_LEAST_BIAS_TRIALS` to `_BIAS_TRIALS` trials is added.
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
-_UNTIMED_STEPS = 256  # without usable times, lengths are tried once in this many steps
-# Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts,
-# because measured times exclude the host; shorter drafts share a part of this error. `_OWN_ERROR`:
-# variance of each length alone. `_NOISE`: variance of a single step.
+_UNTIMED_STEPS = 256  # interval of trials of other lengths while step times are unusable
+# Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts; the
+# times measured at start exclude the host's work. Shorter drafts have a part of this error.
+# `_OWN_ERROR`: independent variance of each draft length. `_NOISE`: variance of one measurement.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEAR = 0.07**2  # variance that `extrapolate` adds
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _OUTLIERS = 3  # consecutive outliers after which the estimates of times are reset
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
-_ASSUMED_COST = 0.2  # cost of a draft token, as a share of a step; used without measurements
-_TRIED = 2.0  # standard deviations that are subtracted from the time of an uncertain length
+_ASSUMED_COST = 0.2  # time of a draft token / time of a step, if no times are measured
+_TRIED = 2.0  # number of standard deviations to subtract from an uncertain log time
 
 
 class DraftLength(Protocol):
@@ -78,7 +78,7 @@ class FixedDraftLength:
 
 class _Times:
     """Corrections to the logarithms of step times at similar numbers of rows. A Kalman filter
-    estimates one number for all lengths and one for each length; a correction is their sum.
+    estimates a number for all draft lengths and one for each length. A correction is their sum.
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
@@ -88,7 +88,7 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # the common correction, then one per length
+        self._means = [0.0] * (len(self._lengths) + 1)  # common correction, correction per length
         # an error of long drafts also changes the estimates of shorter drafts, but less
         most = math.log1p(self._lengths[-1])
         shares = [math.log1p(length) / most for length in self._lengths]
@@ -125,7 +125,7 @@ class _Times:
         variance, error = expected + self._noise, found - self._means[0] - self._means[own]
         bound = 3.0 * math.sqrt(variance)
         self._outliers = self._outliers + 1 if abs(error) > bound else 0
-        if self._outliers == _OUTLIERS:  # the outliers affect all lengths, so reset them all
+        if self._outliers == _OUTLIERS:  # outliers affect all lengths: reset all estimates
             self._reset()
             self.correct(index, found, step=step)
             return
@@ -143,48 +143,48 @@ class _Times:
 
 @dataclass
 class _Shares:
-    """Acceptance of draft tokens at one place, over decaying trials."""
+    """Counts the accepted drafts at one position of a row. Old trials have less weight."""
 
     accepted: float = 0.0
     trials: float = 0.0
-    new_accepted: int = 0  # drafts accepted in the current step
+    new_accepted: int = 0  # number of drafts accepted in the current step
     new_trials: int = 0
-    tried: int = 0  # steps with trials since the last pause
-    untried: int = 0  # steps since the last trial
-    rest: float = _FIRST_REST  # steps without trials in which old trials decay to a third
+    tried: int = 0  # number of steps with trials since the last pause in trials
+    untried: int = 0  # number of steps since the last trial
+    rest: float = _FIRST_REST  # steps without trials until old trials weigh a third
     estimate: float | None = None  # mean of the draft model's recent estimates
     latest: float = 0.0  # the draft model's latest estimate
-    error: float = 0.0  # accepted minus estimated drafts, summed over decaying trials
+    error: float = 0.0  # accepted minus estimated drafts, with decaying weights
     bias: float = 0.0  # mean error per trial, over the last `bias_trials` trials
     bias_trials: float = 0.0
 
     def share(self, prior: float) -> float:
-        """Return the accepted share of trials. `prior`: accepted share of the previous place."""
-        if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # not corrected yet
+        """Return the accepted share of trials. `prior`: accepted share at the previous position."""
+        if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # error unknown
             return (self.accepted + prior * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         error = (self.error + self.bias * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         return min(1.0, max(0.0, self.estimate + error))
 
     def expect(self, share: float | None, num_rows: int) -> None:
-        """Update with the draft model's estimate for `num_rows` rows (None: no estimate)."""
+        """Record the draft model's mean estimate for `num_rows` rows; None: no estimate."""
         if share is not None:
             weight = 1.0 - math.exp(-min(num_rows / _ESTIMATES, 1.0 / _ESTIMATE_STEPS))
             before = share if self.estimate is None else self.estimate
             self.estimate, self.latest = before + weight * (share - before), share
         elif self.estimate is not None:
-            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # acceptance may have changed
+            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # older trials may be outdated
                 most = max(self.trials, _ESTIMATE_TRIALS)
                 self.accepted, self.error = self.share(0.0) * most, self.bias * most
                 self.trials = most
             self.estimate = None
 
     def end_step(self, num_rows: int) -> None:
-        """Add the new trials of a step of `num_rows` rows. Old trials decay in every step."""
+        """Add the trials of a step with `num_rows` rows, and reduce the weight of old trials."""
         if self.new_trials:
             if self.untried > STEPS_PER_CHOICE:
                 self.tried, self.rest = 0, min(2.0 * self.rest, _LAST_REST)
             self.tried, self.untried = self.tried + 1, 0
-            if self.tried > 3 * STEPS_PER_CHOICE:  # the length is in regular use
+            if self.tried > 3 * STEPS_PER_CHOICE:  # this position is tried regularly
                 self.rest = _FIRST_REST
             kept = math.exp(-min(self.new_trials / _TRIALS, 1.0 / _TRIAL_STEPS))
         else:
@@ -203,7 +203,7 @@ class _Shares:
 
 
 class AdaptiveDraftLength:
-    """Chooses the number of drafts with the most estimated tokens per second."""
+    """Chooses the number of drafts that has the highest estimate of tokens per second."""
 
     def __init__(self, lengths: Sequence[int], measured: Sequence[StepSeconds] = ()) -> None:
         """`lengths`: numbers of drafts to choose from, ascending, without 0. `measured`: step
@@ -219,12 +219,12 @@ class AdaptiveDraftLength:
             if drafts in self._measured and seconds > 0.0:
                 self._measured[drafts].append((rows, math.log(seconds)))
         self._is_measured = all(self._measured.values())
-        # number of rows with estimates in this step, and for each place the sum of their estimates
+        # number of rows with estimates in this step; sum of these estimates by draft position
         self._num_expected, self._expected = 0, [0.0] * len(self._places)
         self._num_steps = 0
-        self._timed_at = 0  # the latest step with a usable time
+        self._timed_at = 0  # number of the latest step with a usable time
         self._chosen, self._chosen_for = len(lengths), -1
-        self._tried_at = 0  # the latest step at which another length could be chosen
+        self._tried_at = 0  # number of the latest step that considered another length
 
     def choose(self, num_rows: int) -> int:
         if not num_rows:  # no sequence is running
@@ -244,7 +244,7 @@ class AdaptiveDraftLength:
         return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
-        """Estimate for each place the share of rows that accept all drafts up to that place."""
+        """Estimate the share of rows that accept all drafts up to a position, for each position."""
         shares, share, prior = [], 1.0, _PRIOR
         for place in self._places:
             prior = place.share(prior)
@@ -256,7 +256,7 @@ class AdaptiveDraftLength:
         self.record_all([(plan, result)], seconds)
 
     def record_all(self, ranks: Sequence[tuple[StepPlan, StepResult]], seconds: float) -> None:
-        """Record a step of all data-parallel ranks. Ranks with rows propose equally many drafts."""
+        """Record a step of all data-parallel ranks. Non-empty plans propose equally many drafts."""
         num_proposed, num_rows, is_even = 0, 0, True
         for plan, result in ranks:
             if not plan.slots:
@@ -266,7 +266,7 @@ class AdaptiveDraftLength:
             for (count, num_accepted), rows_alike in rows.items():
                 self.add_rows(rows_alike, count, num_accepted)
             num_drafts, full = sum(drafts), len(drafts) * plan.num_proposed
-            # the step has no prompt tokens, and nearly all rows verify the planned drafts
+            # a time is usable if no prompt tokens run and nearly all rows verify all planned drafts
             is_even &= plan.num_tokens == len(drafts) + num_drafts
             is_even &= 0.9 * full <= num_drafts <= full
             num_proposed, num_rows = plan.num_proposed, max(num_rows, len(drafts))
@@ -275,22 +275,22 @@ class AdaptiveDraftLength:
         self.end_step(num_rows, num_proposed if is_even else None, seconds)
 
     def add_rows(self, num_rows: int, num_drafts: int, num_accepted: int) -> None:
-        """Record rows that each verified `num_drafts` drafts and accepted `num_accepted`."""
+        """Record rows that each verified `num_drafts` drafts and accepted `num_accepted` drafts."""
         for place in self._places[: min(num_drafts, num_accepted + 1)]:
             place.new_trials += num_rows
         for place in self._places[:num_accepted]:
             place.new_accepted += num_rows
 
     def add_expected(self, num_rows: int, shares: Sequence[float]) -> None:
-        """Record the draft model's estimates for `num_rows` rows. `shares`: for each place, the
-        expected share of rows that accept all drafts up to that place.
+        """Record the draft model's estimates for `num_rows` rows. `shares`: for each draft
+        position, the expected share of rows that accept all drafts up to this position.
         """
         self._num_expected += num_rows
         for place, share in enumerate(shares[: len(self._places)]):
             self._expected[place] += num_rows * share
 
     def end_step(self, num_rows: int, num_drafts: int | None, seconds: float) -> None:
-        """Record a step. `num_drafts`: drafts of every row; None if `seconds` is not usable."""
+        """End a step. `num_drafts`: number of drafts per row; None if `seconds` is unusable."""
         self._num_steps += 1
         for place in self._places:
             place.end_step(num_rows)
@@ -306,7 +306,7 @@ class AdaptiveDraftLength:
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:
-        """Score lengths by tokens per second. Reduce each time by `tried` standard deviations."""
+        """Score draft lengths by tokens/s. Reduce each step time by `tried` standard deviations."""
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []
@@ -328,7 +328,7 @@ class AdaptiveDraftLength:
         return self._times[size]
 
     def _log_seconds(self, num_rows: int, drafts: int) -> float:
-        """Return the logarithm of the step time that was measured at start or is assumed."""
+        """Return the logarithm of a step's time, as measured at start or as assumed."""
         if not self._is_measured:
             return math.log(1.0 + _ASSUMED_COST * drafts)
         points = self._measured[drafts]
@@ -340,19 +340,19 @@ class AdaptiveDraftLength:
 
 
 class RankDraftLength:
-    """The draft length of one data-parallel rank, which is equal on all ranks. A step takes as long
-    as on the rank with most rows. So a rank that chose alone would underestimate the cost.
+    """Chooses the draft length of one data-parallel rank. The length is equal on all ranks, because
+    the rank with the most rows determines the time of a step.
     """
 
     def __init__(self, joint: AdaptiveDraftLength, ranks: list[RankDraftLength]) -> None:
-        """Append this rank to `ranks`, which plan and commit in this order."""
+        """Append this rank to `ranks`. The ranks plan and commit in the order of this list."""
         self._joint, self._ranks = joint, ranks
         self._num_rows = self._number = 0
         self._committed: tuple[StepPlan, StepResult] | None = None
         ranks.append(self)
 
     def choose(self, num_rows: int) -> int:
-        """Assume that later ranks have as many rows as in the previous step."""
+        """Choose on rank 0. Other ranks are assumed to have as many rows as in the last step."""
         self._num_rows = num_rows
         first = self._ranks[0]
         if self is first:

@@ -1,9 +1,9 @@
-"""Allocate pages of a pool on the worker for the rows that the vision tower computes for images.
+"""Allocate pages of the worker's pool for the image embeddings that the vision tower computes.
 
-The scheduler decides which images a step encodes. An image keeps its pages until its sequences have
-committed all its tokens. Then the pages stay cached, by cache salt and image digest, until another
-image needs pages; the least recently used image is evicted first. Plans run in order, so pages may
-be allocated again while an earlier plan still reads them.
+The scheduler decides which images a step encodes. An image keeps its pages until all sequences that
+use the image have committed its tokens. Then the pages stay cached under the cache salt and the
+digest of the image. If another image needs pages, the least recently used image is evicted. Plans
+run in order, so pages may be allocated again while an earlier plan still reads them.
 """
 
 from collections import OrderedDict
@@ -14,8 +14,8 @@ from negamax.scheduler.request import ImageInput
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun
 
-# Most weighted patches that a rank encodes in a step, unless its first image alone has more. The
-# weight of a patch grows with the cost of attention; in an image of `_SQUARE` patches, it is 2.
+# `STEP_PATCHES`: most weighted patches that a rank encodes in a step; the first image of a rank has
+# no limit. A patch of an image with n patches weighs 1 + n / `_SQUARE`, the cost of attention.
 STEP_PATCHES, _SQUARE = 10_000, 8_824
 
 _Key = tuple[str, bytes]
@@ -23,23 +23,23 @@ _Key = tuple[str, bytes]
 
 @dataclass(eq=False)
 class EncodedImage:
-    """An image for which the pool has rows."""
+    """An image with pages in the pool."""
 
     key: _Key
     pages: list[int]
     step_id: int  # plan that encodes the image
-    num_users: int = 0  # number of images of sequences that use these rows
+    num_users: int = 0  # number of images in sequences that use these pages
 
 
 class EncoderCache:
     """Tracks the free pages of the pool, and the pages of each image."""
 
     def __init__(self, num_tokens: int, *, num_ranks: int) -> None:
-        """`num_tokens`: rows of the pool; `num_ranks`: tensor-parallel ranks that encode."""
-        self.num_hits = 0  # images whose rows were found in the pool
+        """`num_tokens`: capacity of the pool in image tokens. `num_ranks`: ranks that encode."""
+        self.num_hits = 0  # number of images whose embeddings were found in the pool
         self._free = list(range(num_tokens // ROWS_PER_PAGE - 1, -1, -1))
         self._images: dict[_Key, EncodedImage] = {}
-        self._unused: OrderedDict[_Key, EncodedImage] = OrderedDict()  # oldest first
+        self._unused: OrderedDict[_Key, EncodedImage] = OrderedDict()  # least recently used first
         self._jobs: list[EncodeJob] = []
         self._loads = [0.0] * num_ranks  # weighted patches that each rank encodes in the next plan
         self._num_jobs = 0
@@ -59,8 +59,8 @@ class EncoderCache:
         )
 
     def acquire(self, sequence: Sequence, count: int, step_id: int) -> int:
-        """Hold the images among the next `count` tokens of a sequence. Return how many of these
-        tokens may run in plan `step_id`: the tokens before the first image that does not fit.
+        """Reserve pages for the images among the next `count` tokens of a sequence. Return how many
+        of these tokens may run in plan `step_id`, which ends before an image that does not fit.
         """
         start = sequence.num_computed
         for number, image in enumerate(sequence.request.images):
@@ -114,7 +114,7 @@ class EncoderCache:
         return jobs
 
     def _hold(self, image: ImageInput, salt: str, step_id: int) -> EncodedImage | None:
-        """Hold an image, and encode it if it is new; return None if it does not fit this plan."""
+        """Reserve pages for an image, and add a job if it is new. None: the image does not fit."""
         key = salt, image.digest
         found = self._images.get(key)
         if found is None:
@@ -133,13 +133,13 @@ class EncoderCache:
         return found
 
     def _fits(self, image: ImageInput) -> bool:
-        """Whether a new image fits this plan. For a rank's first image, free pages suffice."""
+        """Whether a new image fits this plan. A rank's first image needs only enough free pages."""
         load = self._loads[self._next_rank()]
         is_due = not load or load + _weigh(image) <= STEP_PATCHES
         return is_due and _count_pages(image) <= self.num_free_pages
 
     def _next_rank(self) -> int:
-        """Return the rank with the fewest patches in this plan; equal ranks take turns."""
+        """Return the rank with the fewest patches in this plan. Equally loaded ranks alternate."""
         ranks = len(self._loads)
         return min(
             range(ranks), key=lambda rank: (self._loads[rank], (rank - self._num_jobs) % ranks)
@@ -169,7 +169,7 @@ class EncoderCache:
 
 
 def list_runs(sequence: Sequence, start: int, stop: int) -> list[ImageRun]:
-    """List the image rows that the tokens at positions `start` to `stop` of a sequence read."""
+    """List the image embeddings that a sequence reads at positions `start` to `stop`."""
     held: Mapping[int, EncodedImage] = sequence.held_images
     return [
         ImageRun(

@@ -1,7 +1,7 @@
 """Compute placements of a layer's experts on ranks, and moves between placements.
 
-A placement is a list with the expert of each slot. Every rank has the same number of consecutive
-slots. The tokens of an expert are split evenly over its copies.
+A placement lists the expert in each slot; a slot stores the weights of one expert. Every rank has
+the same number of consecutive slots. An expert's tokens are split evenly over its copies.
 """
 
 import heapq
@@ -12,7 +12,7 @@ Slots = Sequence[int]  # index of the expert in each slot
 
 
 def rank_loads(loads: Sequence[int], slots: Slots, num_ranks: int) -> list[float]:
-    """Return the load of each rank. `loads`: load of each expert."""
+    """Return the load of each rank, in tokens. `loads`: number of tokens of each expert."""
     copies, per_rank = Counter(slots), len(slots) // num_ranks
     shares = [loads[expert] / copies[expert] for expert in slots]
     return [sum(shares[at : at + per_rank]) for at in range(0, len(slots), per_rank)]
@@ -20,7 +20,7 @@ def rank_loads(loads: Sequence[int], slots: Slots, num_ranks: int) -> list[float
 
 def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list[int]:
     """Return the placement whose busiest rank has the least load. The candidates are `current`
-    (which wins ties), a packed placement near `current`, and the experts in order.
+    (preferred in a tie), a packed placement near `current`, and the experts in index order.
     """
     num_slots = len(current)
     packed = pack(loads, copies_of(loads, num_slots, num_ranks), num_ranks)
@@ -30,7 +30,7 @@ def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list
 
 
 def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
-    """Return the number of copies of each expert, at most `num_ranks`; heavy experts get most."""
+    """Return the number of copies of each expert, 1 to `num_ranks`, by the load of the expert."""
     copies = [1] * len(loads)
     heaviest = [(-float(load), expert) for expert, load in enumerate(loads)]
     heapq.heapify(heaviest)
@@ -43,7 +43,7 @@ def copies_of(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]
 
 
 def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[set[int]]:
-    """Assign experts, heaviest first, to the least loaded rank. Ranks get equally many experts."""
+    """Assign each expert copy, highest load first, to the least loaded rank with a free slot."""
     items = [
         (loads[expert] / count, expert) for expert, count in enumerate(copies) for _ in range(count)
     ]
@@ -55,8 +55,8 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
         lacking = [rank for rank in range(num_ranks) if expert not in ranks[rank]]
         to = min(lacking, key=lambda rank: (len(ranks[rank]) == per_rank, totals[rank], rank))
         if len(ranks[to]) == per_rank:
-            # All ranks with room have this expert already. So a full rank takes the expert, and
-            # gives another expert to a rank with room.
+            # All ranks with free slots already have this expert. A full rank gets the expert
+            # instead, and one of its other experts moves to a rank with a free slot.
             roomy = next(rank for rank in range(num_ranks) if len(ranks[rank]) < per_rank)
             given = min(
                 ranks[to] - ranks[roomy],
@@ -72,7 +72,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
 
 
 def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> list[int]:
-    """Assign each pack to the rank that holds most of its experts. These keep their slots."""
+    """Assign each pack to the rank that has most of its experts. These experts keep their slots."""
     per_rank = len(current) // num_ranks
     held = [current[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
     pairs = [
@@ -103,8 +103,8 @@ def settle(wanted: Sequence[int], held: Slots) -> list[int]:
 
 
 def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int, int]]:
-    """Return simultaneous moves (from slot, to slot) towards `target`, or [] if every rank holds
-    its experts. A rank sends and receives at most one expert, and an expert always has a slot.
+    """Return simultaneous moves (from slot, to slot) towards `target`; [] if every rank has its
+    experts. Each rank sends at most one expert and receives at most one. Every expert keeps a copy.
     """
     per_rank = len(current) // num_ranks
     goal: list[int] = []

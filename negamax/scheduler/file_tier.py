@@ -1,15 +1,15 @@
-"""Index of the files that are the third level of a rank's prefix cache, and pending copies.
+"""Track the files that are the third level of a rank's prefix cache, and the pending copies.
 
-A file is named by the hash of its block and has the content of a host block. The index may list
-files that other engines have deleted, and files that are damaged. A read that fails on any rank of
-the group is a miss on all ranks.
+A file contains the data of one host block, and its name is the hash of this block. The index may
+list files that other engines have deleted, and files that are damaged. A read that fails on any
+rank of the group is a miss on all ranks.
 
 - A block in host memory is *written* to a file when the number of pending writes allows it.
 - A waiting request's missing blocks are *read* into free host blocks. Then the request waits for
   its admission again, and `HostTier` loads the blocks into the KV cache.
 
-A write or a read holds its host block until all ranks have reported its end. The next plan repeats
-the copies of a lost plan. So no host block is released while a rank may still use it.
+The host block of a write or read stays allocated until all ranks have reported the end of the copy.
+The next plan repeats the copies of a lost plan.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import FileCopies, FileProgress
 from negamax.scheduler.waiting import WaitingQueue
 
-MOST_WRITES = 64  # most blocks that are being written at a time
+MOST_WRITES = 64  # largest number of blocks that are being written at the same time
 _NO_PROGRESS = FileProgress(0)
 
 
@@ -31,17 +31,17 @@ class _FileRead:
 
     sequences: list[Sequence]  # sequences that wait for this read
     hashes: list[bytes]
-    places: list[int]  # host block of each hash
+    places: list[int]  # index of the host block for each hash
     held_places: list[int]  # other host blocks, which the sequences need after the read
-    step_id: int = -1  # plan that carries the copies; -1: no plan yet
+    step_id: int = -1  # id of the plan with the copies; -1: not planned yet
 
 
 @dataclass(eq=False)
 class _FileWrite:
     block_hash: bytes
-    place: int  # host block
-    step_id: int = -1  # plan that carries the copy; -1: no plan yet
-    is_kept: bool = True  # False: the cache was emptied after the write began
+    place: int  # index of the host block
+    step_id: int = -1  # id of the plan with the copy; -1: not planned yet
+    is_kept: bool = True  # False: the cache was cleared after the write began, so skip indexing
 
 
 class FileTier:
@@ -54,22 +54,22 @@ class FileTier:
         waiting: WaitingQueue,
         changes: list[tuple[bytes, bool]] | None = None,
     ) -> None:
-        """`num_blocks`: most blocks in files (0: none). `host`: the blocks in host memory.
-        `waiting`: the queue that sequences return to after their reads. `changes`: receives the
-        hash of each block that is indexed (True) or discarded.
+        """`num_blocks`: largest number of blocks in files; 0 disables files. `host`: the blocks in
+        host memory. `waiting`: the queue that sequences return to after their reads. `changes`:
+        list that receives (block hash, True if indexed or False if discarded).
         """
         self.num_blocks = num_blocks
-        self.num_hits = 0  # blocks that were read
-        self.num_written = 0  # blocks that were written
-        self.progress = _NO_PROGRESS  # the latest report
+        self.num_hits = 0  # number of blocks that were read
+        self.num_written = 0  # number of blocks that were written
+        self.progress = _NO_PROGRESS  # the latest report of all ranks
         self._host, self._waiting, self._changes = host, waiting, changes
         self._most_writes = max(1, min(MOST_WRITES, host.num_blocks // 4))
         self._index: OrderedDict[bytes, int] = OrderedDict()  # hash -> time of its last use
-        self._time = 0  # counts uses of blocks
-        self._used: list[bytes] = []  # hashes of files whose use the next plan reports
+        self._time = 0  # number of uses of blocks so far, which is the clock of `_index`
+        self._used: list[bytes] = []  # hashes of used files, to report with the next plan
         self._queue: dict[bytes, None] = {}  # hashes of the host blocks to write, in order
         self._writes: dict[bytes, _FileWrite] = {}
-        self._reads: list[_FileRead] = []  # oldest first
+        self._reads: list[_FileRead] = []  # pending reads, oldest first
         self._missing: set[bytes] = set()  # hashes of pending reads that failed on a rank
         self._deletes_all = False
         self._emptied_at = -1  # step id of the plan that deletes all files
@@ -90,7 +90,7 @@ class FileTier:
 
     @property
     def has_new_reads(self) -> bool:
-        """Whether a read is in no plan yet."""
+        """Whether a read is not part of a plan yet."""
         return any(read.step_id < 0 for read in self._reads)
 
     @property
@@ -103,7 +103,7 @@ class FileTier:
         return block_hash in self._index
 
     def add_found(self, hashes: Iterable[bytes]) -> None:
-        """Index files that earlier engines wrote. `hashes`: the least recently used first."""
+        """Index files of earlier engines. `hashes`: hashes of blocks, least recently used first."""
         for block_hash in hashes:
             self._insert(block_hash)
 
@@ -153,7 +153,7 @@ class FileTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Remove a sequence from its read. The read continues. Return False if it has no read."""
+        """Remove a sequence from its read, which continues. Return False if it has no read."""
         for read in self._reads:
             if sequence in read.sequences:
                 read.sequences.remove(sequence)
@@ -196,7 +196,7 @@ class FileTier:
                     self.num_written += 1
         for read in [read for read in self._reads if 0 <= read.step_id <= progress.read_step]:
             self._end_read(read)
-        if progress.is_off:  # keep the host blocks of pending copies, which may never end
+        if progress.is_off:  # keep the host blocks of pending copies; the copies may never end
             self.num_blocks = 0
             self._discard_all()
             self._queue.clear()
@@ -221,7 +221,7 @@ class FileTier:
 
     def _insert(self, block_hash: bytes) -> None:
         """Index a block as the most recently used one. Drop the least recently used blocks beyond
-        `num_blocks`. The ranks delete their files.
+        `num_blocks`. The ranks delete the files of dropped blocks.
         """
         self._time += 1
         if self._changes is not None and block_hash not in self._index:

@@ -83,7 +83,7 @@ class GroupScheduler:
     def end(
         self, request_id: str, finish_reason: str, *, error: str | None = None
     ) -> SequenceUpdate | None:
-        """End a request and free its resources. Return None if no such request is unfinished."""
+        """End a request and free its resources. Return None for an unknown or ended request."""
         sequence = self._requests.sequences.get(request_id)
         if sequence is None:
             return None
@@ -100,7 +100,7 @@ class GroupScheduler:
             rank.reset_prefix_cache()
 
     def unblock(self, request_id: str) -> None:
-        """Plan a postponed request again."""
+        """Let the next plan include a postponed request again."""
         sequence = self._requests.sequences.get(request_id)
         if sequence is not None:
             sequence.is_postponed = False
@@ -111,7 +111,7 @@ class GroupScheduler:
             self._requests.clear_grammar(sequence)
 
     def plan(self) -> list[StepPlan] | None:
-        """Return a plan per rank for one step; None if nothing can run before a commit or add."""
+        """Return one plan per rank; None if no request can run before `commit` or `add` runs."""
         if len(self.ranks) == 1:
             plan = self.ranks[0].plan()
             return None if plan is None else [plan]
@@ -165,7 +165,7 @@ class GroupScheduler:
                 (0, at) for at, rank in enumerate(self.ranks) if rank.can_take(sequence)
             ]
             if not possible:
-                break  # no request may overtake the first one
+                break  # later requests must not be admitted before the first request
             self._waiting.remove(sequence)
             num_rows[sequence.tenant] += 1
             self._assign(sequence, min(possible)[1])

@@ -1,18 +1,18 @@
-"""Index of the host memory that is the second level of a rank's prefix cache, and pending copies.
+"""Track the host memory that is the second level of a rank's prefix cache, and pending copies.
 
-A host block has the hash of a KV block and a copy of its data in all caches. Plans carry the copies
-(`HostCopies`). The worker runs copies in plan order, and each step waits on the device for copies
-of blocks that it reads or writes. So a change of the index need not wait for the copies:
+A host block contains the data of one KV block, and has the hash of this KV block. Plans list the
+copies (`HostCopies`). The worker runs copies in plan order, and each step waits on the device for
+copies of blocks that it reads or writes. Thus the index may change before the copies run:
 
-- A full KV block is *stored* with the next plan. Requests find the block when this plan is
-  committed.
-- A waiting request's missing blocks are *loaded* into free KV blocks. The load holds its host
-  blocks and KV blocks until the worker reports the end of the load. Then the KV blocks are cached
-  like computed blocks, and the request waits for its admission again.
+- A full KV block is *stored* with the next plan. Requests can use the host block after the commit
+  of this plan.
+- A waiting request's missing blocks are *loaded* into free KV blocks. The host blocks and KV blocks
+  of a load stay allocated until the worker reports the end of the load. Then the KV blocks are
+  cached like computed blocks, and the request waits for its admission again.
 
 A new block replaces the least recently used one. When a sequence leaves the batch, its blocks are
-marked as used, from the last to the first. So the end of a sequence is evicted first. Files may be
-a third level (`FileTier`): blocks are read from files into host memory before they are loaded.
+marked as used, from the last to the first. The last block of a sequence is therefore evicted first.
+Files may be a third level (`FileTier`): their blocks are read into host memory and then loaded.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,14 +36,14 @@ class _BlockLoad:
     blocks: list[int]  # KV blocks that the load writes
     hashes: list[bytes]  # hashes of `blocks`
     places: list[int]  # host blocks that the load reads
-    step_id: int = -1  # plan that carries the copies; -1: no plan yet
+    step_id: int = -1  # id of the plan with the copies; -1: not planned yet
 
 
 @dataclass(frozen=True)
 class _BlockStore:
     block_id: int
     block_hash: bytes
-    place: int  # host block
+    place: int  # index of the host block
 
 
 class HostTier:
@@ -52,29 +52,29 @@ class HostTier:
     def __init__(
         self, limits: SchedulerLimits, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None
     ) -> None:
-        """`limits`: contains the numbers of host blocks and of blocks in files. `pool`: the KV
-        blocks. `waiting`: the queue that sequences return to after their loads. `log`: receives the
-        changes of the index.
+        """`limits` sets the numbers of host blocks and of blocks in files. `pool`: the KV blocks.
+        `waiting`: the queue that sequences return to after their loads. `log`: receives the changes
+        of the index.
         """
         self.num_blocks = num_blocks = limits.num_host_blocks
-        self.num_queries = 0  # tokens that were looked up
-        self.num_hits = 0  # tokens that were found
-        self.num_stored = 0  # blocks that were stored
-        self.num_loaded = 0  # blocks that were loaded
+        self.num_queries = 0  # number of tokens that were looked up in host memory
+        self.num_hits = 0  # number of tokens that were found in host memory
+        self.num_stored = 0  # number of blocks that were stored in host memory
+        self.num_loaded = 0  # number of blocks that were loaded from host memory
         self._pool, self._waiting, self._log = pool, waiting, log
         self.blocks = BlockPool(num_blocks, log.host if log else None)
         self.files = FileTier(
             limits.num_file_blocks, self.blocks, waiting, log.files if log else None
         )
         self._queue: dict[bytes, None] = {}  # hashes of the KV blocks to store, in order
-        self._new_stores: list[_BlockStore] = []  # stores in no plan yet
-        self._stores: dict[int, list[_BlockStore]] = {}  # stores by step id of their plan
+        self._new_stores: list[_BlockStore] = []  # stores that are not part of a plan yet
+        self._stores: dict[int, list[_BlockStore]] = {}  # planned stores, by id of the plan
         self._storing: dict[bytes, int] = {}  # host blocks of all pending stores, by hash
-        self._loads: list[_BlockLoad] = []  # oldest first
+        self._loads: list[_BlockLoad] = []  # pending loads, oldest first
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for a load or a read."""
+        """Number of requests that wait for a load from host memory or a read from files."""
         return sum(len(load.sequences) for load in self._loads) + self.files.num_waiting
 
     @property
@@ -84,12 +84,12 @@ class HostTier:
 
     @property
     def has_loads(self) -> bool:
-        """Whether requests wait for a load or a read."""
+        """Whether requests wait for a load from host memory or a read from files."""
         return bool(self._loads) or self.files.has_reads
 
     @property
     def has_new_loads(self) -> bool:
-        """Whether a load or a read is in no plan yet."""
+        """Whether a load from host memory or a read from files is not part of a plan yet."""
         return bool(self._loads and self._loads[-1].step_id < 0) or self.files.has_new_reads
 
     @property
@@ -106,18 +106,18 @@ class HostTier:
             self.offer_hashes(sequence.block_hashes[index] for index in range(first, stop))
 
     def offer_hashes(self, hashes: Iterable[bytes]) -> None:
-        """Queue cached blocks for storing, unless they are stored or being stored."""
+        """Queue cached blocks for storing. Skip blocks that are in host memory or being stored."""
         for block_hash in hashes:
             if self.blocks.find(block_hash) is None and block_hash not in self._storing:
                 self._queue[block_hash] = None
 
     @property
     def has_new_stores(self) -> bool:
-        """Whether a store is in no plan yet."""
+        """Whether a store is not part of a plan yet."""
         return bool(self._new_stores)
 
     def take_queued(self) -> None:
-        """Store queued blocks with the next plan. Call this before the plan allocates blocks."""
+        """Store queued blocks with the next plan. Call this before it allocates blocks."""
         for block_hash in self._queue:
             if not self.blocks.num_free:
                 break
@@ -130,13 +130,13 @@ class HostTier:
         self.files.take_queued()
 
     def count_found(self, sequence: Sequence, first: int) -> int:
-        """Return how many blocks of a waiting sequence, from `first` on, are cached anywhere."""
+        """Return how many blocks of a sequence, from `first` on, are in any level of the cache."""
         return sum(1 for _ in self._match(sequence, first))
 
     def begin(self, sequence: Sequence) -> bool:
-        """Load a waiting sequence's missing blocks, or join a pending load of the first block.
-        Blocks in files are read first. The pool must have room for the blocks. Return False if no
-        block is missing.
+        """Load a waiting sequence's missing blocks, or join a pending load of the first missing
+        block. Blocks in files are read first. The pool must have enough free blocks. Return False
+        if no block is missing.
         """
         found = list(self._match(sequence))
         unread = [index for index, block in enumerate(found) if block == (None, None)]
@@ -175,7 +175,7 @@ class HostTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Remove a sequence from its load. The load continues. Return False if it has no load."""
+        """Remove a sequence from its load, which continues. Return False if it has no load."""
         for load in self._loads:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)
@@ -214,9 +214,9 @@ class HostTier:
         )
 
     def commit(self, result: StepResult) -> None:
-        """Index the stored blocks of a plan, and blocks of loads, reads and writes that ended."""
+        """Index blocks that the step stored, and blocks of completed loads, reads and writes."""
         for store in self._stores.get(result.step_id, ()):
-            if self._storing.get(store.block_hash) == store.place:  # it was not evicted
+            if self._storing.get(store.block_hash) == store.place:  # skips dropped stores
                 self.blocks.index(store.place, store.block_hash)
                 self.num_stored += 1
                 self.files.offer(store.block_hash)
@@ -235,15 +235,15 @@ class HostTier:
         self._end_loads(lost)
 
     def evict(self) -> None:
-        """Drop all blocks, except blocks that requests are loading."""
+        """Drop all blocks except the blocks that are being loaded."""
         self._queue.clear()
         self._storing.clear()
         self.blocks.evict()
         self.files.evict()
 
     def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
-        """Yield (KV block, host block) for each cached block of a waiting sequence from `first` on;
-        (None, None) if it is only in a file. The last token is not matched, because it must run.
+        """Yield (KV block, host block) for each cached block of a waiting sequence, from `first`
+        on. Yield (None, None) for a block that is only in a file. Exclude the last token.
         """
         hashes = sequence.block_hashes
         if sequence.request.sampling.prompt_logprobs is not None:

@@ -9,25 +9,25 @@ from negamax.scheduler.chunk_length import ChunkLength, EvenChunks
 class SchedulerLimits:
     """Limits of a scheduler. The values are valid, because the options were checked."""
 
-    max_num_seqs: int  # most running sequences, which is the number of slots
-    max_num_batched_tokens: int  # most tokens in one step
-    max_model_len: int  # most tokens of one sequence, including its output
+    max_num_seqs: int  # largest number of running sequences
+    max_num_batched_tokens: int  # largest number of tokens in one step
+    max_model_len: int  # largest number of tokens of a sequence, including its output
     block_size: int  # tokens per KV block
     num_blocks: int
     enable_prefix_caching: bool
     max_queued_requests: int
     eos_token_ids: frozenset[int]
-    num_draft_tokens: int = 0  # most draft tokens per row and step
-    # number of pipeline stages; with several stages, one plan per stage is in flight, and no plan
-    # needs tokens that another plan in flight samples
+    num_draft_tokens: int = 0  # largest number of draft tokens per row and step
+    # number of pipeline stages. One plan per stage is in flight. A plan never reads a token that
+    # another plan in flight samples.
     num_stages: int = 1
     num_shards: int = 1  # number of context-parallel ranks, which split the tokens of prompts
     constrained_drafts: bool = True  # whether rows with grammar masks verify drafts
     num_host_blocks: int = 0  # number of host blocks, the second level of the prefix cache
-    num_file_blocks: int = 0  # number of KV blocks in files, the third level
-    # True: store full blocks in host memory at once; False: when another request shares them
+    num_file_blocks: int = 0  # number of KV blocks in files, the third level of the prefix cache
+    # True: copy a block to host memory when it is full; False: when another request reuses it
     stores_new_blocks: bool = True
-    encoder_tokens: int = 0  # rows for image tokens; 0: images are refused
+    encoder_tokens: int = 0  # capacity of the encoder cache in image tokens; 0: images are refused
     num_encoders: int = 1  # number of tensor-parallel ranks that encode images
     logs_cache_changes: bool = False  # whether `Scheduler.cache_log` records changes
-    chunk_length: ChunkLength = field(default_factory=EvenChunks)  # lengths of chunks
+    chunk_length: ChunkLength = field(default_factory=EvenChunks)  # prompt chunks

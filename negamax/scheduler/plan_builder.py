@@ -7,7 +7,7 @@ from negamax.scheduler.step import ImageRun, NewRow, StepPlan
 
 
 class PlanBuilder:
-    """Columns of a plan under construction. Generating rows come first, longer chunks last."""
+    """Collects the columns of one plan. Decodes come first, then short chunks, then long chunks."""
 
     __slots__ = (
         "appended_blocks", "appended_slots", "budget", "chunk_length", "chunks", "drafts",
@@ -33,8 +33,8 @@ class PlanBuilder:
         self.appended_blocks.append(sequence.block_ids[-1])
 
     def add_chunk(self, sequence: Sequence) -> bool:
-        """Add a chunk of the sequence's remaining tokens, as large as the budget allows. Add none
-        if its next image has no rows. Return whether the chunk samples (no token remains).
+        """Add a chunk of the sequence's remaining tokens, as large as the budget and the encoder
+        cache allow. Return True if no token remains after the chunk, so that the chunk samples.
         """
         computed, left = sequence.num_computed, sequence.num_total - sequence.num_computed
         count, room = self.chunk_length.fit(computed, left, self.budget)
@@ -52,7 +52,7 @@ class PlanBuilder:
         return samples
 
     def extend_chunk(self, sequence: Sequence) -> None:
-        """Extend the sequence's chunk in this plan, or add a chunk if the plan has none."""
+        """Extend the sequence's chunk in this plan, or add a first chunk of the sequence."""
         earlier = [chunk for chunk in self.chunks if chunk[2] is sequence]
         num_chunks = len(self.chunks)
         self.add_chunk(sequence)

@@ -1,8 +1,8 @@
-"""Hashes of full blocks. The prefix cache finds blocks that requests can share by hash.
-
-KV of a position depends on all earlier tokens. So a block's hash covers the previous block's hash,
-the block's tokens, and the digest and place of each image that overlaps the block. The first hash
-of a chain starts from the request's cache salt: requests with different salts never share blocks.
+"""Compute hashes of full blocks. The prefix cache uses the hashes to find blocks that requests
+share. KV of a position depends on all earlier tokens. The hash of a block therefore covers the
+previous block's hash, the block's tokens, and the digest and position of each image that overlaps
+the block. The first hash of a chain starts from the request's cache salt: requests with different
+salts never share blocks.
 """
 
 from array import array
@@ -16,7 +16,7 @@ HASH_BYTES = 32  # 32 bytes give 128 bits of security against deliberate collisi
 
 
 class BlockHashes:
-    """Hashes of full blocks, computed on demand. `tokens`: a sequence's own list, which grows."""
+    """Hashes of full blocks, computed on demand. `tokens`: a sequence's token list, which grows."""
 
     __slots__ = ("_hashes", "_images", "_root", "_tokens", "block_size", "salt")
 
@@ -46,7 +46,7 @@ class BlockHashes:
         return hashes[index]
 
     def _describe_images(self, start: int) -> bytes:
-        """Return the digest and place of each image in the block that begins at `start`."""
+        """Return the digest and position of each image in the block that begins at `start`."""
         stop = start + self.block_size
         return b"".join(
             image.digest + array("q", [start - image.offset, len(image.digest)]).tobytes()
@@ -64,7 +64,7 @@ class BlockHashes:
 
 
 def match_prefix(pool: BlockPool, block_hashes: BlockHashes, *, max_blocks: int) -> list[int]:
-    """Return the longest prefix of blocks that are all indexed, up to `max_blocks` blocks."""
+    """Return the longest prefix in which all blocks are indexed, at most `max_blocks` blocks."""
     block_ids: list[int] = []
     for index in range(max_blocks):
         block_id = pool.find(block_hashes[index])

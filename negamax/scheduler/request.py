@@ -29,7 +29,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    # ids that may be sampled; not allowed with a grammar or a thinking budget
+    # only these token ids may be sampled; cannot be combined with a grammar or a thinking budget
     allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     max_tokens: int | None = None  # None: up to the context length
@@ -39,16 +39,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the k most likely
-    prompt_logprobs: int | None = None  # as `logprobs`, for all prompt tokens except the first
-    grammar: Grammar | None = None  # grammar of the content
+    logprobs: int | None = None  # None: off; 0: the sampled token only; k: also the k most likely
+    prompt_logprobs: int | None = None  # like `logprobs`, for prompt tokens after the first
+    grammar: Grammar | None = None  # grammar that constrains the content
     reasoning: Reasoning | None = None  # tags around the reasoning; None: no reasoning
-    # number of reasoning tokens after which the reasoning is closed; ignored without `reasoning`
+    # number of reasoning tokens after which the end of the reasoning is forced; needs `reasoning`
     thinking_token_budget: int | None = None
 
     @property
     def is_constrained(self) -> bool:
-        """Whether any output token may be restricted."""
+        """Whether a grammar or a thinking budget may restrict output tokens."""
         return self.grammar is not None or (
             self.reasoning is not None and self.thinking_token_budget is not None
         )
@@ -114,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def resolved(self, defaults: SamplingDefaults, *, room: int) -> "SamplingParams":
-        """Replace None by the model's defaults. `room`: tokens left in the context."""
+        """Return a copy with the model's defaults for None. `room`: tokens left in the context."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         found = {name: getattr(self, name) for name in names}
         found |= {name: getattr(defaults, name) for name in names if found[name] is None}
@@ -138,7 +138,7 @@ class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ImageInput(msgspec.Struct, frozen=True):
-    """An image of a prompt: its pixels, and the prompt tokens that it takes."""
+    """An image of a prompt: its pixels, and its position among the prompt tokens."""
 
     offset: int  # index of the image's first token in the prompt
     num_tokens: int
@@ -157,7 +157,7 @@ class ImageInput(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to continue, with resolved sampling and n = 1."""
+    """A request for one output sequence. `sampling` is resolved, and its `n` is 1."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -166,10 +166,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # tenants share the rows of the batch
     cache_salt: str = ""  # only requests with the same salt share prefix-cache blocks
     data_parallel_rank: int | None = None  # data-parallel rank that must run the request; None: any
-    lease_id: str = ""  # if set, keep the computed prompt for another engine under this id
-    remote: RemotePrompt | None = None  # where to read the computed prompt; None: compute it here
-    images: list[ImageInput] = []  # in the order of the prompt
-    # number of prompt tokens that the other engine found cached; None: this engine computed them
+    lease_id: str = ""  # if set, id under which the KV of the prompt is kept for another engine
+    remote: RemotePrompt | None = None  # where to read the prompt's KV; None: compute it here
+    images: list[ImageInput] = []  # images in the order of the prompt
+    # number of prompt tokens that the other engine found cached; None: this engine runs the prompt
     num_remote_cached_tokens: int | None = None
 
 

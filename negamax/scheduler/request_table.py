@@ -1,4 +1,4 @@
-"""Hold the unfinished requests of all data-parallel ranks, and check new requests."""
+"""Store the unfinished requests of all data-parallel ranks, and check new requests."""
 
 from collections import Counter
 
@@ -82,7 +82,7 @@ class RequestTable:
 
     def leave(self, sequence: Sequence) -> None:
         """Record that a running sequence ends or is preempted."""
-        self.num_rows -= Counter((sequence.tenant,))  # `+=` drops a tenant that has no rows left
+        self.num_rows -= Counter((sequence.tenant,))  # `-=` drops tenants without rows
 
     def remove(self, sequence: Sequence) -> None:
         sequence.finished = True
@@ -122,7 +122,7 @@ class RequestTable:
                 )
             if image.offset < end or image.end >= len(request.prompt_token_ids):
                 raise InvalidRequestError(
-                    f"image {number} takes tokens {image.offset} to {image.end} of a prompt of "
+                    f"image {number} covers tokens {image.offset} to {image.end} of a prompt of "
                     f"{len(request.prompt_token_ids)} tokens; images must not overlap, and a token "
                     f"must follow the last image",
                     param="messages",
@@ -131,7 +131,7 @@ class RequestTable:
             end = image.end
 
     def _check_pool(self, prompt_len: int, *, limit: int) -> None:
-        """Refuse a request that exceeds an empty pool. The last token never runs and has no KV."""
+        """Refuse a request that needs more blocks than the pool has. The last token needs no KV."""
         limits = self._limits
         needed = -(-(limit - 1) // limits.block_size)
         if needed <= limits.num_blocks:
@@ -139,10 +139,10 @@ class RequestTable:
         room = limits.num_blocks * limits.block_size + 1 - prompt_len
         remedy = f"lower max_tokens to {room} or less" if room > 0 else "shorten the prompt"
         raise InvalidRequestError(
-            f"the request may grow to {limit} tokens ({prompt_len} of them prompt) and need "
-            f"{needed} KV blocks of "
-            f"{limits.block_size} tokens; the pool has {limits.num_blocks}; {remedy}",
-            hint="or start the server with more --num-kv-blocks or --kv-cache-memory",
+            f"the request may grow to {limit} tokens, of which {prompt_len} are prompt tokens, and "
+            f"need {needed} KV blocks of {limits.block_size} tokens; the pool has "
+            f"{limits.num_blocks} KV blocks; {remedy}",
+            hint="or start the server with a larger --num-kv-blocks or --kv-cache-memory",
             param="max_tokens" if room > 0 else "prompt",
             code="kv_cache_exceeded",
         )

@@ -1,13 +1,13 @@
 """Plan each step, allocate KV blocks, and turn results into updates for the callers.
 
 Steps overlap: `plan` may be called before the last plan is committed. The worker executes plans in
-order and feeds each sampled token to its row. So a later plan may reuse blocks and slots that the
-scheduler has freed, and may contain a decode row whose input token the scheduler does not know yet.
-A row whose next token depends on a grammar mask is planned like other rows. If the mask is late,
-`postpone` removes the row's last token from the computed tokens.
+order and stores each sampled token in the slot of its row. A later plan may therefore reuse freed
+blocks and slots. It may also contain a decode row whose input token the scheduler has not received
+yet. A row whose next token depends on a grammar mask is planned like other rows. If the mask is
+late, `postpone` removes the row's last token from the computed tokens.
 
-A row with k draft tokens yields 1 to k+1 tokens. Until the row's step is committed, the sequence
-counts all drafts as accepted, and holds their blocks. The commit subtracts rejected drafts.
+A row with k draft tokens yields 1 to k+1 tokens. Until the row's step is committed, the scheduler
+assumes that all drafts are accepted, and keeps their blocks. The commit subtracts rejected drafts.
 
 Tenants share the rows of a batch. If a waiting request's tenant has at least two rows fewer than
 another tenant, rows of the other tenant are preempted until the request fits.
@@ -122,7 +122,7 @@ class Scheduler:
         self.encoder.evict()
 
     def grammar_rows(self, plan: StepPlan) -> list[GrammarRow]:
-        """Return the grammar rows of the latest plan whose sequences have not ended."""
+        """Return the grammar rows of the latest plan, without rows of ended sequences."""
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
         found = []
@@ -193,7 +193,7 @@ class Scheduler:
         return self._finish(builder, num_proposed=num_drafts)
 
     def plan_nothing(self) -> StepPlan:
-        """Return a plan without rows, for a rank that runs beside other data-parallel ranks."""
+        """Return a plan without rows, for a rank that must join the step of other ranks."""
         return self._finish(self._build_plan(0), num_proposed=0)
 
     def _build_plan(self, budget: int) -> PlanBuilder:
@@ -217,7 +217,7 @@ class Scheduler:
 
     def cost_of(self, sequence: Sequence) -> int | None:
         """Return the cost of admitting a waiting sequence to this rank: the number of tokens that
-        run before its first output, plus the cost of the batch in tokens. None: it must wait.
+        run before its first output, plus the cost of the batch in tokens. None means to wait.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -239,8 +239,8 @@ class Scheduler:
         return backlog + own + ROW_COST * num_rows + num_held // TOKENS_PER_COST
 
     def can_take(self, sequence: Sequence) -> bool:
-        """Whether a sequence in the group's queue ranks before all sequences in this rank's queue,
-        and preemption of a tenant with more rows makes room for it.
+        """Whether this rank can preempt rows of another tenant to admit a sequence of the group's
+        queue. The sequence must rank before all sequences in the rank's own queue.
         """
         num_rows = self._requests.num_rows
         first = self._waiting.first(num_rows)
@@ -262,7 +262,7 @@ class Scheduler:
         token_ids, logprobs = result.token_ids, result.logprobs
         prompt_logprobs, errors = result.prompt_logprobs, result.errors
         updates: list[SequenceUpdate] = []
-        end = 0  # end of the row's tokens in token_ids
+        end = 0  # index after the row's tokens in token_ids
         num_generated = 0
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)
         for row, (sequence, count, num_drafts, sampled) in enumerate(
@@ -360,7 +360,7 @@ class Scheduler:
         # _grow may preempt later sequences, but no sequence that was already visited
         for sequence in self._running:
             if sequence.is_postponed:
-                num_postponed += 1  # the budget keeps a token for this row
+                num_postponed += 1  # one token of the budget is reserved for this row
                 continue
             computed = sequence.num_computed
             total = sequence.num_total
@@ -390,7 +390,7 @@ class Scheduler:
             sequences.append(sequence)
             slots.append(sequence.slot)
         builder.budget -= len(slots) + sum(builder.drafts.values()) + num_postponed
-        if self.limits.num_stages > 1:  # rows without a turn in this plan reserve no token
+        if self.limits.num_stages > 1:  # rows of other plans reserve no budget
             builder.budget = max(0, builder.budget)
         assert builder.budget >= 0
         return prefills
@@ -440,8 +440,8 @@ class Scheduler:
 
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
         """Return the rows to preempt for a waiting sequence; [] if it fits without preemption.
-        Victims belong to the tenant with the most rows, and have the fewest computed tokens. This
-        tenant keeps more rows than the waiting tenant. None: preemption cannot make room.
+        Victims belong to the tenant with the most rows, and have the fewest computed tokens. Their
+        tenant keeps more rows than the waiting tenant. Return None if preemption cannot make room.
         """
         pool, num_rows = self._pool, self._requests.num_rows
         own = num_rows[waiting.tenant]
@@ -483,7 +483,7 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue for recomputation. It keeps tokens of steps in flight."""
+        """Return a sequence to the queue for recomputation. Tokens of steps in flight are kept."""
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
@@ -493,7 +493,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Admit a waiting sequence with blocks for all its tokens; return None if it must wait.
         While other sequences run, one more block must be free. Otherwise the next sequence that
-        grows would preempt this one. If no sequence runs, every block is free and the request fits.
+        grows would preempt the new sequence. If no sequence runs, all blocks are free and suffice.
         """
         if not self._may_admit(sequence):
             return None
@@ -515,7 +515,7 @@ class Scheduler:
         if self.limits.enable_prefix_caching:
             sequence.index_at = sequence.num_computed + block_size
         if sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs = []  # an interrupted prefill collects them again
+            sequence.prompt_logprobs = []  # a repeated prefill collects all prompt logprobs
         if self._requests.admit(sequence):
             self.prompt_tokens += sequence.prompt_len
             self.cached_prompt_tokens += sequence.num_computed
@@ -538,7 +538,7 @@ class Scheduler:
 
     def _begin_load(self, sequence: Sequence) -> bool:
         """Start to load a waiting sequence's blocks from host memory or files, once per admission.
-        Return False if the sequence needs no load, or if its tokens do not fit.
+        Return False if the sequence needs no load, or if too few KV blocks are free.
         """
         if not (self.host.num_blocks and sequence.may_load and self._may_admit(sequence)):
             return False
@@ -547,7 +547,7 @@ class Scheduler:
         return self.host.begin(sequence)
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return a waiting sequence's cached blocks, and how many new and free blocks it needs."""
+        """Return (cached blocks, number of missing blocks, number of free blocks that are used)."""
         pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
         shared: list[int] = []
         if sequence.request.sampling.prompt_logprobs is None:
@@ -558,7 +558,7 @@ class Scheduler:
         return shared, num_new, num_new + sum(pool.ref_count(block) == 0 for block in shared)
 
     def _index_blocks(self, sequence: Sequence) -> None:
-        """Index the blocks that committed steps filled. Blocks of a lost step are invalid."""
+        """Index the blocks that committed steps filled. The blocks of a lost step are invalid."""
         block_size = self.limits.block_size
         num_full = sequence.num_committed // block_size
         for index in range(sequence.num_indexed, num_full):
@@ -584,7 +584,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT
         sequence.block_ids = []
-        sequence.index_at = NEVER  # rows in flight write into blocks that the sequence has released
+        sequence.index_at = NEVER  # stop indexing: rows in flight still write released blocks
 
     def _take_in_flight(self, plan: StepPlan) -> _UncommittedPlan:
         step = self._in_flight.popleft()

@@ -13,9 +13,9 @@ NEVER = 2**63  # larger than any position
 
 
 class Sequence:
-    """State of one request: waiting (no slot, no blocks), running or finished. `tokens` are known.
-    `num_computed` counts tokens that have run or are in a plan. `num_total` is larger: it counts
-    `tokens` and tokens that steps in flight sample. Drafts in flight count as accepted.
+    """State of one request: waiting (no slot, no blocks), running or finished. `tokens` contains
+    the known tokens. `num_computed` counts tokens that have run or are in a plan. `num_total`
+    counts `tokens` and the tokens that steps in flight sample. Drafts in flight count as accepted.
     """
 
     __slots__ = (
@@ -37,7 +37,7 @@ class Sequence:
         eos_token_ids: frozenset[int],
         block_size: int,
     ) -> None:
-        """`limit`: most tokens. At equal priority, the lower `turn`, then `arrival` runs first."""
+        """`limit`: most tokens. At equal priority, the lowest (`turn`, `arrival`) runs first."""
         sampling = request.sampling
         self.request = request
         self.request_id = request.request_id
@@ -55,7 +55,7 @@ class Sequence:
         self.block_hashes = BlockHashes(
             self.tokens, block_size=block_size, salt=request.cache_salt, images=request.images
         )
-        self.held_images: dict[int, Any] = {}  # image number -> `EncodedImage`, while running
+        self.held_images: dict[int, Any] = {}  # index of an image -> `EncodedImage` in use
 
         self.rank: int | None = None  # data-parallel rank that runs the sequence
         self.slot = NO_SLOT
@@ -68,10 +68,10 @@ class Sequence:
         self.index_at = NEVER  # number of computed tokens at which the next block is full
 
         self.known_at = 0  # first turn in which a plan may read the last sampled token
-        self.num_proposed = 0  # draft tokens proposed after the last sampled token
-        self.drafts = (0, 0, 0)  # numbers of rows with drafts, draft tokens, accepted draft tokens
+        self.num_proposed = 0  # number of draft tokens proposed after the last sampled token
+        self.drafts = (0, 0, 0)  # (rows with drafts, draft tokens, accepted draft tokens)
         self.was_admitted = False
-        self.num_cached_tokens = 0  # prompt tokens found cached at the first admission
+        self.num_cached_tokens = 0  # number of prompt tokens found cached at first admission
         # after a preemption: id of the last step that may still yield tokens for this sequence
         self.resume_after = -1
         self.may_load = True  # whether host memory is searched before the next admission
@@ -89,18 +89,18 @@ class Sequence:
         self.finished = False
 
     def give_back(self, num_rejected: int) -> None:
-        """Subtract the tokens of rejected drafts. Later tokens use their blocks."""
+        """Subtract rejected drafts from the counts. Later tokens reuse their blocks."""
         self.num_computed -= num_rejected
         self.num_total -= num_rejected
 
     def finish_reason(self) -> str | None:
-        """Return the finish reason if the latest token ends the sequence."""
+        """Return the finish reason; None if the latest token does not end the sequence."""
         if len(self.tokens) > self.stop_from and self.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
 
     def stop_reason(self, eos_token_ids: frozenset[int]) -> int | None:
-        """Return the last token, as the stop token to report; None for an end-of-sequence id."""
+        """Return the last token as the stop token to report; None for an end-of-sequence token."""
         is_eos = self.tokens[-1] in eos_token_ids and not self.request.sampling.ignore_eos
         return None if is_eos else self.tokens[-1]
 
@@ -116,12 +116,12 @@ class Sequence:
 
 
 class DraftCounters:
-    """Counters of the draft tokens in committed rows. Rows without drafts do not count."""
+    """Counts the draft tokens in committed rows. Rows without drafts are ignored."""
 
     def __init__(self, most_drafts: int) -> None:
-        self.num_rows = 0  # rows with draft tokens
-        self.num_tokens = 0  # draft tokens of these rows
-        self.accepted_per_position = [0] * most_drafts  # by place of the draft token in its row
+        self.num_rows = 0  # number of rows with draft tokens
+        self.num_tokens = 0  # number of draft tokens in these rows
+        self.accepted_per_position = [0] * most_drafts  # index: position of the draft token
 
     def add(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count a committed row with drafts."""

@@ -1,9 +1,9 @@
 """Track host blocks that other engines read, and host blocks that are read from other engines.
 
-An engine that has computed a prompt keeps its full blocks in host memory under a *lease*, until
-another engine has read them or the lease expires. The reading engine *imports* the blocks: it
-allocates host blocks, its ranks fill these blocks, and it indexes the blocks. Then the prompt is a
-cached prefix in the reading engine's host memory.
+An engine keeps the full blocks of a computed prompt in host memory under a *lease*. The lease ends
+when another engine has read the blocks, or when its time is over. The reading engine *imports* the
+blocks: it allocates host blocks, its ranks fill these blocks, and it indexes the blocks. Then the
+prompt is a cached prefix in the reading engine's host memory.
 """
 
 from collections.abc import Sequence as Items
@@ -18,8 +18,8 @@ from negamax.scheduler.step import StepResult
 
 
 def hash_prompt(tokens: Items[int], *, block_size: int) -> bytes:
-    """Return the hash, without salt, of a prompt's full blocks; b"" if it has none. At least one
-    token is left out, because it must run to sample.
+    """Return the hash of a prompt's full blocks, without salt; b"" if the prompt has no full block.
+    The last token is left out, because it must run to sample.
     """
     num_blocks = (len(tokens) - 1) // block_size
     hashes = BlockHashes(list(tokens), block_size=block_size, salt="")
@@ -32,7 +32,7 @@ class Lease:
 
     lease_id: str
     hashes: list[bytes]  # hashes of the prompt's full blocks, in order
-    prompt_hash: bytes  # `hash_prompt`
+    prompt_hash: bytes  # result of `hash_prompt`
     num_cached_tokens: int  # number of prompt tokens that were found cached
     blocks: list[int]  # KV blocks that are held until all of them are in host memory
     held: dict[int, int] = field(default_factory=dict)  # index in `hashes` -> held host block
@@ -72,7 +72,7 @@ class SharedBlocks:
 
     @property
     def has_new_stores(self) -> bool:
-        """Whether a plan should carry stores for a lease."""
+        """Whether a plan is needed for the stores of a lease."""
         return bool(self._unsettled) and self._host.has_new_stores
 
     @property
@@ -86,7 +86,7 @@ class SharedBlocks:
 
     @property
     def holds_kv_blocks(self) -> bool:
-        """Whether a lease still holds KV blocks. It does until all its stores are complete."""
+        """Whether a lease holds KV blocks. A lease releases its KV blocks when its stores end."""
         return bool(self._unsettled)
 
     def lend(self, sequence: Sequence, *, step_id: int) -> None:
@@ -104,21 +104,21 @@ class SharedBlocks:
         self._pool.share(blocks)
         prompt_hash = hash_prompt(request.prompt_token_ids, block_size=size)
         lease = Lease(request.lease_id, hashes, prompt_hash, sequence.num_cached_tokens, blocks)
-        self.end(request.lease_id)  # a second request with the same id replaces the first
+        self.end(request.lease_id)  # end an older lease with the same id
         self.leases[request.lease_id] = lease
         self._unsettled.append(lease)
         self._settle(step_id)
 
     def take_queued(self) -> None:
-        """Store queued blocks and the blocks of the oldest unsettled lease with the next plan. Two
-        leases at a time could each wait for room that the other lease holds.
+        """Store queued blocks and the blocks of the oldest unsettled lease with the next plan. If
+        two leases stored blocks at a time, each could wait for host blocks that the other holds.
         """
         for lease in self._unsettled[:1]:
             self._host.offer_hashes(lease.hashes)
         self._host.take_queued()
 
     def commit(self, result: StepResult) -> None:
-        """Apply the copies of a plan with `HostTier.commit`, and settle leases."""
+        """Apply the copies of a plan with `HostTier.commit`, and update the leases."""
         self._host.commit(result)
         self._settle(result.step_id)
 
@@ -161,8 +161,8 @@ class SharedBlocks:
         ]
 
     def begin_import(self, hashes: Items[bytes]) -> tuple[Import, list[int]] | None:
-        """Allocate host blocks for the `hashes` that are missing here. Return an import and the
-        indices of the missing hashes; None if there is not enough room.
+        """Allocate host blocks for the `hashes` that this engine lacks. Return an import and the
+        indices of the missing hashes; None if too few host blocks are free.
         """
         missing = self.find_missing(hashes)
         if len(missing) > self._blocks.num_free:

@@ -1,5 +1,5 @@
-"""Messages between scheduler and worker: `StepPlan` and `StepResult`. Messages store columns,
-so a plan for hundreds of sequences consists of a few flat lists.
+"""Messages between scheduler and worker: `StepPlan` and `StepResult`. Messages store columns, so a
+plan for hundreds of sequences consists of a few flat lists.
 
 A *slot* is a persistent row of the worker's request state: tokens, block table, sampling state and
 length of a sequence. A sequence holds its slot from `NewRow` until another sequence gets the slot.
@@ -8,9 +8,9 @@ The worker writes each sampled token into the slot, so a plan can run before the
 tokens have reached the host.
 
 A row may verify *draft tokens* from the worker's proposer: the row runs its last known token and
-the drafts after it, and samples after each of these tokens. Drafts before the first one that
-differs from the token sampled at its place are accepted. The sequence keeps the accepted drafts and
-one bonus token.
+the drafts after it, and samples after each of these tokens. A draft is accepted if this draft and
+all earlier drafts equal the tokens sampled at their positions. The sequence keeps the accepted
+drafts and one bonus token.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,13 +22,13 @@ from negamax.scheduler.request import SamplingParams
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sequence that takes over `slot`: a new request, or one resumed after preemption."""
+    """A sequence that gets `slot`: a new request, or a request that resumes after preemption."""
 
     slot: int
     token_ids: list[int]  # all known tokens: first the prompt, then the output
     prompt_len: int  # number of prompt tokens in token_ids
     num_computed: int  # number of leading tokens whose KV is already in block_ids (prefix cache)
-    block_ids: list[int]  # KV blocks of positions 0.., in order
+    block_ids: list[int]  # KV blocks in position order, from position 0
     sampling: SamplingParams
 
 
@@ -39,17 +39,17 @@ class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_rows: int
     num_drafts: int  # most draft tokens that a row verifies or proposes
     is_decode: bool  # whether all rows of all ranks are decodes (with or without drafts)
-    # size of the largest shard with context parallelism; 0: the step is not sharded
+    # with context parallelism: number of tokens of the largest shard; 0: the step is not sharded
     largest_shard: int = 0
 
 
 def is_sharded(longest_run: int, num_shards: int) -> bool:
-    """Whether a step is sharded: its longest run has at least two tokens per rank."""
+    """Whether a step is sharded: its longest prompt chunk has at least two tokens per rank."""
     return num_shards > 1 and longest_run >= 2 * num_shards
 
 
 def bound_shard(num_tokens: int, *, num_runs: int, num_shards: int) -> int:
-    """Bound the tokens of a rank if each of `num_runs` runs is split into two pieces per rank."""
+    """Bound the tokens of a rank if each of `num_runs` chunks is split into two pieces per rank."""
     return min(num_tokens, -(-num_tokens // num_shards) + 2 * num_runs)
 
 
@@ -65,17 +65,17 @@ class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Moves of experts before a step. All `moves` are simultaneous."""
 
     version: int  # number of steps that have moved experts, including this step
-    wants_counts: bool = False  # whether the result contains the selections of each expert
+    wants_counts: bool = False  # whether the result counts the selections of each expert
     moves: list[ExpertMove] = []  # each rank sends at most one and receives at most one expert
 
 
 class FileCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Copies between host blocks and files. A file is named by the hash of its block."""
 
-    written_places: list[int]  # host blocks
-    written_hashes: list[bytes]  # the file of each host block
-    read_hashes: list[bytes]  # files
-    read_places: list[int]  # the host block of each file
+    written_places: list[int]  # host blocks to write
+    written_hashes: list[bytes]  # the file for each written host block
+    read_hashes: list[bytes]  # files to read
+    read_places: list[int]  # the host block for each read file
     used_hashes: list[bytes] = []  # files to mark as used
     deletes_all: bool = False  # whether all files are deleted after the writes
 
@@ -85,29 +85,29 @@ class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     earlier steps and in parallel with the plan's own step.
     """
 
-    stored_blocks: list[int]  # KV blocks
+    stored_blocks: list[int]  # KV blocks to store
     stored_places: list[int]  # the host block of each stored KV block
-    loaded_places: list[int]  # host blocks
+    loaded_places: list[int]  # host blocks to load
     loaded_blocks: list[int]  # the KV block of each loaded host block
-    # whether the result waits briefly for a load or a file, because nothing else can run
+    # whether the worker waits briefly for copies before it returns the result of an empty plan
     is_awaited: bool = False
     files: FileCopies | None = None
 
 
-ROWS_PER_PAGE = 16  # number of image rows in a page
+ROWS_PER_PAGE = 16  # number of image embeddings in a page
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An image whose rows are computed by one rank before the step. Other ranks set them to 0."""
+    """An image that one rank encodes before the step. Other ranks set its embeddings to 0."""
 
     rank: int  # tensor-parallel rank that encodes the image
-    pages: list[int]  # pages that hold the image's rows, in order
+    pages: list[int]  # pages for the image's embeddings, in order
     grid: tuple[int, int]  # rows and columns of patches
     pixels: bytes  # uint8 [height, width, 3]
 
 
 class ImageRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Image tokens of a step, which read image rows instead of embeddings."""
+    """Image tokens of a step, which use outputs of the vision tower instead of token embeddings."""
 
     slot: int
     offset: int  # position of the image's first token
@@ -131,7 +131,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_draft_tokens: list[int]
     # whether the row samples after its last known token and after each draft token
     needs_sampling: list[bool]
-    # indices of rows that wait for the `GrammarBitmask` before sampling; []: none is sent
+    # indices of rows that wait for the `GrammarBitmask` before sampling; []: no bitmask is sent
     grammar_rows: list[int] = []
     num_proposed: int = 0  # number of drafts to propose for each sampled row
     # maxima over the plans of all data-parallel ranks; None: there is one rank
@@ -149,10 +149,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sampled row of a plan whose next token may be constrained."""
 
-    row: int  # row of the plan
+    row: int  # index of the row in the plan
     request_id: str
     num_outputs: int  # number of output tokens before the first token that this step samples
-    num_drafts: int = 0  # draft tokens of the row
+    num_drafts: int = 0  # number of draft tokens of the row
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -161,7 +161,7 @@ class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     step_id: int
-    rows: list[int]  # rows of the plan
+    rows: list[int]  # row of the plan for each sample
     places: list[int]  # index in `masks` for each entry of `rows`; -1: all tokens are allowed
     masks: list[bytes]  # ceil(vocabulary / 8) bytes each: bit i of byte j allows token 8 j + i
     # rows with late masks: their samples are ignored, and their last token runs again later
@@ -191,9 +191,9 @@ class FileProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
     read_step: int = -1  # the reads of plans up to this step id are complete
     written_step: int = -1  # the writes of plans up to this step id are complete
-    missing: list[bytes] = []  # hashes of reads that failed since the last report
+    missing: list[bytes] = []  # hashes of blocks whose reads failed since the last report
     is_off: bool = False  # whether an error has disabled the files
-    # Totals since the start. Evictions keep the size limit. Damaged files count as errors.
+    # Totals since the start. Files over the size limit are evicted. Damaged files count as errors.
     bytes_read: int = 0
     bytes_written: int = 0
     num_evicted: int = 0
@@ -218,22 +218,22 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     step_id: int
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs]  # index in `token_ids` -> entry, if requested
-    # row of the plan -> an entry for each prompt token of the step, except a prompt's first token
+    logprobs: dict[int, TokenLogprobs]  # index in `token_ids` -> logprobs, if requested
+    # row of the plan -> logprobs of its prompt tokens in the step, except a prompt's first token
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]  # row of the plan -> reason why the row failed
     num_accepted: dict[int, int] = {}  # row of the plan -> number of accepted drafts
-    # grammar row of the plan -> draft tokens that were proposed, -1: none
+    # grammar row of the plan -> proposed draft tokens; -1 stands for no draft
     proposed: dict[int, list[int]] = {}
     device_seconds: float = 0.0  # GPU time of the step
     idle_seconds: float = 0.0  # GPU idle time before the step
-    # [layers, experts] int64: selections of each expert on all ranks; b"": not requested
+    # [layers, experts] int64: number of selections of each expert on all ranks; b"": not requested
     expert_counts: bytes = b""
     # row of the plan -> number of proposed drafts, for rows with fewer drafts than planned
     num_draft_tokens: dict[int, int] = {}
     loaded_step: int = -1  # the loads of plans up to this step id are complete
-    # expected[i]: the draft model's estimate of the share of rows that accept drafts 0 to i; it
-    # includes one draft after the proposed ones; []: no estimate
+    # expected[i]: the draft model's estimate of the share of rows that accept drafts 0 to i. The
+    # list has one entry more than the proposed drafts. []: no estimate
     expected: list[float] = []
     files: FileProgress | None = None
 
@@ -244,13 +244,13 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # whole prompt; first update only
+    prompt_logprobs: list[TokenLogprobs] | None = None  # only in the first update
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None: not finished
     stop_reason: int | None = None  # stop token id, if one of `stop_token_ids` ended the request
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None
     is_refusal: bool = False  # whether the request caused the error, so that a retry fails too
-    # the request lost its grammar process or got none in time, so a retry may succeed
+    # whether the grammar process died or no process was free in time, so a retry may succeed
     is_lost: bool = False
     lacks_prompt: bool = False  # whether the prompt did not arrive from another engine
     # totals of a finished request: rows with drafts, drafts, accepted drafts; None: no drafts

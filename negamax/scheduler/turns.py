@@ -1,9 +1,8 @@
 """Choose which plans of a pipeline run a row. One plan per stage is in flight. A generating row
 runs again only when its last sampled token can be available.
 
-The first stage reads the token of a decode. With P stages, each row is therefore in one of P
-consecutive plans. Rows are spread evenly, because a step with fewer rows takes hardly less time per
-stage.
+The first stage needs the token that the last stage sampled. With P stages, each row is therefore in
+one of P consecutive plans. Rows are spread evenly over these plans.
 """
 
 from collections.abc import Iterable
@@ -19,11 +18,11 @@ class Turns:
         self._number = 0
 
     def begin(self) -> None:
-        """Advance to the next turn. A turn may stay without a plan."""
+        """Advance to the next turn. A turn may have no plan."""
         self._number += 1
 
     def is_due(self, sequence: Sequence) -> bool:
-        """Whether a plan may use the token that the sequence sampled last."""
+        """Whether the last sampled token of a sequence is available to the current plan."""
         return sequence.known_at <= self._number
 
     def most_rows(self, running: Iterable[Sequence], budget: int) -> int:

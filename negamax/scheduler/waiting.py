@@ -75,8 +75,8 @@ def list_yielding(
     running: list[Sequence], waiting: Sequence, num_rows: Mapping[str, int]
 ) -> tuple[list[Sequence], str]:
     """Return the rows that may be preempted for a waiting sequence, shortest first, and their
-    tenant. The rows have the same or a worse priority. Of all tenants with such rows, this tenant
-    has the most rows.
+    tenant. The priority of these rows is equal or worse. Their tenant has the most rows of all
+    tenants with such rows.
     """
     rows = [
         row
