@@ -7,7 +7,7 @@ from negamax.base.errors import ConfigError
 
 
 def resolve_host(host: str, port: int) -> tuple[int, Any]:
-    """Resolve `--host` ("" means all interfaces) to (family, address). Raises `ConfigError`."""
+    """Resolve `--host` to (family, address); "" means all interfaces. Raises `ConfigError`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -25,7 +25,7 @@ def bind(family: int, address: Any, *, is_shared: bool = False) -> socket.socket
     With `is_shared`, several sockets can be bound to the address, and the system spreads
     connections over the listening sockets.
     """
-    # IPPROTO_TCP is needed: without it asyncio leaves Nagle's algorithm on in connections.
+    # asyncio disables Nagle's algorithm only if the socket was created with IPPROTO_TCP.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -17,14 +17,14 @@ from negamax.base.log import get_logger
 logger = get_logger(__name__)
 
 OFF = "none"  # Value of the folder option that disables crash dumps.
-MAX_FILES = 20  # Most crash dumps in a folder; older dumps are removed.
-_PAUSE_SECONDS = 60.0  # Least time between two dumps of a process.
-_MAX_LINE = 2000  # Longest line of a traceback in a dump.
+MAX_FILES = 20  # Largest number of crash dumps in a folder; older dumps are removed.
+_PAUSE_SECONDS = 60.0  # Shortest time between two dumps of a process.
+_MAX_LINE = 2000  # Longer lines of a traceback are truncated to this number of characters.
 _PACKAGES = ("negamax", "torch", "triton", "xgrammar", "msgspec", "pyzmq", "tokenizers", "fastapi")
 
 
 def default_folder() -> Path:
-    """Return the folder for crash dumps if the operator names none."""
+    """Return the default folder for crash dumps."""
     state = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "negamax" / "crashes"
 

@@ -1,4 +1,4 @@
-"""Read variables, packages, cores and memory. No other module reads the process environment."""
+"""Read environment variables, versions, cores and memory. Only this module reads variables."""
 
 import hashlib
 import math
@@ -51,7 +51,7 @@ def raise_file_limit() -> int:
     """Raise this process's limit of open files as far as possible and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
-    with suppress(ValueError, OSError):  # macOS refuses large numbers.
+    with suppress(ValueError, OSError):  # macOS refuses large limits.
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         return limit
     return soft
@@ -70,9 +70,9 @@ def set_variable(name: str, value: str) -> None:
 def set_openmp_defaults() -> None:
     """Let OpenMP threads sleep at barriers instead of spinning, unless the user chose otherwise.
 
-    On a busy machine, spinning threads take the cores of the threads that they wait for. Call this
-    function before PyTorch is imported, because libgomp reads the variables then. Child processes
-    inherit the variables. Spinning 1000 times takes a few microseconds.
+    On a busy machine, spinning threads occupy cores that other threads need. Call this function
+    before PyTorch is imported, because libgomp reads the variables at import. Child processes
+    inherit the variables. A thread spins 1000 times, a few microseconds, before it sleeps.
     """
     if not any(map(get, ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))):
         set_variable("OMP_WAIT_POLICY", "PASSIVE")
@@ -80,11 +80,11 @@ def set_openmp_defaults() -> None:
 
 
 def set_batch_invariant_gemms() -> None:
-    """Make CPU GEMM libraries compute a row with the same result in every batch.
+    """Make CPU GEMM libraries compute the same result for a row in every batch.
 
-    Variables that the user has set keep their values. Libraries read variables at the first GEMM.
-    With AMX, oneDNN's bf16 results depend on the batch size, for over 32 rows of over 256 numbers.
-    On Intel processors, MKL's fp32 results depend on the batch size, too.
+    Variables that the user has set keep their values. Libraries read these variables at the first
+    GEMM. With AMX, oneDNN's bf16 results depend on the batch size if a matrix has over 32 rows and
+    over 256 columns. On Intel processors, MKL's fp32 results depend on the batch size, too.
     """
     set_default("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if _is_intel():
@@ -124,7 +124,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def available_memory() -> int:
-    """Return the free main memory in bytes, or half of all memory if it is not reported."""
+    """Return the free main memory in bytes, or half of all memory if the free size is unknown."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -145,14 +145,14 @@ def main_memory() -> int:
 
 def usable_cores() -> int:
     """Return the number of CPU cores that affinity and the container's quota allow this process. If
-    threads exceed the quota, the system pauses all threads for parts of a second.
+    threads use more than the quota, the system pauses all of them for parts of a second.
     """
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min(count, _cpu_quota(Path("/sys/fs/cgroup")))))
 
 
 def _cpu_quota(folder: Path) -> float:
-    """Return the number of cores that cgroups at `folder` grant; infinity without a limit."""
+    """Return the CPU quota of the cgroup at `folder`, in cores; infinity if it has no limit."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

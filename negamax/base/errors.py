@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 class NegamaxError(Exception):
-    """The base class of all errors: a message, and how to report the error. `hint` states the
-    remedy, `param` names the wrong field of the request, and `code` is a stable machine-readable
-    word. After `retry_after` seconds the same request may succeed.
+    """The base class of all errors. `hint` states the remedy, `param` is the name of the wrong
+    request field, and `code` is a stable machine-readable word. After `retry_after` seconds the
+    same request may succeed.
     """
 
     http_status = 500
@@ -26,7 +26,7 @@ class NegamaxError(Exception):
         exit_code: int | None = None,
         retry_after: float | None = None,
     ) -> None:
-        """Set the given fields of an error class, which inherits other fields from its parent."""
+        """Set the given fields of an error class. The class inherits all other fields."""
         cls.http_status = status or cls.http_status
         cls.error_type = kind or cls.error_type
         cls.exit_code = exit_code or cls.exit_code
@@ -52,7 +52,7 @@ class NegamaxError(Exception):
 
 
 class InvalidRequestError(NegamaxError, status=400, kind="invalid_request_error", exit_code=2):
-    """A request that cannot be served unless it is changed (400)."""
+    """A request that fails until the client changes it (400)."""
 
 
 class ContextLengthError(InvalidRequestError):
@@ -64,8 +64,8 @@ class ContextLengthError(InvalidRequestError):
     ) -> "ContextLengthError":
         """Return the error of a prompt that leaves no room for an answer.
 
-        If `is_counted` is False, the prompt has at least `num_tokens` tokens. Clients recognize the
-        message: Anthropic's by its first sentence, and OpenAI's by its second sentence.
+        If `is_counted` is False, the prompt has at least `num_tokens` tokens. Anthropic's clients
+        recognize the first sentence of the message, and OpenAI's clients the second sentence.
         """
         maximum = context_length if num_tokens > context_length else context_length - 1
         more = "" if is_counted else " (or more; the rest was not counted)"
@@ -83,7 +83,7 @@ class AuthenticationError(NegamaxError, status=401, kind="authentication_error")
 
 
 class ForbiddenError(NegamaxError, status=403, kind="permission_error"):
-    """A request that this server does not accept from its origin (403)."""
+    """A request from an origin that this server does not accept (403)."""
 
 
 class NotFoundError(NegamaxError, status=404, kind="not_found_error", exit_code=2):
@@ -115,7 +115,7 @@ class OverloadedError(NegamaxError, status=429, kind="rate_limit_error", retry_a
 
 
 class AbortedError(NegamaxError, status=499, kind="request_aborted"):
-    """The request was aborted (499, so that clients do not repeat the request)."""
+    """The request was aborted (499). Clients do not repeat a request with this status."""
 
 
 class EngineError(NegamaxError, status=500, kind="internal_error"):
@@ -127,11 +127,11 @@ class UnavailableError(NegamaxError, status=503, kind="service_unavailable_error
 
 
 class EngineDeadError(UnavailableError):
-    """The engine process is gone, and its work is lost (503)."""
+    """The engine process has ended, and its requests are lost (503)."""
 
 
 class ConfigError(NegamaxError, status=400, kind="invalid_request_error", exit_code=2):
-    """An option, a config.json value or a combination that cannot work (exit code 2)."""
+    """An invalid option, config.json value or combination of options (exit code 2)."""
 
 
 class CheckpointError(ConfigError):
@@ -142,12 +142,12 @@ class CheckpointError(ConfigError):
         """Return the error of a file that cannot be read."""
         hint = "download the file again"
         if error.errno in (errno.EACCES, errno.EPERM):
-            hint = "let this user read the file, as with chmod, or run as another user"
+            hint = "give this user read permission, for example with chmod, or run as another user"
         return cls(f"{path} cannot be read: {error.strerror or error}", hint=hint)
 
 
 class ResourceError(ConfigError):
-    """Memory, port or device that the configuration needs and the machine lacks (exit code 2)."""
+    """A resource that the machine lacks, such as memory, a port or a device (exit code 2)."""
 
     @classmethod
     def of_system(cls, error: OSError) -> "ResourceError":

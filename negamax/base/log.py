@@ -17,11 +17,11 @@ from negamax.base.log_output import RateLimit, StderrHandler, TextFormatter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-# `spawn` sets this variable of a child to LEVEL:REPLICA:FORMAT, and `setup_as_parent` reads it.
+# `spawn` sets this variable of a child process to LEVEL:REPLICA:FORMAT. The child reads it.
 CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"
 
-_KEPT_LINES = 100  # Log lines kept for a crash dump.
-_KEPT_CHARACTERS = 2000  # Longest kept part of a log line.
+_KEPT_LINES = 100  # Number of recent log lines in a crash dump.
+_KEPT_CHARACTERS = 2000  # Longer log lines are truncated in a crash dump.
 
 get_logger = logging.getLogger
 
@@ -31,7 +31,7 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 
 def setup(level: str | int = "info", log_format: str = "text", *, replica: str = "") -> None:
     """Configure the root logger. `level` applies to Negamax; libraries log warnings and errors.
-    `log_format` is "text" or "json". `replica` is this engine's index among several.
+    `log_format` is "text" or "json". `replica` is the index of this engine if several engines run.
     """
     handler = StderrHandler()
     handler.addFilter(RateLimit())
@@ -58,7 +58,7 @@ def setup_as_parent() -> None:
 
 
 def settings(replica: int | None = None) -> str:
-    """Return the value of `CHILD_VARIABLE` for a child of `replica` (default: this replica)."""
+    """Return the value of `CHILD_VARIABLE` for a child of `replica`; None selects this replica."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     level = logging.getLogger("negamax").getEffectiveLevel()
@@ -67,7 +67,7 @@ def settings(replica: int | None = None) -> str:
 
 
 def recent_lines() -> list[str]:
-    """Return the last log lines, except lines of `negamax.api`, which may quote clients."""
+    """Return recent log lines. Lines of `negamax.api` are left out: they may quote clients."""
     handlers = logging.getLogger().handlers
     return [line for each in handlers if isinstance(each, _RecentLines) for line in each.lines]
 
@@ -98,7 +98,7 @@ class _RecentLines(logging.Handler):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Writes each record as a JSON object on one line, with the members of its `fields`."""
+    """Writes each record as a JSON object on one line. The record's `fields` become members."""
 
     def __init__(self, replica: str = "") -> None:
         super().__init__()

@@ -16,11 +16,11 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069
 _CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
 
 _LIMIT_SECONDS = 10.0
-_LIMIT_RECORDS = 20  # Most records of one kind per _LIMIT_SECONDS.
-_LIMIT_KINDS = 1000  # Most kinds of records that are counted at a time.
+_LIMIT_RECORDS = 20  # Largest number of records of one kind per _LIMIT_SECONDS.
+_LIMIT_KINDS = 1000  # Largest number of kinds of records that are counted.
 
-_MOST_PENDING = 1000  # Most lines that wait for standard error.
-_LONGEST_WRITE = 4096  # Most bytes that a pipe accepts completely or not at all.
+_MOST_PENDING = 1000  # Largest number of lines that wait for standard error.
+_LONGEST_WRITE = 4096  # Largest write, in bytes, that a pipe accepts completely or not at all.
 
 
 def escaped(text: str) -> str:
@@ -121,7 +121,7 @@ def _writer_without_waiting() -> Callable[[bytes], int] | None:
             connection = socket.socket(fileno=os.dup(fd))
             return lambda line: connection.send(line, socket.MSG_DONTWAIT)
         if stat.S_ISFIFO(mode) or os.isatty(fd):
-            # Reopen the pipe: writes of other processes to this pipe must still block.
+            # Open the pipe again, because O_NONBLOCK must not affect other writers of the pipe.
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
             own = os.open(f"/proc/self/fd/{fd}", flags)
             return lambda line: os.write(own, line)

@@ -1,5 +1,5 @@
 """Process long texts in pieces, because a call of a regular expression or a decoder holds the GIL
-until it returns. The event loop can run between pieces.
+until it returns. The event loop can run between two pieces.
 """
 
 import re
@@ -13,8 +13,8 @@ _JOINED_PARTS = 2**14  # Number of strings that one `join` call joins.
 def find_all(
     pattern: re.Pattern[AnyStr], text: AnyStr, *, longest: int
 ) -> Iterator[re.Match[AnyStr]]:
-    """Yield the matches of `pattern.finditer(text)`, searching one piece of the text at a time.
-    No match may be longer than `longest` or depend on the text after the match.
+    """Yield the matches of `pattern.finditer(text)`, searching one piece of the text at a time. A
+    match must not be longer than `longest`, and must not depend on the text after the match.
     """
     start = 0
     while start < len(text):

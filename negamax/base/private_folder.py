@@ -1,7 +1,7 @@
 """Create private folders for the sockets and shared files of one process tree.
 
 The creating process holds a lock on a file in its folder. Creating a folder also removes unlocked
-folders, which killed processes have left.
+folders that killed processes have left.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from negamax.base.errors import ResourceError
 
 _PREFIX = "negamax-"
 _LOCK = "lock"
-_MOST_BYTES = 103  # Longest path of a socket on macOS; Linux allows 107 bytes.
-# Longest path of a socket, relative to the parent folder.
+_MOST_BYTES = 103  # Longest path of a socket on macOS, in bytes; Linux allows 107 bytes.
+# Length of the longest socket path below the parent folder, in bytes.
 _OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")
-_SECONDS_TO_LOCK = 10.0  # Age from which an unlocked folder counts as abandoned.
+_SECONDS_TO_LOCK = 10.0  # Age in seconds at which an unlocked folder is removed.
 
 
 class PrivateFolder:

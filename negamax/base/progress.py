@@ -1,4 +1,4 @@
-"""Show progress of long work on standard error: redraw a line on a terminal, else log lines."""
+"""Show the progress of long work on standard error: redraw a line on a terminal, or log lines."""
 
 import logging
 import sys
@@ -22,14 +22,14 @@ class Progress(AbstractContextManager["Progress"]):
     """Shows progress. Callers pass the completed and the total amount of work.
 
     As a context manager, `Progress` clears its line at the end. Without a terminal, or with a JSON
-    log, `Progress` logs a line every 5 s, or prints the line at log level warning.
+    log, `Progress` logs a line every 5 s. At log level warning, `Progress` prints the line instead.
     """
 
     def __init__(
         self, what: str, *, unit: Callable[[int], str] = str, enabled: bool = True,
         rank: int | None = None,
     ) -> None:  # fmt: skip
-        """`what` names the work, `unit` formats an amount. Only rank 0 of several ranks draws."""
+        """`what` describes the work. `unit` formats an amount. Only rank 0 draws on a terminal."""
         self._what = what if rank is None else f"rank {rank}: {what}"
         self._unit = unit
         is_terminal = sys.stderr is not None and sys.stderr.isatty()

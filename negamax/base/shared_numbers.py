@@ -1,5 +1,5 @@
 """Share numbers between processes. Each process writes one row; all processes read all rows. No
-lock is needed: a number is eight aligned bytes, and readers do not combine numbers.
+lock is needed: the CPU writes all bytes of a number at once, and readers do not combine numbers.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ Row = ctypes.Array[ctypes.c_double]
 class SharedNumbers:
     """A table of float64, initially zero, with a row for each of `num_rows` processes.
 
-    Counts are exact up to 2^53. Processes that give the same file as `path` share the table; a
-    process may map only the first rows. Without `path`, the table belongs to this process.
+    Counts are exact up to 2^53. Processes with the same `path` share the table. A process may map
+    only the first rows. Without `path`, the table belongs to this process.
     """
 
     def __init__(self, num_columns: int, *, num_rows: int = 1, path: Path | None = None) -> None:
@@ -30,7 +30,7 @@ class SharedNumbers:
         self._num_columns, self.num_rows = num_columns, num_rows
 
     def row(self, index: int, *, start: int = 0, count: int | None = None) -> Row:
-        """Return `count` (default: all) numbers of process `index`, starting at column `start`."""
+        """Return `count` numbers of process `index` from column `start` on; None: all numbers."""
         count = self._num_columns - start if count is None else count
         offset = (index * self._num_columns + start) * _BYTES
         return (ctypes.c_double * count).from_buffer(self._memory, offset)

@@ -25,16 +25,16 @@ logger = log.get_logger(__name__)
 
 _GROUP_END_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 1.0  # Longest wait for the exit code of a child that closed its pipe.
-_LONGEST_LOOK_SECONDS = 1.0  # Most time that a watcher counts between two looks.
-_FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; doubled by each restart.
+_LONGEST_LOOK_SECONDS = 1.0  # Longest time that one call of `Silence.seconds` adds.
+_FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; later pauses double.
 _LONGEST_PAUSE = 30.0
 _PARENT_LOOK_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 1.0  # Time for children to inform their clients before the parent is killed.
 
 
 class Silence:
-    """Measures the seconds since the last heartbeat of a process. One watcher must look several
-    times a second. At most `_LONGEST_LOOK_SECONDS` are counted between two looks.
+    """Measures the seconds since the last heartbeat of a process. One watcher must call `seconds`
+    several times a second. Each call adds at most `_LONGEST_LOOK_SECONDS`.
     """
 
     def __init__(self) -> None:
@@ -112,12 +112,12 @@ class Supervised:
         return bool(poller.poll(0))
 
     def silence(self) -> float:
-        """Return the seconds since the child's last heartbeat. Only one watcher may call this."""
+        """Return the seconds since the child's last heartbeat, for use by a single watcher."""
         assert self._heartbeat is not None
         return self._silence.seconds(self._heartbeat[0])
 
     def describe_end(self) -> str:
-        """Describe the end of a child that `is_gone`."""
+        """Describe the exit code of a child that has ended."""
         try:
             return f"exit code {self._child.wait(_EXIT_CODE_SECONDS)}"
         except subprocess.TimeoutExpired:  # The device driver is still freeing the child's memory.
@@ -180,7 +180,7 @@ def stop_children(children: Sequence[Supervised], *, timeout: float) -> None:
 class SupervisionLimits:
     """Limits for killing silent processes and for restarting dead processes."""
 
-    max_restarts: int = 0  # Most restarts within `restart_window`.
+    max_restarts: int = 0  # Largest number of restarts within `restart_window`.
     restart_window: float = 600.0  # Seconds.
     hang_timeout: float = 300.0  # Seconds without progress until a busy process is killed.
 
@@ -243,10 +243,10 @@ class ParentPulse:
 
 
 def watch_parent(parent: ParentPulse, *, report: Callable[[str], object] | None = None) -> None:
-    """Watch the parent's heartbeat in a thread. If the parent is silent for too long, call
-    `report` with the reason; one second later kill the parent and end this process.
+    """Watch the parent's heartbeat in a thread. If the parent is silent for too long, call `report`
+    with the reason; one second later kill the parent and end this process.
 
-    A parent that is process 1 of a container cannot be killed; this process ends nevertheless.
+    A parent that is process 1 of a container cannot be killed; then only this process ends.
     """
     heartbeat = SharedNumbers(1, path=Path(parent.path)).row(0)
 

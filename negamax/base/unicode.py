@@ -1,4 +1,4 @@
-"""Replace lone surrogates by U+FFFD. JSON can escape surrogates; UTF-8 cannot encode them."""
+"""Replace lone surrogates by U+FFFD. JSON can contain escaped surrogates, but UTF-8 cannot."""
 
 import re
 
@@ -9,7 +9,7 @@ _REPLACEMENT = rb"\ufffd"
 _HIGH = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
 _LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPES = re.compile(_HIGH + b"(" + _LOW + b")?|" + _LOW)
-_LONGEST = 12  # Bytes of an escaped surrogate pair.
+_LONGEST = 12  # Length of an escaped surrogate pair, in bytes.
 
 
 def valid_unicode(text: str) -> str:
