@@ -1,1 +1,1 @@
-"""Parser that splits generated text into reasoning, content and tool calls."""
+"""Parse generated text into reasoning, content and tool calls."""

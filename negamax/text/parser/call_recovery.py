@@ -1,4 +1,4 @@
-"""Readers of calls and arguments that the model wrote in a syntax other than the model's own.
+"""Read calls and arguments that a model wrote in the syntax of another model.
 
 A call with an unreadable argument is dropped, because a tool must not run with missing arguments.
 """
@@ -17,8 +17,8 @@ from negamax.text.parser.schema_values import (
 )
 from negamax.text.parser.tag_names import quoted_name
 
-_MAX_DEPTH = 16  # levels of nested elements
-WRAPPERS = ("arguments", "parameters", "args", "input")  # names of the object with all arguments
+_MAX_DEPTH = 16  # maximum levels of nested elements
+WRAPPERS = ("arguments", "parameters", "args", "input")  # keys of the object with all arguments
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _ELEMENT = re.compile(r"\s*<([^<>/\s=]+)(\s[^<>]*)?>")
 _OPEN_TAG = re.compile(r"\s*<?parameter\s+name\s*=\s*[\"']([^\"'<>\n]+)[\"']")
@@ -26,7 +26,7 @@ _NAMED = re.compile(r"(?<![\w.-])[\w.-]++(?=[\"']?\s*[:=>])")
 
 
 def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str, str]]]:
-    """Return the calls in `text`: the name of the tool, and JSON of each argument by name.
+    """Return the calls in `text`. A call is the tool's name and the JSON of each named argument.
 
     A call is a JSON object with the name of a declared tool and with arguments. The calls are in a
     list, or each line contains one call. If `text` contains anything else, return an empty list.
@@ -54,7 +54,7 @@ def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str
 
 
 def read_members(text: str, schema: ValueSchema) -> dict[str, str] | None:
-    """Return the JSON of each member of an object (JSON or elements), or None for other text."""
+    """Return the JSON of each member if `text` is an object in JSON or in elements, else None."""
     text = _strip_fence(text)
     if not text.startswith("{"):
         return _read_elements(text, schema, depth=0)
@@ -82,10 +82,10 @@ def may_hold_argument(text: str, schema: ValueSchema) -> bool:
 
 
 def find_key(text: str, schema: ValueSchema, taken: Iterable[str]) -> tuple[str, str]:
-    """Find key and value in the text from a damaged opening tag to a closing tag.
+    """Find the key and the value in the text between a damaged opening tag and a closing tag.
 
-    The rest of the opening tag contains the key: `parameter name="path">a.txt`. The key is "" if
-    the schema does not list the key.
+    The rest of the opening tag contains the key, as in `parameter name="path">a.txt`. The key is ""
+    if the schema does not list the key.
     """
     head, found, value = text.partition(">")
     words = re.findall(r"[^\s\"'<>=]+", head[:600]) if found else []

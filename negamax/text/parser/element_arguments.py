@@ -1,19 +1,19 @@
-"""Converts arguments written as nested elements to JSON while they are generated.
+"""Convert streamed arguments, which are nested elements such as `<a><b>1</b></a>`, to JSON.
 
 The schema decides the type of an element. Without a schema, an element with children is an object,
-or an array if all children are items. An element with text is a string, except for the bare words
-true, false and null. White space and other text between elements are dropped. Strings, and objects
-and arrays of a known type, are written while they grow.
+or an array if the name of every child is `item`. An element with text is a string, except for the
+bare words true, false and null. White space and other text between elements are dropped. Strings,
+and objects and arrays of a known type, are written before they are complete.
 
-A member of unknown type in a nested object is written at the end of this object, because a repeated
-name makes a list. If the schema allows an array, text is written at the end too, because arrays and
-items of one name are joined. If an element after an array has the name of the array, the element
-adds items to the array. If other elements are between the array and this element, the array is
-written again at the end. Any other member with a repeated name is written twice. Common JSON
-readers use the last value.
+A member of unknown type in a nested object is written at the end of this object, because the values
+of a repeated name become a list. Text of a member that may be an array is also written at the end,
+because arrays and items of one name are joined. If an element after an array has the name of the
+array, the element adds items to the array. If other elements are between the array and this
+element, the array is written again at the end. Any other member with a repeated name is written
+twice. Common JSON readers use the last value.
 
-If text in a container begins with a marker, the model left out the opener of an element. The closer
-then gives the name of the element.
+If text in a container begins with a marker, the model omitted the opening tag of an element. The
+closing tag then contains the name of the element.
 """
 
 import enum
@@ -31,7 +31,7 @@ from negamax.text.parser.schema_values import (
     write_object,
 )
 
-MAX_DEPTH = 64  # levels of nested elements; a call with more levels is not made
+MAX_DEPTH = 64  # maximum levels of nested elements; a call with more levels is dropped
 ITEM = "item"  # name of the elements that are items of an array
 
 _MAX_UNDECIDED_CHARS = 64  # longer text of an undecided type becomes a string
@@ -39,7 +39,7 @@ _WORDS = ("true", "false", "null")  # if the type is unknown, these words are no
 
 
 class _Shape(enum.Enum):
-    """The decided type of an element. A TREE's children decide if it is an object or array."""
+    """The type of an element. Children decide whether a TREE becomes an object or an array."""
 
     UNDECIDED = "text, or nothing yet"
     STRING = "a string that is being written"
@@ -64,13 +64,13 @@ class _Element:
     text: list[str] = field(default_factory=list)  # text that is not written yet
     num_chars: int = 0
     is_blank: bool = True  # the text is empty or white space
-    # names of the openers in the text; these openers and their closers are data
+    # names of opening tags in the text; these tags and their closing tags are data
     quoted: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # names of the members so far
     num_children: int = 0
     values: list[WaitingMember] = field(default_factory=list)  # values to write at the end
     is_written: bool = False  # the opening bracket is written
-    may_be_over: bool = False  # a closer with another name followed the last child
+    may_be_over: bool = False  # a closing tag with another name followed the last child
     is_implied: bool = False  # the element is an item without an item tag
     is_marked: bool = False  # the text begins with a marker
     mark: int = 0  # index of the opening bracket in the written arguments
@@ -82,7 +82,7 @@ class _Element:
 
 
 class ElementArguments:
-    """The arguments of one call. Single writer: the open `CallBlock`."""
+    """The arguments of one call. Only the open `CallBlock` changes an object of this class."""
 
     __slots__ = ("_calls", "_marker", "_open", "_wrongly_closed", "lost")
 
@@ -94,12 +94,12 @@ class ElementArguments:
             "", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True
         )
         self._open: list[_Element] = [arguments]
-        # name of the element that the previous tag, a closer with another name, closed
+        # name of the element that the previous tag closed, if that closing tag had another name
         self._wrongly_closed: str | None = None
 
     @property
     def is_in_text(self) -> bool:
-        """Whether the innermost open element is text, or empty so far."""
+        """Whether the innermost open element contains only text or nothing so far."""
         return self._open[-1].shape in (_UNDECIDED, _STRING)
 
     @property
@@ -113,7 +113,7 @@ class ElementArguments:
         return len(self._open) == 1
 
     def may_close(self, name: str) -> bool:
-        """Return whether a closer `name` ends an open element or a tag within the open text."""
+        """Return whether a closing tag `name` ends an open element or a tag in the open text."""
         return name in self._open[-1].quoted or self.has_open(name)
 
     @property
@@ -123,7 +123,7 @@ class ElementArguments:
 
     @property
     def has_quotation(self) -> bool:
-        """Whether the open text contains openers whose closers are still missing."""
+        """Whether the open text contains opening tags whose closing tags are still missing."""
         return bool(self._open[-1].quoted)
 
     def lists(self, name: str) -> bool:
@@ -131,7 +131,7 @@ class ElementArguments:
         return self._open[-1].schema.lists(name)
 
     def add_text(self, text: str) -> None:
-        """Take text. In a container, the next tag decides whether the text is dropped."""
+        """Add text. In a container, the next tag decides whether the text is dropped."""
         element = self._open[-1]
         if element.shape is _STRING:
             self._calls.string_text(text)
@@ -151,7 +151,7 @@ class ElementArguments:
             self._open[-1].quoted.append(name)
 
     def open(self, name: str, tag: str) -> None:
-        """Take the opener of the element `name`. `tag` is the text of the opener."""
+        """Process the opening tag of the element `name`. `tag` is the text of the tag."""
         self._wrongly_closed = None
         if len(self._open) >= MAX_DEPTH:
             self.lost = self.lost or tag
@@ -170,11 +170,11 @@ class ElementArguments:
         self._begin(name)
 
     def close(self, name: str, tag: str) -> None:
-        """Take the closer of the element `name`. `tag` is the text of the closer.
+        """Process the closing tag of the element `name`. `tag` is the text of the tag.
 
-        A closer with a wrong name also ends an element with text. The correct closer may follow.
-        The closer of an outer element closes all inner elements too. Any other closer of an element
-        that is not open is dropped.
+        A closing tag with a wrong name also ends an element with text. The correct closing tag may
+        follow. The closing tag of an outer element also closes all inner elements. Any other
+        closing tag of an element that is not open is dropped.
         """
         wrongly_closed, self._wrongly_closed = self._wrongly_closed, None
         element = self._open[-1]
@@ -195,7 +195,7 @@ class ElementArguments:
             element.may_be_over = True
 
     def end(self) -> bool:
-        """Close the call and all open elements. Return False if an argument was `lost`."""
+        """Close the call and all open elements. Return False if an argument cannot be read."""
         self._close_down_to(0)
         arguments, text = self._open[0], self.stray
         self._drop_text(arguments)
@@ -212,8 +212,8 @@ class ElementArguments:
     def _drop_text(self, element: _Element, *, before: str | None = None) -> None:
         """Drop the text of a container, unless the text contains arguments.
 
-        A marker before the element `before` may be the rest of an opener. If exactly one listed
-        member can contain the element `before`, this member is opened.
+        A marker before the element `before` may be the rest of an opening tag. If exactly one
+        listed member can contain the element `before`, this member is opened.
         """
         text, element.text = "".join(element.text), []
         is_marked, is_blank = element.is_marked, element.is_blank
@@ -247,7 +247,7 @@ class ElementArguments:
         return [member for member in free if schema.member(member).lists(name)]
 
     def _lacks_opener(self, element: _Element, name: str) -> bool:
-        """Return whether the closer `name` belongs to an element whose opener was left out."""
+        """Return whether the closing tag `name` belongs to an element without an opening tag."""
         if not name or element.is_blank or self.has_open(name) or element.quoted:
             return False
         if not self.is_in_text:
@@ -266,12 +266,12 @@ class ElementArguments:
             self._become_container(element)
         self._begin(name)
         text = text.lstrip().removeprefix(self._marker) if is_marked else text.strip()
-        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # rests of the opener
+        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # rests of the opening tag
         self.add_text(text.removeprefix(next(filter(text.startswith, left), "")))
         self._close()
 
     def _leave_for_sibling(self, element: _Element, name: str) -> None:
-        """Close the open text if the opener `name` shows that the text's closer was left out."""
+        """Close the open text if the opening tag `name` shows that the text lacks a closing tag."""
         if element.quoted or element.schema.lists(name):
             return
         may_have_children = not element.schema.types or bool(element.schema.types & CONTAINERS)
@@ -370,12 +370,12 @@ class ElementArguments:
         return any(element.name == name for element in self._open[1:])
 
     def _begin_string(self, element: _Element) -> None:
-        """Begin to write the open text as a string, unless its type is still undecided."""
+        """Begin to write the open text as a string if the type of the text is decided."""
         types = element.schema.types
         if element.is_collected or not types <= TEXT_TYPES:
             return
         if element.is_marked and not types:
-            return  # the text may be a member whose opener was left out
+            return  # the text may be a member without an opening tag
         if element.num_chars <= _MAX_UNDECIDED_CHARS and (
             element.is_blank or _may_be_word("".join(element.text), types)
         ):

@@ -1,4 +1,4 @@
-"""Events of a parsed answer, and the whole answer as one object."""
+"""Define the events of a parsed answer, and join the events to one object."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class ContentDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
-    """A tool call begins. `index` counts the calls of the answer from 0."""
+    """A tool call begins. `index` is the position of the call in the answer, from 0."""
 
     index: int
     name: str
@@ -31,7 +31,7 @@ class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The call is complete, and its arguments are a JSON object. A truncated call has no end."""
+    """The call is complete, and its arguments are a JSON object. A truncated call emits no end."""
 
     index: int
 
@@ -83,7 +83,7 @@ def collect(events: Iterable[ParserEvent]) -> ParsedOutput:
 
 
 def merged(events: list[ParserEvent]) -> list[ParserEvent]:
-    """Join consecutive text events of one kind, to get one delta per kind."""
+    """Join consecutive text events of the same kind."""
     merged: list[ParserEvent] = []
     # Events of two calls have a `ToolCallStart` between them, so arguments are joined correctly.
     for _, group in groupby(events, key=type):

@@ -1,4 +1,4 @@
-"""Interface between the parser and a model family's syntax of reasoning and calls."""
+"""Define the interface between the parser and a model family's syntax of reasoning and calls."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -41,7 +41,7 @@ class CallWriter:
         self._name = name
 
     def announce(self) -> None:
-        """Emit the `ToolCallStart` of the open call, unless this was done before."""
+        """Emit the `ToolCallStart` of the open call if it was not emitted before."""
         if self._name:
             self.before_call()
             self._emit(ToolCallStart(self._index, self._name))
@@ -61,7 +61,7 @@ class CallWriter:
 
     @property
     def mark(self) -> int:
-        """The number of written parts of the arguments, an argument of `text_since`."""
+        """The number of written parts of the arguments. `text_since` accepts this number."""
         return len(self._written)
 
     def text_since(self, mark: int) -> str:
@@ -98,7 +98,7 @@ class CallWriter:
         self._emit(ToolCallEnd(self._index))
 
     def cut_call(self) -> None:
-        """End a truncated call. Write "{" if nothing was written, as clients read "" as {}."""
+        """End a truncated call. Write "{" if nothing was written, because clients read "" as {}."""
         if not self._has_members and not self._closers:
             self._arguments("{")
 
@@ -196,7 +196,7 @@ class OutputFormat:
     patterns: tuple[TagPattern, ...]
     beginnings: TagBeginnings
     new_block: type[CallBlock]
-    may_think_again: bool  # a think opener within content begins reasoning
+    may_think_again: bool  # whether an opening think tag within content begins reasoning
     call_closers: tuple[str, ...]  # closing tags of calls in addition to `literals`
     # tags of calls; {} stands for a name, which may contain quotes and angle brackets
     name_tags: tuple[TagPattern, ...]

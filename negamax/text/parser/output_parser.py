@@ -1,29 +1,29 @@
-"""Streaming state machine that splits generated text into reasoning, content and tool calls.
+"""Split streamed text into reasoning, content and tool calls by a state machine.
 
-The state is reasoning, content or call block. The family's `CallBlock` reads the inside of a block.
-The events depend only on the text and not on how it is split into pieces, so a stream and a parsed
-whole answer have the same content.
+The state is reasoning, content or call block. The `CallBlock` of a model family reads the inside of
+a block. The events depend only on the text and not on how the text is split into pieces, so a
+stream and a parsed whole answer have the same content.
 
 Rules for every format:
-- Reasoning ends at its closing tag or at the start of a call block. A second opener before the
-  first word of reasoning is dropped. A second closer before the first word of content is dropped
-  too. An opener before the first word of content begins reasoning. Later think tags are content.
-  With `OutputFormat.may_think_again`, a later opener without a quotation mark before it begins
-  reasoning.
-- A call opener begins a block if it begins a line of content, or if an invoke or the end of the
-  output follows. In content, a call opener also begins a block if the block's closer follows. Any
-  other call opener is quoted text.
+- Reasoning ends at its closing tag or at the start of a call block. A second opening tag before the
+  first word of reasoning is dropped. A second closing tag before the first word of content is
+  dropped. An opening tag before the first word of content begins reasoning. Later think tags are
+  content. With `OutputFormat.may_think_again`, a later opening tag that follows no quotation mark
+  begins reasoning.
+- The opening tag of a call block begins a block at the start of a line of content, before an invoke
+  tag, and at the end of the output. In content, the tag also begins a block if the closing tag of
+  the block follows. Elsewhere the tag is quoted text.
 - A call in a code block or inline code of Markdown is quoted text.
-- Another family's think closer ends reasoning if a line break or a call follows.
-- Text of a call block that cannot be read becomes content. A call with an argument that cannot be
-  read is not made. If the start of the call was already emitted, the call stays truncated.
-- A think closer that closes no reasoning is dropped if it is a token, because quoted tags are text.
+- A closing think tag of another family ends reasoning if a line break or a call follows.
+- Unreadable text of a call block becomes content. A call with an unreadable argument is dropped. If
+  the start of such a call was already emitted, the call is truncated.
+- A closing think tag outside reasoning is dropped if it is a token, because quoted tags are text.
 - White space between content and a call block is dropped. Line breaks at the start and end of
   reasoning and before content are dropped too.
-- Calls of undeclared tools are reported too. If the output ends within a tag, the tag is text.
-  Within a call block the beginning of the tag is dropped, so that a truncated name gives no call.
-- A call that is open at the end of the output is truncated. The arguments of a truncated call stay
-  the beginning of a JSON object, so that clients do not run the call.
+- Calls of undeclared tools are emitted too. If the output ends within a tag, the incomplete tag is
+  text. Within a call block the incomplete tag is dropped, so that a truncated name makes no call.
+- A call that is open at the end of the output is truncated. The arguments of a truncated call are
+  an incomplete JSON object, so that clients do not run the call.
 """
 
 import enum
@@ -39,10 +39,10 @@ from negamax.text.parser.tag_lexer import TEXT, Lexeme, TagKind, TagLexer, TagPa
 from negamax.text.parser.text_channel import TextChannel
 from negamax.text.stop_strings import StopMatcher, StoppableText
 
-# Tags that confirm that the call opener before them begins a block.
+# Tags that confirm that the preceding call opener begins a block.
 _AFTER_OPENER = frozenset({TagKind.INVOKE_OPEN, TagKind.LOOSE_INVOKE_OPEN, TagKind.CUT})
 _AFTER_LOOSE_OPENER = frozenset({TagKind.INVOKE_OPEN})
-# Tags that confirm that another family's think closer before them ends the reasoning.
+# Tags that confirm that the preceding think closer of another family ends the reasoning.
 _STRUCTURE = frozenset({TagKind.BLOCK_OPEN, TagKind.INVOKE_OPEN})
 # Tags that are text in code blocks of Markdown.
 _QUOTED_IN_CODE = _STRUCTURE | {TagKind.LOOSE_BLOCK_OPEN, TagKind.LOOSE_THINK_CLOSE}
@@ -133,7 +133,7 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
-        self._closer = ""  # held think closer of another family; the next lexeme decides
+        self._closer = ""  # held think closer of another family
         # held call opener and the white space after it; the next tag decides whether a block begins
         self._opener: list[str] = []
         self._opener_is_loose = False
@@ -152,7 +152,7 @@ class OutputParser:
         return None if self._stoppable is None else self._stoppable.matched
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Take pieces, and return final events. Stop strings are ignored if `may_stop` is False."""
+        """Parse pieces and return final events. Stop strings are ignored if `may_stop` is False."""
         if self._stoppable is not None:
             self._stoppable.may_match = may_stop
         for lexeme in self._lexer.feed(pieces):
@@ -160,7 +160,7 @@ class OutputParser:
         return self._taken_events()
 
     def finish(self, *, is_truncated: bool = False) -> list[ParserEvent]:
-        """End the output, and return held text. `is_truncated`: the model was interrupted."""
+        """End the output, and return the last events. `is_truncated` means an interrupted model."""
         for lexeme in self._lexer.finish():
             self._take(lexeme)
         if self._closer:
@@ -237,8 +237,9 @@ class OutputParser:
     def _decide_closer(self, lexeme: Lexeme) -> bool:
         """Decide from the next lexeme whether another family's think closer ends the reasoning.
 
-        Such a closer ends the reasoning if a line break or a call follows, unless the reasoning's
-        own closer follows. Return True if `lexeme` is white space and was added to the held closer.
+        Such a closer ends the reasoning if a line break or a call follows. If the model family's
+        closer follows, that closer ends the reasoning. Return True if `lexeme` is white space and
+        was added to the held closer.
         """
         if lexeme.kind is TEXT and lexeme.text.isspace():
             self._closer += lexeme.text

@@ -1,9 +1,9 @@
-"""Resizes the text fragments of a stream to 5 to 200 characters.
+"""Resize the text fragments of a stream to 5 to 200 characters.
 
-MiniMax's acceptance suite requires fragments of 5 to 200 characters. So short text is held back,
-and long text is split. The last fragment of a call's arguments is often shorter. So a complete
-fragment of reasoning or arguments is held back until the next fragment is complete. Content is held
-back only until it has 5 characters, because people wait for it.
+MiniMax's acceptance suite requires fragments of 5 to 200 characters. Therefore short text is held
+back, and long text is split. The last fragment of a call's arguments is often short. A complete
+fragment of reasoning or arguments is held back, so that a short last fragment can be appended.
+Content is held back only until it has 5 characters, because users read content while it arrives.
 """
 
 import math
@@ -53,7 +53,7 @@ class Packets:
                 self._release(out)
                 out.append(event)
                 continue
-            # Arguments of two calls have a `ToolCallStart` between them, so types suffice here.
+            # A `ToolCallStart` separates arguments of two calls, so comparing types is enough.
             if type(event) is not type(self._like):
                 self._release(out)
             self._like = event
@@ -85,7 +85,7 @@ class Packets:
         if like is None or not text:
             return
         num_parts = -(-len(text) // self._max_chars)
-        for part in range(num_parts):  # parts have about equal lengths, so that none is short
+        for part in range(num_parts):  # parts have about equal lengths, so that no part is short
             fragment = text[len(text) * part // num_parts : len(text) * (part + 1) // num_parts]
             out.append(structs.replace(like, text=fragment))
 
@@ -93,8 +93,8 @@ class Packets:
 class PacedPackets:
     """Resizes the fragments of one choice, and limits the time that text is held back.
 
-    No text is held back if it is the first text, if outputs arrive more than `HOLD_SECONDS` apart,
-    or if text was held for `HOLD_SECONDS`.
+    All held text is released with the first output, when outputs arrive `HOLD_SECONDS` or more
+    apart, and when text was held back for `HOLD_SECONDS`.
     """
 
     __slots__ = ("_has_begun", "_held_since", "_last_output", "_packets")
@@ -108,10 +108,10 @@ class PacedPackets:
     def push(
         self, events: Sequence[ParserEvent], *, now: float, is_last: bool
     ) -> list[ParserEvent]:
-        """Take the events of an output at `now` (monotonic seconds), and return events to send."""
+        """Add the events of an output at `now` (monotonic seconds), and return events to send."""
         was_holding = self._packets.is_holding
         out = self._packets.push(events)
-        if out or not was_holding:  # any text that is held arrived in this call
+        if out or not was_holding:  # all held text arrived in this call
             self._held_since = now
         is_slow = now - self._last_output >= HOLD_SECONDS
         self._last_output = now

@@ -1,4 +1,4 @@
-"""Schemas of the declared tools, and conversion of arguments to JSON.
+"""Convert arguments of calls to JSON by the schemas of the declared tools.
 
 Models write arguments as bare text, so only the schema decides whether `5` is a number or a string.
 """
@@ -22,7 +22,7 @@ TEXT_TYPES = frozenset({"string", "null"})
 
 CONTAINERS = frozenset({"object", "array"})
 _ODD = re.compile(r"(?=.*[<>\"]).{1,512}", re.DOTALL)
-# Limit of the total length of names that match _ODD. Tags with later names end at the first ">".
+# Limit of the total length of names that match _ODD. Tags with other names end at the first ">".
 _MAX_ODD_CHARS = 20_000
 _MAX_DIGITS = 4300  # `json.loads` refuses integers with more digits
 # null, booleans and numbers in the spelling of chat templates
@@ -68,7 +68,7 @@ class ToolSchemas:
         return tool in self._roots
 
     def declared_name(self, name: str) -> str | None:
-        """Return the declared tool `name`, or the only tool with this name in other letter case."""
+        """Return the declared tool `name`, or the only tool with this name in any letter case."""
         if name in self._roots:
             return name
         alike = self._folded.get(name.casefold(), ())
@@ -93,7 +93,7 @@ class ValueSchema:
         self, schemas: Sequence[Any], *, root: Any, known: dict[tuple[int, ...], ValueSchema]
     ) -> None:
         """`root` is the document that references refer to. `known` caches the objects of a root."""
-        # JSON types that the schema allows; empty: unknown, and the value is text
+        # JSON types that the schema allows; empty if unknown, so that the value is text
         self.types = find_types(schemas, root=root)
         self._root = root
         self._known = known
@@ -182,7 +182,7 @@ class WaitingMember:
 
     name: str
     json: str
-    json_in_list: str  # JSON of the value's items for a list, if the name repeats
+    json_in_list: str  # JSON of the list items that the value adds if the name repeats
 
 
 def group_members(members: Iterable[WaitingMember]) -> Iterator[tuple[str, str]]:
@@ -213,7 +213,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
         converted = converter(text) if name in types else None
         if converted is not None:
             return converted
-    # an object where an array is allowed, or an array where an object is allowed
+    # accept an object in place of an array, and an array in place of an object
     if types & CONTAINERS and not has_string:
         return _convert_container(text, (dict, list)) or _encode(text)
     return _encode(text)

@@ -1,4 +1,4 @@
-"""Splits generated text into tags and text. The result does not depend on how the text arrives."""
+"""Split generated text into tags and text. The result does not depend on the stream's pieces."""
 
 import enum
 import re
@@ -10,7 +10,7 @@ import msgspec
 
 from negamax.text.detokenizer import TextPiece
 
-MAX_ATTRIBUTE_CHARS = 512  # length limit of a tag with attributes; longer text is ordinary text
+MAX_ATTRIBUTE_CHARS = 512  # maximum length of a tag with attributes; longer text is no tag
 _MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # longest tag
 _NEVER = "(?!)"
 
@@ -19,8 +19,8 @@ class TagKind(enum.Enum):
     """Kind of a part of the output.
 
     CUT means that the output ends within a tag. A LOOSE tag belongs to another family, or lacks the
-    marker of its format. The parser treats a LOOSE tag as text unless only a tag is possible there.
-    HELD means a whole tag that the next text may extend to a longer tag.
+    marker of its format. The parser treats a LOOSE tag as a tag only in positions where text is
+    impossible. HELD means a whole tag that the next text may extend to a longer tag.
     """
 
     TEXT = "text"
@@ -135,8 +135,8 @@ class TagLexer:
     `literals` are tags with a fixed text that ends with `>`. The lexer recognizes tags in
     `token_ids` only as tokens. The text is searched for all other tags and for the `patterns`.
     `list_named` returns tags whose names contain angle brackets or quotes. These tags have a
-    literal `rest` and take precedence over the patterns. The first anchor triggers the call of
-    `list_named`.
+    literal `rest` and take precedence over the patterns. The lexer calls `list_named` at the first
+    anchor.
     """
 
     __slots__ = ("_held", "_is_inside", "_is_tag", "_list_named", "_tables", "_tables_with")
@@ -161,7 +161,7 @@ class TagLexer:
         self._is_tag = False  # `_held` may contain a whole tag
 
     def feed(self, pieces: Sequence[TextPiece]) -> list[Lexeme]:
-        """Take the next pieces, and return the lexemes that later text cannot change."""
+        """Add pieces, and return the lexemes that later text cannot change."""
         lexemes: list[Lexeme] = []
         kind_of_token = self._tables.kind_of_token
         if len(pieces) == 1 and pieces[0].token_id not in kind_of_token:
@@ -226,7 +226,7 @@ class TagLexer:
     def _split(self, text: str, lexemes: list[Lexeme], *, is_last: bool = False) -> int:
         """Append the tags of `text`, and the text between tags. Return the end of the last tag.
 
-        Unless `is_last` is set, a tag that may become a longer tag is held.
+        If `is_last` is False, a tag that may become a longer tag is held.
         """
         tables, start = self._tables, 0
         kinds, tag = (tables.last_kinds, tables.last_tag) if is_last else (tables.kinds, tables.tag)
@@ -235,7 +235,7 @@ class TagLexer:
             kind, begin = kinds[match.lastindex - 1], match.start()
             may_grow = not is_last and len(text) - begin < tables.longest_named
             is_held = kind is TagKind.HELD or (may_grow and text[begin:] in tables.named_starts)
-            if is_held:  # the tag may be part of a longer tag that began before it
+            if is_held:  # the tag may be part of a longer tag that began earlier
                 begin = min(begin, self._find_beginning(text, start))
             if begin > start:
                 lexemes.append(Lexeme(TEXT, text[start:begin]))

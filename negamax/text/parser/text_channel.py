@@ -1,4 +1,4 @@
-"""Output of reasoning or content, with rules for white space and for code in Markdown."""
+"""Write reasoning or content by rules for white space, and detect code in Markdown."""
 
 import re
 from collections.abc import Callable
@@ -79,7 +79,7 @@ class TextChannel:
         self._space: list[str] = []
         self._last_char = ""
         self.has_begun = False
-        self.code = MarkdownCode()  # not updated unless `holds_space`
+        self.code = MarkdownCode()  # updated only if `holds_space`
 
     def write(self, text: str) -> None:
         if self._holds_space:
@@ -112,7 +112,7 @@ class TextChannel:
         self._space = []
 
     def flush(self) -> None:
-        """Write the white space at the end of the text, unless the text is only white space."""
+        """Write the white space at the end of the text if the text contains other characters."""
         if self.has_begun and self._space:
             self._out("".join(self._space))
         self._space = []
