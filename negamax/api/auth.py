@@ -30,7 +30,7 @@ _Headers = list[tuple[bytes, bytes]]
 
 
 class AuthMiddleware:
-    """Checks each request before its route runs. Single writer: the event loop."""
+    """Checks each request before its route runs. Only the event loop changes this object."""
 
     def __init__(self, app: ASGIApp, *, context: ApiContext) -> None:
         options = context.options

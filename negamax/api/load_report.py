@@ -17,7 +17,7 @@ def compute_cache_usage(stats: RankStats) -> float:
 
 
 class LoadReport:
-    """Compares two readings of an engine's statistics. Single writer: the event loop."""
+    """Compares two readings of an engine's statistics. Only the event loop changes this object."""
 
     def __init__(self, stats: EngineStats, *, now: float) -> None:
         """`now` is in monotonic seconds."""

@@ -35,7 +35,7 @@ _EVENTS = ("requests", "tool_calls")
 
 
 class Histogram:
-    """The count of each bucket, and the sum of values. Single writer of a row: one event loop."""
+    """The count of each bucket, and the sum of values. Only one event loop writes a row."""
 
     __slots__ = ("_bounds", "_numbers", "_row", "_start")
 
@@ -135,7 +135,7 @@ NUM_COLUMNS = (
 
 
 class Counts:
-    """Named counters, summed over all server processes. Single writer of a row: one event loop."""
+    """Named counters, summed over all server processes. Only one event loop writes a row."""
 
     def __init__(
         self, names: Sequence[str], *, numbers: SharedNumbers, index: int, start: int
@@ -154,7 +154,7 @@ class Counts:
 
 
 class Measurements:
-    """All counts and histograms of one server process. Single writer: the event loop."""
+    """All counts and histograms of one server process. Only the event loop changes this object."""
 
     def __init__(self, numbers: SharedNumbers, *, index: int) -> None:
         """`numbers` have `NUM_COLUMNS` columns; this process writes row `index`."""

@@ -88,7 +88,7 @@ Samples = Iterable[tuple[tuple[str, ...], float]]  # Pairs of label values and m
 
 
 class ServerMetrics(Collector):
-    """All metrics of one server, in a separate registry. Single writer: the event loop."""
+    """All metrics of one server, in one registry. Only the event loop changes this object."""
 
     def __init__(
         self,

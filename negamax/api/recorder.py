@@ -23,7 +23,7 @@ class ChoiceRecord:
 class RequestRecord:
     """Observes one request, updates the metrics, and calls `takers` at the request's end.
 
-    Times are monotonic seconds. Single writer: the request's stream.
+    Times are monotonic seconds. Only the request's stream changes this object.
     """
 
     request_id: str  # Id in the engine.

@@ -256,7 +256,7 @@ def build_url(listener: socket.socket, *, is_tls: bool = False) -> str:
 
 
 class HttpServer(LimitedServer):
-    """Serves the API of an engine. Single writer: the event loop."""
+    """Serves the API of an engine. Only the event loop changes this object."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ def can_serve(messages: Mapping[int, wire.EngineMessage], *, num_replicas: int) 
 
 
 class ServerWorker:
-    """Executes the commands of process 0. Single writer: the event loop."""
+    """Executes the commands of process 0. Only the event loop changes this object."""
 
     def __init__(self, engine: AsyncEngine, rank: ServerRank) -> None:
         self._engine = engine

@@ -178,7 +178,7 @@ def _wrap_exporter(exporter: Any, address: str) -> Any:
     sdk_logger.handlers[:], sdk_logger.propagate = [last_message], False
 
     class LoggedExporter(SpanExporter):
-        """Single writer: the SDK's thread."""
+        """Only the SDK's thread changes this object."""
 
         def __init__(self) -> None:
             self._works = True

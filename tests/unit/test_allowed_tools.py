@@ -102,7 +102,7 @@ def test_refuses_wrong_choices_by_their_place(choice: dict[str, Any], param: str
     [
         (chat_choice, of_chats(function("secnd")), r"not a declared tool\. Did you mean 'second'"),
         (responses_choice, of_responses({"type": "web_search"}), "no tool that can be called here"),
-        (chat_choice, of_chats({"type": "web_search"}), "allowed: 'function'"),
+        (chat_choice, of_chats({"type": "web_search"}), "send 'function'"),
     ],
     ids=["misspelt", "all run elsewhere", "chats have functions only"],
 )

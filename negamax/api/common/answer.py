@@ -40,7 +40,7 @@ _KEEP_ALIVE = b": keep-alive\n\n"  # An SSE comment, which clients ignore.
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One choice of an answer during generation. Single writer: the request's `AnswerWriter`."""
+    """One choice of a running answer. Only the request's `AnswerWriter` changes this object."""
 
     index: int  # Number of the choice, counted over all prompts.
     reader: ChoiceReader | PlainReader
@@ -57,7 +57,7 @@ Send = Callable[[ChoiceT, RequestOutput, list[ParserEvent]], object]
 
 
 class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
-    """Answers one request; each dialect has a subclass. Single writer: the request's handler."""
+    """Writes the answer to one request. Only the request's handler changes this object."""
 
     is_paced = False  # Whether a stream joins small text fragments.
     keeps_parts = False  # Whether a failed answer keeps the output before the error.
@@ -184,7 +184,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
 
 class _Chunks:
-    """Writes the chunks of a stream in order. Single writer: the stream's handler.
+    """Writes the chunks of a stream in order. Only the stream's handler changes this object.
 
     A thread builds each large chunk, and later chunks wait until the large chunk is written.
     """

@@ -16,7 +16,7 @@ class BlockKind(enum.Enum):
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer. Single writer: the answer's `BlockWriter`.
+    """A part of an answer. Only the answer's `BlockWriter` changes this object.
 
     The text of a call is the JSON of its arguments. A truncated call has truncated JSON.
     """
@@ -52,7 +52,7 @@ BlockEvent = BlockOpened | BlockGrew | BlockClosed
 
 
 class BlockWriter:
-    """Turns parser events into block events. Single writer: the request's handler."""
+    """Turns parser events into block events. Only the request's handler changes this object."""
 
     __slots__ = ("_calls", "_open", "blocks")
 

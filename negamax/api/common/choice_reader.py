@@ -103,7 +103,7 @@ class _CountingReader:
 
 
 class ChoiceReader(_CountingReader):
-    """Reads one choice of a chat answer. Single writer: the request's handler.
+    """Reads one choice of a chat answer. Only the request's handler changes this object.
 
     If a request has stop strings, the engine's client calls this reader as a `TextReader`, and the
     outputs contain the events. The client must know when a stop string ends the answer.
@@ -207,7 +207,7 @@ class ChoiceReader(_CountingReader):
 
 
 class PlainReader(_CountingReader):
-    """Counts a choice's tokens without parsing its text. Single writer: the request's handler."""
+    """Counts the tokens of unparsed text. Only the request's handler changes this object."""
 
     def __init__(self, chat_format: ChatFormat, prompt: Sequence[int]) -> None:
         super().__init__(chat_format, in_reasoning=chat_format.reasoning_after(prompt) == "open")

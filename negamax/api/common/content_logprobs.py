@@ -18,7 +18,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class ContentLogprobs:
-    """Finds the tokens of each block by matching texts. Single writer: the request's handler.
+    """Finds the tokens of blocks by their texts. Only the request's handler changes this object.
 
     Reasoning and content occur in the generated text in order. The search skips tags, calls and
     white space between blocks. A token that two blocks of content share belongs to the first block.

@@ -16,7 +16,7 @@ class HiddenThought:
 
 @dataclass(slots=True)
 class AssistantParts:
-    """The parts of one assistant message. Single writer: the builder of the history."""
+    """The parts of one assistant message. Only the builder of the history changes this object."""
 
     reasoning: list[str | HiddenThought] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class AssistantParts:
 
 @dataclass(slots=True)
 class History:
-    """Messages of chat completions with their places. Single writer: the history's builder."""
+    """Messages and their paths in the request. Only the history's builder changes this object."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)

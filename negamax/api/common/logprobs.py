@@ -63,7 +63,7 @@ def convert_prompt_logprobs(
 
 
 class TextLogprobWriter:
-    """Collects logprobs and text offsets of tokens. Single writer: the request's handler."""
+    """Collects logprobs and text offsets. Only the request's handler changes this object."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer

@@ -54,7 +54,7 @@ class ThoughtSigner:
 
 
 class HiddenThoughts:
-    """Unpacks the thoughts of one request up to a limit. Single writer: the request's handler."""
+    """Decodes the hidden thoughts of a request. Only the request's handler changes this object."""
 
     def __init__(self, signer: ThoughtSigner, *, context_length: int, shows_earlier: bool) -> None:
         """With `shows_earlier` the prompt shows thoughts from before the last user message."""

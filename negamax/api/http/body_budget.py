@@ -11,7 +11,7 @@ _STATE = "body_share"  # Key of the `BodyShare` in a request's state.
 
 
 class BodyBudget:
-    """The bytes of memory that request bodies may use. Single writer: the event loop.
+    """The bytes of memory that request bodies may use. Only the event loop changes this object.
 
     With several API keys, the bytes of one key must not exceed the bytes that remain free.
     """
@@ -37,7 +37,7 @@ class BodyBudget:
 
 
 class BodyShare:
-    """The bytes that one request reserves until its end. Single writer: the request's handler."""
+    """The bytes that one request reserves. Only the request's handler changes this object."""
 
     def __init__(self, budget: BodyBudget, scope: Scope) -> None:
         """Reserve bytes for the tenant in the state of `scope`, or for "" if it has no tenant."""

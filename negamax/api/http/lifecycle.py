@@ -20,7 +20,7 @@ _SILENT_SECONDS = 0.75  # If process 0's heartbeat is older, other processes are
 
 
 class Lifecycle:
-    """The state of a server process. Single writer: the event loop.
+    """The state of a server process. Only the event loop changes this object.
 
     The first columns of the process's row in `numbers` contain its load for other processes.
     """
@@ -118,7 +118,7 @@ class Lifecycle:
 
 
 class Signals:
-    """Handles SIGINT, SIGTERM and SIGHUP. Single writer: the event loop.
+    """Handles SIGINT, SIGTERM and SIGHUP. Only the event loop changes this object.
 
     The first SIGINT or SIGTERM cancels the start or drains the server. The second signal aborts
     requests, and the third signal exits at once. SIGHUP reloads files. After the process has lost

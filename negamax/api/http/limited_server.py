@@ -17,7 +17,7 @@ _CLOSE_SECONDS = 5  # Time for connections to close after the last answer.
 
 
 class LimitedServer(uvicorn.Server):
-    """Serves an app over `LimitedProtocol`. Single writer: the event loop."""
+    """Serves an app over `LimitedProtocol`. Only the event loop changes this object."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class ConnectionLimits:
 
 
 class TlsFiles:
-    """A certificate and its key, read from files. Single writer: the event loop."""
+    """A certificate and its key, read from files. Only the event loop changes this object."""
 
     def __init__(self, certfile: str, keyfile: str) -> None:
         """Raises `ConfigError` for files that do not exist or do not match."""
@@ -68,7 +68,7 @@ class TlsFiles:
 
 
 class Acceptor:
-    """Accepts connections for uvicorn. Single writer: the event loop.
+    """Accepts connections for uvicorn. Only the event loop changes this object.
 
     A connection counts as open from its acceptance, even before the end of its TLS handshake.
     """

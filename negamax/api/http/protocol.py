@@ -77,7 +77,7 @@ class BodyChannel:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. Single writer: the event loop."""
+    """One connection. Only the event loop changes this object."""
 
     def __init__(self, *args: Any, slow_client_timeout: float, **options: Any) -> None:
         """Disconnect a client that reads nothing for `slow_client_timeout` seconds."""

@@ -20,7 +20,7 @@ _RAW_DEFLATE = -15  # `wbits` of zlib for deflate data without a zlib header.
 
 
 class _Inflater:
-    """Gives zlib's decompressor the interface of zstd's. Single writer: the `Unpacker`."""
+    """Wraps zlib's decompressor in the interface of zstd. Only `Unpacker` changes this object."""
 
     def __init__(self, window_bits: int) -> None:
         self._zlib = zlib.decompressobj(window_bits)
@@ -67,7 +67,7 @@ def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
 
 
 class Unpacker:
-    """Decompresses one body. Single writer: the request's handler."""
+    """Decompresses one body. Only the request's handler changes this object."""
 
     def __init__(self, encoding: bytes) -> None:
         """`encoding` is a result of `find_encoding`."""

@@ -33,7 +33,7 @@ _END_SECONDS = 7.0  # Time limit for processes to end after `Abort`.
 
 
 class ServerSupervisor:
-    """Supervises the other server processes. Single writer: the event loop."""
+    """Supervises the other server processes. Only the event loop changes this object."""
 
     def __init__(
         self,

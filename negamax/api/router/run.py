@@ -72,7 +72,7 @@ async def serve_router(
 
 
 class RouterServer(LimitedServer):
-    """Serves the router's app. Single writer: the event loop."""
+    """Serves the router's app. Only the event loop changes this object."""
 
     def __init__(
         self, pools: Sequence[ServerPool], options: RouteOptions, *, announce: Callable[[], None]

@@ -31,7 +31,7 @@ _RETRY_SECONDS = 1.0  # Retry-After if no server answers.
 
 
 class RoutedServer:
-    """A server behind the router. Single writer: the event loop."""
+    """A server behind the router. Only the event loop changes this object."""
 
     def __init__(self, address: SplitResult, *, role: str, load: ReplicaLoad) -> None:
         """`role` is a label of metrics. Only the router writes `load`."""
@@ -117,7 +117,7 @@ class RoutedServer:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A request at a server, which counts as load until `close`. Single writer: the handler."""
+    """A request that loads a server until `close`. Only its handler changes this object."""
 
     server: RoutedServer
     num_tokens: int
@@ -141,7 +141,7 @@ class OpenCall:
 
 
 class ServerPool:
-    """Servers that can answer the same requests. Single writer: the event loop."""
+    """Servers that can answer the same requests. Only the event loop changes this object."""
 
     def __init__(self, addresses: Sequence[SplitResult], *, role: str) -> None:
         numbers = SharedNumbers(NUM_COLUMNS * len(addresses))

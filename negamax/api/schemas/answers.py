@@ -1,4 +1,4 @@
-"""Answers that several dialects share, in OpenAI's shapes with vLLM's extensions.
+"""Define answers of several API endpoints, in OpenAI's formats with vLLM's extensions.
 
 A field with the value UNSET is absent from the JSON. A field with the value None is `null`.
 """
@@ -35,7 +35,7 @@ class Usage(Struct, frozen=True):
 
     prompt_tokens: int  # Prompt tokens, including cached tokens.
     completion_tokens: int  # Generated tokens, including reasoning.
-    total_tokens: int  # Prompt and completion tokens.
+    total_tokens: int  # Sum of prompt tokens and completion tokens.
     prompt_tokens_details: PromptTokensDetails  # Details of the prompt.
     completion_tokens_details: CompletionTokensDetails  # Details of the completion.
 
@@ -48,22 +48,22 @@ class TopLogprob(Struct, frozen=True, gc=False):
 
 class ChatLogprob(Struct, frozen=True, gc=False):
     token: str  # Text of the token.
-    logprob: float  # Log-probability before sampling parameters.
+    logprob: float  # Log-probability before sampling parameters change the logits.
     bytes: list[int]  # UTF-8 bytes of the token, which may end within a character.
     top_logprobs: list[TopLogprob]  # The likeliest tokens at this position, as many as requested.
 
 
 class ChatLogprobs(Struct, frozen=True):
-    # One entry per token of the content, or of all tokens if reasoning stays in the content.
+    # One entry per content token, or per generated token if the content includes the reasoning.
     content: list[ChatLogprob | msgspec.Raw]
 
 
 class TextLogprobs(Struct, frozen=True):
-    """Logprobs of /v1/completions, one per token. The first token of a prompt has null."""
+    """Logprobs of /v1/completions, one per token. The logprob of the first prompt token is null."""
 
     tokens: list[str]  # Texts of the tokens.
     token_logprobs: list[float | None]  # Log-probabilities of the tokens.
-    top_logprobs: list[dict[str, float] | None]  # Log-probabilities of the likeliest texts.
+    top_logprobs: list[dict[str, float] | None]  # Logprobs of likely tokens, by text.
     text_offset: list[int]  # Position of each token in the choice's text, in characters.
 
 
@@ -73,14 +73,15 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str  # Text of the token.
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # Null for the first token; keys: token ids.
+# One object per prompt token, with token ids as keys. The first prompt token has null.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class TransferParams(Struct, frozen=True, kw_only=True):
-    """vLLM's `kv_transfer_params`. Routers copy this object of an answer to the next request."""
+    """vLLM's `kv_transfer_params`. Routers copy this object from answers into later requests."""
 
     do_remote_prefill: bool = False  # Another server has computed the prompt.
-    do_remote_decode: bool = False  # Keep the prompt, because another server will decode.
+    do_remote_decode: bool = False  # Keep the prompt's KV cache, because another server decodes.
     remote_block_ids: list[Any] | None = None  # Indices of the kept blocks in the prompt.
     remote_engine_id: str | None = None  # Id of the remote engine, which holds the blocks.
     remote_request_id: str | None = None  # Name of the kept prompt in the remote engine.
@@ -98,8 +99,8 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
     # Parameters for the decoding server, if the request has do_remote_decode.
     kv_transfer_params: TransferParams | UnsetType = UNSET
 
-    id: str  # A prefix, and the request's own id or a random id.
-    object: str  # The kind of answer.
+    id: str  # A prefix, followed by the request's id or a random id.
+    object: str  # The type of the object.
     created: int  # Unix time in seconds.
     model: str  # Model name that the request used.
     system_fingerprint: str  # The server's version.
@@ -128,17 +129,17 @@ class ModelList(Struct, frozen=True, kw_only=True):
     first_id: str  # Id of the first card.
     last_id: str  # Id of the last card.
     has_more: bool = False  # Always false: the list is complete.
-    models: list[dict[str, Any]] | UnsetType = UNSET  # Only for Codex: the list in Codex's format.
+    models: list[dict[str, Any]] | UnsetType = UNSET  # The list in Codex's format.
 
 
 class ReplicaHealth(Struct, frozen=True):
     replica: int  # Number of the replica, from 0.
-    status: str  # `ok`, `silent`, `restarting`, or `failed` if it is not restarted.
+    status: str  # `ok`, `silent`, `restarting` or `failed`. A failed replica stays stopped.
 
 
 class HealthAnswer(Struct, frozen=True):
     status: str  # `ok`, or `degraded` if a replica does not answer.
-    replicas: list[ReplicaHealth] | UnsetType = UNSET  # State of each of several replicas.
+    replicas: list[ReplicaHealth] | UnsetType = UNSET  # State of each replica, if not single.
 
 
 class VersionAnswer(Struct, frozen=True):

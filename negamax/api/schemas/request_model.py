@@ -1,8 +1,8 @@
 """Define the base class of all requests, which validates strictly and raises readable errors.
 
-The rules below apply to every object inside a request. `null` means that a field is left out. A
-number such as 5.0 is an integer. A field in `ignored_fields` has no effect. A field in
-`unsupported_fields` is refused with a reason, unless its value has no effect (false, 0, "", []).
+In every object of a request, `null` means that a field is left out, and a number such as 5.0 is an
+integer. A field in `ignored_fields` has no effect. A field in `unsupported_fields` may have the
+value false, 0, "" or []. Another value of an unsupported field is refused with a reason.
 
 An unknown field is refused as misspelt if its name resembles a known field that was not sent. Other
 unknown fields are ignored, because clients send fields of other servers. Only the first wrong
@@ -34,8 +34,8 @@ from negamax.base.errors import InvalidRequestError
 RequestT = TypeVar("RequestT", bound="RequestModel")
 ValueT = TypeVar("ValueT")
 
-# Fields whose names resemble fields of Negamax, but that have another meaning in other systems,
-# such as OpenRouter, llama.cpp, TensorRT-LLM, TGI and Anthropic.
+# Field names of other systems that resemble names of Negamax but have another meaning. The systems
+# are OpenRouter, llama.cpp, TensorRT-LLM, TGI and Anthropic.
 FOREIGN_FIELDS = frozenset(
     {
         "auto_max_new_tokens", "ctx_request_id", "inputs", "mode", "models",
@@ -43,11 +43,11 @@ FOREIGN_FIELDS = frozenset(
         "reasoning_format", "return_tokens", "speed",
     }
 )  # fmt: skip
-_MAX_CHECKED_FIELDS = 32  # Most unknown fields per object that are checked for misspelling.
+_MAX_CHECKED_FIELDS = 32  # At most this many unknown fields are checked for misspelling.
 
 _JSON_TYPES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
-_SHOWN_CHARS = 60  # Most characters of a wrong value that a message quotes.
+_SHOWN_CHARS = 60  # A message quotes at most this many characters of a wrong value.
 _SLIP_LIKENESS = 0.85  # Least similarity of a misspelling to a known name; 1.0 means equal.
 
 
@@ -57,9 +57,9 @@ def refuse(param: str, message: str) -> NoReturn:
 
 
 def check_choice(value: object, allowed: Collection[str], param: str, *, what: str = "") -> str:
-    """Return `value`, or raise `InvalidRequestError` about `param` unless `allowed` contains it."""
+    """Return `value` if `allowed` contains it, else raise `InvalidRequestError` about `param`."""
     if not isinstance(value, str) or value not in allowed:
-        refuse(param, f"{what}{describe(value)}; allowed: {', '.join(map(repr, allowed))}")
+        refuse(param, f"{what}{describe(value)} is none of {', '.join(map(repr, allowed))}")
     return value
 
 
@@ -68,7 +68,7 @@ def validate_one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
 
 
 def check_type(value: object, kind: type[ValueT], param: str, what: str = "") -> ValueT:
-    """Return `value`, or raise `InvalidRequestError` about `param` unless its type is `kind`."""
+    """Return `value` if its type is `kind`, else raise `InvalidRequestError` about `param`."""
     if not isinstance(value, kind):
         refuse(param, f"must be {what or _JSON_TYPES[kind]}; got {describe(value)}")
     return value
@@ -81,7 +81,7 @@ def validate_at_most(
 
     def check(value: object) -> object:
         if isinstance(value, of) and len(value) > limit:
-            refuse(field, f"{len(value)} {what}; allowed: at most {limit}")
+            refuse(field, f"the field has {len(value)} {what}; at most {limit} are allowed")
         return value
 
     return BeforeValidator(check)
@@ -133,9 +133,9 @@ class RequestModel(BaseModel):
     )
     ignored_fields: ClassVar[frozenset[str]] = frozenset()
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
-    # Values of unsupported fields without effect, in addition to false, 0, "" and [].
+    # Values that unsupported fields may have in addition to false, 0, "" and [].
     neutral_values: ClassVar[Mapping[str, object]] = {}
-    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # Accepted other names of fields.
+    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # Other names of each field.
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -227,7 +227,7 @@ def _describe_validation_error(error: ValidationError) -> InvalidRequestError:
     path = ""
     for part in first["loc"]:
         if isinstance(part, str) and _UNION_BRANCH.match(part):
-            continue  # Pydantic's name of a union branch.
+            continue  # Skip the name of a union branch, which pydantic adds.
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     kind, message = first["type"], first["msg"]
     if kind in ("unknown_parameter", "unsupported_parameter"):

@@ -73,7 +73,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
         refuse("messages", "the list is empty; send at least one message")
     if len(messages) > MAX_MESSAGES:
-        refuse("messages", f"{len(messages)} messages; allowed: at most {MAX_MESSAGES}")
+        refuse("messages", f"the list has {len(messages)} messages; send at most {MAX_MESSAGES}")
     return messages
 
 
@@ -82,7 +82,7 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in kwargs:
         field = "chat_template_kwargs"
         if name in RESERVED_KWARGS:
-            refuse(field, f"{name!r} is a field of the request itself; set it there")
+            refuse(field, f"{name!r} is a request field; set it outside chat_template_kwargs")
         if not name.isidentifier():
             refuse(field, f"{describe(name)} is not a variable name")
     return kwargs
@@ -105,16 +105,16 @@ class StreamOptions(RequestModel):
 
 
 class SamplingFields(RequestModel):
-    """Sampling parameters that have the same name in all dialects."""
+    """Sampling parameters that have the same name in all APIs."""
 
     stream_interval: int | None = Field(default=None, ge=1)  # Tokens per event of a stream.
-    temperature: float | None = None  # Sampling temperature; 0 is greedy.
+    temperature: float | None = None  # Sampling temperature; 0 selects the likeliest token.
     top_p: float | None = None  # Sample from the likeliest tokens with this total probability.
-    top_k: int | None = None  # Sample from this many of the likeliest tokens; 0 and -1: all.
-    min_p: float | None = None  # Lowest probability, as a fraction of the highest probability.
+    top_k: int | None = None  # Sample from this many of the likeliest tokens; 0 and -1 mean all.
+    min_p: float | None = None  # Least probability of a token, relative to the likeliest token.
     repetition_penalty: float | None = None  # Values above 1 make earlier tokens less likely.
-    frequency_penalty: float = 0.0  # Subtracted from a logit per occurrence of the token.
-    presence_penalty: float = 0.0  # Subtracted from the logits of the answer's tokens.
+    frequency_penalty: float = 0.0  # Subtracted from a token's logit per occurrence in the answer.
+    presence_penalty: float = 0.0  # Subtracted from a token's logit if the answer has the token.
     logit_bias: LogitBias | None = None  # Values to add to logits, by token id.
     stop_token_ids: StopTokenIds = Field(default_factory=list)  # Tokens that end the answer.
     ignore_eos: bool = False  # Continue after the end token.
@@ -122,7 +122,7 @@ class SamplingFields(RequestModel):
     def sampling_params(self, **renamed: Any) -> SamplingParams:
         """Build the engine's sampling parameters from the fields with the same names.
 
-        `renamed` has parameters for which the dialect uses another name or meaning.
+        `renamed` contains parameters that have another name or meaning in the client's API.
         """
         given = {"logit_bias": self.logit_bias or None, **renamed}
         values: dict[str, Any] = {}
@@ -137,10 +137,10 @@ class EngineRequest(RequestModel):
     """Fields that control how the engine handles a request."""
 
     stream: bool = False  # Answer with events instead of one body.
-    # Requests with lower numbers run earlier.
+    # The scheduler runs requests with lower priority numbers first.
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
     timeout: float | None = Field(default=None, gt=0)  # Time limit in seconds.
-    cache_salt: str = Field(default="", max_length=256)  # Only equal salts share cached prefixes.
+    cache_salt: str = Field(default="", max_length=256)  # Each salt has a separate prefix cache.
     # The data-parallel rank that answers. The header X-data-parallel-rank overrides this field.
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank.
@@ -156,9 +156,9 @@ class EngineRequest(RequestModel):
 class SampledRequest(EngineRequest, SamplingFields):
     """Fields of every request for generated text, named as in OpenAI, vLLM and SGLang."""
 
-    model: str | None = None  # Model name from /v1/models; default: the first name.
+    model: str | None = None  # Model name from /v1/models; the default is the first name.
     seed: int | None = None  # Equal seeds give equal random draws.
-    min_tokens: int = 0  # Least tokens before an end token or stop string ends the answer.
+    min_tokens: int = 0  # An answer with fewer tokens ignores end tokens and stop strings.
 
 
 class TurnRequest(SampledRequest):
@@ -182,15 +182,15 @@ class GenerationRequest(SampledRequest):
         **dict.fromkeys(
             ("stop_regex", "repetition_detection"), "it is not implemented yet"
         ),
-        "bad_words": "a word can be written in other tokens than those that would be forbidden; "
-                     "use logit_bias for tokens",
+        "bad_words": "several sequences of tokens can spell a word; forbid single tokens with "
+                     "logit_bias",
         "logits_processors": "the server runs no code of clients",
         "custom_logit_processor": "the server runs no code of clients",
-        "truncate_prompt_tokens": "a prompt without its beginning is another prompt; shorten it "
-                                  "where it is made",
+        "truncate_prompt_tokens": "the server does not shorten prompts; send a shorter prompt "
+                                  "instead",
         "lora_path": "the server has no adapters",
         "session_params": "send the whole conversation; its prefix is cached",
-        "return_hidden_states": "hidden states do not leave the engine",
+        "return_hidden_states": "the server does not return hidden states",
         "best_of": "choices are not ranked; use n",
         "use_beam_search": "there is no beam search; use n with a temperature",
     }  # fmt: skip
@@ -206,12 +206,12 @@ class GenerationRequest(SampledRequest):
     include_stop_str_in_output: bool = False  # Keep the stop string or token in the answer.
     no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output.
     skip_special_tokens: bool = True  # Omit the text of special tokens.
-    prompt_logprobs: int | None = None  # Alternatives per prompt token; not in streams.
+    prompt_logprobs: int | None = None  # Likely tokens to list per prompt position.
     thinking_token_budget: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's thinking_token_budget.
     return_tokens_as_token_ids: bool = False  # Write token 123 as "token_id:123" in logprobs.
     return_token_ids: bool = False  # Return the token ids of prompt and answer.
-    request_id: RequestId | None = None  # Part of the answer's id.
+    request_id: RequestId | None = None  # The answer's id contains this id.
     rid: RequestId | None = None  # SGLang's name for request_id.
 
     @property
@@ -220,12 +220,12 @@ class GenerationRequest(SampledRequest):
         return self.max_thinking_tokens if budget is None else budget
 
     def answer_id(self, prefix: str) -> str:
-        """Return the answer's id, which has `prefix` and then the client's id or a random id."""
+        """Return the answer's id, which is `prefix` followed by the client's id or a random id."""
         return f"{prefix}-{self.request_id or self.rid or secrets.token_hex(16)}"
 
     def sampling_params(self, **renamed: Any) -> SamplingParams:
         if self.prompt_logprobs is not None and self.stream:
-            refuse("prompt_logprobs", "not available in a stream; send stream=false")
+            refuse("prompt_logprobs", "a stream cannot contain prompt_logprobs; send stream=false")
         allowed = self.allowed_token_ids
         return super().sampling_params(
             allowed_token_ids=None if allowed is None else list(dict.fromkeys(allowed)),

@@ -19,7 +19,7 @@ from negamax.config.grammar import Grammar, GrammarKind, written
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
-# Grammar kind of each request field, and (below) of each key of `structured_outputs`.
+# Grammar kind of each request field. The next table has the keys of `structured_outputs`.
 _FIELD_KINDS: dict[str, GrammarKind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -38,8 +38,8 @@ _STRUCTURED_KINDS: dict[str, GrammarKind] = {
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }
-_MAX_KEY_CHARS = 60  # Most characters of an unknown key that a message quotes.
-_COMPACT = "disable_any_whitespace"  # Key of `structured_outputs`.
+_MAX_KEY_CHARS = 60  # A message quotes at most this many characters of an unknown key.
+_COMPACT = "disable_any_whitespace"  # Key of `structured_outputs` for JSON without white space.
 _UNSUPPORTED_OPTIONS = ("whitespace_pattern", "disable_additional_properties")
 _IGNORED_OPTIONS = ("disable_fallback", "_backend", "_backend_was_auto")  # vLLM's internal keys.
 
@@ -50,7 +50,7 @@ class StructuredRequest(GenerationRequest):
     JSON schemas and structural tags may be objects or JSON text.
     """
 
-    # OpenAI's object, with the `type` text, json_object, json_schema or structural_tag.
+    # OpenAI's object, whose `type` is text, json_object, json_schema or structural_tag.
     response_format: dict[str, Any] | None = None
     # vLLM's object, with one of the keys `json`, `json_object`, `regex`, `choice`, `grammar` and
     # `structural_tag`. The key `disable_any_whitespace` requests JSON without white space.
@@ -92,12 +92,12 @@ class StructuredRequest(GenerationRequest):
 
 
 def _read_options(structured: Mapping[str, Any]) -> bool | None:
-    """Refuse unknown keys of `structured_outputs`. Return `disable_any_whitespace` or None."""
+    """Refuse unknown keys of `structured_outputs`. Return the value of `disable_any_whitespace`."""
     known = [*_STRUCTURED_KINDS, _COMPACT, *_IGNORED_OPTIONS]
     for name, value in structured.items():
         if value is None or name in known or (name in _UNSUPPORTED_OPTIONS and value is False):
             continue
-        hint = suggest_nearest(name, known) or f" Known are {', '.join(_STRUCTURED_KINDS)}."
+        hint = suggest_nearest(name, known) or f" Known keys: {', '.join(_STRUCTURED_KINDS)}."
         is_known = name in _UNSUPPORTED_OPTIONS
         problem = "is not supported; leave it out" if is_known else f"is not a known key.{hint}"
         refuse(f"structured_outputs.{name[:_MAX_KEY_CHARS]}", problem)
@@ -120,7 +120,7 @@ def build_format_grammar(
         case "json_object" if form.get("schema") is None:
             return Grammar(kind="json_object")
         case "json_object":
-            is_nested = False  # llama.cpp's clients put the schema here.
+            is_nested = False  # Clients of llama.cpp put the schema beside this type.
         case "structural_tag":
             return build_grammar("structural_tag", dict(form), param=param)
     described: Any = form

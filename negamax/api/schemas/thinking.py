@@ -15,12 +15,12 @@ from negamax.text.chat_template import ChatTemplate
 MODES = ("enabled", "disabled", "adaptive")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # Keys of template kwargs.
+_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # Template variables.
 
 
 class ReasoningPlace(enum.Enum):
-    FIELD = "a field of its own"
-    BLOCK = "a block of its own, unless the server leaves it in the content as generated"
+    FIELD = "a separate field"
+    BLOCK = "a separate block, or the content if the server does not parse reasoning"
     CONTENT = "the content, between think tags"
     NOWHERE = "left out"
 
@@ -45,7 +45,7 @@ class ThinkingChoice:
         return "disabled" if self.effort == "minimal" and template.reads("thinking_mode") else None
 
     def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return the variables that `template` reads. If thinking is disabled, effort is None."""
+        """Return the variables that `template` reads. Disabled thinking omits the effort."""
         mode = self.mode_for(template)
         variables = {
             "thinking_mode": mode,

@@ -1,4 +1,4 @@
-"""Check declared functions and `tool_choice` for all API dialects."""
+"""Check declared functions and `tool_choice` for all APIs."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -37,7 +37,7 @@ def load_client_tools(dialect: str) -> dict[str, ClientTool]:
 
 def check_tool_count(count: int, *, field: str = "tools") -> None:
     if count > MAX_TOOLS:
-        refuse(field, f"{count} tools; allowed: at most {MAX_TOOLS}")
+        refuse(field, f"the request has {count} tools; at most {MAX_TOOLS} are allowed")
 
 
 def check_function(
@@ -45,7 +45,7 @@ def check_function(
 ) -> None:
     """Refuse a function if the prompt or the parser cannot use its name, description or schema.
 
-    `where` is the path of the function in the request. `schema_field` names its schema's field.
+    `where` is the path of the function in the request. The field `schema_field` has the schema.
     """
     name = function.get("name")
     if (
@@ -56,7 +56,7 @@ def check_function(
         allowed = (
             f"1 to {MAX_TOOL_NAME_CHARS} characters without quotes, angle brackets and line breaks"
         )
-        refuse(f"{where}.name", f"{describe(name)}; allowed: {allowed}")
+        refuse(f"{where}.name", f"{describe(name)} is not allowed; send {allowed}")
     for key, kind in (("description", str), (schema_field, dict)):
         if not isinstance(function.get(key), kind | None):
             refuse(f"{where}.{key}", f"must be a JSON {'string' if kind is str else 'object'}")
@@ -76,18 +76,18 @@ def check_mended_tools(tools: object) -> None:
 
 def _check_writable(schema: object, place: str, *, mended: str = "") -> None:
     if (found := find_unwritable(schema, mended=mended)) is not None:
-        refuse(f"{place}{found}", f"holds {UNWRITABLE}, which a strict schema must not contain")
+        refuse(f"{place}{found}", f"contains {UNWRITABLE}, which strict schemas must not contain")
 
 
 def check_function_tools(
     tools: list[dict[str, Any]], *, field: str = "tools"
 ) -> list[dict[str, Any]]:
-    """Check the parts of tools that the prompt and the parser need."""
+    """Check the fields of tools that the prompt and the parser need."""
     check_tool_count(len(tools), field=field)
     for index, tool in enumerate(tools):
         where = f"{field}[{index}]"
         if tool.get("type", "function") != "function":
-            refuse(f"{where}.type", f"{describe(tool['type'])}; allowed: 'function'")
+            refuse(f"{where}.type", f"{describe(tool['type'])} is not allowed; send 'function'")
         function = tool.get("function")
         if not isinstance(function, dict):
             refuse(f"{where}.function", f"must be an object with a name; got {describe(function)}")
@@ -109,7 +109,7 @@ def build_function_tool(
 
 
 def show_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Format functions as chat templates do, to show them within the conversation."""
+    """Format functions as chat templates do, to show the functions within the conversation."""
     lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return "\n".join(("<tools>", *(f"<tool>{line}</tool>" for line in lines), "</tools>"))
 
@@ -120,10 +120,10 @@ def read_allowed_tools(
     may_run_elsewhere: bool = False,
     named_by_type: Collection[str] = (),
 ) -> tuple[str, dict[str, str]]:
-    """Return the mode of a `tool_choice` of type "allowed_tools", and map its names to their paths.
+    """Return the mode of a `tool_choice` of type "allowed_tools", and the path of each tool name.
 
-    The choice may have the shape of chat completions or of Responses. A tool whose
-    type is in `named_by_type` has its type as name. `may_run_elsewhere` skips unknown types.
+    The choice may have the format of chat completions or of /v1/responses. If `named_by_type`
+    contains the type of a tool, the type is the name. `may_run_elsewhere` skips unknown types.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:
@@ -132,7 +132,7 @@ def read_allowed_tools(
         refuse(field, f"must be an object with a mode and tools; got {describe(described)}")
     mode, tools = described.get("mode", "auto"), described.get("tools")
     if mode not in ("auto", "required"):
-        refuse(f"{field}.mode", f"{describe(mode)}; allowed: 'auto', 'required'")
+        refuse(f"{field}.mode", f"{describe(mode)} is not allowed; send 'auto' or 'required'")
     if not isinstance(tools, list):
         refuse(f"{field}.tools", f"must be a list of tools; got {describe(tools)}")
     check_tool_count(len(tools), field=f"{field}.tools")
@@ -148,7 +148,7 @@ def read_allowed_tools(
         if kind not in ("function", "custom"):
             if may_run_elsewhere and isinstance(kind, str):
                 continue
-            refuse(f"{where}.type", f"{describe(kind)}; allowed: 'function'")
+            refuse(f"{where}.type", f"{describe(kind)} is not allowed; send 'function'")
         where, tool = (f"{where}.{kind}", tool[kind]) if kind in tool else (where, tool)
         name = tool.get("name") if isinstance(tool, Mapping) else None
         if not isinstance(name, str):
@@ -157,7 +157,7 @@ def read_allowed_tools(
     if not names:
         refuse(
             f"{field}.tools",
-            "has no tool that can be called here; name at least one, or use tool_choice 'none'",
+            "has no tool that can be called here; add a tool, or use tool_choice 'none'",
         )
     return mode, names
 
@@ -167,7 +167,7 @@ class CallChoice:
     """The tool calls that an answer may or must contain.
 
     `mode` is "auto", "none", "required" or "function". With "function", `name` is the forced tool.
-    `allowed` has the names of the tools that may be called. None allows all tools.
+    `allowed` contains the names of the tools that may be called. None allows all tools.
     """
 
     mode: str = "auto"
@@ -193,7 +193,7 @@ def check_call_choice(
     parallel: bool,
     allowed: Mapping[str, str] | None = None,
 ) -> CallChoice:
-    """Check a tool choice. `mode` is auto, none, required or function, which needs a `name`.
+    """Check a tool choice. `mode` is auto, none, required or function. "function" needs a `name`.
 
     `allowed` maps the names of the tools that may be called to the paths of these names.
     """
@@ -208,11 +208,11 @@ def check_call_choice(
     if not tools:
         refuse(
             "tool_choice",
-            "asks for a call, but there are no tools to call; send tools that the client runs, "
+            "forces a call, but there are no tools to call; send tools that the client runs, "
             "or use 'auto'",
         )
     if mode == "required":
         return CallChoice("required", parallel=parallel, allowed=may_call)
     if name not in names:
-        refuse("tool_choice", f"names the tool {describe(name)}, which is not declared")
+        refuse("tool_choice", f"forces the tool {describe(name)}, which is not declared")
     return CallChoice("function", name, parallel=False)

@@ -40,7 +40,7 @@ def make_chat_router(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=body_schema)
     async def chat_completions(http: Request) -> Response:
-        """Answer a conversation, whole or as a stream of server-sent events."""
+        """Answer a conversation with one JSON object or a stream of server-sent events."""
         request = await read_api_request(context, http, schema.ChatRequest)
         chat = request.params
         model = context.model_name(chat.model)
@@ -55,7 +55,7 @@ def make_chat_router(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/chat/completions/render", openapi_extra=body_schema)
     async def render(http: Request) -> Response:
-        """Return the text and the tokens of a conversation's prompt without an answer."""
+        """Return the text and the token ids of a conversation's prompt. Generate no answer."""
         request = await read_api_request(context, http, schema.ChatRequest)
         chat = request.params
         model = context.model_name(chat.model)
@@ -80,7 +80,7 @@ def _build_sampling(context: ApiContext, chat: schema.ChatRequest) -> SamplingPa
     sampling = chat.sampling_params(max_tokens=limit, logprobs=chat.num_logprobs)
     most = context.engine.info.max_logprobs
     if (sampling.logprobs or 0) > most:
-        refuse("top_logprobs", f"{sampling.logprobs}; allowed: 0 to {most}")
+        refuse("top_logprobs", f"the value {sampling.logprobs} is not allowed; send 0 to {most}")
     check_sampling(context, sampling)
     return sampling
 
@@ -115,16 +115,16 @@ def _build_turn(context: ApiContext, chat: schema.ChatRequest) -> Turn:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _ChatChoice(Choice):
-    """Unsent output of a choice. Single writer: the request's `_ChatWriter`."""
+    """Unsent output of a choice. Only the request's `_ChatWriter` changes this object."""
 
     reader: ChoiceReader
     blocks: BlockWriter
-    found: ContentLogprobs | None  # None without logprobs, or if all tokens get logprobs.
+    found: ContentLogprobs | None  # None if no tokens or all tokens get logprobs.
     events: list[ParserEvent] = field(default_factory=list)  # Events of a whole answer.
     role_sent: bool = False
-    entries: list[TokenLogprobs] = field(default_factory=list)  # Logprobs to convert.
+    entries: list[TokenLogprobs] = field(default_factory=list)  # Logprobs that are not converted.
     logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # Unsent logprobs.
-    # Unsent token ids, or all token ids of a whole answer; only with return_token_ids.
+    # With return_token_ids: unsent token ids of a stream, or all token ids of a whole answer.
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -182,7 +182,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
         deltas = self._deltas(choice, events)
         is_last = output.finish_reason is not None
         if not (deltas or is_last) and self._reports_tokens and output.token_ids:
-            deltas = [schema.Delta()]  # The tokens have no text yet.
+            deltas = [schema.Delta()]  # Reports tokens that have no text yet.
         chunks = [encode_event(self._chunk(choice, delta)) for delta in deltas]
         if is_last:
             chunks.append(encode_event(self._chunk(choice, schema.Delta(), last=True)))
@@ -282,7 +282,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
             )
             for known, call in zip(reader.calls, parsed.tool_calls, strict=True)
         ]
-        logprobs: list[ChatLogprob | msgspec.Raw] = [  # JSON takes less memory than objects.
+        logprobs: list[ChatLogprob | msgspec.Raw] = [  # JSON text needs less memory than objects.
             msgspec.Raw(encode(entry)) for entry in self._convert_logprobs(choice, choice.events)
         ]
         content = self._echo + (parsed.content or "")

@@ -39,9 +39,9 @@ def _check_tool_choice(choice: object) -> object:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     allowed = (
         "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}}, "
-        "{'type': 'allowed_tools', ...}"
+        "or {'type': 'allowed_tools', ...}"
     )
-    refuse("tool_choice", f"{describe(kind)}; allowed: {allowed}")
+    refuse("tool_choice", f"the value {describe(kind)} is not allowed; send {allowed}")
 
 
 def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
@@ -49,7 +49,7 @@ def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _get_chosen_name(choice: dict[str, Any]) -> str | None:
-    """Return the function name in `choice`, which may also have the flat shape of Responses."""
+    """Return the function name in `choice`, which has the format of chats or of /v1/responses."""
     if choice.get("type", "function") != "function":
         return None
     function = choice.get("function", choice)
@@ -69,24 +69,21 @@ class ThinkingParam(RequestModel):
     type: Annotated[str, validate_one_of("thinking.type", MODES)] = (
         "enabled"  # With "adaptive" the model decides whether to think.
     )
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Most reasoning tokens; 0 means none.
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Limit of reasoning tokens.
 
 
 class ChatRequest(StructuredRequest):
-    """A conversation to answer.
-
-    Messages and tools keep the client's key order, because the template renders it.
-    """
+    """A conversation to answer. The template renders the keys of tools in the client's order."""
 
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         **StructuredRequest.unsupported_fields,
-        "functions": "it was replaced by tools",
-        "function_call": "it was replaced by tool_choice",
+        "functions": "send tools instead of functions",
+        "function_call": "send tool_choice instead of function_call",
         "audio": "this model writes text only",
         "web_search_options": "the server does not search the web",
-        "documents": "put them into a message",
+        "documents": "put the documents into a message",
         "chat_template": "the template is chosen when the server starts (--chat-template)",
-        "input_ids": "this endpoint takes messages; use /v1/completions",
+        "input_ids": "this endpoint reads messages; send token ids to /v1/completions",
         **dict.fromkeys(
             ("thread", "conversation", "previous_response_id"),
             "send the whole conversation; its prefix is cached",
@@ -97,39 +94,40 @@ class ChatRequest(StructuredRequest):
     synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {"max_tokens": ("max_completion_tokens",)}
 
     messages: Messages  # At most 16,384 messages; the latest message is last.
-    max_tokens: int | None = Field(default=None, ge=0)  # Token limit; 0 only caches the prompt.
+    # Limit of generated tokens. With 0, the server caches the prompt and returns no text.
+    max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
-    top_logprobs: int | None = Field(default=None, ge=0)  # Alternatives per token; needs logprobs.
+    top_logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
     tools: Tools | None = None  # Functions that the model may call; at most 1,024.
     # Whether the model may or must call tools, and which tools it may call.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
-    parallel_tool_calls: bool = True  # False allows at most one call.
+    parallel_tool_calls: bool = True  # False allows at most one call per answer.
     # Requested kinds of output. Only text is supported.
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
     add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
     continue_final_message: bool = False  # Requires add_generation_prompt=false.
-    echo: bool = False  # With continue_final_message, repeat the continued text.
-    thinking: ThinkingParam | None = None  # Whether the model thinks, and its token limit.
-    # Whether the model thinks; the modes are those of M3's chat template.
+    echo: bool = False  # Return also the text that continue_final_message continues.
+    thinking: ThinkingParam | None = None  # Whether the model thinks, and the token limit.
+    # Thinking mode of M3's chat template: enabled, disabled or adaptive.
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
-    enable_thinking: bool | None = None  # True selects mode enabled, false selects disabled.
-    # How much the model thinks, if the chat template has efforts; "none" disables thinking.
+    enable_thinking: bool | None = None  # True sets thinking_mode to enabled, false to disabled.
+    # How much the model thinks, if the template uses the effort. "none" disables thinking.
     reasoning_effort: Annotated[str, validate_one_of("reasoning_effort", EFFORTS)] | None = None
     include_reasoning: bool = True  # False omits the reasoning from the answer.
-    separate_reasoning: bool | None = None  # SGLang's field; false leaves reasoning in the content.
-    reasoning_split: bool | None = None  # MiniMax's separate_reasoning; adds reasoning_details.
-    stream_reasoning: bool = True  # SGLang's field; false sends the reasoning in one piece.
+    separate_reasoning: bool | None = None  # SGLang's field; false keeps the reasoning in content.
+    reasoning_split: bool | None = None  # MiniMax's field; true adds reasoning_details to answers.
+    stream_reasoning: bool = True  # SGLang's field; false sends all reasoning in one chunk.
 
     @property
     def token_limit(self) -> int | None:
-        """The limit of generated tokens. None allows the rest of the context length."""
+        """The limit of generated tokens. None allows all tokens that fit in the context length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of alternatives per token, or None without logprobs."""
+        """The number of likely tokens to list per position, or None without logprobs."""
         if not self.logprobs:
             if self.top_logprobs:
                 refuse("top_logprobs", "needs logprobs=true")
@@ -138,7 +136,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools of the request and its system messages, or None with tool_choice 'none'."""
+        """The tools of the request and of its system messages. None if tool_choice is 'none'."""
         if self.tool_choice == "none":
             return None
         tools = list(self.tools or ())
@@ -152,7 +150,7 @@ class ChatRequest(StructuredRequest):
         return tools or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
-        """Return which tools the model may or must call. Raises `InvalidRequestError`."""
+        """Return which tools the model may or must call, or raise `InvalidRequestError`."""
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if _allows_some(choice):
             mode, names = read_allowed_tools(choice)
@@ -176,7 +174,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def reasoning_place(self) -> ReasoningPlace | None:
-        """The place of the reasoning in the answer. None selects the server's default."""
+        """Where the answer contains the reasoning. None selects the server's default."""
         if not self.include_reasoning:
             return ReasoningPlace.NOWHERE
         split = self.separate_reasoning if self.reasoning_split is None else self.reasoning_split
@@ -186,21 +184,21 @@ class ChatRequest(StructuredRequest):
 
 
 class FunctionCall(Struct, frozen=True):
-    name: str | UnsetType = UNSET  # Tool name; a stream sends it in the first piece of a call.
-    arguments: str | UnsetType = UNSET  # JSON text; a stream sends it in pieces.
+    name: str | UnsetType = UNSET  # Tool name; only the first delta of a call has the name.
+    arguments: str | UnsetType = UNSET  # JSON text of the arguments, or its next part in a stream.
 
 
 class ToolCall(Struct, frozen=True):
-    """A tool call, or one piece of a call in a stream. Only pieces have an `index`."""
+    """A tool call in an answer, or a new part of a tool call in a stream."""
 
-    index: int | UnsetType = UNSET  # Number of the call in the message; only in streams.
-    id: str | UnsetType = UNSET  # Id for tool_call_id; a stream sends it in the first piece.
-    type: str | UnsetType = UNSET  # Always `function`; a stream sends it in the first piece.
+    index: int | UnsetType = UNSET  # Number of the call in the message; sent only in streams.
+    id: str | UnsetType = UNSET  # Id of the call; only the first delta of a call has the id.
+    type: str | UnsetType = UNSET  # Always `function`; only the first delta of a call has a type.
     function: FunctionCall = FunctionCall()  # The called function and its arguments.
 
 
 class ReasoningDetail(Struct, frozen=True):
-    """Reasoning in MiniMax's own shape. In a stream, `text` contains only the new part."""
+    """Reasoning in MiniMax's format. In a stream, `text` contains only the new part."""
 
     text: str  # Text of the reasoning.
     type: str = "reasoning.text"  # Kind of detail.
@@ -211,11 +209,11 @@ class ReasoningDetail(Struct, frozen=True):
 
 class Message(Struct, frozen=True):
     role: str  # Always `assistant`.
-    content: str | None  # Text without reasoning and calls; null if there are only calls.
+    content: str | None  # Text without reasoning and calls; null if the message has only calls.
     reasoning_content: str | None  # The reasoning, separate from the content.
     reasoning: str | None  # Same text as reasoning_content, for vLLM's clients.
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Only with reasoning_split.
-    tool_calls: list[ToolCall] | UnsetType = UNSET  # Calls in the model's order.
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Sent if reasoning_split is set.
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # Tool calls in the order of generation.
 
 
 class ChatChoice(Struct, frozen=True):
@@ -224,25 +222,25 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None  # Log-probabilities, if requested.
     finish_reason: str | None  # One of `stop`, `length`, `tool_calls` and `abort`.
     stop_reason: int | str | None  # Stop string or stop token id that ended the answer.
-    token_ids: list[int] | UnsetType = UNSET  # Ids of the generated tokens, with return_token_ids.
+    token_ids: list[int] | UnsetType = UNSET  # Token ids of the answer, with return_token_ids.
 
 
 class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion"
-    choices: list[ChatChoice]  # The n choices in order.
+    choices: list[ChatChoice]  # The `n` choices in the order of `index`.
     usage: Usage  # Token counts.
-    # Only with prompt_logprobs: null, then one object per prompt token with token ids as keys.
+    # Logprobs of each prompt token, by token id. The first prompt token has null.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, with return_token_ids.
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Sent if return_token_ids is set.
 
 
 class Delta(Struct, frozen=True):
-    role: str | UnsetType = UNSET  # Always `assistant`, in the first delta.
+    role: str | UnsetType = UNSET  # Always `assistant`; only the first delta has a role.
     content: str | UnsetType = UNSET  # The next text, without reasoning and tool calls.
     reasoning_content: str | UnsetType = UNSET  # The next reasoning, in a delta without content.
     reasoning: str | UnsetType = UNSET  # Same text as reasoning_content, for vLLM's clients.
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Only with reasoning_split.
-    tool_calls: list[ToolCall] | UnsetType = UNSET  # The next pieces of calls.
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Sent if reasoning_split is set.
+    tool_calls: list[ToolCall] | UnsetType = UNSET  # The next parts of tool calls.
 
 
 class ChatChunkChoice(Struct, frozen=True):
@@ -250,14 +248,14 @@ class ChatChunkChoice(Struct, frozen=True):
     delta: Delta  # New part of the choice.
     logprobs: ChatLogprobs | None = None  # Logprobs of the tokens since the last chunk.
     finish_reason: str | None = None  # `stop`, `length`, `tool_calls` or `abort` in the last chunk.
-    stop_reason: int | str | UnsetType | None = UNSET  # Stop string or stop token id, at the end.
-    token_ids: list[int] | UnsetType = UNSET  # New token ids, with return_token_ids.
+    stop_reason: int | str | UnsetType | None = UNSET  # Stop string or id, in the last chunk.
+    token_ids: list[int] | UnsetType = UNSET  # New token ids, if return_token_ids is set.
 
 
 class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     choices: list[ChatChunkChoice]  # One choice, or none in the chunk with token counts.
-    usage: Usage | UnsetType | None = UNSET  # Only with include_usage; null in other chunks.
+    usage: Usage | UnsetType | None = UNSET  # Counts, or null; sent only with include_usage.
     prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, in the first chunk only.
 
 

@@ -26,7 +26,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
 
 _CHARS_PER_TOKEN = 4
-_BYTES_PER_PROMPT_TOKEN = 8  # Approximate size of a token's text and id.
+_BYTES_PER_PROMPT_TOKEN = 8  # Estimated size of a token's text and id in the answer.
 
 
 def make_completions_router(context: ApiContext) -> APIRouter:
@@ -83,7 +83,7 @@ def _check_echo(params: CompletionRequest, *, max_chars: int) -> None:
             len(one) * (1 if isinstance(one, str) else _CHARS_PER_TOKEN) for one in params.prompt
         )
         if (count := params.n * sum(sizes)) > max_chars:
-            refuse("echo", f"{params.n} choices repeat {count} characters; allowed: {max_chars}")
+            refuse("echo", f"{params.n} choices repeat {count} characters; limit: {max_chars}")
 
 
 def _build_sampling(params: CompletionRequest) -> SamplingParams:
@@ -99,7 +99,7 @@ def _build_sampling(params: CompletionRequest) -> SamplingParams:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _TextChoice(Choice):
-    """Unsent output of a choice. Single writer: the request's `_TextWriter`."""
+    """Unsent output of a choice. Only the request's `_TextWriter` changes this object."""
 
     logprobs: TextLogprobWriter
     text: list[str] = field(default_factory=list)
@@ -125,7 +125,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         super().__init__(context, params, source, choices, answer_id=answer_id, model=model)
         self._params = params
         self._prompts = prompts
-        self._echoes: dict[int, str] = {}  # Echoed texts by prompt index.
+        self._echoes: dict[int, str] = {}  # The echoed text of each prompt, by prompt index.
 
     def count_bytes(self, choice: _TextChoice, output: RequestOutput) -> int:
         shows_prompt = self._params.echo or self._params.return_token_ids
@@ -159,7 +159,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         return encode_event(TextAnswer(**self._head, choices=choices, usage=self._chunk_usage))
 
     def _begin(self, choice: _TextChoice, output: RequestOutput) -> str:
-        """Return the echoed prompt that precedes a choice's text, and add the prompt's logprobs."""
+        """Return the echoed prompt or an empty text. Add the prompt's logprobs to the choice."""
         prompt, entries = self._prompts[choice.prompt_index], output.prompt_logprobs
         if entries is not None and self._params.prompt_logprobs is not None:
             choice.prompt_logprobs = convert_prompt_logprobs(self._tokenizer, entries)

@@ -34,7 +34,7 @@ def _convert_prompts(value: object) -> list[Prompt]:
     if type(value[0]) is int:
         return [check_token_ids(value, "prompt")]
     if len(value) > MAX_PROMPTS:
-        refuse("prompt", f"{len(value)} prompts; allowed: at most {MAX_PROMPTS} in one request")
+        refuse("prompt", f"the list has {len(value)} prompts; at most {MAX_PROMPTS} are allowed")
     prompts: list[Prompt] = []
     for index, part in enumerate(value):
         where = f"prompt[{index}]"
@@ -57,13 +57,13 @@ class CompletionRequest(StructuredRequest):
         "messages": "this endpoint takes a prompt; use /v1/chat/completions",
     }
 
-    # A text, a list of token ids, or a list of up to 128 prompts that are answered separately.
+    # A prompt is a text or a list of token ids. A list may contain up to 128 prompts.
     prompt: Annotated[
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
-    max_tokens: int | None = Field(default=16, ge=0)  # Token limit; with echo, 0 scores the prompt.
-    logprobs: int | None = Field(default=None, ge=0)  # Number of alternatives per token.
-    echo: bool = False  # Put the prompt, with its logprobs, before the text.
+    max_tokens: int | None = Field(default=16, ge=0)  # Limit of generated tokens; 0 requires echo.
+    logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
+    echo: bool = False  # Return the prompt and its logprobs before the generated text.
 
     @property
     def scores_only(self) -> bool:
@@ -71,27 +71,27 @@ class CompletionRequest(StructuredRequest):
         if self.max_tokens != 0:
             return False
         if not self.echo:
-            refuse("max_tokens", "0 is allowed only with echo=true; allowed: 1 or more")
+            refuse("max_tokens", "the value 0 requires echo=true; send echo=true, or 1 or more")
         return True
 
 
 class TextChoice(Struct, frozen=True):
     index: int  # Index of the prompt times n, plus index of the choice.
-    text: str  # The answer; in a stream only the new part.
+    text: str  # Text of the answer; a stream chunk has only the new text.
     logprobs: TextLogprobs | None  # Log-probabilities, if requested.
     finish_reason: str | None  # `stop`, `length` or `abort`; null before the last chunk.
     stop_reason: int | str | UnsetType | None = UNSET  # Stop string or token that ended the text.
-    token_ids: list[int] | UnsetType = UNSET  # Ids of the text's tokens, with return_token_ids.
-    # Only with prompt_logprobs: null, then one object per prompt token with token ids as keys.
+    token_ids: list[int] | UnsetType = UNSET  # Token ids of the text, with return_token_ids.
+    # Logprobs of each prompt token, by token id. The first prompt token has null.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, with return_token_ids.
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Sent if return_token_ids is set.
 
 
 class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
     """A whole answer or a stream chunk of /v1/completions."""
 
     object: str = "text_completion"
-    # `n` choices per prompt, in prompt order. A stream chunk has one; the usage chunk has none.
+    # `n` choices per prompt, in prompt order. A stream chunk contains one choice or none.
     choices: list[TextChoice]
-    # Token counts; in a stream only with include_usage, and null except in chunks with counts.
+    # Token counts. In a stream, include_usage adds the field; it is null in chunks without counts.
     usage: Usage | UnsetType | None = UNSET

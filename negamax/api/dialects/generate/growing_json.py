@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-BYTES_PER_SECOND = 2 * 2**20  # Rate limit of one stream.
+BYTES_PER_SECOND = 2 * 2**20  # Rate limit of one stream, in bytes per second.
 
 
 class GrowingList:
-    """The JSON text of a growing list. Single writer: the stream's handler."""
+    """The JSON text of a growing list. Only the stream's handler changes this object."""
 
     __slots__ = ("_text",)
 
@@ -31,7 +31,7 @@ class GrowingList:
 
 
 class RepeatPacing:
-    """Limits a stream's byte rate by spacing events. Single writer: the stream's handler."""
+    """Limits the byte rate of a stream. Only the stream's handler changes this object."""
 
     __slots__ = ("_next", "_rate")
 
@@ -41,7 +41,7 @@ class RepeatPacing:
         self._next = 0.0
 
     def is_due(self, num_bytes: int, *, now: float) -> bool:
-        """Return whether an event may be sent `now` (monotonic seconds), and count its bytes."""
+        """Return True and count the event's bytes if it may be sent at time `now`, in seconds."""
         if now < self._next:
             return False
         self._next = now + num_bytes / self._rate

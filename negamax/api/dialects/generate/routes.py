@@ -1,4 +1,4 @@
-"""SGLang's native API: /generate, and routes to abort, flush the cache and describe the server."""
+"""Serve SGLang's native API: generate text, abort requests, and describe the server."""
 
 import secrets
 import time
@@ -86,7 +86,7 @@ def make_native_router(context: ApiContext) -> APIRouter:
 
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        """Abort requests by id, or all requests. Only administrators abort other keys' requests."""
+        """Abort requests by id, or all requests. Administrators may abort requests of any key."""
         params, _ = await read_request(request, schema.AbortRequest, context.body_limits)
         meant = _read_abort(request, params)
         counts = await context.peers.ask_others(_ABORT, meant)
@@ -99,8 +99,8 @@ def make_native_router(context: ApiContext) -> APIRouter:
         num_open = context.engine.admission.num_open
         if num_open:
             raise InvalidRequestError(
-                f"{num_open} sequences run or wait; the prefix cache can be reset after their end",
-                hint="try again when they are done, or abort them",
+                f"the prefix cache cannot be reset while {num_open} sequences run or wait",
+                hint="abort the sequences, or try again after they end",
                 code="busy",
             )
         context.engine.reset_prefix_cache()
@@ -141,12 +141,12 @@ def _add_expert_routes(router: APIRouter, context: ApiContext) -> None:
 
     @router.post("/stop_expert_distribution_record")
     async def stop_expert_distribution_record(request: Request) -> Response:
-        """Stop recording (administrators only)."""
+        """Stop recording how often each expert is selected (administrators only)."""
         return await record_experts(request, "stop")
 
     @router.post("/dump_expert_distribution_record")
     async def dump_expert_distribution_record(request: Request) -> Response:
-        """Return the current or the last record of expert counts (administrators only)."""
+        """Return how often each expert was selected during the recording (administrators only)."""
         check_admin(request)
         dumps = await context.engine.record_experts("dump")
         layers = zip(*(dump.logical_count for dump in dumps), strict=True)

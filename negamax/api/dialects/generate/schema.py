@@ -32,8 +32,9 @@ class NativeSampling(SamplingFields):
         "stop_regex": "it is not implemented yet; use stop"
     }
 
-    max_new_tokens: int = Field(default=128, ge=0)  # Token limit; 0 only caches the prompt.
-    min_new_tokens: int = 0  # Least tokens before an end token or a stop string ends the answer.
+    # Limit of generated tokens. With 0, the server caches the prompt and returns no text.
+    max_new_tokens: int = Field(default=128, ge=0)
+    min_new_tokens: int = 0  # An answer with fewer tokens ignores end tokens and stop strings.
     n: int = 1  # Number of answers to the prompt.
     sampling_seed: int | None = None  # Equal seeds give equal random draws.
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.
@@ -65,7 +66,7 @@ class NativeSampling(SamplingFields):
 
 
 class NativeRequest(EngineRequest):
-    """One prompt or several, as text or as token ids."""
+    """A request to continue one or several prompts, which are texts or lists of token ids."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {"log_metrics", "modalities", "model", "weight_version"}
@@ -78,19 +79,19 @@ class NativeRequest(EngineRequest):
         "token_ids_logprob": "it is not implemented yet; use top_logprobs_num",
         "session_params": "send the whole text; its prefix is cached",
         "lora_path": "the server has no adapters",
-        "return_hidden_states": "hidden states do not leave the engine",
+        "return_hidden_states": "the server does not return hidden states",
         "custom_logit_processor": "the server runs no code of clients",
     }
 
-    text: str | list[str] | None = None  # One prompt or up to 128, instead of input_ids.
-    input_ids: list[int] | list[list[int]] | None = None  # Token ids, instead of text.
+    text: str | list[str] | None = None  # One text or up to 128 texts, instead of input_ids.
+    input_ids: list[int] | list[list[int]] | None = None  # Token ids of prompts, instead of text.
     # Parameters for all prompts, or one object per prompt.
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
     rid: RequestId | list[RequestId] | None = None  # Id of the request, or one id per prompt.
     return_logprob: bool = False  # Return the log-probability of each token in meta_info.
-    logprob_start_len: int = Field(default=-1, ge=-1)  # First position with logprobs; -1: none.
-    top_logprobs_num: int = Field(default=0, ge=0)  # Number of alternatives per token.
-    return_text_in_logprobs: bool = False  # Add the texts of tokens to logprobs.
+    logprob_start_len: int = Field(default=-1, ge=-1)  # First position with logprobs, or -1.
+    top_logprobs_num: int = Field(default=0, ge=0)  # Likely tokens to list per position.
+    return_text_in_logprobs: bool = False  # Add the text of the token to each logprob.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
 
     @property
@@ -108,7 +109,7 @@ class NativeRequest(EngineRequest):
         sent: Any = self.input_ids if self.text is None else self.text
         prompts = list(sent) if self.is_batch else [sent]
         if not 0 < len(prompts) <= MAX_PROMPTS:
-            refuse("text", f"{len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS} in one request")
+            refuse("text", f"the request has {len(prompts)} prompts; send 1 to {MAX_PROMPTS}")
         return prompts
 
     def samplings(self, count: int) -> list[NativeSampling]:
@@ -118,7 +119,7 @@ class NativeRequest(EngineRequest):
         if len(sent) != count:
             refuse(
                 "sampling_params",
-                f"{len(sent)} objects for {count} prompts; send one, or one per prompt",
+                f"{len(sent)} objects for {count} prompts; send one object, or one per prompt",
             )
         return [NativeSampling.parse(each) for each in sent]
 
@@ -129,14 +130,14 @@ class NativeRequest(EngineRequest):
                 for index in range(count)
             ]
         if len(self.rid) != count:
-            refuse("rid", f"{len(self.rid)} ids for {count} prompts; allowed: {describe(count)}")
+            refuse("rid", f"{len(self.rid)} ids for {count} prompts; send {describe(count)} ids")
         return list(self.rid)
 
 
 class AbortRequest(RequestModel):
     """Selects the requests to abort."""
 
-    rid: RequestId | None = None  # Id from a request or from its answer.
+    rid: RequestId | None = None  # Id that a request or its answer contains.
     abort_all: bool = False  # Abort the requests of all clients.
 
 
@@ -147,7 +148,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     """Metadata of an answer, with logprobs if the client requested logprobs."""
 
     id: str  # The client's rid, or a random id.
-    finish_reason: dict[str, Any] | None  # `type` (stop, length, abort); null before the end.
+    finish_reason: dict[str, Any] | None  # Object with `type` stop, length or abort; else null.
     prompt_tokens: int  # Prompt tokens, including cached tokens.
     completion_tokens: int  # Generated tokens.
     cached_tokens: int  # Prompt tokens found in the prefix cache.
@@ -156,9 +157,9 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     spec_verify_ct: int | UnsetType = UNSET  # Steps with draft tokens, in a complete answer.
     spec_draft_token_num: int | UnsetType = UNSET  # Verified draft tokens.
     spec_accept_token_num: int | UnsetType = UNSET  # Accepted draft tokens.
-    spec_accept_rate: float | UnsetType = UNSET  # Share of draft tokens that were accepted.
-    spec_accept_length: float | UnsetType = UNSET  # Tokens per step with draft tokens.
-    # One [log-probability, token id, text or null] per prompt token from logprob_start_len on.
+    spec_accept_rate: float | UnsetType = UNSET  # Fraction of draft tokens that were accepted.
+    spec_accept_length: float | UnsetType = UNSET  # Mean tokens per step with drafts.
+    # A list [logprob, token id, text or null] per prompt token, starting at logprob_start_len.
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # One entry per answer token.
     # The likeliest tokens at each position of the prompt.
@@ -171,7 +172,7 @@ class NativeAnswer(Struct, frozen=True, kw_only=True):
     text: str  # The answer so far.
     output_ids: list[int]  # Token ids of the answer so far.
     meta_info: MetaInfo  # Token counts, logprobs and finish reason.
-    index: int | UnsetType = UNSET  # Number of the choice, if there are several.
+    index: int | UnsetType = UNSET  # Number of the choice, if the answer has several choices.
 
 
 class NumAborted(Struct, frozen=True):
@@ -182,9 +183,9 @@ class NativeModelInfo(Struct, frozen=True, kw_only=True):
     model_path: str  # Folder or hub id of the model.
     tokenizer_path: str  # Same value as model_path.
     is_generation: bool = True  # The model generates text.
-    preferred_sampling_params: None = None  # Always null; /server_info has the values.
+    preferred_sampling_params: None = None  # Always null; /server_info returns these defaults.
     weight_version: str = "default"  # Always `default`.
-    has_image_understanding: bool = False  # Always false in this API.
+    has_image_understanding: bool = False  # Always false; this API reads no images.
     has_audio_understanding: bool = False  # The model reads no audio.
     architectures: list[str]  # Architectures in config.json.
 
@@ -203,11 +204,11 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     dp_size: int  # Number of data-parallel ranks in all replicas.
     page_size: int  # Tokens per block of the KV cache.
     max_running_requests: int  # Most sequences in one step.
-    max_total_num_tokens: int  # Tokens that the KV cache holds.
+    max_total_num_tokens: int  # Capacity of the KV cache in tokens.
     sampling_defaults: dict[str, Any]  # The checkpoint's defaults for missing request fields.
     num_running_reqs: int  # Number of running sequences.
     num_queue_reqs: int  # Number of waiting sequences.
-    num_used_tokens: int  # Tokens of KV cache in use.
+    num_used_tokens: int  # Tokens that the KV cache contains.
     num_generated_tokens: int  # Tokens generated since the server started.
     serving_shape: dict[str, Any]  # Settings that affect results and speed, and their `hash`.
     speculative_algorithm: str | None = None  # Method that proposes draft tokens.
@@ -215,13 +216,13 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     speculative_num_steps: int | None = None  # Most draft tokens per sequence and step.
     speculative_num_draft_tokens: int | None = None  # `speculative_num_steps` plus one.
     speculative_adaptive: bool = False  # Whether measured step times limit the draft length.
-    avg_spec_accept_length: float | None = None  # Tokens per step with draft tokens, so far.
+    avg_spec_accept_length: float | None = None  # Mean tokens per step with draft tokens.
     # Mean acceptance length that a benchmark sets; the answers become meaningless text.
     synthetic_acceptance_length: float | None = None
 
 
 class ExpertPlaces(Struct, frozen=True):
-    """The slots that hold the experts of one engine."""
+    """The assignment of experts to slots in one engine replica."""
 
     # Expert id of each slot of each layer; slots are in the order of the ranks.
     physical_to_logical_map: list[list[int]]

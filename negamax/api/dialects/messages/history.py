@@ -1,6 +1,6 @@
 """Convert Anthropic's conversations into messages of chat completions without losing content.
 
-The messages of a growing conversation keep their prefix, so that the prefix cache applies.
+The messages of a growing conversation start with unchanged messages, which the prefix cache serves.
 """
 
 import re
@@ -17,11 +17,11 @@ from negamax.text.messages import find_image, find_text, find_thought, show_unkn
 
 _ROLES = ("user", "assistant", "system")
 _CLEAR_AT = ("never", "next_user_message")
-# Types of assistant blocks that are skipped, because only their own server can read them.
+# Types of assistant blocks that are skipped, because only the server that wrote them can read them.
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip
-# Claude Code's first line differs in each request, so showing it would prevent prefix caching.
+# Claude Code begins each request with a different line, which would prevent prefix caching.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
@@ -41,12 +41,11 @@ def build_history(
     The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
     Adjacent messages of one role form one turn. In a user's turn the tool results come first.
     After tool results, a text that is a `<system-reminder>` becomes a system message, because a
-    user message would hide the thinking of the tool loop. Later system messages stay in place.
-    `tool_notes` has a text to show for each place of a block that adds or removes tools.
-    Thinking becomes reasoning, and its signature is not checked. Hidden thinking is unpacked if
-    the prompt shows it. With `reads_images`, images of users and tool results stay images.
-
-    Raises `InvalidRequestError` with the place of a part that the model cannot be shown.
+    user message would hide the thinking of the tool loop. Other system messages are not moved.
+    `tool_notes` maps the path of a block that adds or removes tools to the text to show.
+    Thinking becomes reasoning, and its signature is not checked. A hidden thought that the prompt
+    shows is decoded from its signature. With `reads_images`, images of users and tool results
+    stay images. Raises `InvalidRequestError` with the path of a part that the prompt cannot show.
     """
     history = History()
     _add_system(history, system)
@@ -66,7 +65,7 @@ def build_history(
     return history
 
 
-Blocks = list[tuple[str, Mapping[str, Any]]]  # The place of each block, and the block.
+Blocks = list[tuple[str, Mapping[str, Any]]]  # Each entry is the path of a block, and the block.
 
 
 def _add_system(history: History, system: str | list[dict[str, Any]] | None) -> None:
@@ -172,7 +171,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
                 parts.add_reasoning(
                     thought or HiddenThought(_read_string(block, "signature", place))
                 )
-            case "compaction":  # A summary by another server; null if it failed.
+            case "compaction":  # Summary by another server; null after a failure.
                 summary = _read_string(block, "content", place)
                 parts.add_text(summary and f"{summary}\n\n", is_apart=True)
             case str() if kind in _PASSED_OVER:
@@ -180,7 +179,7 @@ def _add_assistant(history: History, blocks: Blocks, family: ChatFamily | None) 
             case "tool_use":
                 parts.add_call(block.get("id"), block.get("name"), block.get("input"))
             case str() if kind.endswith("_tool_result"):
-                pass  # Result of a tool that ran on another server.
+                pass  # Skip the result of a tool that ran on another server.
             case "document" | "search_result" if shown_text := _read_document(block):
                 parts.add_text(shown_text, is_apart=True)
             case _ if (other := find_thought(block)) is not None:
@@ -202,7 +201,7 @@ def _read_user_text(block: Mapping[str, Any], place: str, family: ChatFamily | N
 
 
 def _find_image(block: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """Return the image in a block, with its place in the message, or None for other blocks."""
+    """Return the image in a block with the image's path, or None for blocks of other types."""
     part = find_image(block, place)
     if part is not None:
         _, _, inner = place.partition(".")
@@ -237,7 +236,7 @@ def _read_result(
 ) -> str | list[dict[str, Any]]:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
-    Notes avoid refusals, which end the client's session. With images, return a list of parts.
+    A refusal would end the client's session. If the result has images, return a list of parts.
     """
     parts: list[dict[str, Any]] = []
     content = block.get("content")

@@ -48,7 +48,7 @@ def make_messages_router(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/messages", openapi_extra=answer_schema)
     async def messages(http: Request) -> Response:
-        """Answer a conversation, whole or as a stream of events."""
+        """Answer a conversation with one JSON object or a stream of events."""
         request = await read_api_request(context, http, schema.MessagesRequest)
         params = request.params
         model = context.model_name(params.model)

@@ -1,4 +1,4 @@
-"""Requests, answers and stream events of Anthropic's messages."""
+"""Define requests, answers and stream events of Anthropic's messages API."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -34,7 +34,7 @@ def _refuse_thread(thread: dict[str, Any]) -> NoReturn:
     Clients recognize the error code and continue without a thread.
     """
     raise InvalidRequestError(
-        "thread: the server keeps no conversations",
+        "thread: the server stores no conversations",
         hint="send the whole conversation without thread; its prefix is cached",
         param="thread",
         code=THREAD_UNSUPPORTED,
@@ -46,7 +46,7 @@ class ThinkingConfig(RequestModel):
 
     # With adaptive and between_tools, the model decides whether to think.
     type: Annotated[str, validate_one_of("thinking.type", tuple(_THINKING))]
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Most thinking tokens; 0 means none.
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None  # Limit of thinking tokens.
     # With "omitted", only the signature contains the thinking; other values show the thinking.
     display: Annotated[str, validate_one_of("thinking.display", _DISPLAYS)] = "summarized"
 
@@ -94,10 +94,10 @@ class CountRequest(TurnRequest):
     system: str | list[dict[str, Any]] | None = None  # Text or blocks of the system prompt.
     tools: list[dict[str, Any]] | None = None  # At most 1,024 tools that the model may call.
     tool_choice: ToolChoice | None = None  # Which tools the model may or must call.
-    thinking: ThinkingConfig | None = None  # Whether the model thinks, and its token limit.
+    thinking: ThinkingConfig | None = None  # Whether and how much the model thinks.
     output_config: OutputConfig = OutputConfig()  # Reasoning effort, and format of the text.
     output_format: dict[str, Any] | None = None  # The earlier name of output_config.format.
-    # Refused with an error code that makes clients send the whole conversation.
+    # The server refuses this field with an error code that makes clients send all messages.
     thread: Annotated[dict[str, Any], AfterValidator(_refuse_thread)] | None = None
 
     @cached_property
@@ -156,9 +156,9 @@ def _find_latest_effort(messages: list[dict[str, Any]]) -> str | None:
 
 
 class MessagesRequest(CountRequest):
-    """A conversation to answer."""
+    """A request for an answer to a conversation."""
 
-    max_tokens: int = Field(ge=0)  # Token limit; 0 only caches the prompt.
+    max_tokens: int = Field(ge=0)  # Limit of generated tokens; 0 only caches the prompt.
     stop_sequences: StopStrings = Field(default_factory=list)  # Texts that end the answer.
 
 
@@ -183,11 +183,11 @@ class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
     thinking: str  # The reasoning; empty in content_block_start and with display omitted.
-    signature: str  # Signature; with display omitted it contains the reasoning.
+    signature: str  # Signature, which contains the reasoning if display is omitted.
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
-    id: str  # Id for tool_use_id in the tool_result.
+    id: str  # Id of the call, which the client sends as tool_use_id with the tool_result.
     name: str  # Name of the tool.
     input: msgspec.Raw  # The arguments; empty in content_block_start.
 
@@ -200,7 +200,7 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     type: str = "message"  # Type of the object.
     role: str = "assistant"  # Author of the message.
     model: str  # Model name that the request used.
-    content: list[ContentBlock]  # Blocks in the model's order.
+    content: list[ContentBlock]  # Blocks in the order of generation.
     # `end_turn`, `max_tokens`, `model_context_window_exceeded`, `stop_sequence` or `tool_use`.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
@@ -208,7 +208,7 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
 
 
 class TokenCount(Struct, frozen=True):
-    input_tokens: int  # Tokens of the prompt that the model would read.
+    input_tokens: int  # Number of tokens in the prompt.
 
 
 class TextDelta(Struct, frozen=True, tag="text_delta", tag_field="type"):
@@ -243,7 +243,7 @@ class Ping(Struct, frozen=True, tag="ping", tag_field="type"):
 
 class BlockStart(Struct, frozen=True, tag="content_block_start", tag_field="type"):
     index: int  # Number of the block in the content.
-    content_block: ContentBlock  # The new block, still without text.
+    content_block: ContentBlock  # The new block, which has no text yet.
 
 
 class BlockDelta(Struct, frozen=True, tag="content_block_delta", tag_field="type"):

@@ -1,6 +1,6 @@
 """Read the tools that a request to /v1/messages declares, and the tools that its messages add.
 
-The prompt shows an added tool at the place of its message, so that cached prefixes stay valid.
+The prompt shows an added tool where its message is, so that cached prefixes stay valid.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ _SERVER_SEARCH = "tool_search_tool_"  # Type prefix of tool searches that this s
 
 @dataclass(slots=True)
 class ToolsInEffect:
-    """The tools of a conversation, converted to functions. Single writer: `read_tools`."""
+    """The tools of a conversation as functions. Only `read_tools` changes this object."""
 
     shown: list[dict[str, Any]] = field(default_factory=list)  # Tools at the prompt's start.
     callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # Callable tools by name.
-    notes: dict[str, str] = field(default_factory=dict)  # Texts to show, by the block's place.
+    notes: dict[str, str] = field(default_factory=dict)  # Text to show for each block's path.
 
 
 def read_tools(
@@ -37,9 +37,9 @@ def read_tools(
 
     A client tool without a schema gets the schema of its type. Tools that run on Anthropic's
     servers are omitted. The prompt shows a tool with `defer_loading` where a message first refers
-    to the tool. If Anthropic's servers would search the tools, or if all have `defer_loading`, the
-    prompt shows all tools at its start. The first tool is always shown at the prompt's start,
-    because the template describes calls there.
+    to the tool. If a tool search of Anthropic's servers is declared, or if all tools have
+    `defer_loading`, the prompt shows all tools at its start. The first tool is always shown at the
+    prompt's start, because the template describes calls there.
     """
     effect, known, deferred = ToolsInEffect(), dict[str, dict[str, Any] | None](), set[str]()
     check_tool_count(len(tools))
@@ -87,7 +87,7 @@ def read_tools(
 def _find_changes(
     messages: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield the place, type and tool of each tool change and of each tool reference in a result."""
+    """Yield the path, type and tool of each tool change and of each tool reference in a result."""
     for index, message in enumerate(messages):
         for place, block in _list_blocks(message, f"messages[{index}]"):
             kind = block.get("type")
@@ -113,7 +113,7 @@ def _get_name(place: str, tool: Mapping[str, Any]) -> str:
 
 
 def _read_tool(where: str, declared: dict[str, Any]) -> dict[str, Any] | None:
-    """Convert a tool to a function, or return None if this server does not know the tool."""
+    """Convert a tool to a function, or return None if the tool's type is unknown."""
     tool = declared if "input_schema" in declared else _add_schema(declared)
     if tool is None:
         if declared.get("type") in (None, "custom"):

@@ -1,4 +1,4 @@
-"""The shell, patch and search tools of the Responses API that clients run.
+"""Define the shell, patch and search tools of the Responses API, which clients run.
 
 A client tool has a type instead of a name, and the model calls the tool as a function named after
 the type.
@@ -20,7 +20,7 @@ from negamax.api.schemas.tools import load_client_tools
 
 _OPERATIONS = ("create_file", "update_file", "delete_file")
 CLIENT_TOOLS = load_client_tools("responses")
-CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # Tool name by item type of its call.
+CALLS = {f"{name}_call": name for name in CLIENT_TOOLS}  # Maps a call's item type to the tool name.
 TOOL_SEARCH = "tool_search"
 FOUND_TOOLS = "tool_search_output"  # Item type of a tool search's result.
 RESULTS = tuple(
@@ -72,7 +72,7 @@ def build_call_item(
 
 
 def extract_arguments(item: Mapping[str, Any], place: str) -> Any:
-    """Return the arguments of the call `item` in the form that the model wrote."""
+    """Return the arguments of the call `item` in the format that the model wrote."""
     name = CALLS[item["type"]]
     if name == TOOL_SEARCH:
         return item.get("arguments")
@@ -92,9 +92,7 @@ def render_result(item: Mapping[str, Any], place: str) -> str:
             _render_command(part, f"{place}.output[{index}]") for index, part in enumerate(output)
         )
     if not isinstance(output, str):
-        refuse(
-            f"{place}.output", f"must be text, or a list for shell calls; got {describe(output)}"
-        )
+        refuse(f"{place}.output", f"must be text or a list of outputs; got {describe(output)}")
     if item.get("status") == "failed":
         return f"Error: {output}" if output else "Error"
     return output

@@ -51,7 +51,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     ) -> None:
         """`blank` is the response without an answer. `new_id` makes an item id from an id prefix.
 
-        `keep` receives the last state of a streamed response before the client receives it.
+        `keep` stores the final state of a streamed response. The client receives the state later.
         """
         super().__init__(blank.id, started)
         self._blank = blank
@@ -234,7 +234,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 yield self._text(
                     block, "output_text.delta", content_index=0, delta=text, logprobs=logprobs
                 )
-            # A custom tool's input is decoded from the whole JSON, so it is sent only at the end.
+            # Only the whole JSON of a custom tool's call can be decoded, at the end of the call.
             case BlockKind.CALL if not (self._is_custom(block) or self._has_own_item(block)):
                 yield self._text(block, "function_call_arguments.delta", delta=text)
 
@@ -297,7 +297,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
 
 
 def _read_custom_input(arguments: str) -> str:
-    """Return the input text of a custom tool call, or `arguments` if its JSON has another shape."""
+    """Return the input text of a custom tool call, or `arguments` if the JSON has no input text."""
     try:
         given = json.loads(arguments)
     except ValueError:

@@ -42,21 +42,21 @@ def build_history(
     family: ChatFamily | None = None,
     tool_notes: Mapping[int, str] = _NO_NOTES,
 ) -> History:
-    """Build the conversation for a model of `family`. `items` has pairs of place and item.
+    """Build the conversation for a model of `family`. `items` has pairs of a path and an item.
 
     Consecutive reasoning, assistant messages and calls form one assistant message. The text of an
     item of unknown type becomes a user message, or a system message within a loop of tool calls.
-    Unknown items without text are omitted. Reasoning is read from `content`, or else from
-    `encrypted_content` if the prompt shows it, or else from `summary`. A truncated call without a
-    result is omitted. `tool_notes` maps the number of an item that adds tools to a text.
-    Raises `InvalidRequestError` with the place of an item that cannot be shown.
+    Unknown items without text are omitted. Reasoning is read from `content`, `encrypted_content` or
+    `summary`, in this order of preference. A truncated call without a result is omitted.
+    `tool_notes` maps the number of an item that adds tools to the text that the prompt shows.
+    Raises `InvalidRequestError` with the path of an item that the prompt cannot show.
     """
     history = History()
     if instructions:
         history.add({"role": "system", "content": instructions}, place="instructions")
     parts: AssistantParts | None = None
     parts_place = ""
-    notes: list[tuple[str, str]] = []  # Texts of items between tool calls; they follow the calls.
+    notes: list[tuple[str, str]] = []  # Texts of items between calls, shown after the calls.
     local_calls = {
         item["id"]: item.get("call_id")
         for _, item in items
@@ -129,7 +129,8 @@ def _get_called_name(item: Mapping[str, Any]) -> Any:
 def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
     """Return the id of the call that a result belongs to.
 
-    A local shell result may have its call's item id. `local_calls` maps item ids to call ids.
+    The result of a local shell call may have the item id of the call instead of the call id.
+    `local_calls` maps these item ids to call ids.
     """
     call_id, item_id = item.get("call_id"), item.get("id")
     if call_id is not None or item.get("type") != "local_shell_call_output":
@@ -159,12 +160,12 @@ def _read_unknown(item: Mapping[str, Any], place: str) -> str:
     """Return the text to show for an item of an unknown type."""
     kind = item["type"]
     if kind == "compaction_trigger":
-        refuse(f"{place}.type", f"{kind!r}: the server writes no summaries; ask in a message")
+        refuse(f"{place}.type", f"{kind!r} is not supported; ask for a summary in a message")
     return "" if is_passed_over(item) else find_text(item)
 
 
 def is_passed_over(item: Mapping[str, Any]) -> bool:
-    """Return whether the prompt omits an item, because another server's model or tool wrote it."""
+    """Return whether the prompt omits an item that a model or a tool of another server wrote."""
     return item.get("type") in _PASSED_OVER or is_hosted_search(item)
 
 

@@ -1,4 +1,4 @@
-"""List the input items of a stored response in pages. As at OpenAI, all items have ids."""
+"""List the input items of a stored response in pages. As in OpenAI's API, every item has an id."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ from negamax.api.dialects.responses.items import ItemList
 from negamax.api.dialects.responses.store import Item
 from negamax.api.schemas.request_model import check_choice, describe, refuse
 
-MAX_PAGE = 100  # Most items per page, as at OpenAI.
+MAX_PAGE = 100  # Limit of items per page, as in OpenAI's API.
 _DEFAULT_PAGE = 20
 _ORDERS = ("asc", "desc")
-# Id prefixes by item type. Items of types without an id prefix get no `status`.
+# Id prefix of each item type. The server adds no `status` to items of other types.
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -44,7 +44,7 @@ def build_page(
     if limit is not None:
         size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 10 else 0
         if not 1 <= size <= MAX_PAGE:
-            refuse("limit", f"{describe(limit)}; allowed: 1 to {MAX_PAGE}")
+            refuse("limit", f"the value {describe(limit)} is not allowed; send 1 to {MAX_PAGE}")
     ids = _build_ids(items, response_id)
     numbers = list(range(len(items)))
     if order == "desc":
@@ -65,7 +65,7 @@ def build_page(
 
 def _build_ids(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
     """Return the ids of items. A missing id is built from the item's index and the response id."""
-    ids: dict[str, None] = {}  # Ids in order.
+    ids: dict[str, None] = {}  # The ids in the order of the items.
     for number, item in enumerate(items):
         item_id = item.get("id")
         if not isinstance(item_id, str) or not item_id or item_id in ids:

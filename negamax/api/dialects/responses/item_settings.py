@@ -15,10 +15,10 @@ SETTINGS = ("additional_tools", "configuration_update")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A request after its items have changed its settings.
+    """A request whose settings include the changes by its items.
 
-    `later` has the names of the tools that the prompt does not show at its start. `notes` maps the
-    number of an item that adds tools to its text.
+    `later` contains the names of tools that the prompt does not show at its start. `notes` maps the
+    number of an item that adds tools to the text that describes these tools.
     """
 
     params: ResponsesRequest
@@ -29,13 +29,13 @@ class Settings:
 def apply_settings(
     params: ResponsesRequest, items: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Settings:
-    """Apply the changes in `items` to the request. `items` has pairs of place and item.
+    """Apply the changes in `items` to the request. `items` has pairs of a path and an item.
 
-    A tool is added unless its name is taken. At its start, the prompt shows the tools of items
-    before the first message, or else the first added tools, because the template describes calls
-    at the start. Other tools are shown at the place of their item, so that
-    cached prefixes stay valid. A tool with `defer_loading` is shown where the client's search finds
-    it. The last effort and the last text format apply.
+    A tool is added if no other tool has its name. The start of the prompt shows the declared tools
+    and the tools of items before the first user message. If there are no such tools, the start
+    shows the tools that are added first, because the template describes calls there. Other tools
+    are shown where their item is, so that cached prefixes stay valid. A tool with `defer_loading`
+    is shown where a search result contains the tool. The last effort and text format apply.
     """
     tools = read_declared_tools(
         [(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())]

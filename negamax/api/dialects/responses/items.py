@@ -20,7 +20,7 @@ class SummaryText(Struct, frozen=True, tag="summary_text", tag_field="type"):
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
     text: str  # Text of the answer.
     annotations: tuple[()] = ()  # Always empty.
-    logprobs: list[ChatLogprob] = []  # Empty unless `include` requests logprobs.
+    logprobs: list[ChatLogprob] = []  # Logprobs of the text, if `include` requests logprobs.
 
 
 class Item(Struct, frozen=True, tag_field="type"):
@@ -32,12 +32,12 @@ class Item(Struct, frozen=True, tag_field="type"):
 
 class ReasoningItem(Item, frozen=True, tag="reasoning"):
     summary: list[SummaryText]  # One part if reasoning.summary is set, else empty.
-    content: list[ReasoningText]  # Always one part.
-    encrypted_content: str | UnsetType | None = UNSET  # The packed reasoning, only if requested.
+    content: list[ReasoningText]  # The list always has one part.
+    encrypted_content: str | UnsetType | None = UNSET  # The reasoning, if `include` requests it.
 
 
 class MessageItem(Item, frozen=True, tag="message"):
-    content: list[OutputText]  # Always one part.
+    content: list[OutputText]  # The list always has one part.
     role: str = "assistant"  # Author of the message.
 
 
@@ -51,7 +51,7 @@ class FunctionCallItem(Item, frozen=True, tag="function_call"):
 class CustomCallItem(Item, frozen=True, tag="custom_tool_call"):
     call_id: str  # Id to use in the custom_tool_call_output.
     name: str  # Name of the tool.
-    input: str  # Text that the tool is called with.
+    input: str  # Input text for the tool.
     namespace: str | UnsetType = UNSET  # Namespace of the tool, if it has one.
 
 
@@ -120,8 +120,8 @@ class IncompleteDetails(Struct, frozen=True):
 
 
 class ReasoningEcho(Struct, frozen=True):
-    effort: str | None  # Value in the request.
-    summary: str | None  # Value in the request.
+    effort: str | None  # Repeats the value in the request.
+    summary: str | None  # Repeats the value in the request.
 
 
 class TextEcho(Struct, frozen=True):
@@ -135,28 +135,28 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     id: str  # Id to fetch or continue the response.
     object: str = "response"  # Type of the object.
     created_at: int  # Unix time in seconds.
-    completed_at: int | None = None  # Unix time of the completion; null before.
+    completed_at: int | None = None  # Unix time of the completion; null if not completed.
     status: str  # `queued`, `in_progress`, `completed`, `incomplete`, `failed` or `cancelled`.
-    background: bool  # Value in the request.
+    background: bool  # Repeats the value in the request.
     error: ResponseError | None = None  # Why the response failed.
     incomplete_details: IncompleteDetails | None = None  # Why the response is incomplete.
-    instructions: str | None  # Value in the request.
-    max_output_tokens: int | None  # Value in the request.
+    instructions: str | None  # Repeats the value in the request.
+    max_output_tokens: int | None  # Repeats the value in the request.
     max_tool_calls: int | None = None  # Always null: calls are not limited.
-    metadata: dict[str, str]  # Value in the request.
+    metadata: dict[str, str]  # Repeats the value in the request.
     model: str  # Model name that the request used.
     output: list[OutputItem]  # Items in the order in which the model wrote them.
-    parallel_tool_calls: bool  # Value in the request.
-    previous_response_id: str | None  # Value in the request.
-    reasoning: ReasoningEcho  # Value in the request.
+    parallel_tool_calls: bool  # Repeats the value in the request.
+    previous_response_id: str | None  # Repeats the value in the request.
+    reasoning: ReasoningEcho  # Repeats the value in the request.
     service_tier: str = "default"  # Always `default`.
-    store: bool  # Value in the request.
-    temperature: float  # Value used for sampling.
-    text: TextEcho  # Value in the request.
-    tool_choice: str | JsonObject  # Value in the request.
-    tools: list[JsonObject]  # Value in the request.
-    top_logprobs: int = 0  # Value in the request.
-    top_p: float  # Value used for sampling.
+    store: bool  # Repeats the value in the request.
+    temperature: float  # Value that the sampler used.
+    text: TextEcho  # Repeats the value in the request.
+    tool_choice: str | JsonObject  # Repeats the value in the request.
+    tools: list[JsonObject]  # Repeats the value in the request.
+    top_logprobs: int = 0  # Repeats the value in the request.
+    top_p: float  # Value that the sampler used.
     truncation: str = "disabled"  # Always `disabled`.
     usage: ResponseUsage | None = None  # Token counts; null before the end.
     user: str | None = None  # No effect.
@@ -169,7 +169,7 @@ class DeletedResponse(Struct, frozen=True):
 
 
 class InputTokenCount(Struct, frozen=True):
-    input_tokens: int  # Tokens of the prompt that the model would read.
+    input_tokens: int  # Number of tokens in the prompt.
     object: str = "response.input_tokens"  # Type of the object.
 
 
@@ -214,14 +214,14 @@ class PartEvent(GrowthEvent, frozen=True, kw_only=True):
     """The events response.content_part.added and response.content_part.done."""
 
     content_index: int = 0  # Number of the part in the item's content.
-    part: OutputText | ReasoningText  # Empty part when added, whole part when done.
+    part: OutputText | ReasoningText  # An added event has an empty part, a done event all text.
 
 
 class SummaryPartEvent(GrowthEvent, frozen=True, kw_only=True):
     """The events response.reasoning_summary_part.added and response.reasoning_summary_part.done."""
 
     summary_index: int = 0  # Number of the part in the item's summary.
-    part: SummaryText  # Empty part when added, whole part when done.
+    part: SummaryText  # An added event has an empty part, and a done event the whole part.
 
 
 class TextEvent(GrowthEvent, frozen=True, kw_only=True):
@@ -234,5 +234,5 @@ class TextEvent(GrowthEvent, frozen=True, kw_only=True):
     arguments: str | UnsetType = UNSET  # All arguments, in the done event.
     input: str | UnsetType = UNSET  # The whole input, in the done event.
     name: str | UnsetType = UNSET  # Name of the tool, in the done event of the arguments.
-    # For output_text: logprobs of the delta, or of the whole text when done. Default: empty.
+    # Logprobs of the tokens of `delta` or `text`. Only events of output_text have this field.
     logprobs: list[ChatLogprob] | UnsetType = UNSET

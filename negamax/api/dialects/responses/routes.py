@@ -52,7 +52,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-_ITEMS = "items"  # Internal request between server processes that gets items by id.
+_ITEMS = "items"  # Name of the internal request that gets items from another server process.
 _FETCH_SECONDS = 5.0  # Time that a stopping server waits for a client to fetch its response.
 
 
@@ -63,7 +63,7 @@ def make_responses_router(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/responses", openapi_extra=body_schema)
     async def create(http: Request) -> Response:
-        """Answer a conversation: whole, as a stream of events, or in the background."""
+        """Answer a conversation with one object, with a stream of events, or in the background."""
         request = await _read(context, http)
         return request if isinstance(request, Response) else await responses.create(request)
 
@@ -82,7 +82,7 @@ def make_responses_router(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(http: Request, response_id: str) -> Response:
-        """List a page of a stored response's input items. Takes `order`, `limit` and `after`."""
+        """List the input items of a response. The query may have `order`, `limit` and `after`."""
         kept = responses.kept(response_id, get_tenant(http))
         items, query = kept.turn.input_items, http.query_params
         page = await run_off_loop(
@@ -133,7 +133,7 @@ class _Prepared:
 
 
 class _Responses:
-    """Stored responses and background responses. Single writer: the event loop."""
+    """Stored responses and background responses. Only the event loop changes this object."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -151,7 +151,7 @@ class _Responses:
         return kept
 
     def fetched(self, response_id: str, tenant: str) -> bytes:
-        """Return a stored response as JSON, and note the fetch. Raises the errors of `kept`."""
+        """Return a stored response as JSON. Raises `NotFoundError` if the response is unknown."""
         body = self.kept(response_id, tenant).body
         if response_id in self._awaited:
             self._awaited[response_id].set()
@@ -161,11 +161,11 @@ class _Responses:
         context, params = self._context, request.params
         model = context.model_name(params.model)
         if params.background and (params.stream or not params.store):
-            message = "a background response is fetched later; send store=true and stream=false"
+            message = "a background response needs store=true and stream=false"
             refuse("background", message)
         most = context.engine.info.max_logprobs
         if params.top_logprobs > most:
-            refuse("top_logprobs", f"{params.top_logprobs}; allowed: 0 to {most}")
+            refuse("top_logprobs", f"{params.top_logprobs} is not allowed; send 0 to {most}")
         prepared = await self._prepare(request)
         blank = self._blank(params, model=model, turn=prepared.turn)
         keep = partial(
@@ -230,13 +230,13 @@ class _Responses:
         return _Prepared(replace(request, num_bytes=num_bytes), parent, stored, in_effect, turn)
 
     def _check_chain(self, parent: StoredTurn, *, num_bytes: int) -> None:
-        """Refuse a request if it and its earlier turns together exceed the limits of one body."""
+        """Refuse a request that exceeds the limits of one body together with its earlier turns."""
         limits = self._context.body_limits
         if num_bytes > limits.num_bytes or parent.total_openers > limits.openers:
             raise PayloadTooLargeError(
                 f"previous_response_id: the conversation has {num_bytes} bytes and "
-                f"{parent.total_openers} brackets and colons; allowed: {limits.num_bytes} and "
-                f"{limits.openers}; send a shorter one as input",
+                f"{parent.total_openers} brackets and colons; at most {limits.num_bytes} and "
+                f"{limits.openers} are allowed; send a shorter conversation as input",
                 code="body_too_large",
             )
 
@@ -251,12 +251,12 @@ class _Responses:
     async def cancel(self, response_id: str, tenant: str) -> bytes:
         """Cancel a background response and return its last state.
 
-        Raises `NotFoundError` for an unknown id, `InvalidRequestError` for other responses.
+        Raises `NotFoundError` for an unknown id, and `InvalidRequestError` without `background`.
         """
         response = msgspec.json.decode(self.kept(response_id, tenant).body)
         if not response["background"]:
             raise InvalidRequestError(
-                "only a background response can be cancelled; close the connection to end this one",
+                "the response does not run in the background; close its connection to end it",
                 param="response_id",
                 code="not_in_background",
             )
@@ -272,7 +272,7 @@ class _Responses:
         blank: ResponseAnswer,
         keep: Callable[[ResponseAnswer], None],
     ) -> None:
-        """Run a response in the background and store its last state unless it was deleted."""
+        """Run a response in the background. Store its last state if no client has deleted it."""
         try:
             response = await writer.whole()
         except asyncio.CancelledError:
@@ -319,13 +319,13 @@ class _Responses:
                 response_id, param="previous_response_id", code="previous_response_not_found"
             )
         if response_id in self._running:
-            refuse("previous_response_id", f"{response_id} is not complete yet; wait until it is")
+            refuse("previous_response_id", f"{response_id} still runs; wait until it is complete")
         return kept.turn
 
     async def _given(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
-        """Return the input with resolved references, and the request's size with these items."""
+        """Return the input items and the request's bytes, both with all referenced items."""
         if isinstance(params.input, str):
             return [{"type": "message", "role": "user", "content": params.input}], num_bytes
         references = {
@@ -349,13 +349,13 @@ class _Responses:
         allowed = self._context.body_limits.num_bytes
         if num_bytes > allowed:
             raise PayloadTooLargeError(
-                f"input: {num_bytes} bytes, including the referenced items; allowed: {allowed}",
+                f"input: {num_bytes} bytes with referenced items exceed the limit of {allowed}",
                 code="body_too_large",
             )
         return given, num_bytes
 
     async def _items(self, item_ids: set[str], tenant: str) -> dict[str, Item]:
-        """Return output items of stored responses by id. Other processes send their items."""
+        """Return output items of stored responses by id. Other processes send items they store."""
         rank = self._context.server_rank
         by_owner: dict[int, set[str]] = {}
         for item_id in item_ids:
@@ -385,7 +385,7 @@ class _Responses:
             tool_notes=settings.notes,
         )
         if not history.messages:
-            refuse("input", "has nothing to show to the model; send text or at least one message")
+            refuse("input", "has no content for the model; send text or at least one message")
         tools, calls = params.choice()
         shown = [tool for tool in tools or () if tool["function"]["name"] not in settings.later]
         turn = Turn(
@@ -438,8 +438,8 @@ class _Responses:
 
 def _build_unknown_error(name: object, *, param: str, code: str) -> NotFoundError:
     return NotFoundError(
-        f"{param}: {describe(name)} is not stored here; the server keeps only the most recently "
-        f"used responses",
+        f"{param}: {describe(name)} is not stored; the server stores only the most recently used "
+        f"responses",
         param=param,
         code=code,
     )

@@ -38,7 +38,7 @@ _CUSTOM_PARAMETERS = {
     "required": [CUSTOM_INPUT],
 }
 MAX_ITEMS = 4 * MAX_MESSAGES
-MAX_METADATA = 16  # Most metadata entries, as at OpenAI.
+MAX_METADATA = 16  # Limit of metadata entries, as in OpenAI's API.
 _FORMS = ("text", "json_object", "json_schema")
 _SUMMARIES = ("auto", "concise", "detailed", "none")
 
@@ -47,14 +47,14 @@ _SUMMARIES = ("auto", "concise", "detailed", "none")
 class DeclaredTool:
     """A tool that the client runs. The prompt shows the tool as the function `as_function`.
 
-    `kind` is "function", "custom" (a function with one text argument), or a key of `CLIENT_TOOLS`.
+    `kind` is "function", "custom" or a key of `CLIENT_TOOLS`. A custom tool has one text argument.
     """
 
     name: str
     namespace: str | None
     kind: str
     as_function: dict[str, Any]
-    is_deferred: bool = False  # The tool is shown only after a search.
+    is_deferred: bool = False  # The prompt shows the tool only after a search.
 
     @property
     def shown_name(self) -> str:
@@ -75,7 +75,7 @@ def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]
     if value == "":
         refuse("input", "is empty; send text or at least one item")
     if isinstance(value, list) and len(value) > MAX_ITEMS:
-        refuse("input", f"{len(value)} items; allowed: at most {MAX_ITEMS}")
+        refuse("input", f"the list has {len(value)} items; at most {MAX_ITEMS} are allowed")
     return value
 
 
@@ -84,9 +84,9 @@ class ReasoningConfig(RequestModel):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"generate_summary", "encrypted_content"})
 
-    # How much the model thinks, if the chat template has efforts; "none" disables thinking.
+    # How much the model thinks, if the template uses the effort. "none" disables thinking.
     effort: Annotated[str, validate_one_of("reasoning.effort", EFFORTS)] | None = None
-    # With other values than "none", the summary repeats the whole reasoning.
+    # Any value other than "none" adds a summary that repeats the whole reasoning.
     summary: Annotated[str, validate_one_of("reasoning.summary", _SUMMARIES)] | None = None
 
 
@@ -98,7 +98,7 @@ class TextConfig(RequestModel):
 
 
 class ResponsesRequest(TurnRequest):
-    """A conversation to answer, as a list of items. A request may continue a stored response."""
+    """A request to answer a list of items, which may continue a stored response."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -111,31 +111,31 @@ class ResponsesRequest(TurnRequest):
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("conversation", "thread"),
-            "the server keeps responses, not conversations; use previous_response_id",
+            "the server stores responses but no conversations; use previous_response_id",
         ),
         "prompt": "the server has no prompt templates; send input",
-        "messages": "this endpoint takes input; use /v1/chat/completions",
-        "max_tokens": "it is called max_output_tokens here",
+        "messages": "send input instead, or send messages to /v1/chat/completions",
+        "max_tokens": "send max_output_tokens instead",
     }
     # A text, or at most 65,536 items of the conversation.
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
     instructions: str | None = None  # System message; replaces earlier instructions.
-    previous_response_id: str | None = None  # A stored response to continue.
+    previous_response_id: str | None = None  # Id of the stored response to continue.
     store: bool = True  # Store the response on the server.
     background: bool = False  # Answer in the background; needs store.
-    max_output_tokens: int | None = Field(default=None, ge=1)  # Default: rest of the context.
-    stop: StopStrings = Field(default_factory=list)  # Extension: strings that end the answer.
-    # At most 1,024 functions, custom tools, namespaces, and types of tools that clients run.
+    max_output_tokens: int | None = Field(default=None, ge=1)  # Limit of generated tokens.
+    stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.
+    # At most 1,024 functions, custom tools, namespaces, and other tools that clients run.
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] = "auto"  # Mode, tool, or allowed_tools object.
+    tool_choice: str | dict[str, Any] = "auto"  # A mode, a tool, or an allowed_tools object.
     parallel_tool_calls: bool = True  # False allows at most one call.
-    reasoning: ReasoningConfig = ReasoningConfig()  # Effort, and summary on or off.
+    reasoning: ReasoningConfig = ReasoningConfig()  # Effort, and whether to add a summary.
     text: TextConfig = TextConfig()  # Format of the answer.
-    # Values with an effect: reasoning.encrypted_content and message.output_text.logprobs.
+    # The values reasoning.encrypted_content and message.output_text.logprobs add output fields.
     include: list[str] = Field(default_factory=list)
-    # Number of alternatives per token. Requires message.output_text.logprobs in `include`.
+    # Number of likely tokens per position. Requires message.output_text.logprobs in `include`.
     top_logprobs: int = Field(default=0, ge=0)
-    # Copied to the response. Keys have up to 64 characters, and values up to 512 characters.
+    # The response repeats metadata. Keys have up to 64 and values up to 512 characters.
     metadata: Annotated[
         dict[
             Annotated[str, StringConstraints(max_length=64)],
@@ -152,7 +152,7 @@ class ResponsesRequest(TurnRequest):
         )
 
     def choice(self) -> tuple[list[dict[str, Any]] | None, CallChoice]:
-        """Return the tools that the model sees, and which tools it may or must call."""
+        """Return the tools that the prompt shows, and which tools the model may or must call."""
         declared, mode, name = self.declared_tools, self.tool_choice, None
         allowed: dict[str, str] | None = None
         if isinstance(mode, dict):
@@ -176,9 +176,9 @@ class ResponsesRequest(TurnRequest):
         if mode not in ("auto", "none", "required", "function") or (
             mode == "function" and isinstance(self.tool_choice, str)
         ):
-            kinds = f"a function, custom tool, {', '.join(CLIENT_TOOLS)}, allowed_tools"
+            kinds = f"a function, custom tool, {', '.join(CLIENT_TOOLS)}, or allowed_tools"
             allowed_modes = f"'auto', 'none', 'required', {kinds}"
-            refuse("tool_choice", f"{describe(mode)}; allowed: {allowed_modes}")
+            refuse("tool_choice", f"{describe(mode)} is not allowed; send {allowed_modes}")
         tools = None if mode == "none" else [tool.as_function for tool in declared] or None
         name = next((tool.shown_name for tool in declared if tool.is_called(name)), name)
         return tools, check_call_choice(
@@ -195,12 +195,12 @@ class ResponsesRequest(TurnRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of alternatives per token, or None without logprobs."""
+        """The number of likely tokens to list per position, or None without logprobs."""
         return self.top_logprobs if LOGPROBS in self.include else None
 
 
 def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[DeclaredTool]:
-    """Return the tools that the prompt can show. `placed` has pairs of (place, tool).
+    """Return the tools that the prompt can show. `placed` has pairs of a path and a tool.
 
     The prompt can show functions, custom tools, tools in namespaces, and the shell, patch and
     search tools that clients run. Tools that run on OpenAI's servers are omitted.
@@ -233,9 +233,9 @@ def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> li
     if kind not in ("function", "custom"):
         if not isinstance(kind, str):
             allowed = "the name of a type, such as 'function'"
-            refuse(f"{where}.type", f"{describe(kind)}; allowed: {allowed}")
+            refuse(f"{where}.type", f"{describe(kind)} is not allowed; send {allowed}")
         return []
-    described = tool.get("function", tool)  # Some clients use chat completions' shape.
+    described = tool.get("function", tool)  # Some clients use the format of chats.
     if not isinstance(described, dict):
         refuse(f"{where}.function", "must be an object with a name")
     called = build_shown_name(namespace, described.get("name"))

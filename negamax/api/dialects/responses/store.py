@@ -13,7 +13,7 @@ from negamax.text.messages import is_unseen
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 256 * 2**20
-_SMALL_BYTES = 1024  # Largest kept field among the fields that the prompt omits.
+_SMALL_BYTES = 1024  # Maximum size of a stored field that the prompt omits.
 _ITEM_FIELDS = (
     "content", "summary", "encrypted_content", "arguments", "input", "output", "action",
     "operation", "tools", "text", "result", "value",
@@ -28,7 +28,7 @@ Item = dict[str, Any]
 
 
 class StoredTurn:
-    """A response's items as JSON, which follow the items of `parent`. Single writer: the store."""
+    """The items of one response as JSON. Only the store changes this object."""
 
     def __init__(
         self, parent: "StoredTurn | None", *, input_items: bytes, output_items: bytes
@@ -58,24 +58,24 @@ class StoredResponse:
     body: bytes  # JSON.
     turn: StoredTurn
     item_ids: Sequence[str] = ()
-    tenant: str = ""  # Tenant that may see the response.
+    tenant: str = ""  # Tenant that may fetch the response.
 
 
 @dataclass(slots=True)
 class _TenantResponses:
-    """The responses of one tenant. Single writer: the store."""
+    """The responses of one tenant. Only the store changes this object."""
 
-    # In order of use; the least recently used response is first.
+    # Responses in the order of their last use; the least recently used response is first.
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    owners: dict[str, str] = field(default_factory=dict)  # Response id by output item id.
+    owners: dict[str, str] = field(default_factory=dict)  # Response id of each output item id.
     num_bytes: int = 0
 
 
 class ResponseStore:
-    """Stores the most recently used responses. Single writer: the event loop.
+    """Stores the most recently used responses. Only the event loop changes this object.
 
-    The store keeps a turn while a stored response needs it, and counts its bytes once. A full store
-    removes the least recently used response of the tenant that uses the most bytes or responses.
+    The store keeps a turn while a stored response needs the turn. A turn's bytes are counted once.
+    A full store removes the least recently used response of the tenant with the most data.
     """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:

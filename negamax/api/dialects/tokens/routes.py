@@ -20,7 +20,7 @@ from negamax.text.tokenizer import Tokenizer
 
 
 def make_tokens_router(context: ApiContext) -> APIRouter:
-    """Build the routes under the names of vLLM and SGLang."""
+    """Build the routes at the paths of vLLM and SGLang."""
     router = APIRouter()
 
     async def tokenize(http: Request) -> Response:
@@ -127,17 +127,17 @@ def _build_info(context: ApiContext) -> schema.TokenizerInfo:
 def _check_sizes(
     lists: Sequence[Sequence[int]], tokenizer: Tokenizer, *, max_model_len: int
 ) -> None:
-    """Refuse more tokens or text than any conversation has, because copying holds the GIL."""
+    """Refuse more tokens or text than the largest prompt has, because copying holds the GIL."""
     count, allowed = sum(map(len, lists)), compute_max_tokens(max_model_len)
     if count > allowed:
-        refuse("tokens", f"{count} token ids; allowed: at most {allowed}")
+        refuse("tokens", f"the list has {count} token ids; at most {allowed} are allowed")
     size = sum(len(tokenizer.token_bytes(token_id)) for ids in lists for token_id in ids)
     if size > (allowed := compute_max_chars(max_model_len)):
-        refuse("tokens", f"their text has {size} bytes; allowed: at most {allowed}")
+        refuse("tokens", f"the text of the tokens has {size} bytes; at most {allowed} are allowed")
 
 
 def _check_vocabulary(lists: Sequence[Sequence[int]], *, vocab_size: int) -> None:
     for ids in lists:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             wrong = min(ids) if min(ids) < 0 else max(ids)
-            refuse("tokens", f"holds token id {wrong}; allowed: 0 to {vocab_size - 1}")
+            refuse("tokens", f"{wrong} is not a token id; send ids from 0 to {vocab_size - 1}")

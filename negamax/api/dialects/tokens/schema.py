@@ -20,7 +20,7 @@ def _convert_texts(value: object) -> str | list[str]:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         refuse("prompt", f"must be a text or a list of texts; got {describe(value)}")
     if len(value) > MAX_TEXTS:
-        refuse("prompt", f"{len(value)} texts; allowed: at most {MAX_TEXTS}")
+        refuse("prompt", f"the list has {len(value)} texts; at most {MAX_TEXTS} are allowed")
     return value
 
 
@@ -29,7 +29,7 @@ def _convert_ids(value: object) -> list[int] | list[list[int]]:
         refuse("tokens", f"must be a list of token ids, or a list of lists; got {describe(value)}")
     if value and isinstance(value[0], list):
         if len(value) > MAX_TEXTS:
-            refuse("tokens", f"{len(value)} lists; allowed: at most {MAX_TEXTS}")
+            refuse("tokens", f"the list has {len(value)} lists; at most {MAX_TEXTS} are allowed")
         for index, ids in enumerate(value):
             if not isinstance(ids, list):
                 refuse(f"tokens[{index}]", f"must be a list of token ids; got {describe(ids)}")
@@ -40,7 +40,7 @@ def _convert_ids(value: object) -> list[int] | list[list[int]]:
 
 
 class TokenizeRequest(RequestModel):
-    """A text, several texts or a conversation to turn into tokens."""
+    """A request to tokenize one or several texts, or a conversation."""
 
     # MiniMax's tokenizer adds no special tokens by itself.
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})
@@ -48,7 +48,7 @@ class TokenizeRequest(RequestModel):
         "chat_template": "the template is chosen when the server starts (--chat-template)"
     }
 
-    model: str | None = None  # Model name from /v1/models; default: the first name.
+    model: str | None = None  # Model name from /v1/models; the default is the first name.
     prompt: (
         Annotated[
             str | list[str],
@@ -68,9 +68,9 @@ class TokenizeRequest(RequestModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """Tokens to turn into text."""
+    """A request to convert token ids into text."""
 
-    model: str | None = None  # Model name from /v1/models; default: the first name.
+    model: str | None = None  # Model name from /v1/models; the default is the first name.
     tokens: Annotated[
         list[int] | list[list[int]],
         PlainValidator(_convert_ids),
@@ -89,7 +89,7 @@ class TokenizeAnswer(Struct, frozen=True):
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
-    """Metadata for clients that build prompts themselves, as in tokenizer_config.json."""
+    """Metadata from tokenizer_config.json, for clients that build prompts themselves."""
 
     tokenizer_class: str  # Name of the class in the transformers library.
     model_max_length: int  # Context length in tokens, including the answer.
@@ -102,7 +102,7 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeAnswer(Struct, frozen=True):
-    """The text, in vLLM's field and in SGLang's field. Several sequences give a list of texts."""
+    """The text of the tokens. For several lists of tokens, each field is a list of texts."""
 
-    prompt: str | list[str]  # vLLM's name.
-    text: str | list[str]  # SGLang's name.
+    prompt: str | list[str]  # vLLM's name of the text.
+    text: str | list[str]  # SGLang's name of the text.
