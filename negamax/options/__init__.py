@@ -1,1 +1,1 @@
-"""Options of the engine and the server, the same in flags, environment, TOML and Python."""
+"""Options of the engine and the server, with equal names in flags, variables, TOML and Python."""

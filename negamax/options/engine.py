@@ -1,4 +1,4 @@
-"""The engine's options: how a model is loaded and run."""
+"""Options that define how the engine loads and runs a model."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -20,7 +20,7 @@ LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
-# balanced keeps the given sizes; "interactivity" is the name of latency in vLLM
+# balanced keeps the given parallel sizes; vLLM's name for latency is "interactivity"
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 GENERATION_KEYS = (
     "eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample",
@@ -44,8 +44,8 @@ class StepLimits:
     block_size: int
 
 
-# GPUs use long prompt chunks, because each chunk reads all experts, and KV blocks of 64 tokens,
-# which attention reads fastest. CPUs use short chunks, so that decoding does not stall.
+# GPUs use long prompt chunks, because each chunk reads all experts, and read KV blocks of 64 tokens
+# fastest. CPUs use short prompt chunks, so that decodes wait less for prompts.
 STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16)}
 
 
@@ -69,7 +69,7 @@ class EngineOptions:
     )
     script: str | None = option(
         None,
-        "Run no model; answer by the rules in this TOML file, or in the bundled file 'agents'.",
+        "Answer by the rules in this TOML file, or in the bundled file 'agents', without a model.",
     )
     dtype: str = option(
         "auto",
@@ -79,7 +79,7 @@ class EngineOptions:
     )
     load_format: str = option(
         "auto",
-        "Choose how weights are loaded; synthetic creates random weights, to measure speed "
+        "Choose how weights are loaded; synthetic creates random weights for speed measurements "
         "without a checkpoint.",
         choices=LOAD_FORMATS,
     )
@@ -88,15 +88,15 @@ class EngineOptions:
     )
     quantization: str | None = option(
         None,
-        "Name the format of a quantized checkpoint, or quantize an unquantized checkpoint to this "
-        "format at load (default: keep the format of the checkpoint).",
+        "Check that a quantized checkpoint has this format, or quantize an unquantized "
+        "checkpoint to this format while loading (default: keep the format of the checkpoint).",
         "-q",
     )
     device: str = option(
         "auto", "Run on this device; auto selects cuda if there is a GPU.", choices=DEVICES
     )
     num_hidden_layers: int | None = option(
-        None, "Build only this many layers; needs --load-format synthetic.", least=1
+        None, "Build only this many layers; this option needs --load-format synthetic.", least=1
     )
     max_model_len: int | None = option(
         None,
@@ -123,7 +123,7 @@ class EngineOptions:
 
     max_num_seqs: int | None = option(
         None,
-        "Limit the sequences in one step (default: 256; 64 on CPUs); lower it to save memory.",
+        "Limit the sequences in one step to save memory (default: 256 on GPUs, 64 on CPUs).",
         also="--max-running-requests",
         is_count=True,
         panel=MEMORY,
@@ -156,16 +156,16 @@ class EngineOptions:
     )
     kv_cache_memory: int | None = option(
         None,
-        "Reserve this much memory for the KV cache of each rank, such as 4GiB (default: the GPU "
-        "memory that --gpu-memory-utilization leaves, or a share of main memory on CPUs).",
+        "Reserve this much memory for the KV cache of each rank, such as 4GiB (default: the rest "
+        "of the allowed GPU memory, or a part of main memory on CPUs).",
         also="--kv-cache-memory-bytes",
         least=1,
         is_size=True,
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Set the dtype of the KV cache; auto uses the dtype of the model. fp8 (e4m3, GPUs only) "
-        "holds twice as many tokens.",
+        "Set the dtype of the KV cache; auto uses the dtype of the model. With fp8 (e4m3, GPUs "
+        "only), the cache holds twice as many tokens as with bf16.",
         choices=KV_CACHE_DTYPES,
     )
     index_cache_dtype: str = option(
@@ -200,14 +200,14 @@ class EngineOptions:
     )  # fmt: skip
     kv_offloading_size: float | None = option(
         None,
-        "Keep evicted KV blocks in main memory, to continue long conversations after a pause. The "
-        "value is the total size for all ranks of an engine, in GiB (default: none).",
+        "Copy evicted KV blocks to main memory, so that later requests can reuse the blocks. The "
+        "value is the total GiB for all ranks of an engine (default: no main memory).",
         above=0,
         most=MAX_HOST_GIB,
     )
     kv_offloading_ratio: float | None = option(
         None,
-        "Reserve main memory for this many KV blocks per block of the KV cache.",
+        "Reserve main memory for this many evicted KV blocks per block of the KV cache.",
         above=0,
         most=MAX_HOST_GIB,
     )
@@ -224,7 +224,7 @@ class EngineOptions:
         choices=WRITE_POLICIES,
     )
     kv_offloading_path: str | None = option(
-        None, "Also store KV blocks as files in this folder, to reuse the blocks after a restart."
+        None, "Write KV blocks of main memory to files in this folder, for reuse after a restart."
     )
     kv_offloading_path_size: float = option(
         64.0,
@@ -234,17 +234,17 @@ class EngineOptions:
     )
     kv_events_config: dict[str, Any] | None = option(
         None,
-        "Publish the contents of the prefix cache to routers. docs/kv-events.md lists the keys, "
-        "such as enable_kv_cache_events and endpoint.",
+        "Publish the contents of the prefix cache to routers. docs/kv-events.md lists the JSON "
+        "keys, such as enable_kv_cache_events and endpoint.",
         is_json=True,
     )
     kv_transfer_config: dict[str, Any] | None = option(
         None,
-        "Exchange prompts' KV blocks with other engines. docs/disaggregation.md lists the keys.",
+        "Exchange KV blocks with other engines. docs/disaggregation.md lists the JSON keys.",
         is_json=True,
     )
     enable_prefix_caching: bool = option(
-        True, "Disable prefix caching, to measure prefill.", also="--disable-radix-cache"
+        True, "Disable prefix caching, for example in benchmarks.", also="--disable-radix-cache"
     )
     enable_overlap: bool = option(
         True,
@@ -264,19 +264,19 @@ class EngineOptions:
         is_count=True,
     )
     kernels: tuple[str, ...] = option(
-        (), "Use another kernel for an op (OP=PROVIDER), or unfused norms (plain-norm); repeatable."
+        (), "Set the provider of an op (OP=PROVIDER), or plain-norm for unfused norms; repeatable."
     )
     self_check: bool = option(
-        False, "At start, compare the weights with their files, and the kernels with references."
+        False, "At start, compare the weights with the files, and each kernel with its reference."
     )
     max_logprobs: int = option(
-        20, "Limit the log-probabilities per token that a request may ask for.", least=0
+        20, "Limit the number of log-probabilities per token that a request may get.", least=0
     )
 
     speculative_config: dict[str, Any] | None = option(
         None,
-        "Enable speculative decoding. docs/speculation.md lists the keys, such as method (eagle3, "
-        "dspark, dflash, ngram), model and num_speculative_tokens.",
+        "Enable speculative decoding. docs/speculation.md lists the JSON keys, such as method "
+        "(eagle3, dspark, dflash, ngram), model and num_speculative_tokens.",
         "-sc",
         is_json=True,
         panel=SPECULATION,
@@ -284,8 +284,8 @@ class EngineOptions:
 
     performance_mode: str = option(
         "balanced",
-        "Choose parallel sizes for low latency or high throughput on this machine's GPUs, unless "
-        "you set a parallel size; balanced keeps the default sizes.",
+        "If no parallel size is set, choose the sizes for low latency or high throughput on the "
+        "GPUs of this machine; balanced keeps the default sizes.",
         choices=PERFORMANCE_MODES,
         panel=PARALLEL,
     )
@@ -312,7 +312,7 @@ class EngineOptions:
         also="--pp-size",
     )
     pp_layer_partition: str | None = option(
-        None, "Set the number of layers in each stage, such as 16,16,15,15 (default: equal)."
+        None, "Set the layers of each pipeline stage, such as 16,16,15,15 (default: an even split)."
     )
     enable_dynamic_chunking: bool = option(
         True, "Disable dynamic chunking: pipeline stages then get prompt chunks of equal length."
@@ -325,8 +325,8 @@ class EngineOptions:
     )
     all2all_backend: str = option(
         "allgather_reducescatter",
-        "Choose how data-parallel ranks send tokens to experts. one_sided sends small batches "
-        "with one kernel launch, on GPUs of one machine.",
+        "Choose how data-parallel ranks send tokens to experts. one_sided sends a small batch "
+        "with one kernel launch, and needs GPUs of one machine.",
         choices=ALL2ALL_BACKENDS,
     )
     num_replicas: int = option(
@@ -343,21 +343,21 @@ class EngineOptions:
     )
     decode_context_parallel_size: int = option(
         1,
-        "Split the KV cache of each KV head over this many ranks, instead of copying it to these "
-        "ranks, for long contexts (decode context parallelism).",
+        "For long contexts, split the KV cache of each KV head over this many ranks (decode "
+        "context parallelism).",
         also="-dcp --dcp-size",
     )
     cp_kv_cache_interleave_size: int | None = option(
         None,
-        "Set how many consecutive tokens a rank holds when ranks split the cache (-dcp) "
-        "(default: the block size, which is the only valid value).",
+        "Set how many consecutive tokens a rank stores with -dcp. The only valid value is the "
+        "block size, which is also the default.",
     )
     enable_eplb: bool = option(
         False, "Move experts between ranks while serving, to balance the load of the ranks."
     )
     eplb_config: dict[str, Any] | None = option(
         None,
-        "Configure --enable-eplb. docs/parallelism.md lists the keys, such as window_size, "
+        "Configure --enable-eplb. docs/parallelism.md lists the JSON keys, such as window_size, "
         "step_interval and num_redundant_experts.",
         is_json=True,
     )
@@ -368,21 +368,21 @@ class EngineOptions:
     )
     init_expert_location: str = option(
         IN_ORDER,
-        "Choose which rank holds which expert at start: in order (trivial), or by JSON or a JSON "
-        "file with the key logical_count or physical_to_logical_map.",
+        "Assign experts to ranks at start: in order (trivial), or as defined by the key "
+        "logical_count or physical_to_logical_map of JSON text or a JSON file.",
     )
     num_threads: int | None = option(
         None,
-        "Set the number of CPU threads of each rank (default: an equal part of the cores; with "
-        "three or more cores, one core stays free).",
+        "Set the number of CPU threads of each rank (default: an equal part of the cores; if a "
+        "machine has three or more cores, one core stays free).",
         most=MAX_THREADS,
         is_count=True,
     )
 
     nnodes: int = option(
         1,
-        "Spread the ranks over this many machines; run the same command on each machine, with the "
-        "same NEGAMAX_NODE_KEY.",
+        "Spread the ranks over this many machines. Run the command on each machine with the same "
+        "NEGAMAX_NODE_KEY and a different --node-rank.",
         panel=NODES,
     )
     node_rank: int = option(0, "Set the number of this machine; machine 0 runs the API server.")
@@ -400,7 +400,7 @@ class EngineOptions:
     )
     distributed_executor_backend: str = option(
         MP,
-        "Choose how ranks start: mp needs this command on each machine; ray uses a Ray cluster.",
+        "Start the ranks with this command on each machine (mp), or in a Ray cluster (ray).",
         choices=LAUNCHERS,
     )
     ray_placement_timeout: float = option(
@@ -428,11 +428,11 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name, value in vars(self).items():  # sent to other processes and clients
+        for name, value in vars(self).items():  # other processes and clients get all options
             if isinstance(value, str) and valid_unicode(value) != value:
                 hint = "rename the file or folder, or make a link to it"
                 raise ConfigError(f"{flag_name(name)} is {value!r}, not valid UTF-8", hint=hint)
-        also = ("bos_token_id", "pad_token_id")  # accepted without effect
+        also = ("bos_token_id", "pad_token_id")  # these keys are accepted without effect
         name, given = "--override-generation-config", self.override_generation_config or {}
         check_keys(name, given, GENERATION_KEYS, also=also)
         self._check_weights()
@@ -443,11 +443,11 @@ class EngineOptions:
 
     def _check_weights(self) -> None:
         if self.num_hidden_layers is not None and self.load_format != "synthetic":
-            refusal = "--num-hidden-layers removes layers, which needs synthetic weights"
+            refusal = "--num-hidden-layers works only with synthetic weights"
             raise ConfigError(refusal, hint="add --load-format synthetic")
         if self.weight_cache is not None and self.load_format == "synthetic":
             raise ConfigError(
-                "--weight-cache keeps a checkpoint's weights; synthetic weights have no checkpoint",
+                "--weight-cache stores the weights of a checkpoint, but --load-format is synthetic",
                 hint="leave --weight-cache out",
             )
 
@@ -479,7 +479,7 @@ class EngineOptions:
                 hint="leave one of the two options out",
             )
         if self.kv_offloading_path == "":
-            raise ConfigError("--kv-offloading-path is empty", hint="name a folder")
+            raise ConfigError("--kv-offloading-path is empty", hint="pass a folder")
         if not self.has_host_blocks:
             if self.kv_offloading_path is not None:
                 raise ConfigError(
@@ -506,7 +506,7 @@ class EngineOptions:
 
     @property
     def kv_transfer(self) -> KvTransferConfig | None:
-        """Return the parsed `--kv-transfer-config`, or None without it. Raises `ConfigError`."""
+        """Return the parsed `--kv-transfer-config`, or None if not given. Raises `ConfigError`."""
         given = self.kv_transfer_config
         return None if given is None else KvTransferConfig.read(given)
 
@@ -517,7 +517,7 @@ class EngineOptions:
 
     @property
     def host_gib(self) -> float | None:
-        """Return the GiB of main memory for KV blocks; None if unused or given as a ratio."""
+        """Return the GiB of main memory for KV blocks, or None if no option sets a size in GiB."""
         if self.kv_offloading_size or self.kv_offloading_ratio:
             return self.kv_offloading_size
         if self.kv_transfer is None:
@@ -566,7 +566,7 @@ class EngineOptions:
 
     @property
     def expert_mode(self) -> str:
-        """Return whether experts stay (FIXED), are counted (COUNTED), or move (MOVED)."""
+        """Return FIXED, COUNTED or MOVED: whether experts move or their selections are counted."""
         if self.enable_eplb:
             return MOVED
         return FIXED if self.expert_distribution_recorder_mode == "off" else COUNTED
@@ -592,7 +592,7 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """Return the parsed `--speculative-config`, or None without it. Raises `ConfigError`."""
+        """Return the parsed `--speculative-config`, or None if not given. Raises `ConfigError`."""
         if self.speculative_config is None:
             return None
         return SpeculationConfig.read(

@@ -7,9 +7,9 @@ from typing import Any
 
 from negamax.options.flags import check_keys, refuse_key
 
-IN_ORDER = "trivial"  # of --init-expert-location
+IN_ORDER = "trivial"  # the default of --init-expert-location
 RECORDER_MODES = ("off", "stat")
-# FIXED: experts stay on their ranks. COUNTED: selections are counted, too. MOVED: experts move.
+# FIXED: experts stay on their ranks. COUNTED: the engine counts selections. MOVED: experts move.
 FIXED, COUNTED, MOVED = "fixed", "counted", "moved"
 _FLAG = "--eplb-config"
 _refuse = partial(refuse_key, _FLAG)
@@ -23,7 +23,7 @@ _WITHOUT_EFFECT = {
 class EplbConfig:
     """Settings that decide when experts move between ranks. `read` raises `ConfigError`."""
 
-    window_size: int = 1000  # number of last steps whose expert selections are counted
+    window_size: int = 1000  # number of latest steps whose expert selections are counted
     step_interval: int = 3000  # steps between two rebalances
     num_redundant_experts: int = 0  # number of extra expert copies in each layer, over all ranks
     log_balancedness: bool = False

@@ -1,7 +1,7 @@
 """Flag metadata of option fields.
 
 An option is one dataclass field, such as `max_num_seqs: int | None = option(None, "Limit the
-sequences in one step.")`. The field determines its flag, environment variable, TOML key and help.
+sequences in one step.")`. The field determines flag, environment variable, TOML key and help.
 """
 
 import difflib
@@ -33,15 +33,15 @@ class Flag:
     help: str = ""
     names: tuple[str, ...] = ()  # flags that the help lists
     also: tuple[str, ...] = ()  # names of the same option in vLLM and SGLang
-    choices: tuple[str, ...] = ()  # allowed values; empty: no fixed list
+    choices: tuple[str, ...] = ()  # allowed values; an empty tuple allows any value
     least: float | None = None
     most: float | None = None
     above: float | None = None
     panel: str = ""  # section of the help; "" stands for the section of the previous field
-    is_seconds: bool = False  # a finite number of seconds
-    is_size: bool = False  # a number of bytes that may have a unit, such as 4GiB
-    is_count: bool = False  # a number that may have a unit, such as 32K; at least 1 by default
-    is_json: bool = False  # a JSON object
+    is_seconds: bool = False  # the value is a finite number of seconds
+    is_size: bool = False  # the value is a number of bytes that may have a unit, such as 4GiB
+    is_count: bool = False  # the value is a number that may have a unit, such as 32K
+    is_json: bool = False  # the value is a JSON object
     adds_up: bool = False  # values from flags, environment and file form one list
     takes_json_list: bool = False  # a value may be a JSON list of strings
     turns_off: bool = False  # the option is a switch that sets the field to False
@@ -49,7 +49,7 @@ class Flag:
 
     @property
     def listed_help(self) -> str:
-        """Return the help text with the allowed values and the other names."""
+        """Return the help text with the allowed values and the option's other names."""
         values = f" ({', '.join(self.choices)})" if self.choices else ""
         also = f" [also: {', '.join(self.also)}]" if self.also else ""
         return f"{self.help}{values}{also}"

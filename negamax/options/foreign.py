@@ -1,4 +1,4 @@
-"""Options of vLLM and SGLang that Negamax lacks: the table in foreign.toml, and its rules."""
+"""Translate options of vLLM and SGLang that Negamax lacks. foreign.toml lists these options."""
 
 import json
 import re
@@ -23,10 +23,10 @@ _CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")
 
 @dataclass(frozen=True)
 class Translation:
-    """A translated option: options of Negamax, a note that it has no effect, or a refusal."""
+    """The translation of a foreign option: Negamax options, a note, or a refusal."""
 
     instead: tuple[tuple[str, str], ...] = ()  # names and values of Negamax options
-    over: tuple[tuple[str, str], ...] = ()  # own values that override given values
+    over: tuple[tuple[str, str], ...] = ()  # Negamax options whose values override given values
     note: str | None = None  # why the option has no effect
     refusal: str | None = None
     remedy: str | None = None
@@ -46,7 +46,7 @@ class Foreign:
     off: str
 
     def translate(self, value: Any, line: Mapping[str, str]) -> Translation:
-        """Translate a value. `line` maps fields and names of all given options to their texts."""
+        """Translate a value. `line` maps the names of all given options to their values."""
         if self.rule is not None:
             return self.rule(self, value, line)
         if self.remedy is None:
@@ -62,7 +62,7 @@ Rule = Callable[[Foreign, Any, Mapping[str, str]], Translation]
 
 @cache
 def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
-    """Map names to options of other servers, or with `BENCH` to options of their benchmarks."""
+    """Return other servers' options by name; `BENCH` selects options of their benchmarks."""
     found = {}
     for group in _table()[table]:
         unless = (*_NOTHING, *group.get("unless", "").split())
@@ -77,7 +77,7 @@ def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
 
 
 def own_value(option: str, value: str) -> str:
-    """Return Negamax's name for a value of the option with this field name."""
+    """Return Negamax's name for `value`, which is a value of the field `option`."""
     for own, names in _table()["values"].get(option, {}).items():
         if value in names.split():
             return str(own)
@@ -234,7 +234,7 @@ def _eplb(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
 
 
 def _host_cache(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Convert SGLang's GB per rank, or its ratio to the KV cache, to main memory for KV blocks."""
+    """Convert SGLang's host cache, in GB per rank or as a ratio, to an option of Negamax."""
     if not value:
         return Translation()
     size = line.get("hicache_size", "0")
@@ -252,7 +252,7 @@ def _host_cache_size(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tra
 
 
 def _host_cache_files(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Keep KV blocks in files of SGLang's folder. Negamax lacks SGLang's other backends."""
+    """Store KV blocks in SGLang's folder. Negamax lacks SGLang's other storage backends."""
     if value != "file":
         return Translation(note=entry.reason)
     if _host_cache_size(entry, value, line).note:
@@ -294,7 +294,7 @@ def _overrides(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translati
         shown = "YaRN" if str(kind).lower() == "yarn" else f"rope scaling {str(kind)[:60]!r}"
         return Translation(
             refusal=f"{shown} is not supported",
-            remedy="leave the option out; MiniMax-M3 has a context of 1,048,576 tokens without it",
+            remedy="leave the option out; M3 has a context of 1,048,576 tokens without YaRN",
         )
     others = [name for name in fields if name not in _WITHOUT_EFFECT]
     if not others:

@@ -1,4 +1,4 @@
-"""The machines that an engine's ranks are spread over, and their meeting point."""
+"""Settings of an engine whose ranks run on several machines."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ MASTER_PORT = 29501  # vLLM's default
 MOST_NODES = 64
 KEY_VARIABLE = "NEGAMAX_NODE_KEY"  # a secret that all nodes share
 MP, RAY = "mp", "ray"
-LAUNCHERS = (MP, RAY)  # the user's command or Ray starts the agents of other nodes
+LAUNCHERS = (MP, RAY)  # the user (MP) or Ray (RAY) starts the agents of other nodes
 
 
 @dataclass(frozen=True)

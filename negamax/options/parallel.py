@@ -16,7 +16,7 @@ class ParallelOptions:
     """Numbers of ranks, named as in vLLM. A `ConfigError` suggests a size that works."""
 
     tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False  # whole experts on each rank
+    enable_expert_parallel: bool = False  # each rank has whole experts
     # number of groups with different experts; None: 1, or all ranks if `enable_expert_parallel`
     expert_parallel_size: int | None = None
     # number of tensor-parallel groups with their own requests; all groups share the experts
@@ -70,7 +70,7 @@ class ParallelOptions:
                 f"--decode-context-parallel-size is {holders} and --prefill-context-parallel-size "
                 f"is {self.prefill_context_parallel_size}; with prefill context parallelism, "
                 f"each rank must hold the whole KV cache",
-                hint="use only one of the two, with --tensor-parallel-size",
+                hint="use only one of the two options, with --tensor-parallel-size",
             )
         if ranks % holders:
             sizes = range(1, min(ranks, holders) + 1)

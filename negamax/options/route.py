@@ -16,11 +16,11 @@ class RouteOptions:
 
     prefill: tuple[str, ...] = option(
         (),
-        "Compute the prompts for the --decode servers on the server at this URL; may be repeated.",
+        "Prefill prompts on the server at this URL, for the --decode servers; may be repeated.",
         panel="Servers",
     )
     decode: tuple[str, ...] = option(
-        (), "Generate answers on the server at this URL to prompts from --prefill; may be repeated."
+        (), "Generate the answers to prefilled prompts on the server at this URL; may be repeated."
     )
     health_interval: float = option(
         1.0,

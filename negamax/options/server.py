@@ -41,7 +41,7 @@ class ServerOptions:
     )
     stream_interval: int = option(
         1,
-        "Send one stream event per this many tokens to save CPU time; requests can override it.",
+        "Send one event per this many tokens to save CPU time; requests can set another number.",
         least=1,
     )
     sse_keep_alive_interval: float = option(
@@ -59,31 +59,31 @@ class ServerOptions:
     )
     allow_special_tokens_in_text: bool = option(
         False,
-        "Encode the text of control tokens in messages as control tokens (trusted clients only).",
+        "Encode control tokens that messages spell out as tokens, not text (trusted clients only).",
     )
     compact_json: bool = option(
         False,
-        "Write structured output without white space between JSON parts; requests can override it.",
+        "Write JSON of structured output without white space, unless a request allows white space.",
     )
     # The model families define the choices of the two parser options; the command adds the choices.
     tool_call_parser: str = option(
         "auto", "Parse tool calls in this format; auto selects the format of the model."
     )
     reasoning_parser: str = option(
-        "auto", "Choose how thinking is parsed; auto returns it separately from the content."
+        "auto", "Choose how thinking is parsed; auto returns thinking separately from the content."
     )
 
     image_resize_rule: str = option(
         "longest",
-        "Choose the limit for resizing images: longest limits the longest side, as in MiniMax's "
-        "API, and area limits the number of pixels, as in transformers and vLLM.",
+        "Choose the limit for resizing images. longest limits the longest side, as MiniMax's API "
+        "does. area limits the number of pixels, as transformers and vLLM do.",
         choices=RULES,
     )
 
     api_keys: tuple[str, ...] = option(
         (),
         "Require this API key from clients; may be repeated (default: no key). Prefer "
-        "NEGAMAX_API_KEY or --api-key-file, which are not visible in the process list.",
+        "NEGAMAX_API_KEY or --api-key-file, because the process list shows this option.",
         "--api-key",
         adds_up=True,
         panel=SECURITY,
@@ -91,18 +91,18 @@ class ServerOptions:
     api_key_file: str | None = option(None, "Read more API keys from this file, one key per line.")
     admin_api_key: str | None = option(
         None,
-        "Set a key for all routes, including routes that act on the requests of all users. Prefer "
-        "NEGAMAX_ADMIN_API_KEY.",
+        "Set a key for all routes, including routes that act on the requests of all users. "
+        "Prefer NEGAMAX_ADMIN_API_KEY, because the process list shows this option.",
     )
     allow_unauthenticated: bool = option(False, "Let other machines connect without an API key.")
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Let web pages of this origin call the server (CORS); may be repeated; '*' allows all.",
+        "Let pages of this origin call the server (CORS); may be repeated; '*' allows all origins.",
         takes_json_list=True,
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "If no key is set, accept this name in the Host header; may be repeated; '*' accepts all.",
+        "Without keys, accept this Host header; may be repeated; '*' accepts all host names.",
         takes_json_list=True,
     )
     allowed_media_domains: tuple[str, ...] = option(
@@ -123,7 +123,7 @@ class ServerOptions:
 
     scheduling_policy: str = option(
         "fcfs",
-        "Order waiting requests by arrival (fcfs), or by priority first, then arrival (priority).",
+        "Order waiting requests by arrival (fcfs), or by priority and then by arrival (priority).",
         choices=SCHEDULING_POLICIES,
         panel=LIMITS,
     )
@@ -157,8 +157,8 @@ class ServerOptions:
     )
     max_engine_restarts: int = option(
         3,
-        "Restart a dead engine at most this many times in --engine-restart-window. After that, "
-        "the server exits, unless another replica is running.",
+        "Restart a dead engine at most this many times in --engine-restart-window. When an "
+        "engine dies more often, the server exits if no other replica runs.",
         least=0,
     )
     engine_restart_window: float = option(
@@ -181,10 +181,10 @@ class ServerOptions:
     max_log_len: int = option(256, "Log at most this many characters of a prompt.", least=0)
     enable_access_log: bool = option(False, "Log each HTTP request.")
     log_stats: bool = option(
-        True, "Disable the regular log line with the load of a busy engine.", "--disable-log-stats"
+        True, "Disable the regular log line about the load of an engine.", "--disable-log-stats"
     )
     log_stats_interval: float = option(
-        10.0, "Set the seconds between two log lines with the load.", above=0, is_seconds=True
+        10.0, "Set the seconds between two log lines that show the load.", above=0, is_seconds=True
     )
     otlp_traces_endpoint: str | None = option(
         None, "Send a trace span per request to this OpenTelemetry collector over HTTP."
@@ -212,5 +212,5 @@ class ServerOptions:
         keys = self.api_keys if self.admin_api_key is None else (*self.api_keys, self.admin_api_key)
         check_keys(keys)
         if self.admin_api_key is not None and self.admin_api_key in self.api_keys:
-            refusal = "--admin-api-key is also one of the API keys, so all clients would have it"
+            refusal = "--admin-api-key equals one of the API keys, so clients could use its routes"
             raise ConfigError(refusal, hint="use a different key for --admin-api-key")

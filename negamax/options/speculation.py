@@ -35,14 +35,14 @@ _WITHOUT_EFFECT = {
     **dict.fromkeys(("enforce_eager", "disable_padded_drafter_batch"), _DRAFT_RUNS),
     **dict.fromkeys(("attention_backend", "moe_backend", "kv_cache_dtype"), _DRAFT_RUNS),
     "disable_eagle_block_drop": "drafts never cause blocks of the prefix cache to be dropped",
-    "use_local_argmax_reduction": "ranks exchange the best token of each part, not logits",
+    "use_local_argmax_reduction": "each rank sends its best token instead of its logits",
     "quantization": "the files of a draft model state its quantization",
     "code_revision": "code in a checkpoint is never run",
     "draft_load_config": "a draft model is loaded like its target model",
     "num_speculative_tokens_per_batch_size": "the draft length is chosen from measured times",
     "max_model_len": "a draft model has the context length of its target model",
-    "enable_adaptive_verification": "all rows have the same draft length, chosen from step times",
-    "dspark_draft_topk": "the Markov matrices apply to all tokens",
+    "enable_adaptive_verification": "all sequences of a batch have the same draft length",
+    "dspark_draft_topk": "the Markov matrices of DSpark apply to all tokens of the vocabulary",
 }
 _REJECTION_METHODS = {
     "standard": "standard", "strict": "standard", "probabilistic": "standard",
@@ -55,39 +55,39 @@ class SpeculationConfig:
     """Settings for proposing draft tokens. `read` parses `--speculative-config`."""
 
     method: str  # one of METHODS
-    is_default_method: bool = field(default=False, kw_only=True)  # no method was given
-    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # most draft tokens per sequence and step
+    is_default_method: bool = field(default=False, kw_only=True)  # the option has no method key
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # largest number per sequence and step
     is_default_length: bool = False  # whether the files of the draft may set the length
-    adaptive: bool = True  # use fewer draft tokens if that is faster
-    model: str | None = None  # the draft model's name, later its folder
+    adaptive: bool = True  # use fewer draft tokens if fewer tokens are faster
+    model: str | None = None  # name of the draft model; after the download, its folder
     revision: str | None = None  # branch, tag or commit on the hub
     draft_lm_head_quantization: str | None = None  # "fp8": hold the draft model's head in FP8
     # probabilistic: draft tokens are sampled for requests with a temperature
     draft_sample_method: str = "greedy"
-    # layers whose inputs the draft model reads; None: the layers in its config
+    # layers whose inputs the draft model reads; None: the layers in the config of the draft model
     aux_layer_ids: tuple[int, ...] | None = None
-    # n-gram lookup searches the sequence for at least and at most this many of its last tokens
+    # fewest and most tokens at the end of a sequence that n-gram lookup searches for
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
-    # for benchmarks: the acceptance rate of each draft position; None: draft tokens are verified
+    # acceptance rate of each draft position in benchmarks; with None, draft tokens are verified
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     notes: tuple[str, ...] = ()  # log lines about keys without effect
 
     @property
     def synthetic_acceptance_length(self) -> float | None:
-        """Return the mean tokens per sequence and step; None if draft tokens are verified."""
+        """Return the mean tokens per sequence and step, or None if draft tokens are verified."""
         rates = self.synthetic_acceptance_rates
         return None if rates is None else 1.0 + sum(rates)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the draft lengths of a step, ascending. Each length has its own CUDA graphs."""
+        """Return the possible draft lengths, ascending. Each length has its own CUDA graphs."""
         most = self.num_speculative_tokens
         few = {number for number in (1, 2, 3, -(-most // 2)) if number < most}
         return (*sorted(few), most) if self.adaptive else (most,)
 
     def as_long_as(self, num_tokens: int | None) -> "SpeculationConfig":
-        """Use the length in a draft's files if the option gives none. Raises `ConfigError`."""
+        """Use the length in the draft's files if the option has no length. Raises `ConfigError`."""
         if num_tokens is None or not self.is_default_length:
             return self
         if num_tokens > MAX_DRAFT_TOKENS:
@@ -100,7 +100,7 @@ class SpeculationConfig:
 
     @staticmethod
     def read(fields: Mapping[str, Any], *, tensor_parallel_size: int = 1) -> "SpeculationConfig":
-        """Read `--speculative-config`. A null value counts as missing. Raises `ConfigError`."""
+        """Read `--speculative-config`. A null value means a missing key. Raises `ConfigError`."""
         given = {key: value for key, value in fields.items() if value is not None}
         method = _method(given)
         notes = tuple(f"{_FLAG}: {key} has no effect: {_WITHOUT_EFFECT[key]}"
@@ -153,7 +153,7 @@ def _method(given: Mapping[str, Any]) -> str:
     method = _METHOD_NAMES.get(method.lower(), method.lower())
     if method not in METHODS:
         _refuse("method", given["method"], ", ".join(METHODS), "leave the option out, or choose "
-                "an allowed method; answers do not depend on it")  # fmt: skip
+                "an allowed method; no method changes answers")  # fmt: skip
     if method in (EAGLE3, DFLASH) and model is None:
         refusal = f"{_FLAG} has method {method} and no model"
         raise ConfigError(refusal, hint='give "model": the folder or hub id of the draft model')
@@ -193,7 +193,7 @@ def _layer_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] | None:
-    """Return the acceptance rates. A given mean length selects the least variance."""
+    """Return the acceptance rates. A mean length selects the rates with the least variance."""
     method = str(given.get("rejection_sample_method", "standard")).lower()
     if method not in _REJECTION_METHODS:
         _refuse("rejection_sample_method", method, ", ".join(_REJECTION_METHODS))

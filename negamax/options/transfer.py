@@ -16,7 +16,7 @@ PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
 RECOMPUTE, FAIL = "recompute", "fail"
 NIXL, TCP = "nixl", "tcp"
-LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # connector: lane
+LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # transports
 PORT = 5600  # the default port of vLLM's side channel
 HOST_GIB = 4.0  # main memory for KV blocks, in GiB, if no other option sets the size
 
@@ -24,7 +24,7 @@ _FLAG = "--kv-transfer-config"
 _refuse = partial(refuse_key, _FLAG)
 # accepted connectors that move blocks within one engine only; they need the role kv_both
 _ELSEWHERE = ("OffloadingConnector", "MultiConnector")
-# Connectors of vLLM that Negamax does not have. With the role kv_both they are ignored.
+# Negamax lacks these connectors of vLLM, and ignores them with the role kv_both.
 _STORES = (
     "FlexKVConnectorV1",
     "HF3FSKVConnector",
@@ -68,8 +68,8 @@ _EXTRA_WITHOUT_EFFECT = {"backends", "num_threads", "enforce_handshake_compat"}
 
 
 def read_offloading(fields: Mapping[str, Any]) -> tuple[float | None, str | None]:
-    """Return the GiB of main memory and the folder of files in which vLLM's OffloadingConnector
-    keeps KV blocks.
+    """Return the main memory in GiB and the file folder that vLLM's OffloadingConnector sets for KV
+    blocks.
     """
     extra = fields.get("kv_connector_extra_config")
     if fields.get("kv_connector") != "OffloadingConnector" or not isinstance(extra, Mapping):
@@ -105,13 +105,13 @@ class KvTransferConfig:
 
     @property
     def hosts_of_others(self) -> tuple[str, ...]:
-        """Return the names, addresses and networks of servers that a request can name."""
+        """Return the names, addresses and networks of servers to which a request may refer."""
         default = _LOOPBACK if self.is_loopback else (*_LOOPBACK, *_PRIVATE)
         return self.allowed_hosts or default
 
     @staticmethod
     def read(fields: Mapping[str, Any]) -> "KvTransferConfig | None":
-        """Read `--kv-transfer-config`, where null counts as missing. Return None if the connector
+        """Read `--kv-transfer-config`, where null means a missing key. Return None if the connector
         does not connect engines. Raises `ConfigError`.
         """
         given = {key: value for key, value in fields.items() if value is not None}
@@ -166,8 +166,8 @@ def _list_connectors(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def allows_host(allowed: Sequence[str], host: str, address: str | None) -> bool:
-    """Return whether `allowed` has a host's name, its address, or a network of its address. An
-    address that is not known yet (None) is allowed.
+    """Return whether `allowed` contains the name, the address or a network of a host. If the
+    address is not known yet (None), the host is allowed.
     """
     if host.lower() in (each.lower() for each in allowed) or address is None:
         return True

@@ -182,14 +182,14 @@ def test_options_without_effect_are_noted_once_per_reason(explained: Any) -> Non
     _, hints = explained(
         "nano --enable-chunked-prefill=False --hf-overrides '{\"use_index_cache\":true}'"
     )
-    assert "computed in chunks all the same" in hints and "change nothing here" in hints
+    assert "always computed in chunks; --max" in hints and "json have no effect" in hints
     assert notes.splitlines() == [
         "note: --attention-backend, --moe-backend have no effect: kernels are chosen at start, "
         "for the GPU and the model",
-        "note: --speculative-eagle-topk has no effect: drafts are verified chains "
-        "of tokens; the answers are the same without it",
-        "note: --all2all-backend deepep_low_latency means allgather_reducescatter: this server has "
-        "no other exchange of that kind",
+        "note: --speculative-eagle-topk has no effect: drafts are chains of tokens "
+        "that a step verifies; the option does not change answers",
+        "note: --all2all-backend deepep_low_latency means allgather_reducescatter: Negamax has no "
+        "other exchange of this kind",
     ]
 
 
