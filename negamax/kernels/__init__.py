@@ -1,1 +1,1 @@
-"""Hot operations: a folder per family, each op with its PyTorch reference, and a registry."""
+"""Ops of the forward pass, one folder per family: PyTorch references, kernels and a registry."""

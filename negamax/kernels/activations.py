@@ -24,7 +24,7 @@ GROUP = E4M3_GROUP  # number of adjacent columns that share a scale
 
 @dataclass(frozen=True)
 class SwiGlu:
-    """The activation of an MLP: g * sigmoid(alpha * g) * (u + beta); by default silu(g) * u.
+    """The activation of an MLP: g * sigmoid(alpha * g) * (u + beta). The default is silu(g) * u.
 
     g is the gate, clamped to at most `limit`. u is the up projection, clamped to -limit .. limit.
     """
@@ -38,8 +38,8 @@ class SwiGlu:
     ) -> Tensor:
         """Map gate_up [T, 2 * width], whose first half is the gate, to [T, width] in its dtype.
 
-        With the default constants, silu(g) and its product with u are rounded. With other
-        constants, only the result is rounded. `sigmoid` computes in fp32.
+        With the default constants, silu(g) and its product with u are rounded. With other constants
+        of the activation, only the result is rounded. `sigmoid` computes in fp32.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         if self == SILU:

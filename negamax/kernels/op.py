@@ -60,12 +60,12 @@ class Kernel(Generic[P, R]):
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     reads: Callable[[TensorFormat], bool] = is_plain
     activation: ActivationFormat | None = None
-    columns: int = 1  # must divide the number of columns of a matrix
+    columns: int = 1  # the number of columns of a matrix must be a multiple of this number
     available: Callable[[], bool] = lambda: True  # checked when the kernel table is resolved
 
     @property
     def multiplies_8_bits(self) -> bool:
-        """Whether both operands have 8 bits, which doubles the rate of 16-bit multiplications."""
+        """Whether both operands have 8 bits, which doubles the rate of multiplications."""
         return self.activation is not None or self.provider == W8A8
 
 

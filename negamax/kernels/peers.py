@@ -20,15 +20,15 @@ class PeerRegion:
     The flag in a word tells the reader that the word has arrived (`collectives/triton_ll.py`). A
     flag is the row's epoch, which counts the uses of the row. The program of row r takes epoch
     flags[r] + 1, selects the buffer by the parity of the epoch, and stores the epoch in flags[r] at
-    the end. Two buffers suffice and are never cleared: a rank writes epoch e + 2 only after it has
-    received epoch e + 1 of every peer, and a peer sends epoch e + 1 only after it has read epoch e.
+    the end. Two buffers suffice and are never cleared. A rank writes epoch e + 2 only after it has
+    received epoch e + 1 of every peer. A peer sends epoch e + 1 only after it has read epoch e.
     """
 
     # [world + 1] int64, this rank's pointers to each rank's copy, then to `PollControl.words`
     addresses: Tensor
     flags: Tensor  # [rows] int32, last epoch of each row, local to this rank
     rows: int
-    words: int  # words per row and sender
+    words: int  # number of words per row and sender
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class ShardRegion:
     gathered: Tensor  # [world] int64, addresses of the ranks' copies of `gathered`
     own_gathered: Tensor  # uint8, this rank's copy of `gathered`
     rows: int  # maximum number of rows in a call
-    words: int  # 32-bit words per row; a word holds two values
-    # barrier on the stream, after which all earlier writes of all ranks are visible
+    words: int  # number of 32-bit words per row; a word holds two values
+    # runs a barrier on the stream, after which all earlier writes of all ranks are visible
     barrier: Callable[[], None]
 
     def own(self, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -74,7 +74,7 @@ class PeerMemory:
     pick: PeerRegion  # best value and token of a sampled row, or the leading values and tokens
     shards: ShardRegion | None = None  # None: large sums use the group's collectives
     tokens: PeerRegion | None = None  # rows dispatched to experts; None: dispatch uses collectives
-    owner: object = None  # keeps the memory behind the addresses alive
+    owner: object = None  # object that owns the memory behind the addresses
 
 
 class Collective(Protocol):
@@ -105,7 +105,7 @@ def find_region(
     rows: int,
     words: int,
 ) -> PeerRegion | None:
-    """Return the group's region `name` if it has room for `rows` rows of `words` words, or None."""
+    """Return the group's region `name` if `rows` rows of `words` words fit into it, or None."""
     peers = None if group is None else group.peers
     region: PeerRegion | None = None if peers is None else getattr(peers, name)
     fits = region is not None and rows <= region.rows and words <= region.words

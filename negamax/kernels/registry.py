@@ -136,8 +136,8 @@ class KernelTable:
     def select(self, choices: Sequence[str]) -> "KernelTable":
         """Apply `choices` in their order; each choice is OP=PROVIDER or `PLAIN_NORM`.
 
-        A fused op is split if the provider of one of its ops is chosen. Raises `ConfigError` for
-        ops and providers that this platform does not have.
+        A fused op runs as separate ops if a choice names the provider of one of these ops. Raises
+        `ConfigError` for ops and providers that this platform does not have.
         """
         chosen: dict[AnyOp, tuple[AnyKernel, ...]] = {}
         for choice in (part.strip() for given in choices for part in given.split(",")):
@@ -169,8 +169,8 @@ class KernelTable:
     def describe(self, formats: Iterable[TensorFormat] = ()) -> str:
         """Describe the table in one line per op: name, provider and summary.
 
-        If a kernel of an op reads one of `formats` as stored, a line below the op shows it. The
-        last line names formats whose weights stay packed and are dequantized in registers.
+        If a kernel of an op reads one of `formats` as stored, a line below the op shows the kernel.
+        The last line names formats whose weights stay packed and are dequantized in registers.
         """
         lines = [f"kernels for {self.platform.label}, {str(self.dtype).removeprefix('torch.')}:"]
         for op in sorted(self.candidates):

@@ -1,4 +1,4 @@
-"""Grouped-query attention with QK norm over a paged cache, with heads split over ranks."""
+"""Grouped-query attention with QK norm over a paged cache; heads are split over ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,13 +39,13 @@ class AttentionKind(Protocol):
 def prepare_attention(
     metadata: AttentionMetadata, kinds: Sequence[tuple[AttentionKind, KvCaches]]
 ) -> AttentionMetadata:
-    """Return the step's metadata with the prepared state of each attention kind of the model."""
+    """Return the step's metadata with the prepared state of each kind of attention."""
     return replace(metadata, prepared={kind.name: kind.prepare(metadata, kv) for kind, kv in kinds})
 
 
 @dataclass(frozen=True)
 class GroupedQueryStep:
-    """Angles, cache rows and kernel plans for a step."""
+    """Rope angles, cache rows and kernel plans for the tokens of a step."""
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor  # [T, 1, rotary_dim] fp32
@@ -71,7 +71,7 @@ class PagedKind:
     def prepare_step(
         self, metadata: AttentionMetadata, kv: KvCaches, heads: tuple[int, ...]
     ) -> GroupedQueryStep:
-        """Compute angles and cache rows, and plan kernels. `heads`: head counts of the caches."""
+        """Compute angles and cache rows, and plan kernels. `heads`: number of heads per cache."""
         shape = replace(self._shape, block_size=kv["k"].shape[2])
         cos, sin, slot_mapping = self._locate(
             metadata.token_tables,
@@ -129,7 +129,7 @@ class Attention:
         qkv = sizes.qkv(names.qkv, queried, own_kv)
         self._qkv = ColumnParallel(qkv, sizes.hidden_size, setup=setup)
         self._out = sizes.out(names.out, setup)
-        self.activation = self._qkv.activation  # quantized form of x that this layer also accepts
+        self.activation = self._qkv.activation  # quantized format of x that this layer also accepts
         # the attention kernels quantize their output with one scale per head
         given = self._out.activation if kernels[PREFILL].provider != "reference" else None
         self.gives_quantized = given is not None and given.group == sizes.head_dim
@@ -146,7 +146,7 @@ class Attention:
         ]  # fmt: skip
 
     def finish_loading(self) -> None:
-        """Pack the weights for their kernels. Raises `CheckpointError` for invalid KV scales."""
+        """Pack the weights for kernels. Raises `CheckpointError` for invalid KV scales."""
         self.kv_scales.finish_loading()
         self._qk_norm.finish_loading()
         self._qkv.finish_loading()

@@ -20,7 +20,7 @@ from negamax.layers.weights import LayerSetup, WeightSlot
 from negamax.parallel.collectives import Partial, SingleRank
 from negamax.quantization.scheme import WeightFormat
 
-_ROWS = 4096  # rows of an embedding that `map_rows` changes at a time
+_ROWS = 4096  # number of embedding rows that `map_rows` changes at a time
 
 
 class RmsNorm:
@@ -28,7 +28,7 @@ class RmsNorm:
 
     On the CPU and with small batches, every rank holds all rows of the stream. With large batches
     on GPUs, a rank holds only some rows from the first to the last norm of a step
-    (`kernels/collectives/triton.py`). `activation`: quantized form that the next layer takes.
+    (`kernels/collectives/triton.py`). `activation`: quantized format that the next layer reads.
     `gemma`: the checkpoint stores the weights minus 1.
     """
 

@@ -72,7 +72,7 @@ class BlockSparseKind(PagedKind):
         else:
             select = self._plan_select_shard(metadata, shape)
             merge = self._plan_merge(metadata, shape)
-        # head counts of the K and V caches and of the index-key cache
+        # numbers of heads of the K cache, the V cache and the index-key cache
         step = self.prepare_step(metadata, kv, (shape.kv_heads, 1))
         return BlockSparseStep(**vars(step), index_rows=index_rows, select=select, merge=merge)
 
@@ -144,7 +144,7 @@ class BlockSparseAttention:
         ]
 
     def finish_loading(self) -> None:
-        """Pack the weights for their kernels. Raises `CheckpointError` for invalid KV scales."""
+        """Pack the weights for kernels. Raises `CheckpointError` for invalid KV scales."""
         if self._gemma:
             for weight in self._norm_weights:
                 weight.add_(1)

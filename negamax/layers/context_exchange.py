@@ -19,7 +19,7 @@ class KeyExchange:
     def __init__(
         self, metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
     ) -> None:
-        """`metadata`: metadata of a sharded step. `heads`: head counts of a layer's caches."""
+        """`metadata`: metadata of a sharded step. `heads`: numbers of heads of the caches."""
         shared = metadata.shared_tokens
         assert shared is not None
         self._group = shared.group

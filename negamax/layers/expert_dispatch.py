@@ -41,7 +41,7 @@ class ExpertMap:
         slots: list[list[int]] = [[] for _ in range(num_experts)]
         for slot, expert in enumerate(table):
             slots[expert].append(slot)
-        # row of an expert: number of copies, then its slots, padded with the first slot
+        # row of an expert: number of copies, then slots of the copies, padded with the first slot
         rows = [[len(own), *own, *own[:1] * (most - len(own))] for own in slots]
         packed = torch.tensor(rows, dtype=torch.int32)
         if self._slots.is_cuda:
@@ -160,8 +160,8 @@ class DistributedTokens(ReplicatedTokens):
     to the largest number on any rank, sends them to the other ranks, and receives summed outputs.
 
     In a sharded step, context-parallel ranks also exchange their shards of tokens. In other steps,
-    context-parallel ranks have equal tokens. Tokens are then exchanged only between ranks with one
-    context-parallel index, and results are summed over the context-parallel ranks.
+    context-parallel ranks have equal tokens. In these steps, only ranks with the same
+    context-parallel index exchange tokens, and results are summed over context-parallel ranks.
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:

@@ -16,7 +16,7 @@ class KvScales:
 
     def __init__(self, names: AttentionNames) -> None:
         self._names, self.values, self.are_stored = names, (1.0, 1.0), False
-        self._stored = torch.ones(2)  # on the host
+        self._stored = torch.ones(2)  # stored on the host
         self.slots = [
             WeightSlot(name, (), target=target, optional=True)
             for name, target in zip((names.k_scale, names.v_scale), self._stored, strict=True)

@@ -17,7 +17,7 @@ from negamax.parallel.collectives import Partial
 
 @dataclass(frozen=True)
 class ProjectionPart:
-    """One checkpoint tensor in a fused weight: its name, total rows and this rank's rows."""
+    """One checkpoint tensor in a fused weight: name, number of rows, and this rank's rows."""
 
     name: str
     total_rows: int
@@ -37,7 +37,7 @@ class _Linear:
     ) -> None:
         kernel, held, reason = choose_kernel(LINEAR, names, setup, columns=shape[1], shares=shares)
         self._run, self._prepare = kernel.run, kernel.prepare
-        self.activation = kernel.activation  # quantized form of x that the kernel also accepts
+        self.activation = kernel.activation  # quantized format of x that the kernel also accepts
         self._matrix = MatrixWeight(shape, held, weights=setup.weights, reason=reason)
         self._weight: Prepared = None
 

@@ -33,7 +33,7 @@ class Mlp:
             setup=setup,
         )
         self._down = RowParallel(names.down, (hidden_size, width), columns=rows, setup=setup)
-        self.activation = self._gate_up.activation  # quantized form of x that the layer accepts
+        self.activation = self._gate_up.activation  # quantized format of x that it accepts
         self._quantize = self._down.activation == E4M3_GROUPS
         self.slots = [*self._gate_up.slots, *self._down.slots]
 

@@ -245,7 +245,7 @@ class SparseMoe:
 def _fork(ids: Tensor) -> torch.cuda.Stream | None:
     """Return a stream that continues from the current stream, for captured steps of few tokens.
 
-    `ids`: [T, top_k]. Return None for other steps, because launches or memory traffic limit them.
+    `ids`: [T, top_k]. Return None for other steps, which launches or memory traffic limit.
     """
     if not ids.is_cuda or len(ids) > _FORK_MAX_M or not torch.cuda.is_current_stream_capturing():
         return None

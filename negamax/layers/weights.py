@@ -1,4 +1,4 @@
-"""Slots that take this rank's part of a checkpoint tensor once, and the matrices they fill."""
+"""Slots that receive this rank's part of a checkpoint tensor, and matrices that slots fill."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class StoredPart:
     tensor: StoredTensor
     # shape of the matrix and this rank's region of it; None: shape and region of the slot
     matrix: tuple[tuple[int, int], Region] | None = None
-    # whether the tensor is compared with its only valid values and then dropped
+    # whether the slot only compares the tensor with its valid values and does not keep it
     is_compared: bool = False
     copies: Copies = ()  # how to repeat the entries; empty: no repetition
 
@@ -45,7 +45,7 @@ class WeightSlot:
 
     `target`: parameter or view that receives the part `region`, one range per dimension; None: this
     rank keeps nothing. The slot drops `target` once it is written. `source`: the matrix's format in
-    the checkpoint. `stored`: the stored tensor that the slot takes; None: the dequantized matrix.
+    the checkpoint. `stored`: the stored tensor that the slot accepts; None: the dequantized matrix.
     `optional`: the tensor may be absent. `reason`: why a matrix is dequantized, for the log.
     """
 
@@ -74,7 +74,7 @@ class WeightSlot:
 
     @property
     def stored(self) -> StoredTensor | None:
-        """The stored tensor that the slot takes; None: the dequantized matrix."""
+        """The stored tensor that the slot accepts; None: the dequantized matrix."""
         return None if self._part is None else self._part.tensor
 
     @property
@@ -90,7 +90,7 @@ class WeightSlot:
         return rows, columns
 
     def split_rows(self, count: int) -> "Iterator[WeightSlot]":
-        """Replace this slot by slots that take at most `count` entries of the first dimension."""
+        """Replace this slot by slots that accept at most `count` entries of the first dimension."""
         target, self.target, self.written = self.target, None, True
         first, *rest = self.region
         for at in range(0, len(first), count):
@@ -122,7 +122,7 @@ class WeightSlot:
         the matrix for which valid values are computed (None: `matrix_shape`).
         """
         if self.written:
-            raise CheckpointError(f"tensor {self.name} is in the checkpoint twice")
+            raise CheckpointError(f"tensor {self.name} is in the checkpoint twice; remove one")
         self._check_shape(part, tuple(len(wanted) for wanted in self.region))
         dtype = str(part.dtype).removeprefix("torch.")
         if self.stored is None and not part.is_floating_point():
@@ -208,7 +208,7 @@ class MatrixWeight:
         at: tuple[int, ...] = (0,),
     ) -> list[WeightSlot]:
         """Return the slots of the matrix `name`. This rank keeps `region` (None: nothing). `at`:
-        leading indices and first row of the kept part. `region` must not cut a group.
+        leading indices and first row of the kept part. `region` must not cut a quantization group.
         """
         source = self._weights.stored(name)
         if self.format is PLAIN:
@@ -252,7 +252,7 @@ class MatrixWeight:
         return held
 
     def copy_rows(self, rows: range) -> StoredWeight:
-        """Copy `rows` of the written matrix. `rows` must not cut a group of the format."""
+        """Copy `rows` of the written matrix. `rows` must not cut a quantization group."""
         region, tensors = (rows, range(self._num_columns)), self.format.tensors
         parts = {
             tensor.name: self._place_of(tensor, region, (rows.start,)).clone()

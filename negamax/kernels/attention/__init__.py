@@ -1,1 +1,1 @@
-"""Causal grouped-query attention over a paged cache, after norm, rope and cache write."""
+"""Causal grouped-query attention over a paged cache, and the norm, rope and write before it."""

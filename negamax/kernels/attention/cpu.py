@@ -1,14 +1,14 @@
 """Batch-invariant attention on the CPU with gathered keys and PyTorch's fused attention.
 
 A query at position p attends to `padded_keys(p + 1)` keys; a mask hides the keys after p. Decodes
-with the same padded length run as one batch. A tile of a prefill has queries of the same padded
+with the same padded length run as one batch. All queries of a prefill tile have the same padded
 length. A query's result therefore does not depend on the batch or on chunk borders, and is the same
 in prefill and decode. PyTorch computes each query row with the same bits if there are at least 4
 rows (tests/cpu/test_batch_invariance.py), so smaller groups are padded to 4 rows.
 
 A step of 16 sequences (384 keys, 2 KV heads of 128, bf16) takes 0.82 ms on two Zen 4 cores with
 cold caches; the gathers take 0.36 ms of it. Batched GEMMs with a separate softmax took 1.44 ms for
-this step. Scores and sums are fp32.
+a step of this size. Scores and sums are fp32.
 """
 
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ from negamax.kernels.kvcache.op import KvCache, TokenPlaces, write
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.peers import Collective
 
-QUERY_TILE = 64  # positions of a prefill tile; padded lengths are multiples of this number
+QUERY_TILE = 64  # number of positions per prefill tile; padded lengths are multiples of it
 _ROW_MULTIPLE = 4  # query rows are padded to a multiple of this number
-_GATHER_ROWS = 64  # sequences whose keys are gathered at a time; bounds the memory of the copies
+_GATHER_ROWS = 64  # number of sequences whose keys are gathered at a time; limits the memory
 
 
 def padded_keys(length: int, block_size: int) -> int:
@@ -74,10 +74,10 @@ def gather(cache: Tensor, index: Tensor, *, matrices: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DecodeBucket:
-    """S sequences whose keys are all padded to the same number N."""
+    """A batch of S decodes, in which each sequence is padded to N keys."""
 
     rows: Tensor | None  # [S] int64, indices of the queries; None: all queries of the step
-    blocks: Tensor  # result of `gather_index`
+    blocks: Tensor  # result of `gather_index`: the blocks of the keys
     mask: Tensor  # [S * kv_heads, 1, 1, N] of the cache's dtype, 0 or -inf
 
 
@@ -160,7 +160,7 @@ class PrefillRun:
     """The adjacent queries of one sequence among the T queries of the step."""
 
     queries: slice
-    blocks: Tensor  # result of `gather_index`
+    blocks: Tensor  # result of `gather_index`: the blocks of the keys
     tiles: tuple[PrefillTile, ...]
 
 

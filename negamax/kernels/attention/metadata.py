@@ -1,4 +1,4 @@
-"""Attention metadata: positions of a step's tokens and the caches of their sequences."""
+"""Attention metadata: positions of a step's tokens and block tables of their sequences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,13 +22,13 @@ class DecodeRuns:
     """
 
     block_table_indices: Tensor  # [S] int64
-    seq_lens: Tensor  # [S] int32, lengths including this step; 0 for padding
+    seq_lens: Tensor  # [S] int32, lengths that include the tokens of this step; 0 for padding
     query_starts: Tensor  # [S + 1] int64
 
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """The tokens of a step, N tokens of each rank of `group`, in rank order."""
+    """The tokens of a step on all ranks of `group`: N tokens per rank, in rank order."""
 
     group: Collective
     positions: Tensor  # [ranks * N] int64
@@ -40,7 +40,7 @@ class StepTokens:
     """Input of a mixture of experts: data about the T tokens of a step."""
 
     num_actual_tokens: Tensor | None = None  # see `AttentionMetadata` for all fields
-    # positions select the copy of an expert that a token uses; None: all positions are 0
+    # a token's position selects the copy of an expert for the token; None: all positions are 0
     positions: Tensor | None = None
     most_tokens: int | None = None
     is_share: bool = False
@@ -50,18 +50,19 @@ class StepTokens:
 class AttentionMetadata:
     """T query tokens of S sequences with keys in paged caches.
 
-    A sequence's queries are its last tokens. The first `num_decodes` sequences have one query each,
-    the other sequences have several. Sequence s has queries query_starts[s] to query_starts[s + 1]
-    - 1, and its blocks are block_tables[block_table_indices[s]]. Tensors are on the device of the
-    caches. The host plans with the `host_` fields, which are () during graph capture. On GPUs the
-    `host_` lengths are upper bounds while draft tokens of an earlier step are being verified.
+    A sequence's queries are its last tokens. The first `num_decodes` sequences have one query each.
+    Each later sequence has several queries. The queries of sequence s are tokens query_starts[s] to
+    query_starts[s + 1] - 1. Its blocks are block_tables[block_table_indices[s]]. Tensors are on the
+    device of the caches. The host plans kernels with the `host_` fields, which are () during graph
+    capture. On GPUs the `host_` lengths are upper bounds while draft tokens of an earlier step are
+    being verified.
     """
 
     positions: Tensor  # [T] int64
-    token_slots: Tensor  # [T] int64, index of the row of block_tables of each token's sequence
+    token_slots: Tensor  # [T] int64, row index in block_tables of each token's sequence
     block_tables: Tensor  # [slots, max_blocks] int32 or int64
     block_table_indices: Tensor  # [S] int64
-    # [S] int32, lengths including this step; length 0 marks a padding sequence, whose output is 0
+    # [S] int32, lengths after this step; length 0 marks a padding sequence, whose output is 0
     seq_lens: Tensor
     query_starts: Tensor  # [S + 1] int32
     num_decodes: int
@@ -75,18 +76,18 @@ class AttentionMetadata:
     # the tokens of all context-parallel ranks; None: the step's tokens are not split over ranks
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
-    # At most this number of adjacent decodes belong to one sequence, at consecutive positions. The
-    # number is above 1 if only the device holds the lengths of decodes with draft tokens.
+    # Maximum number of adjacent decodes that belong to one sequence, at consecutive positions. The
+    # maximum is above 1 if only the device stores the lengths of decodes with draft tokens.
     max_decode_run: int = 1
     # The decodes grouped by sequence, for kernels that read the keys of a sequence once. None: the
     # groups are unknown, or each sequence has one decode.
     decode_runs: DecodeRuns | None = None
-    # plan of each kind of attention; all layers of a kind share the plan in this step
+    # kernel plans of this step by kind of attention; all layers of one kind share a plan
     prepared: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_captured(self) -> bool:
-        """Whether only the device holds the lengths."""
+        """Whether only the device stores the sequence lengths."""
         return len(self.host_seq_lens) < self.block_table_indices.shape[0]
 
     @property
@@ -110,7 +111,7 @@ class AttentionMetadata:
         return self._part(self.num_decodes, self.block_table_indices.shape[0])
 
     def used_tables(self, block_size: int) -> Tensor:
-        """Return tables [S, blocks] int64; `blocks` suffices for the longest host length."""
+        """Return block tables [S, blocks] int64 with enough columns for the longest host length."""
         width = max(1, -(-max(self.host_seq_lens, default=0) // block_size))
         return self.block_tables[:, :width].index_select(0, self.block_table_indices).long()
 
@@ -139,12 +140,12 @@ class CacheShard:
     """The blocks of keys and values that a rank holds.
 
     If several ranks have copies of a KV head, each rank holds every `ranks`-th block of the pool.
-    Rank b % ranks holds block b of the pool at its own index b // ranks + 1. Index 0 of each rank
+    Rank b % ranks holds block b of the pool at its own index b // ranks + 1. Block 0 of each rank
     is the padding block.
     """
 
     rank: int = 0
-    ranks: int = 1  # 1: the rank holds all blocks, under their indices in the pool
+    ranks: int = 1  # number of ranks that split the blocks; 1: this rank holds the whole pool
 
 
 WHOLE_CACHE = CacheShard()
@@ -152,10 +153,10 @@ WHOLE_CACHE = CacheShard()
 
 @dataclass(frozen=True)
 class PagedShape:
-    """Sizes that a plan depends on."""
+    """Sizes that determine the plan of an attention kernel."""
 
     kv_heads: int
-    group: int  # query heads per KV head
+    group: int  # number of query heads per KV head
     block_size: int
     cache: CacheShard = field(default=WHOLE_CACHE, kw_only=True)
     dtype: torch.dtype = field(default=torch.bfloat16, kw_only=True)  # dtype of queries

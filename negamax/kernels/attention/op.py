@@ -30,7 +30,7 @@ class QkNorm:
     weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, q part first
     heads: int
     kv_heads: int
-    # number of elements in the sums of squares of all ranks, with copies of replicated KV heads
+    # number of squares that all ranks add up, including the copies of replicated KV heads
     q_count: float
     k_count: float
     eps: float

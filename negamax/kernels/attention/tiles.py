@@ -1,4 +1,4 @@
-"""Sizes of the Triton attention kernels by architecture. Nothing is tuned at run time."""
+"""Sizes of the Triton attention kernels by architecture. No size is tuned at run time."""
 
 from dataclasses import dataclass
 
@@ -9,26 +9,26 @@ from negamax.kernels.launch.tile import Launch, has_h200_tiles
 
 @dataclass(frozen=True)
 class DecodeSplit:
-    """Rules for splitting the keys of a decode step, for caches of any dtype."""
+    """Rules that split the keys of a decode step over programs, for caches of any dtype."""
 
-    block_n: int = 64  # keys of a tile
+    block_n: int = 64  # number of keys per tile
     min_tiles: int = 1  # minimum number of tiles of a split
-    programs: float = 3  # programs per multiprocessor
-    split_programs: float = 1.5  # programs per multiprocessor if a program has one split
+    programs: float = 3  # number of programs per multiprocessor
+    split_programs: float = 1.5  # number of programs per multiprocessor if each has one split
     # minimum number of splits of a sequence if each program has one split of up to 16 rows; with
     # fewer splits, some splits would be twice as long as others
     min_splits: int = 3
-    wide_programs: float = 2  # programs per multiprocessor if each has a run of tiles of 32 rows
-    min_runs: int = 4  # from this number of sequences on, a program has several queries
+    wide_programs: float = 2  # programs per multiprocessor if each processes tiles of 32 rows
+    min_runs: int = 4  # minimum number of sequences for programs with several queries
 
 
 DECODE = DecodeSplit()
-_SHORT = 4096  # tokens of a sequence; for longer sequences large tiles read the keys less often
-_FEW = 64  # up to this number of queries, a step does not fill large tiles
+_SHORT = 4096  # number of tokens; for longer sequences large tiles read the keys less often
+_FEW = 64  # a step with at most this number of queries does not fill large tiles
 
 
 class AttentionTiles:
-    """Unmeasured sizes with two stages, which need at most 64 KB of shared memory."""
+    """Unmeasured sizes with two pipeline stages, which need at most 64 KB of shared memory."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
         """Return launch sizes for tiles of `block_m` rows, with `cache_bytes` per cache element."""

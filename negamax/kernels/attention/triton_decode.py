@@ -14,8 +14,8 @@ of a sequence are then reduced (`triton_decode_reduce`).
         rows       |        |        |            warps do not wait for each other within a split
 
 The latency of a program matters as much as the bytes it reads, so the kernel has few instructions.
-For example, all values of a cache are finite, so the cache is read without masks. With PREFETCH_KV
-the first tile, which earlier steps wrote, is read before the predecessor kernel has ended.
+All values of a cache are finite, so the kernel reads the cache without masks. With PREFETCH_KV the
+first tile, which earlier steps wrote, is read before the predecessor kernel has ended.
 """
 
 from functools import partial
@@ -220,7 +220,7 @@ def _decode_kernel(
     q,  # [T, KV_HEADS * GROUP, DIM]
     k_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, DIM]
     v_cache,
-    tables,  # [slots, table_stride] int32, blocks
+    tables,  # [slots, table_stride] int32, block tables
     sequences,  # [S, SEQUENCE_WORDS] int32, see triton_decode_plan
     work,  # [programs, WORK_WORDS] int32, see triton_decode_plan
     partials,  # partial results, see triton_decode_reduce
@@ -282,7 +282,7 @@ def _decode_kernel(
 
 
 def _all_programs_run(device: torch.device, block_m: int) -> bool:
-    """Return whether all SPLIT_KV programs run at once, two of them on each multiprocessor."""
+    """Return whether two programs fit on each multiprocessor, so SPLIT_KV programs run at once."""
     assert DECODE.split_programs <= 2
     needed = 84 if block_m == 16 else 100
     return platform.platform_of(device).shared_memory >= 2 * needed * 1024
@@ -295,7 +295,7 @@ def has_one_new_key(plan: DecodePlan) -> bool:
 
 
 def decode_kernels(op: AnyOp, run: Any, plan: Any) -> tuple[AnyKernel, AnyKernel]:
-    """Return a kernel that reduces splits by spin waits, and one that needs a second launch."""
+    """Return two decode kernels: one reduces splits by spin waits, one by a second launch."""
     later = partial(plan, reduce_later=True)
     return (
         triton_kernel(op, run, plan, requires={Feature.SPIN_WAIT}),

@@ -1,15 +1,15 @@
 """Assign the keys of a decode step to programs, once per step, on the device.
 
-The keys of every sequence are divided into tiles of BLOCK_N. Tile numbers continue from sequence to
-sequence. Each KV head has the same number of programs, and each program has a run of tiles:
+The keys of every sequence are divided into tiles of BLOCK_N. The tiles of all sequences are
+numbered consecutively. All KV heads have equally many programs. A program has a run of tiles:
 
     sequences    |----- A -----|-- B --|---------- C ----------|    num_splits: A 3, B 1, C 4
     SPLIT_KV     |  0 |  1 | 2 |   3   |  4  |  5  |  6  |  7  |    one split of one sequence each
     else         |     0     |     1     |     2     |    3    |    equal runs of all tiles
 
 SPLIT_KV is used if there are enough programs for several splits of each sequence. Splits are as
-short as the number of programs allows. One sequence of 100,000 tokens keeps all multiprocessors
-busy, and so do a hundred short sequences. The lengths stay on the device.
+short as the number of programs allows. Both one sequence of 100,000 tokens and a hundred short
+sequences keep all multiprocessors busy. The host does not read the lengths.
 
     sequences [S, SEQUENCE_WORDS] int32    the fields of `PlannedSequence`
     work [programs, WORK_WORDS] int32      first tile, end tile (0: no work), number of the first
@@ -34,19 +34,19 @@ from negamax.kernels.launch.triton import launch_options
 
 SEQUENCE_WORDS = tl.constexpr(8)
 WORK_WORDS = tl.constexpr(16)
-_BLOCK_S = tl.constexpr(128)  # sequences that the planning program loads together
+_BLOCK_S = tl.constexpr(128)  # number of sequences that the planning program loads at a time
 EMPTY = tl.constexpr(-1)  # value of a workspace word that holds no partial result
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The work of each program. All layers of a step share the plan."""
+    """The work of each program of a decode step. All layers of the step share the plan."""
 
     queries: AttentionMetadata
     shape: PagedShape
     sequences: Tensor  # [S, SEQUENCE_WORDS] int32
     work: Tensor  # [programs, WORK_WORDS] int32
-    programs: int  # programs per KV head
+    programs: int  # number of programs per KV head
     split_kv: bool
     reduce_later: bool  # whether a second launch reduces the partial results
     runs: DecodeRuns | None  # None: each sequence of the plan has one query
@@ -69,7 +69,7 @@ def workspace(words: int, device: torch.device) -> Tensor:
 
 
 class PlannedSequence(NamedTuple):
-    """Data about one sequence, as programs read it."""
+    """Data about one sequence that the programs of a plan read."""
 
     first_tile: tl.tensor
     end_tile: tl.tensor
@@ -120,8 +120,8 @@ def _load_tiles(seq_lens, start, num_seqs, BLOCK_N: tl.constexpr):
 def _find_program_tiles(
     seq_lens, num_seqs, programs, split_kv, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the most tiles that a program gets, and the number of tiles of all sequences. With
-    `split_kv` bisection finds the smallest such limit for which there are enough programs.
+    """Return the maximum number of tiles of a program, and the number of tiles of all sequences.
+    With `split_kv` bisection finds the smallest maximum for which there are enough programs.
     """
     _, _, _, tiles = _load_tiles(seq_lens, 0, num_seqs, BLOCK_N)
     total, most = tl.sum(tiles, axis=0), tl.max(tiles, axis=0)
@@ -162,7 +162,7 @@ def _plan_decode_kernel(
     wait_for_predecessor(PDL)  # no `launch_dependents`: layers read the plan before they wait
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
-        # no work
+        # a program without work has 0 as its end tile
         tl.store(
             work + program * WORK_WORDS + word, tl.zeros_like(program), mask=program < programs
         )
@@ -183,7 +183,7 @@ def _plan_decode_kernel(
         sequence = PlannedSequence(first, end, length, table_index, first_program, num_splits)
         _store_sequence(sequences + seq * SEQUENCE_WORDS, sequence, live)
         # Write the `work` of all programs whose first tile is in the sequence. Without SPLIT_KV the
-        # first tiles of a sequence may belong to a program that began in an earlier one.
+        # first tiles of a sequence may belong to a program that began in an earlier sequence.
         begins = tl.where(split_kv != 0, first_program, tl.cdiv(first, most))
         number = tl.where(live, first_program + num_splits - begins, 0)
         size = tl.where(split_kv != 0, tl.cdiv(tiles, tl.maximum(splits, 1)), most)
@@ -199,11 +199,11 @@ def _plan_decode_kernel(
 
 
 class Splits(NamedTuple):
-    """The work of each program."""
+    """The work of each program of a kernel that splits sequences."""
 
     sequences: Tensor  # [S, SEQUENCE_WORDS] int32
     work: Tensor  # [programs, WORK_WORDS] int32
-    programs: int  # programs per KV head
+    programs: int  # number of programs per KV head
     split_kv: bool
 
 
@@ -245,7 +245,7 @@ def plan_splits(
 def plan_decode(
     queries: AttentionMetadata, shape: PagedShape, *, reduce_later: bool = False
 ) -> DecodePlan:
-    """Plan one or several queries per sequence. Only the device reads the lengths.
+    """Plan one or several queries per sequence. Only the device reads the sequence lengths.
 
     With `reduce_later` programs do not wait for each other; a second launch reduces the partial
     results.

@@ -47,8 +47,8 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
     """Add rows `row` [rows] of partial results slot + start to slot + count - 1 to the caller's own
     m_i, l_i [rows] and acc [rows, BLOCK_D]. The caller divides acc by l_i.
 
-    Reads are bound by latency, so 32 rows of partial results are read at a time. The results are
-    read before the lse, because every warp waits for the lse of all 32 rows (one per lane).
+    Reads are bound by latency, so 32 rows of partial results are read at a time. The values are
+    read before their lse, because each warp waits for the lse of all 32 rows (one row per lane).
     """
     PARTIALS: tl.constexpr = 32 // row.shape[0]
     column = tl.arange(0, C.BLOCK_D)
@@ -56,7 +56,7 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
         index = first + tl.arange(0, PARTIALS)
         partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
         result_at = row[None, :, None] * C.BLOCK_D + column[None, None, :]
-        # a warp has whole rows, with all partial results and columns of these rows
+        # each warp loads whole rows: all partial results and all columns of a row
         result_at = add_last_first(partial[:, None, None], result_at, C.BLOCK_D)
         lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
         live = (index < count)[None, :] & (row < C.QUERIES * C.GROUP)[:, None]

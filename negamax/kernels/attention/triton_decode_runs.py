@@ -1,11 +1,11 @@
-"""Locate the rows of a tile of decodes. A tile has the query heads of one KV head for one token. If
-a step verifies draft tokens, a tile has QUERIES adjacent tokens, which read their keys once.
+"""Locate the rows of a decode tile. A tile has the query heads of one KV head for one token. If a
+step verifies draft tokens, a tile has QUERIES adjacent tokens, which read their keys once.
 
     row = query * GROUP + head of the KV head
 
-A sequence of up to MAX_RUN queries has ceil(MAX_RUN / QUERIES) programs, which the plan treats as
-sequences. Padding tokens fill a sequence up to MAX_RUN queries. Padding tokens come after the
-tokens of all sequences and see no keys, so their results are 0.
+A sequence of up to MAX_RUN queries has ceil(MAX_RUN / QUERIES) programs. The plan treats the
+queries of each program as a sequence. Padding tokens fill a sequence up to MAX_RUN queries. Padding
+tokens come after the tokens of all sequences and see no keys, so their results are 0.
 """
 
 from typing import NamedTuple
@@ -25,10 +25,10 @@ def choose_queries_per_program(group: int, max_run: int) -> int:
 class Run(NamedTuple):
     """The queries of a program. If QUERIES is 1, only `token` is used."""
 
-    token: tl.tensor  # token of the first query
+    token: tl.tensor  # index of the token of the first query
     num_queries: tl.tensor
-    num_real: tl.tensor  # queries with this index or a larger one are padding
-    shift: tl.tensor  # distance from a sequence's tokens to its padding tokens
+    num_real: tl.tensor  # number of queries before the padding; negative if the run has ended
+    shift: tl.tensor  # number to add to the token index of a padding query
 
 
 @triton.jit

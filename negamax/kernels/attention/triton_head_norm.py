@@ -29,7 +29,7 @@ from negamax.kernels.kvcache.op import KvCache, TokenPlaces
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 from negamax.kernels.peers import Collective
 
-_BLOCK_H = 8  # heads of a program; other values were not measured
+_BLOCK_H = 8  # number of heads per program; other values were not measured
 
 
 class IndexHeads(NamedTuple):
@@ -39,7 +39,7 @@ class IndexHeads(NamedTuple):
     q: Tensor  # [T, index heads, INDEX_DIM], written
     cache: Tensor  # [blocks * block size, INDEX_DIM], written
     rank: int
-    ranks: int  # number of shards of the index keys; each rank holds one
+    ranks: int  # number of shards of the index keys; each rank holds one shard
     rows: Tensor | None  # [T] int64, row indices in `cache`; None: derived from the slot mapping
 
 
@@ -51,13 +51,13 @@ class HeadNormConstants(NamedTuple):
     DIM: int
     INDEX_DIM: int  # 0: there are no index heads
     INDEX_HEADS: int
-    INDEX_RANKS: int  # number of shards of the index keys; each rank holds one
-    BLOCK_SIZE: int  # tokens of a block of the caches
+    INDEX_RANKS: int  # number of shards of the index keys; each rank holds one shard
+    BLOCK_SIZE: int  # number of tokens per block of the caches
     HALF: int  # half of the number of rotated dimensions
     BLOCK_H: int
     BLOCK_HALF: int
     BLOCK_REST: int  # padded number of dimensions that are not rotated; 0: all are rotated
-    BLOCK_INDEX_REST: int  # BLOCK_REST of index heads
+    BLOCK_INDEX_REST: int  # BLOCK_REST for the index heads
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _load_rotated(
     BLOCK_H: tl.constexpr = C.BLOCK_H  # Triton 3.6 does not accept a field of a struct in a shape
     cos, sin = angles
     columns, masks = split_columns(is_there, DIM, C.HALF, C.BLOCK_HALF, BLOCK_REST)
-    # loaded before the wait, because the predecessor kernel does not write the angles
+    # load the angles before the wait, because the predecessor kernel does not write them
     angles = load_angles(cos, sin, C.HALF, C.BLOCK_HALF)
     if weight is not None:
         weights = load_heads(weight + is_key.to(tl.int32)[:, None] * DIM, columns, masks, C.HALF)
@@ -148,7 +148,7 @@ def _write_index(
 def _head_norm_rope_write_kernel(
     projected,  # [T, (HEADS + 2 * KV_HEADS) * DIM + (INDEX_HEADS + 1) * INDEX_DIM]
     weight,  # [2, DIM] fp32, norm weights of queries and keys; None: no norm
-    index_weight,  # [2, INDEX_DIM] fp32; None, like all index arguments, without index heads
+    index_weight,  # [2, INDEX_DIM] fp32; all index arguments are None if there are no index heads
     cos,  # [T, 2 * HALF] fp32
     sin,
     q_out,  # [T, HEADS * DIM], written
@@ -194,7 +194,7 @@ def launch_norm_rope_write(
     index: IndexHeads | None = None,
 ) -> Tensor:
     """Launch the kernel and return q [T, heads, head_dim]. `norm` is (weight, eps). The kernel does
-    not write tokens with negative rows.
+    not write tokens with negative row indices.
     """
     (num_tokens, width), (_, kv_heads, block_size, head_dim) = projected.shape, cache.k.shape
     assert projected.stride(1) == 1 and cache.k.is_contiguous() and cache.v.is_contiguous()
@@ -227,12 +227,12 @@ def launch_norm_rope_write(
 def head_norm_rope_write(
     qkv: Tensor, norm: HeadNorm, at: TokenPlaces, cache: KvCache, *, group: Collective | None = None
 ) -> Tensor:
-    """Run `attention.head_norm_rope_write`; tokens with negative rows are not cached."""
+    """Run `attention.head_norm_rope_write`; tokens with negative row indices are not cached."""
     own = (norm.weight, norm.eps)
     return launch_norm_rope_write(qkv, norm.heads, own, at, cache)
 
 
 def rope_write(qkv: Tensor, at: TokenPlaces, cache: KvCache) -> Tensor:
-    """Run `attention.rope_write`; tokens with negative rows are not written to the caches."""
+    """Run `attention.rope_write`; tokens with negative row indices are not cached."""
     heads = qkv.shape[1] // cache.k.shape[3] - 2 * cache.k.shape[1]
     return launch_norm_rope_write(qkv, heads, None, at, cache)

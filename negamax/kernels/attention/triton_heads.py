@@ -2,7 +2,7 @@
 
     a head    | HALF | HALF | rest |    rope pairs the two halves; `rest` is not rotated
 
-`heads` is a tuple of tiles [heads, columns] fp32: two halves, and the rest if there is one.
+`heads` is a tuple of tiles [heads, columns] fp32: two halves, then `rest` if it is not empty.
 """
 
 import triton
@@ -38,7 +38,7 @@ def split_columns(
     is_head, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Return columns [1, columns], counted from part * HALF, and masks [heads, columns] by tile."""
+    """Return each tile's columns [1, columns] from part * HALF on, and masks [heads, columns]."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = is_head[:, None] & (i < HALF)
     columns, masks = (i, i), (mask, mask)

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from negamax.kernels.attention.metadata import AttentionMetadata
 
-_CHUNK = 1024  # blocks that the planning program loads together
+_CHUNK = 1024  # number of blocks that the planning program loads at a time
 
 
 @dataclass(frozen=True)
 class OwnBlocks:
-    """The blocks of S sequences that a rank holds, ascending."""
+    """The blocks of S sequences that a rank holds, in ascending order."""
 
-    blocks: Tensor  # [S, 2, max_blocks] int32, indices in the sequence, then on the rank
+    blocks: Tensor  # [S, 2, max_blocks] int32, block indices in the sequence, then on the rank
     held: Tensor  # [S, max_blocks] int32, number of held blocks up to each block of the sequence
-    tokens: Tensor  # [S] int32, tokens of all held blocks if the last block is counted as full
-    keys: Tensor  # [S] int32, keys of the sequence in held blocks
+    tokens: Tensor  # [S] int32, number of tokens in all held blocks if the last block were full
+    keys: Tensor  # [S] int32, number of keys of the sequence in held blocks
 
 
 # slices of a step's tensors may have any alignment
@@ -80,7 +80,7 @@ def plan_own_blocks(
     block_size: int,
     first: int = 0,
 ) -> OwnBlocks:
-    """List the blocks that a rank holds; block b of the pool has index b // ranks + first there."""
+    """List the blocks that a rank holds. The rank's index of pool block b is b // ranks + first."""
     num_seqs, tables = lengths.shape[0], metadata.block_tables
     width = tables.shape[1]
     blocks = torch.empty(num_seqs, 2, width, dtype=torch.int32, device=tables.device)

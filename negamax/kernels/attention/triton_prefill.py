@@ -8,14 +8,15 @@ positions, BLOCK_N keys at a time.
     k, v     [blocks, kv_heads, BLOCK_SIZE, DIM]   |  no mask   |  causal  |    BLOCK_M queries at
              by the sequence's block table         |            |          |    start .. end - 1
 
-The host lists the tiles in descending order of their keys. If only the device holds the lengths, a
-device operation lists the tiles. If a tile has few queries, such as one token in a captured step,
-its rows have room for all query heads of a KV head. The first head's program then attends for all
-these heads.
+The host lists the tiles in descending order of their numbers of keys. If only the device stores the
+sequence lengths, PyTorch ops on the device list the tiles. The rows of a tile with few queries,
+such as one token in a captured step, can contain all query heads of a KV head. In this case the
+program of the first head attends for all these heads.
 
-If a few queries follow a long prefix, there are too few tiles to fill the GPU. Several programs, in
-proportion to the number of keys, then split the keys of a tile. A second launch merges their
-results. The device computes the splits, so a captured step handles prefixes of any length.
+If a few queries follow a long prefix, there are too few tiles to fill the GPU. Several programs
+then split the keys of a tile, and a second launch merges their results. The number of programs is
+proportional to the number of keys. The device computes the splits, so a captured step handles
+prefixes of any length.
 """
 
 from dataclasses import dataclass
@@ -45,8 +46,8 @@ from negamax.kernels.attention.triton_shared import (
 from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.quantize.native import Outputs, result
 
-_LEAST_KEYS = tl.constexpr(512)  # a split has at least this number of keys
-_WORDS = tl.constexpr(7)  # words of a record of `SplitTiles`
+_LEAST_KEYS = tl.constexpr(512)  # minimum number of keys of a split
+_WORDS = tl.constexpr(7)  # number of words in a record of `SplitTiles`
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,17 @@ class SplitTiles:
     # index of its first partial result; a record with 0 queries is unused
     work: Tensor
     merged: Tensor  # [tiles, 7] int32: the first split of each tile with several splits
-    places: int  # number of partial results per head that `partials` has room for
+    places: int  # capacity of `partials`, in partial results per head
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """The tiles of queries of a step."""
+    """The prefill queries of a step, divided into tiles."""
 
     queries: AttentionMetadata
     shape: PagedShape
-    block_m: int  # limit of the queries of a tile
-    # [tiles, 4] int32: first query among the T, number of queries, position of the first, sequence
+    block_m: int  # maximum number of queries per tile
+    # [tiles, 4] int32: index of the first query, number of queries, first position, sequence
     tiles: Tensor
     split: SplitTiles | None = None  # None: each tile has one program
     # `OwnBlocks.held` if the block tables list only the blocks of this rank; None: all blocks
@@ -82,14 +83,14 @@ def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
     size = tiles.prefill_block_m(longest, num_tokens)
     programs = tiles.prefill_programs(size) * platform.platform_of(device).multiprocessors
     listed, split = list_query_tiles(queries, size), None
-    # a larger number of tiles keeps all multiprocessors busy without splits
+    # with more tiles, all multiprocessors are busy without splits
     if len(listed) and num_tokens // size * shape.kv_heads * shape.group < 4 * programs:
         split = _split_tiles(listed, shape, size=size, programs=programs)
     return PrefillPlan(queries, shape, size, listed, split)
 
 
 def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) -> SplitTiles:
-    """Distribute `programs` over tiles of at most `size` queries, in proportion to their keys."""
+    """Distribute `programs` over tiles of at most `size` queries by the tiles' numbers of keys."""
     places = programs // shape.kv_heads
     rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
     work, merged = rows.split([len(tiles) + places, places // 2])
@@ -113,7 +114,7 @@ def _load_tile(record, mask=None):
 
 @triton.jit(
     do_not_specialize=["num_tiles", "programs", "group", "kv_heads", "size"],
-    do_not_specialize_on_alignment=["merged"],  # a slice, whose alignment varies
+    do_not_specialize_on_alignment=["merged"],  # `merged` is a slice, whose alignment varies
 )
 def _split_tiles_kernel(
     tiles, work, merged, num_tiles, programs, group, kv_heads, size, MOST: tl.constexpr
@@ -167,9 +168,9 @@ def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
 
 
 def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
-    """List the tiles [T / size + S, 4] of sequences whose query counts only the device holds.
+    """List the tiles [T / size + S, 4] of sequences if only the device stores their query counts.
 
-    The last tiles may be empty. The tiles of a sequence are in descending order of their keys.
+    The last tiles may be empty. A sequence's tiles are in descending order of number of keys.
     """
     starts, num_seqs = queries.query_starts, queries.block_table_indices.shape[0]
     counts = starts.diff()
@@ -189,8 +190,8 @@ def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
 
 @triton.jit
 def _find_last_own_key(held, position, is_row, C: tl.constexpr):
-    """Number the keys that a rank holds of a sequence; return the number of the last key up to
-    `position`, or -1 if the rank has no such key.
+    """Return the index of the last key up to `position` among the keys of a sequence that a rank
+    holds; -1 if the rank has no such key.
     """
     block = position // C.BLOCK_SIZE
     until = tl.load(held + block, mask=is_row, other=0)
@@ -202,7 +203,7 @@ def _find_last_own_key(held, position, is_row, C: tl.constexpr):
 @triton.jit
 def _place_rows(row, first, count, query_head, C: tl.constexpr):
     """Return each row's query in the tile and its index in the output (token * heads + head). The
-    rows belong to one head, or to all query heads of a KV head if the tile has room for these.
+    rows belong to one head, or to all query heads of a KV head if these fit into the tile.
     """
     is_folded = count * C.GROUP <= C.BLOCK_M
     query = tl.where(is_folded, row // C.GROUP, row)
@@ -216,7 +217,7 @@ def _prefill_kernel(
     q,  # [T, KV_HEADS * GROUP, DIM]
     k_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, DIM]
     v_cache,
-    tables,  # [slots, table_stride] int32, blocks
+    tables,  # [slots, table_stride] int32, block tables
     block_table_indices,  # [S] int64
     tiles,  # [tiles, 4] int32: `PrefillPlan.tiles`; with SPLIT_KV `SplitTiles.work`
     out,  # [T, KV_HEADS * GROUP * DIM], written
@@ -225,7 +226,7 @@ def _prefill_kernel(
     lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
     held,  # [S, held_stride] int32, `OwnBlocks` of the blocks in `tables`; None: all blocks
     held_stride,
-    partials,  # [heads, places, BLOCK_M, BLOCK_D + 2] fp32: `store_split`; None without SPLIT_KV
+    partials,  # [heads, places, BLOCK_M, BLOCK_D + 2] fp32 (`store_split`); None without SPLIT_KV
     places,
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,

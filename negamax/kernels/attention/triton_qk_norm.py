@@ -53,7 +53,7 @@ class QkNormConstants(NamedTuple):
 
 @triton.jit
 def _sum_q_and_k(squares, head, HEADS: tl.constexpr):
-    """Sum `squares` [heads] over the query heads and over the key heads."""
+    """Return two sums of `squares` [heads]: over the query heads, and over the key heads."""
     return tl.sum(tl.where(head < HEADS, squares, 0.0), axis=0), tl.sum(
         tl.where(head < HEADS, 0.0, squares), axis=0
     )
@@ -145,7 +145,7 @@ def _qk_norm_rope_write_kernel(
     head = tl.arange(0, C.BLOCK_H)
     valid = head < C.HEADS + C.KV_HEADS
     columns, masks = split_columns(valid, C.DIM, C.HALF, C.BLOCK_HALF, C.BLOCK_REST)
-    # loaded before the wait, because the predecessor kernel does not write the slots
+    # load the slots before the wait, because the predecessor kernel does not write them
     slot = tl.load(slot_mapping + head - C.HEADS, mask=(head >= C.HEADS) & valid, other=-1)
     offsets = ()
     for part in tl.static_range(len(columns)):
@@ -187,7 +187,7 @@ def qk_norm_rope_write(
 ) -> Tensor:
     """Run `attention.qk_norm_rope_write`; `qkv` is not changed. Tokens with negative slots are not
     cached. One launch suffices for several ranks if their symmetric memory has a row for every
-    token. Otherwise several ranks need two launches with an all-reduce in between.
+    token. With fewer rows, an all-reduce runs between two launches.
     """
     assert qkv.is_contiguous() and at.cos.is_contiguous() and at.sin.is_contiguous()
     num_tokens, head_dim, half = qkv.shape[0], cache.k.shape[-1], at.cos.shape[-1] // 2

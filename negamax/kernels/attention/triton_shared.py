@@ -21,20 +21,20 @@ class AttentionConstants(NamedTuple):
     """Constants of a decode or prefill kernel, passed as one argument `C: tl.constexpr`."""
 
     KV_HEADS: int
-    GROUP: int  # query heads per KV head
+    GROUP: int  # number of query heads per KV head
     DIM: int  # dimension of a head
-    BLOCK_SIZE: int  # tokens of a block of the cache
-    BLOCK_M: int  # rows of a tile; for decodes QUERIES * GROUP, padded for tl.dot
-    BLOCK_N: int  # keys of a tile
+    BLOCK_SIZE: int  # number of tokens per cache block
+    BLOCK_M: int  # number of rows per tile; for decodes QUERIES * GROUP, padded for tl.dot
+    BLOCK_N: int  # number of keys per tile
     BLOCK_D: int  # DIM, padded to a power of two
-    QUANTIZE: bool  # also write the output in FP8
-    DOT: tl.dtype  # dtype of products
-    SPLIT_KV: bool = False  # a program attends to one split of the keys
+    QUANTIZE: bool  # whether to write the output also in FP8
+    DOT: tl.dtype  # dtype of the operands of tl.dot
+    SPLIT_KV: bool = False  # whether each program attends to one split of the keys
     # only decodes use the fields below (`triton_decode.py`)
     WARPS: int = 0
     PARTIAL_ROWS: int = 0  # QUERIES * GROUP, padded to the rows of a partial result
-    QUERIES: int = 1  # queries of a sequence that one program attends with
-    MAX_RUN: int = 1  # limit of the queries of a sequence in the step
+    QUERIES: int = 1  # number of queries per program
+    MAX_RUN: int = 1  # maximum number of queries per sequence in the step
     PREFETCH_KV: bool = False
     PARALLEL_REDUCE: bool = False
     REDUCE_LATER: bool = False
@@ -51,7 +51,7 @@ def attention_constants(
     block_size: int | None = None,
     **decode: Any,
 ) -> AttentionConstants:
-    """Return constants for queries q [.., head_dim]; `block_size` replaces that of `shape`."""
+    """Return constants for queries q [.., head_dim]; `block_size` replaces `shape.block_size`."""
     return AttentionConstants(
         KV_HEADS=shape.kv_heads,
         GROUP=shape.group,
@@ -122,7 +122,7 @@ def locate_keys(table, key, length, head, C: tl.constexpr):
 
 @triton.jit
 def locate_key_tile(table, tile, lane, length, head, C: tl.constexpr):
-    """Return one offset for a tile of BLOCK_N keys if a block holds the tile, else one per key."""
+    """Return one offset if a block contains all BLOCK_N keys of a tile, else one offset per key."""
     key = tile * C.BLOCK_N if C.BLOCK_SIZE % C.BLOCK_N == 0 else tile * C.BLOCK_N + lane
     return locate_keys(table, key, length, head, C)
 
@@ -130,7 +130,7 @@ def locate_key_tile(table, tile, lane, length, head, C: tl.constexpr):
 @triton.jit
 def load_tile(cache, offset, lane, column, C: tl.constexpr):
     """Load rows `lane` (0 to BLOCK_N - 1 in any shape) and columns `column` of the tile at
-    `offset`. Keys are not masked, because caches hold only finite values and scores are masked.
+    `offset`. Keys are not masked, because caches contain only finite values and scores are masked.
     """
     at = cache + offset + (lane * C.DIM + column if C.BLOCK_SIZE % C.BLOCK_N == 0 else column)
     if column.shape[len(column.shape) - 1] == C.DIM:

@@ -1,1 +1,1 @@
-"""Attention to selected blocks of earlier tokens."""
+"""Attention to selected blocks of the keys and values of earlier tokens."""

@@ -1,10 +1,10 @@
 """Block-sparse attention on the CPU, batch-invariant.
 
 Prefill tokens with at most `topk_blocks` blocks up to their position use dense attention, in the
-tiles of `attention/cpu.py`. For all other tokens, dense decode attention treats each pair of a
-token and a KV head as a sequence. The block table of this sequence lists the pages of the selected
-blocks. Its length depends only on the token's position. A query's result therefore does not depend
-on the batch or on chunk borders.
+tiles of `attention/cpu.py`. Decodes and all other prefill tokens use dense decode attention, with
+each pair of a token and a KV head as a sequence. The block table of such a sequence lists the pages
+of the selected blocks. The length of such a sequence depends only on the token's position. A
+query's result therefore does not depend on the batch or on chunk borders.
 
 Scores need no masks: all keys of the blocks before a token's local block are visible, and the local
 block is selected without a score.
@@ -40,7 +40,7 @@ from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
-_SCORES = 2**21  # limit of the number of scores that are computed at a time; bounds memory
+_SCORES = 2**21  # maximum number of scores that are computed at a time, which limits memory
 
 # --- selection -----------------------------------------------------------------------------------
 
@@ -51,18 +51,18 @@ class ScoredTokens:
     position. The sequences of these tokens are padded to the same number of blocks.
     """
 
-    rows: Tensor  # [S, n] int64, indices among the step's tokens, n tokens of each sequence
+    rows: Tensor  # [S, n] int64, indices in the step of n tokens of each sequence
     tables: Tensor  # [S, blocks of the cache] int64
     positions: Tensor  # [S * n] int64
-    before: Tensor  # [S * n] int64, number of sparse blocks before the token's own
+    before: Tensor  # [S * n] int64, number of sparse blocks before the local block
 
 
 @dataclass(frozen=True)
 class ScoredShard:
-    """Scored tokens. Their tables list only blocks whose index keys this rank holds."""
+    """Scored tokens, with tables that list only blocks whose index keys this rank holds."""
 
-    tokens: ScoredTokens  # `tables` of these tokens refer to the rank's own cache
-    # [S, sparse blocks] int64, ascending block numbers in the sequence, then NO_BLOCK
+    tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache
+    # [S, sparse blocks] int64, block numbers in the sequence in ascending order, then NO_BLOCK
     numbers: Tensor
 
 
@@ -77,7 +77,7 @@ class PartialSelection:
 
 @dataclass(frozen=True)
 class SelectShardPlan:
-    """The tokens that a rank scores."""
+    """The tokens for which a rank computes scores of its blocks."""
 
     scored: tuple[ScoredShard, ...]
     shape: SparseShape
@@ -102,8 +102,8 @@ def plan_select_shard(queries: AttentionMetadata, shape: SparseShape) -> SelectS
 
 
 def _own_blocks(tokens: ScoredTokens, shape: SparseShape) -> ScoredShard:
-    """List the shard's blocks of each sequence. The list of a sequence with fewer blocks is padded
-    with other blocks, whose number is NO_BLOCK.
+    """List the shard's blocks of each sequence. Shorter lists are padded with other blocks of the
+    sequence, whose number is replaced by NO_BLOCK.
     """
     shard, per_block = shape.shard, shape.block_size // shape.sparse_block_size
     is_mine = tokens.tables % shard.ranks == shard.rank
@@ -151,7 +151,7 @@ def _scored(
 
 
 def _padded_blocks(length: int, block_size: int) -> int:
-    """Return the block count of `length` tokens, rounded up to eight steps per power of two."""
+    """Return the number of blocks of `length` tokens, rounded up to 8 values per power of two."""
     blocks, step = -(-length // block_size), 1
     while blocks > 8 * step:
         step *= 2
@@ -159,12 +159,12 @@ def _padded_blocks(length: int, block_size: int) -> int:
 
 
 # Arguments: index_q [S, n, heads, dim], the index cache, the tokens, the size of a sparse block.
-# Result: scores [S, n, heads, sparse blocks] fp32; undefined from a token's own block on.
+# Result: scores [S, n, heads, sparse blocks] fp32; undefined from a token's local block on.
 Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 
 def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyKernel, AnyKernel]:
-    """Make two kernels that select blocks by `score`: from all index keys, and from a shard."""
+    """Make two kernels that select blocks by `score`: one for all blocks, one for a shard."""
 
     def scores_of(
         index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, shape: SparseShape
@@ -219,9 +219,9 @@ def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: i
 class PagedDecode:
     """Dense decode attention for sequences whose block tables change in each layer."""
 
-    plan: Callable[[Tensor, SparseShape], Any]  # plans sequences of lengths [rows] int64
-    # q [rows, group, head_dim], cache pages, block tables [rows, topk_blocks] int64, plan
-    # -> [rows, group * head_dim]
+    plan: Callable[[Tensor, SparseShape], Any]  # makes the plan for sequence lengths [rows] int64
+    # arguments: q [rows, group, head_dim], pages, block tables [rows, topk_blocks] int64, plan;
+    # result: [rows, group * head_dim]
     run: Callable[[Tensor, KvCache, Tensor, Any], Tensor]
 
 
@@ -244,7 +244,7 @@ class BlockSparseDecodePlan:
 
 @dataclass(frozen=True)
 class BlockSparsePrefillPlan:
-    """The tokens of a step in a dense and a paged part; the plan of an empty part is None."""
+    """The tokens of a step, divided into a dense and a paged part; an empty part has plan None."""
 
     dense: tuple[dense.PrefillRun, ...] | None
     dense_rows: Tensor  # [n] int64, the dense part's indices among the T tokens
@@ -332,7 +332,7 @@ def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.P
 
 
 def _plan_buckets(lengths: Tensor, shape: SparseShape) -> tuple[dense.DecodeBucket, ...]:
-    """Plan buckets whose blocks are indices into flattened block tables [rows, topk_blocks]."""
+    """Plan decodes whose blocks are indices into flattened block tables [rows, topk_blocks]."""
     rows = len(lengths)
     pages = PagedShape(1, shape.group, shape.sparse_block_size, dtype=shape.dtype)
     places = torch.arange(rows * shape.topk_blocks).view(rows, -1)

@@ -5,9 +5,9 @@
     over the keys j <= position of t in the blocks selected for KV head h // group
 
 Each KV head has one index head, which selects the blocks of the KV head. All index heads share one
-index key per token, which is in a cache with one head. Scores are fp32 without a scale, because a
-scale does not change the selection. `selection.py` defines the selection. `kernels/kvcache/op.py`
-defines the paged cache.
+index key per token, which is stored in a cache with one head. Scores are fp32 without a scale,
+because a scale does not change the selection. `selection.py` defines the selection.
+`kernels/kvcache/op.py` defines the paged cache.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class SparseHeadNorm:
 
 @dataclass(frozen=True)
 class SparseHeads:
-    """The parts of a projection [T, sum of (heads * width) of the parts], in order, in fp32."""
+    """The parts of a projection in fp32, in the order of its columns."""
 
     q: Tensor  # [T, heads, head_dim]
     k: Tensor  # [T, kv_heads, head_dim]
@@ -77,7 +77,7 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
 
 
 def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
-    """Map row indices of keys to row indices [T] in a rank's index cache; -1: on another rank."""
+    """Map row indices of keys to row indices [T] in a rank's index cache; -1 on other ranks."""
     first = rows[::kv_heads]
     block = first // (kv_heads * block_size)
     own = block // shard.ranks * block_size + first % block_size

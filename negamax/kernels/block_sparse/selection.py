@@ -1,15 +1,15 @@
 """Top-k block selection: select the blocks of a sequence that a token attends to.
 
 A sequence is divided into sparse blocks of `sparse_block_size` tokens. A token sees the blocks up
-to the local block, which holds the token. The token attends to `topk_blocks` of these blocks: the
-first `init_blocks`, the last `local_blocks`, and the other blocks with the highest scores. Among
-blocks with equal scores the block with the lower number is selected. Each KV head has its own
+to the local block, which contains the token. The token attends to `topk_blocks` of these blocks:
+the first `init_blocks`, the last `local_blocks`, and the other blocks with the highest scores.
+Among blocks with equal scores the block with the lower number is selected. Each KV head has its own
 selection.
 
-A cache block holds one or more sparse blocks. A cache [num_blocks, kv_heads, block_size, width]
+A cache block contains one or more sparse blocks. A cache [num_blocks, kv_heads, block_size, width]
 viewed as [num_pages, 1, sparse_block_size, width] has one page per sparse block and head. Kernels
-handle a token and KV head as a sequence whose block table lists the pages of the selected blocks in
-ascending order. Only the last page is partly filled.
+treat each pair of a token and a KV head as a sequence. The block table of this sequence lists the
+pages of the selected blocks in ascending order. Only the last page may be partly filled.
 """
 
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from negamax.kernels.attention.metadata import PagedShape
 
-NO_BLOCK = 0x7FFFFFFF  # above the number of any block
-NO_KEY = -(2**63)  # below the key of any block
+NO_BLOCK = 0x7FFFFFFF  # larger than the number of any block
+NO_KEY = -(2**63)  # smaller than the sort key of any block
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class IndexShard:
     """The index keys of a rank: rank b % ranks holds block b of the pool at index b // ranks."""
 
     rank: int = 0
-    ranks: int = 1  # 1: the rank holds all keys
-    heads: int = 0  # if several ranks shard the keys: number of index heads of all ranks
+    ranks: int = 1  # number of ranks that shard the keys; 1: the rank holds all keys
+    heads: int = 0  # number of index heads of all ranks if several ranks shard the keys, else 0
     first_head: int = 0  # first index head of this rank
 
 
 @dataclass(frozen=True)
 class SparseShape(PagedShape):
-    """Sizes that a plan depends on.
+    """Sizes that determine the plan of a block-sparse attention kernel.
 
     `block_size` is a multiple of `sparse_block_size`. There is at least one local block, and
     `init_blocks` + `local_blocks` <= `topk_blocks`.
@@ -50,7 +50,7 @@ class SparseShape(PagedShape):
 
     @property
     def index_heads(self) -> int:
-        """The number of index heads whose queries a rank has."""
+        """The number of index heads whose queries a rank computes."""
         return self.shard.heads or self.kv_heads
 
     @property
@@ -97,7 +97,8 @@ def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseS
 
     scores [T, heads, blocks] fp32 belong to the blocks `numbers` [T, blocks]; blocks after a
     token's local block are ignored. The upper half of a sort key is the score as an integer that
-    sorts in the same order. The lower half is the negated block number. Other entries are NO_KEY.
+    sorts in the same order. The lower half of a key is the negated block number. Empty entries are
+    NO_KEY.
     """
     numbers, local = numbers.unsqueeze(1), (positions // shape.sparse_block_size).view(-1, 1, 1)
     is_forced = (numbers < shape.init_blocks) | (numbers > local - shape.local_blocks)

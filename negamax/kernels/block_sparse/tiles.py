@@ -1,5 +1,5 @@
 """Sizes of the block-sparse attention kernels by architecture. The sizes in `H200SelectionTiles`
-were measured; all other sizes are estimates. Nothing is tuned at run time.
+were measured; all other sizes are estimates. No size is tuned at run time.
 """
 
 import torch
@@ -10,7 +10,7 @@ from negamax.kernels.launch.tile import Launch, has_h200_tiles
 class SelectionTiles:
     """Unmeasured sizes that need at most 64 KB of shared memory."""
 
-    prefill_rows = 64  # (query, head) rows of a program
+    prefill_rows = 64  # number of (query, head) rows per program
     attend_prefill = Launch(block_n=32, num_warps=4, num_stages=2)
 
     def select_decode(self, cache_bytes: int) -> Launch:

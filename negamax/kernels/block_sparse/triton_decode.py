@@ -1,8 +1,7 @@
 """Block-sparse attention of decodes by the paged decode attention (`attention/triton_decode`). Each
 token and KV head is a separate sequence, whose block table lists the pages of the selected blocks.
 
-The lengths of these sequences depend only on the tokens' positions, so one plan serves all layers
-of a step.
+The lengths of these sequences depend only on the tokens' positions, so all layers use one plan.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.kvcache.op import KvCache
 
-_TOKENS = 128  # tokens of a program that counts keys
+_TOKENS = 128  # number of tokens per program that counts keys
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def _count_keys_kernel(
     rows,  # [T * HEADS] int64, written: 0, 1, ...
     num_tokens,
     num_seqs,
-    IS_SINGLE: tl.constexpr,  # every sequence has one query
+    IS_SINGLE: tl.constexpr,  # whether every sequence has one query
     HEADS: tl.constexpr, BLOCK: tl.constexpr, TOPK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Count the keys that each token attends to; write 0 for padding tokens. Grid (T / TOKENS,)."""
@@ -66,7 +65,7 @@ def _count_keys_kernel(
 def plan_sparse_decode(
     queries: AttentionMetadata, shape: SparseShape, *, reduce_later: bool = False
 ) -> SparseDecodePlan:
-    """Plan one or several queries per sequence. Only the device reads the lengths."""
+    """Plan one or several queries per sequence. Only the device reads the sequence lengths."""
     num_tokens, device = queries.positions.shape[0], queries.positions.device
     num_seqs, num_rows = queries.seq_lens.shape[0], num_tokens * shape.kv_heads
     lengths = torch.empty(num_rows, dtype=torch.int32, device=device)

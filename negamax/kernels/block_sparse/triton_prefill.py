@@ -40,21 +40,21 @@ from negamax.kernels.block_sparse.triton_selection import NO_BLOCK
 from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.quantize.native import Outputs, result
 
-_UNION = 128  # limit of the blocks that the queries of a tile select
-_MOST_QUERIES = 16  # limit of the queries of a tile
-# words per block of a union: block number, mask of its queries, page, a word for `_unite_kernel`
+_UNION = 128  # maximum number of different blocks that the queries of a tile select
+_MOST_QUERIES = 16  # maximum number of queries per tile
+# words per block of a union: block number, mask of queries, page, scratch for `_unite_kernel`
 _WORDS = tl.constexpr(4)
 
 
 @dataclass(frozen=True)
 class SparsePrefillPlan:
-    """The tiles of queries of a step, and workspaces. All layers of a step share the plan."""
+    """The prefill queries of a step, divided into tiles, and workspaces for all layers."""
 
     queries: AttentionMetadata
     shape: SparseShape
-    size: int  # limit of the queries of a tile
+    size: int  # maximum number of queries per tile
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
-    workspaces: dict[str, Tensor] = field(default_factory=dict)  # the first layer allocates them
+    workspaces: dict[str, Tensor] = field(default_factory=dict)  # allocated by the first layer
 
 
 def plan_sparse_prefill(
@@ -90,7 +90,7 @@ def _unite_kernel(
     sizes,  # [tiles * HEADS] int32, written: number of blocks of each union
     HEADS: tl.constexpr,
     TOPK: tl.constexpr,
-    QUERIES: tl.constexpr,  # queries of a tile, padded to a power of two
+    QUERIES: tl.constexpr,  # number of queries per tile, padded to a power of two
     TOPK_POW2: tl.constexpr,
 ):
     """List the blocks that the queries of a tile selected, in ascending order. Grid (HEADS, tiles).
@@ -144,12 +144,12 @@ def _sparse_prefill_kernel(
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,
     UNION: tl.constexpr,
-    C: tl.constexpr,  # BLOCK_SIZE: tokens of a sparse block
+    C: tl.constexpr,  # C.BLOCK_SIZE is the number of tokens per sparse block
 ):
     """Attend with one tile of queries of one KV head. Grid (KV_HEADS, tiles)."""
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 does not accept a field of a struct in a shape
     BLOCK_D: tl.constexpr = C.BLOCK_D
-    TILES: tl.constexpr = C.BLOCK_SIZE // C.BLOCK_N  # tiles of a block
+    TILES: tl.constexpr = C.BLOCK_SIZE // C.BLOCK_N  # number of tiles per block
     head, tile = tl.program_id(0), tl.program_id(1)
     record = tiles + tile * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -175,7 +175,7 @@ def _sparse_prefill_kernel(
         k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         first_key, by = block * C.BLOCK_SIZE + part * C.BLOCK_N, chosen_by
-        # pages are loaded one tile ahead: a load that waits for another load halves the pipeline
+        # load pages one tile ahead: a load that waits for another load would halve the pipeline
         following = union + tl.minimum((t + 1) // TILES, size - 1) * _WORDS
         block, chosen_by, page = tl.load(following), tl.load(following + 1), tl.load(following + 2)
         scores = tl.dot(q_tile, tl.trans(k))

@@ -1,9 +1,9 @@
 """Top-k block selection for decodes, in one launch.
 
-The queries of a sequence (several if the step verifies draft tokens) are scored together, so each
-index key is read once for all queries and index heads. Each program has a run of blocks
-(`attention/triton_decode_plan`): blocks of several sequences, or part of one long sequence. The
-program writes the scores of its blocks. The program that finishes a sequence last selects its
+A sequence has several queries if the step verifies draft tokens. A program scores these queries
+together, so it reads each index key once for all queries and index heads. Each program has a run of
+blocks (`attention/triton_decode_plan`): blocks of several sequences, or part of one long sequence.
+Each program writes the scores of its blocks. The program that finishes a sequence last selects its
 blocks.
 
     blocks of a sequence     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | ... |
@@ -11,8 +11,8 @@ blocks.
     the last program                                                 -> ids, pages
 
 The scores of few blocks are sorted. For more blocks the kernel finds the TOPK-th highest score by
-bisection. For many blocks it first finds the groups of blocks with the highest scores. Sequences of
-at most TOPK blocks are not scored.
+bisection. For many blocks the kernel first finds the groups of blocks with the highest scores.
+Sequences of at most TOPK blocks are not scored.
 """
 
 from dataclasses import dataclass, field
@@ -52,32 +52,32 @@ from negamax.kernels.block_sparse.triton_selection import (
 )
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
-MOST_QUERIES = 8  # limit of the queries of a sequence that are scored together
-# limits of one comparison: number of blocks of a row, number of scores of all rows
+MOST_QUERIES = 8  # maximum number of queries of a sequence that are scored together
+# limits of one comparison: number of blocks per row, number of scores of all rows
 MOST_COMPARED, MOST_SCORES = 2048, 4096
 _FEW = tl.constexpr(256)  # the scores of up to this number of blocks are sorted
 _NUM_GROUPS = tl.constexpr(512)  # number of groups of blocks if not all blocks are compared at once
-_MOST_ROWS = tl.constexpr(4)  # limit of the index queries that are processed at a time
-_MOST_MEMBERS = tl.constexpr(16)  # limit of the blocks of a group that all rows read at a time
+_MOST_ROWS = tl.constexpr(4)  # maximum number of index queries processed at a time
+_MOST_MEMBERS = tl.constexpr(16)  # maximum number of blocks that all rows together read
 
 
 class Queries(NamedTuple):
-    """The queries of a sequence, as a program reads them."""
+    """A record of the queries of one sequence."""
 
     first: tl.tensor  # index of the first query among the T tokens
     count: tl.tensor  # number of queries; 0: the record of an earlier sequence includes the queries
-    length: tl.tensor  # tokens of the sequence up to the last query
+    length: tl.tensor  # number of tokens of the sequence up to the last query
 
 
 @dataclass(frozen=True)
 class SelectDecodePlan:
-    """The work of each program and its buffers. All layers of a step share the plan."""
+    """The work of each selection program of a step, and score buffers. All layers use the plan."""
 
     metadata: AttentionMetadata
     shape: SparseShape
-    most_queries: int  # limit of the queries of a sequence
+    most_queries: int  # maximum number of queries per sequence
     queries: Tensor  # [S, 4] int32: `Queries`
-    arrivals: Tensor  # [S] int32, 0 between launches
+    arrivals: Tensor  # [S] int32, number of finished programs; 0 between launches
     splits: Splits
     own: OwnBlocks | None  # the blocks that this rank scores; None: all blocks are scored
     # buffers of scores by their number of elements; the first layer allocates them
@@ -118,7 +118,7 @@ def _plan_queries_kernel(
     block_table_indices,  # [S] int64
     query_starts,  # [S + 1] int32
     queries,  # [S, 4] int32, written
-    scored,  # [S] int32, written: tokens whose blocks are scored
+    scored,  # [S] int32, written: number of tokens whose blocks are scored
     arrivals,  # [S] int32, set to 0
     num_seqs,
     DENSE_TOKENS: tl.constexpr,
@@ -148,7 +148,7 @@ def _plan_queries_kernel(
 
 
 def plan_select_decode(metadata: AttentionMetadata, shape: SparseShape) -> SelectDecodePlan:
-    """Plan 1 to MOST_QUERIES queries per sequence. Only the device reads the lengths."""
+    """Plan 1 to MOST_QUERIES queries per sequence. Only the device reads the sequence lengths."""
     num_seqs, device = metadata.seq_lens.shape[0], metadata.seq_lens.device
     # The queries of one sequence may be listed as several "sequences" of one query each. The limit
     # of the number of these "sequences" is known only while a graph is captured.
@@ -315,7 +315,7 @@ def _choose(
     scores, table, numbers, num_scored, width, queries, ids, pages, ROWS: tl.constexpr,
     COMPARED: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Select blocks for all index queries of `queries`, by a method for this number of blocks."""
+    """Select blocks for all index queries of `queries`; the number of blocks decides the method."""
     num_rows = queries.count * C.HEADS
     if num_scored <= _FEW:
         for start in range(0, num_rows, ROWS):
@@ -344,7 +344,7 @@ def _choose(
 def _select_decode_kernel(
     index_q,  # [T, HEADS, DIM]
     cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM]
-    tables,  # [slots, table_stride] int32, blocks
+    tables,  # [slots, table_stride] int32, block tables
     queries,  # [S, 4] int32: `Queries`
     sequences,  # see attention/triton_decode_plan
     work,
@@ -356,9 +356,9 @@ def _select_decode_kernel(
     own_width,
     table_stride,
     width,
-    ROWS: tl.constexpr,  # index queries that are processed at a time
-    COMPARED: tl.constexpr,  # limit of the blocks that are compared at once
-    GROUP: tl.constexpr,  # adjacent blocks of a group; 0 if at most COMPARED blocks are possible
+    ROWS: tl.constexpr,  # number of index queries that are processed at a time
+    COMPARED: tl.constexpr,  # maximum number of blocks that are compared at once
+    GROUP: tl.constexpr,  # number of blocks per group; 0 if at most COMPARED blocks are possible
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):

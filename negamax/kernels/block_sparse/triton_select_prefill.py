@@ -46,11 +46,11 @@ _MERGED_ROWS = 16  # number of index queries for which one program merges the sp
 
 @dataclass(frozen=True)
 class SelectPrefillPlan:
-    """The tiles of queries of a step."""
+    """The prefill queries of a step, divided into tiles."""
 
     metadata: AttentionMetadata
     shape: SparseShape
-    block_m: int  # limit of the index queries of a tile
+    block_m: int  # maximum number of index queries per tile
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
     splits: int  # number of programs that split the blocks of a tile
     own: OwnBlocks | None  # the blocks that this rank scores; None: all blocks are scored
@@ -83,7 +83,7 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
 
 @triton.jit
 def _merge(best, order, numbers, C: tl.constexpr):
-    """Return the highest TOPK_POW2 of the keys in `best` and of blocks `numbers` [1, TOPK_POW2]."""
+    """Merge `best` with the sort keys of blocks `numbers` [1, TOPK_POW2]; keep TOPK_POW2 keys."""
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 does not accept a field of a struct in a shape
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     key = make_key(order, numbers)
@@ -93,7 +93,7 @@ def _merge(best, order, numbers, C: tl.constexpr):
 
 @triton.jit
 def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constexpr):
-    """Return each row's highest keys [BLOCK_M, TOPK_POW2] among scored blocks begin to end - 1."""
+    """Return each row's highest sort keys [BLOCK_M, TOPK_POW2] of scored blocks [begin, end)."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     first, count, start = tile
@@ -131,7 +131,7 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
 def _select_prefill_kernel(
     index_q,  # [T, HEADS, DIM]
     cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM]
-    tables,  # [slots, table_stride] int32, blocks
+    tables,  # [slots, table_stride] int32, block tables
     block_table_indices,  # [S] int64
     tiles,  # [tiles, 4] int32
     keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64, written if SPLITS > 1

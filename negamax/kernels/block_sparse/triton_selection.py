@@ -1,9 +1,9 @@
 """Top-k block selection from scores: functions that decode and prefill share.
 
 The upper half of a block's sort key is the score as an integer that sorts in the same order. The
-lower half is the negated block number. Among blocks with equal scores the block with the lower
-number therefore has the larger key, and no two keys are equal. A bitonic sort (`tl.topk`) finds the
-largest keys, and a second sort orders their blocks.
+lower half of a sort key is the negated block number. Among blocks with equal scores the block with
+the lower number therefore has the larger key, and no two keys are equal. A bitonic sort (`tl.topk`)
+finds the largest keys, and a second sort orders their blocks.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import triton.language as tl
 from negamax.kernels.attention.triton_shared import dot_dtype
 from negamax.kernels.block_sparse.selection import SparseShape
 
-NO_SCORE = tl.constexpr(-0x80000000)  # no score has these bits
+NO_SCORE = tl.constexpr(-0x80000000)  # `order_scores` of blocks that must not be selected
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 NO_KEY = tl.constexpr(-0x80000000 << 32)
 
@@ -25,16 +25,16 @@ class SelectionConstants(NamedTuple):
 
     HEADS: int  # number of index heads: of this rank, or of all ranks if ranks shard the keys
     DIM: int  # dimension of an index head
-    BLOCK: int  # tokens of a sparse block
-    PER_BLOCK: int  # sparse blocks of a block of the cache
+    BLOCK: int  # number of tokens per sparse block
+    PER_BLOCK: int  # number of sparse blocks per cache block
     TOPK: int
     TOPK_POW2: int
     INIT: int  # number of first blocks that are always selected
     LOCAL: int  # number of last blocks that are always selected
-    BLOCK_M: int  # index queries (token, head) of a tile
+    BLOCK_M: int  # number of index queries (token, head) per tile
     BLOCK_D: int  # DIM, padded to a power of two
     DOT: tl.dtype  # dtype of the operands of tl.dot
-    RANKS: int  # number of shards of the index keys; each rank holds one
+    RANKS: int  # number of shards of the index keys; each rank holds one shard
 
 
 def selection_constants(
@@ -78,7 +78,7 @@ def order_scores(score, block, last, C: tl.constexpr):
 
 @triton.jit
 def make_key(order, number):
-    """Make int64 keys from results of `order_scores` and block numbers."""
+    """Make int64 sort keys from results of `order_scores` and block numbers."""
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
 
 
@@ -145,7 +145,7 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
         k = tl.load(k_at)
     else:
         k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-    # block numbers are loaded a tile ahead: a load that waits for another load halves the pipeline
+    # load block numbers a tile ahead: a load that waits for another load would halve the pipeline
     next_i = tl.minimum(i + 1, end - 1)
     cache_block = tl.load(blocks + next_i // C.PER_BLOCK)
     next_number = find_scored_block(numbers, next_i, C)

@@ -1,10 +1,10 @@
 """Top-k block selection if each rank holds a shard of the index keys.
 
 A rank scores the blocks that it holds (`attention/triton_own_blocks`). For each index head, the
-rank sends its highest sort keys to the ranks that have this head. These ranks select the blocks. If
-the region of peer memory has a row for each token, one launch with a program per token exchanges
-the sort keys by the LL protocol. Otherwise an all-gather precedes the launch. Tokens that attend to
-all blocks up to their own need no exchange.
+rank sends its highest sort keys to the ranks that have this head. The receiving ranks select the
+blocks. If the region of peer memory has a row for each token, one launch with a program per token
+exchanges the sort keys by the LL protocol. With more tokens, an all-gather before the launch
+exchanges the sort keys. Tokens that attend to all blocks up to their own need no exchange.
 """
 
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ def _merge_shards_kernel(
     active,  # [1] int32, number of tokens before the padding; None: there is no padding
     ids,  # [T, HEADS, TOPK] int32, written
     pages,  # [T, HEADS, TOPK] int32, written
-    addresses,  # field of the `PeerRegion`
-    flags,  # field of the `PeerRegion`
+    addresses,  # field of the `PeerRegion` that exchanges the keys
+    flags,  # field of the `PeerRegion` that exchanges the keys
     table_stride,
     num_tokens,
     rank,
@@ -62,8 +62,8 @@ def _merge_shards_kernel(
     INDEX_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, SHARDS: tl.constexpr,
     SHARDS_POW2: tl.constexpr,
     WORLD: tl.constexpr,  # number of ranks that send keys; 1: all keys are local
-    ROWS: tl.constexpr,  # rows of the region
-    SLOT: tl.constexpr,  # words per row and sender in the region
+    ROWS: tl.constexpr,  # number of rows of the region
+    SLOT: tl.constexpr,  # number of words per row and sender in the region
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip

@@ -52,7 +52,7 @@ class PartialResults:
 
     @classmethod
     def joined(cls, out: Tensor, lse: Tensor) -> "PartialResults":
-        """Put `out` and `lse` into one message."""
+        """Copy `out` and `lse` into one message."""
         return cls(torch.cat([part.flatten().view(torch.uint8) for part in (out, lse)]), out, lse)
 
     @classmethod

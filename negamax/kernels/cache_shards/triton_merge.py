@@ -6,7 +6,7 @@ LL protocol. Each rank receives only the results of its own heads:
 
     words of a row and sender    | out [COUNT, DIM / 2], two values each | lse [COUNT] |
 
-With more tokens an all-gather distributes the messages of all ranks.
+If there are more tokens than rows, an all-gather distributes the messages of all ranks.
 """
 
 from typing import NamedTuple
@@ -29,10 +29,10 @@ class MergeConstants(NamedTuple):
 
     RANKS: int
     IS_LL: bool  # whether results of other ranks come through peer memory
-    ROWS: int  # rows of the region
-    SLOT: int  # words per row and sender in the region
-    HEADS: int  # heads of all ranks together
-    COUNT: int  # heads of this rank
+    ROWS: int  # number of rows of the region
+    SLOT: int  # number of words per row and sender in the region
+    HEADS: int  # number of heads of all ranks together
+    COUNT: int  # number of heads of this rank
     COUNT_POW2: int
     DIM: int  # dimension of a head
     WORDS_POW2: int  # DIM / 2, padded to a power of two
@@ -72,11 +72,11 @@ def _merge_partials_kernel(
     out,  # [T, COUNT * DIM], written
     values,  # [T, COUNT * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, COUNT] fp32, written if QUANTIZE, else None
-    addresses,  # field of the `PeerRegion`; None without IS_LL
-    flags,  # field of the `PeerRegion`; None without IS_LL
+    addresses,  # field of the `PeerRegion` that exchanges results; None without IS_LL
+    flags,  # field of the `PeerRegion` that exchanges results; None without IS_LL
     part_stride,
     lse_stride,
-    first,  # first head of this rank
+    first,  # index of the first head of this rank
     rank,
     C: tl.constexpr,
     PDL: tl.constexpr,

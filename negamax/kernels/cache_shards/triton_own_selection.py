@@ -12,7 +12,7 @@ from torch import Tensor
 
 from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 
-_ROWS = 8  # rows of a program; other values were not measured
+_ROWS = 8  # number of rows per program; other values were not measured
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
@@ -26,8 +26,8 @@ def _own_selection_kernel(
     num_rows,
     rank,
     RANKS: tl.constexpr,
-    PAGES: tl.constexpr,  # pages of a block
-    BLOCK: tl.constexpr,  # tokens of a sparse block
+    PAGES: tl.constexpr,  # number of pages per block
+    BLOCK: tl.constexpr,  # number of tokens per sparse block
     TOPK: tl.constexpr, TOPK_POW2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -60,7 +60,7 @@ def filter_selection(
     choice: BlockSelection, shape: SparseShape, *, bounds: Tensor | None = None
 ) -> tuple[BlockSelection, Tensor | None]:
     """Return the blocks of `choice` that the rank holds, followed by -1. With bounds [T * kv_heads]
-    int32 (tokens in all selected blocks), also return the rank's tokens.
+    int32 (tokens in all selected blocks), also return the number of tokens in the rank's blocks.
     """
     ids = choice.ids
     own = BlockSelection(torch.empty_like(ids), torch.empty_like(choice.pages))

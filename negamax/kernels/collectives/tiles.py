@@ -18,14 +18,14 @@ SHARD_ROWS = 512
 class ExchangeTiles:
     """Unmeasured sizes."""
 
-    row_warps: int = 4  # warps of an all-reduce program, which has one row
-    push_warps: int = 4  # warps of a program that sends a row of partial sums to the row's owner
-    shard_warps: int = 4  # warps of a program that normalizes a row of the own shard
-    gather_block: int = 1024  # 4-byte words that a program of an all-gather copies
+    row_warps: int = 4  # number of warps of an all-reduce program, which sums one row
+    push_warps: int = 4  # number of warps of a program that sends a row of partial sums
+    shard_warps: int = 4  # number of warps of a program that normalizes a row of this rank
+    gather_block: int = 1024  # number of 4-byte words that a program of an all-gather copies
 
 
 _H200 = ExchangeTiles(row_warps=8, shard_warps=8)  # measured
-_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the interpreter
+_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # Triton's interpreter runs on "cpu"
 
 
 def tiles_for(device: torch.device) -> ExchangeTiles:

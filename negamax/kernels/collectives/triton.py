@@ -81,10 +81,10 @@ def _all_reduce_add_rms_kernel(
     eps,
     addresses,  # field of the `PeerRegion`
     flags,
-    rank,  # `rank` is no compile-time constant, so all ranks run one compiled kernel
+    rank,  # `rank` is a run-time argument, so all ranks run one compiled kernel
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,  # rows of the region
-    SLOT: tl.constexpr,  # words per row and sender in the region
+    ROWS: tl.constexpr,  # number of rows of the region
+    SLOT: tl.constexpr,  # number of words per row and sender in the region
     TWO_SHOT: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -328,7 +328,7 @@ def _is_sharded(residual: Tensor, group: Collective) -> bool:
 
 
 def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
-    """Return the symmetric memory in which ranks shard `residual`; None if none is used."""
+    """Return the symmetric memory in which ranks shard `residual`; None if they do not use it."""
     num_tokens, width = residual.shape
     region = None if group.peers is None else group.peers.shards
     if region is None or not tiles.shards(num_tokens):
@@ -337,7 +337,7 @@ def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
 
 
 def _fits_region(residual: Tensor, peers: PeerMemory | None) -> bool:
-    """Return whether the region has room for the rows of `residual`."""
+    """Return whether the rows of `residual` fit into the region."""
     num_tokens, width = residual.shape
     return peers is not None and num_tokens <= peers.reduce.rows and width <= 2 * peers.reduce.words
 
@@ -444,7 +444,7 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
     """Gather the rows of two tensors [rows of this rank, width] of 4-byte values -> [T, width].
 
     The results are valid until the group's next sum over ranks. Call this function at most once
-    between two sums.
+    between two sums over ranks.
     """
     assert first.shape == second.shape and first.is_contiguous() and second.is_contiguous()
     num_tokens, width, peers = x.q.shape[0], first.shape[1], x.group.peers
@@ -456,7 +456,7 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
         packed = torch.cat((first.view(torch.int32), second.view(torch.int32)), dim=1)
         one, other = x.group.all_gather(packed, dim=0).split(width, dim=1)
         return one.contiguous().view(first.dtype), other.contiguous().view(second.dtype)
-    # byte offset after values and scales; kernels are compiled for tensors aligned to 16 bytes
+    # byte offset after values and scales, aligned to 16 bytes as the compiled kernels require
     begin = -(-(x.q.numel() + 4 * x.scale.numel()) // 16) * 16
     size = -(-4 * num_tokens * width // 16) * 16
     assert begin + 2 * size <= 2 * x.q.numel(), (

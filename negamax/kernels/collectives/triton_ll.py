@@ -1,8 +1,8 @@
 """Exchange of rows of 4-byte words between ranks through symmetric memory: NCCL's LL protocol.
 
 A rank writes its words into the memory of every peer. A word takes 8 bytes: the data and a flag.
-The reader polls the words in its own memory until all words have the expected flag. Barriers,
-fences and a second kernel are not needed. `PeerRegion` documents the layout.
+The reader polls the words in its own memory until all words have the expected flag. The protocol
+needs no barriers, no fences and no second kernel. `PeerRegion` documents the layout.
 
     rank 0   push --->  [data | flag] in the memory of rank 0, 1, ...      int64: flag << 32 | data
     rank 1   poll       until flag == the row's last flag + 1
@@ -49,7 +49,7 @@ def push(addresses, offset, index, data, flag, mask, WORLD: tl.constexpr):
 
 @triton.jit
 def _any_missing(word, flag, mask):
-    """Return whether any word does not have `flag`, with two instructions per word."""
+    """Return whether the flag of any word differs from `flag`, by two instructions per word."""
     differs = tl.where(mask, (word >> 32).to(tl.int32) ^ flag.to(tl.int32), 0)
     return tl.max(agree(differs).to(tl.uint32, bitcast=True)) != 0
 

@@ -1,1 +1,1 @@
-"""Send tokens to experts on other ranks, and the results back."""
+"""Send tokens to experts on other ranks, and return the results."""

@@ -1,4 +1,4 @@
-"""Send tokens to experts on other ranks, and the sums back.
+"""Send tokens to experts on other ranks, and return the sums of the outputs.
 
 Each rank of a group has its own tokens, padded to the same number of rows on all ranks.
 
@@ -17,7 +17,7 @@ from negamax.kernels.activations import GROUP
 from negamax.kernels.op import op, rounding_tolerance
 from negamax.kernels.peers import Collective
 
-MOST_CHOICES = 16  # limit of the experts per token
+MOST_CHOICES = 16  # maximum number of experts per token
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def dispatch(
     *,
     experts: ExpertRanges,
     group: Collective,
-    num_rows: int,  # at least T, the same on all ranks
+    num_rows: int,  # padded number of rows, at least T and equal on all ranks
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the ids [ranks * num_rows, top_k] and the columns of the rows of all ranks.
 
@@ -54,7 +54,7 @@ def dispatch(
     sent, parts = (ids, *columns), []
     for column in sent:
         missing, bits = num_rows - len(column), column.contiguous().view(torch.uint8)
-        fill = 255 if column is ids else 0  # the int32 value -1 is four bytes of 255
+        fill = 255 if column is ids else 0  # the int32 value -1 consists of four bytes 255
         parts.append((F.pad(bits, (0, 0, 0, missing), value=fill) if missing else bits).flatten())
     gathered = group.all_gather(torch.cat(parts).unsqueeze(0), dim=0)
     received = [

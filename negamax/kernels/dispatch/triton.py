@@ -8,14 +8,14 @@
     combine, program t    push    this rank's sum to each rank whose row t selected its experts
                           poll    the sums for the own row t; add them in rank order
 
-A row is sent to a rank once, even if it selected several experts of the rank. Only 4 of the 8 bytes
-of a word are data, so the kernels are faster than NCCL only while latency dominates. With more than
-`PeerRegion.rows` rows NCCL gathers and sums instead.
+A row is sent to a rank once, even if the row selected several experts of the rank. Only 4 of the 8
+bytes of a word are data, so the kernels are faster than NCCL only while latency dominates. With
+more than `PeerRegion.rows` rows NCCL gathers and sums instead.
 
 `dispatch` needs only the two buffers of a `PeerRegion`, because in each epoch every rank receives
-words of every other rank: the ids. In `combine` a rank may receive no words from another rank. But
-a rank writes epoch e + 2 of `combine` only after the `dispatch` that precedes it, and the other
-ranks reach this `dispatch` only after they have read epoch e of `combine`.
+the ids of every other rank. In `combine` a rank may receive no words from another rank. Two buffers
+also suffice for `combine`: a rank writes epoch e + 2 of `combine` only after the preceding
+`dispatch`, which all ranks reach after they have read epoch e of `combine`.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ class ExchangeConstants(NamedTuple):
     """Constants of both kernels, passed as one argument `C: tl.constexpr`."""
 
     WORLD: int
-    ROWS: int  # rows of the region
-    SLOT: int  # words per row and sender in the region
-    COUNT: int  # experts of a rank
+    ROWS: int  # number of rows of the region
+    SLOT: int  # number of words per row and sender in the region
+    COUNT: int  # number of experts per rank
     TOP_K: int
     BLOCK_K: int
 
@@ -61,12 +61,12 @@ def _dispatch_kernel(
     firsts,  # [WORLD], as in `ExpertRanges`
     num_tokens,
     num_rows,
-    addresses,  # field of the `PeerRegion`
-    flags,  # field of the `PeerRegion`
+    addresses,  # field of the `PeerRegion` that exchanges tokens
+    flags,  # field of the `PeerRegion` that exchanges tokens
     rank,
     WIDTHS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Exchange one row of every rank, as words of ids, then of columns. Grid (num_rows,)."""
+    """Exchange one row of every rank: words of ids, then words of columns. Grid (num_rows,)."""
     WORLD: tl.constexpr = C.WORLD
     row = tl.program_id(0)
     choice = tl.arange(0, C.BLOCK_K)
@@ -119,8 +119,8 @@ def _combine_kernel(
     sums,  # [num_rows, 2 * WORDS], written
     firsts,  # [WORLD], as in `ExpertRanges`
     num_rows,
-    addresses,  # field of the `PeerRegion`
-    flags,  # field of the `PeerRegion`
+    addresses,  # field of the `PeerRegion` that exchanges tokens
+    flags,  # field of the `PeerRegion` that exchanges tokens
     rank,
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr,

@@ -20,12 +20,12 @@ def count_accepted(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Count the accepted draft tokens of each row: all before the first mismatch.
+    """Count the accepted draft tokens of each row, which precede the first mismatch.
 
     The sampled tokens of row i are 1 + num_drafts[i] entries of `sampled` [R] from index firsts[i]
     on. The row's draft tokens are the first num_drafts[i] entries of drafts[i] (-1: no token).
-    drafts [rows, K], firsts, num_drafts [rows] -> [rows], all int64. The result is written to a
-    given `out`.
+    drafts [rows, K], firsts, num_drafts [rows] -> [rows], all int64. If `out` is given, it receives
+    the result.
     """
     places = torch.arange(drafts.shape[1], device=sampled.device)
     is_draft = (places < num_drafts.unsqueeze(1)) & (drafts >= 0)
@@ -37,7 +37,7 @@ def count_accepted(
 def advance_rows(
     accepted: Tensor,  # [rows] int64, number of accepted draft tokens
     counts: Tensor,  # [rows] int64, number of tokens per row, drafts included; 0: padding
-    seq_lens: Tensor,  # [rows] int64, sequence lengths that count all tokens of the step
+    seq_lens: Tensor,  # [rows] int64, sequence lengths that include all tokens of the step
     firsts: Tensor,  # [rows] int64, index of a row's first token in the step
     slots: Tensor,  # [rows] int64
     /,
@@ -57,7 +57,7 @@ def record_drafts(
     picked: Tensor,  # [R] int64, -1: no token
     ids: Tensor,  # [n + 1] int64, the target model's id of each of n draft-model tokens, then -1
     slots: Tensor,  # [R] int64
-    lengths: Tensor,  # [R] int64, number of known tokens of each row, which are all computed
+    lengths: Tensor,  # [R] int64, number of known tokens per row; the draft model has read them all
     /,
     *,
     place: int,
@@ -105,12 +105,12 @@ class BlockContext(NamedTuple):
 
 def attend_block(
     q: Tensor,  # [R * N, heads, head_dim]
-    own: KvCache,  # keys and values of q's rows, [R, kv_heads, N, head_dim], unscaled
+    own: KvCache,  # keys and values of the rows of q, [R, kv_heads, N, head_dim], unscaled
     cache: KvCache,
     context: BlockContext,
     /,
     *,
-    sliding_window: int,  # length in tokens, including the row's own token; 0: no window
+    sliding_window: int,  # length in tokens, including the token of the row; 0: no window
     is_causal: bool,
 ) -> Tensor:
     """Compute attention of R blocks, each with N rows -> [R * N, heads * head_dim].

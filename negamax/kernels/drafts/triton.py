@@ -1,5 +1,5 @@
-"""Count accepted draft tokens, advance rows, and prepare and record a draft model's pass. Each op
-is one launch with a program per token or row; PyTorch ops would need about twelve launches.
+"""Count accepted draft tokens, update row lengths, and prepare and record draft model passes. Each
+op is one launch with a program per token or row; PyTorch ops would need about twelve launches.
 """
 
 import torch
@@ -58,7 +58,7 @@ def count_accepted(
     assert drafts.stride(1) == 1
     columns = (sampled, firsts, num_drafts)
     assert all(column.is_contiguous() for column in columns)
-    # When kernels are only compiled, later ops use these zeros as indices.
+    # If kernels are compiled instead of launched, later ops use these zeros as indices.
     accepted = torch.zeros_like(firsts) if out is None else out
     if len(firsts):
         _count_accepted_kernel[(len(firsts),)](
@@ -69,7 +69,7 @@ def count_accepted(
             accepted,
             len(sampled),
             drafts.stride(0),
-            # one more place than draft tokens, so at least one place is never accepted
+            # one more column than draft tokens, so at least one column is never accepted
             ROOM_POW2=triton.next_power_of_2(drafts.shape[1] + 1),
             num_warps=1,
         )

@@ -36,18 +36,18 @@ _BLOCK_N, _MOST_SPLITS = 64, 32  # no other sizes and launch options were measur
 class BlockConstants(NamedTuple):
     """Constants of both block kernels, passed as one argument `C: tl.constexpr`."""
 
-    ROWS: int  # rows of a block
+    ROWS: int  # number of rows per block
     KV_HEADS: int
-    GROUP: int  # query heads per KV head
+    GROUP: int  # number of query heads per KV head
     DIM: int  # dimension of a head
-    BLOCK_SIZE: int  # tokens of a cache block
-    WINDOW: int  # tokens of the sliding window; 0: the whole context
+    BLOCK_SIZE: int  # number of tokens per cache block
+    WINDOW: int  # number of tokens in the sliding window; 0: the window is the whole context
     CAUSAL: bool
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_D: int
     BLOCK_OWN: int  # ROWS, padded for tl.dot
-    TILES: int  # number of row tiles of a block
+    TILES: int  # number of row tiles per block
     SPLIT_KV: bool
     DOT: tl.dtype
 

@@ -1,1 +1,1 @@
-"""Matrix products with weights."""
+"""GEMMs with weights."""

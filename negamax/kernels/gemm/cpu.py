@@ -2,20 +2,20 @@
 
 oneDNN reads weights in its own blocked layout, to which `pack` converts them at load. One row of
 [256 -> 1536] with weights not in cache takes, on two Zen 4 cores, 25 us in bf16 (F.linear 46 us)
-and 90 us in fp32 (F.linear 184 us). For fp32 the layout for a single row must not be used. With AMX
-the bits agree only after `env.set_batch_invariant_gemms`. PyTorch's compiler emits the same two
-oneDNN ops for linear layers on CPUs.
+and 90 us in fp32 (F.linear 184 us). The layout for a single row is not used for fp32. With AMX the
+bits agree only after `env.set_batch_invariant_gemms`. PyTorch's compiler emits the same two oneDNN
+ops for linear layers on CPUs.
 
 oneDNN compiles a kernel for every row count and weight shape, which takes 0.6 ms and 0.56 MiB of
-heap. oneDNN keeps the last 1024 kernels, and heap fragmentation prevents the release of older ones.
-The process of a small model took 1.5 GiB after a minute of mixed requests, and kept growing. Rows
-are therefore split into tiles of at most 256 rows, and tiles are padded to one of 80 sizes. With
-tiles, the process takes 0.7 GiB after the same minute and is 1.015 times as fast.
+heap. oneDNN keeps the last 1024 kernels, and heap fragmentation prevents the release of older
+kernels. Rows are therefore split into tiles of at most 256 rows, and tiles are padded to one of 80
+sizes. After a minute of mixed requests, the process of a small model takes 0.7 GiB with tiles, and
+1.5 GiB without. Tiles make the process 1.015 times as fast.
 
 Without oneDNN, F.linear multiplies fp32 matrices. A BLAS library uses different code for few rows.
-With MKL on Zen 4, the last bits for 1 to 3, 5 to 7 and 9 to 11 rows differ from those for all other
-counts up to 300. Batches of up to 11 rows are therefore padded to a multiple of 4 (1.35 times the
-time for one row). In 16 bits, F.linear returns the same bits for all row counts.
+With MKL on Zen 4, the last bits for 1 to 3, 5 to 7 and 9 to 11 rows differ from the bits for all
+other counts up to 300. Batches of up to 11 rows are therefore padded to a multiple of 4 (1.35 times
+the time for one row). In 16 bits, F.linear returns the same bits for all row counts.
 """
 
 from contextlib import suppress
@@ -35,9 +35,9 @@ from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 _ROWS_HINT = 4  # oneDNN optimizes the layout for this number of rows
 _NO_SCALARS: list[float] = []
 TILE_ROWS = 256
-_STEPS = 16  # tile sizes per power of two; padding is less than a sixteenth of the rows
+_STEPS = 16  # number of tile sizes per power of two; padding is below a sixteenth of the rows
 _UNPADDED_ROWS = 2 * _STEPS
-_SAFE_ROWS = 12  # from this row count on, F.linear in fp32 returned the same bits for all counts
+_SAFE_ROWS = 12  # from 12 rows on, F.linear in fp32 returned the same bits for all row counts
 
 
 def pack(weight: StoredWeight) -> Tensor:

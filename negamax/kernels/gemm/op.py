@@ -16,7 +16,7 @@ from negamax.kernels.quantize.stored import dequantize
 class LinearOutput(NamedTuple):
     """Options for the result of a linear layer."""
 
-    dtype: torch.dtype | None = None  # None: dtype of x
+    dtype: torch.dtype | None = None  # dtype of the result; None: dtype of x
     out: Tensor | None = None  # tensor to which the result is written
     in_parts: bool = False  # the result may be partial sums [T, P, out], each rounded
 
@@ -25,7 +25,7 @@ LIKE_INPUT, IN_PARTS = LinearOutput(), LinearOutput(in_parts=True)
 
 
 def linear(x: Hidden, weight: Prepared, output: LinearOutput = LIKE_INPUT, /) -> Tensor:
-    """Multiply x [T, in] with weight [out, in] to [T, out]. The FP8 copy of x is not read."""
+    """Multiply x [T, in] with weight [out, in] to [T, out]. The FP8 copy of x is unused."""
     values = unquantized(x)
     dtype = output.dtype or values.dtype
     if weight.dtype != values.dtype:

@@ -16,8 +16,8 @@ tokens    one rank      four
 100       106 (79.7)    51.7 (37.5)
 
 If qkv and o_proj of one rank run without other kernels between them, they take 14.3 us at 1 token
-and 17.2 us at 4 tokens. Tiles that leave room for programs of the next kernel are 2 us faster in
-this case, but 4 to 7 us slower in a layer, so they are not used.
+and 17.2 us at 4 tokens. Tiles that leave capacity for programs of the next kernel make these GEMMs
+2 us faster, but a layer 4 to 7 us slower, so they are not used.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ from negamax.kernels.weight_only.layout import Packing
 GEMV_MAX_M = 1  # limit of M for FP8 products on the CUDA cores
 SPLIT_K_MAX_M = 64  # limit of M for split_k; above this limit, 16-bit weights use cuBLAS
 CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8 GEMMs with more multiplications use cuBLAS
-CUBLAS_MULTIPLE = 4  # cuBLAS needs scales of M tokens where M is a multiple of this number
-# large_m: up to this many weights, a dependent launch gains 0.9 us at 100 tokens (above: -0.5 us)
+CUBLAS_MULTIPLE = 4  # cuBLAS needs a number of tokens that is a multiple of this number
+# large_m: up to this number of weights, a dependent launch saves 0.9 us at 100 tokens
 PDL_MAX_WEIGHTS = 4096 * 3072
-GROUP_M = 8  # large_m: adjacent programs share the weight for this many tiles of tokens
+GROUP_M = 8  # large_m: number of token tiles for which adjacent programs read one weight tile
 
 
 def gemv(K: int) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class H200GemmTiles(GemmTiles):
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
         """Return a tile in which a warp has up to six blocks of 128 columns, which take 96 of a
-        thread's 128 registers. The loads of all programs together are up to 25 MB.
+        thread's 128 registers. All programs together load up to 25 MB.
         """
         warps = round_to_power_of_two(-(-K // 768))
         if warps > 16:
@@ -133,7 +133,7 @@ class H200GemmTiles(GemmTiles):
     def packed(self, *, M: int, N: int, K: int) -> Tile:
         """Return a tile for packed weights. For up to 128 tokens, K is split into runs of at least
         1,536 columns if the tiles leave a quarter of the multiprocessors idle. For 33 to 128
-        tokens, if two splits of K fill the multiprocessors, K is split in two and tokens are not.
+        tokens, if two splits of K fill the multiprocessors, K is split and tokens are not.
         """
         tiles_n = -(-N // 64)
         if M > 128:
@@ -192,7 +192,7 @@ class H200GemmTiles(GemmTiles):
         return self.large_m(M=M, N=N)
 
     def large_m(self, *, M: int, N: int) -> Tile:
-        """Return the small tile if at most two programs per multiprocessor are needed."""
+        """Return the small tile if it needs at most two programs per multiprocessor."""
         programs = -(-N // 64) * -(-M // 64)
         if programs <= 2 * self.multiprocessors:
             return Tile(64, 64, 128, num_warps=4, num_stages=5)

@@ -53,7 +53,7 @@ from negamax.kernels.op import AnyKernel
 from negamax.kernels.quantize.native import to_native
 from negamax.kernels.quantize.triton import quantize
 
-_BLOCK: tl.constexpr = tl.constexpr(GROUP)  # columns that share a scale
+_BLOCK: tl.constexpr = tl.constexpr(GROUP)  # number of columns that share a scale
 _VECTOR: tl.constexpr = tl.constexpr(16)  # number of FP8 weights that a thread loads at once
 
 
@@ -205,7 +205,7 @@ def _small_m_kernel(
         w_scale += (tl.load(w_scale_ptrs + i * NUM_WARPS, mask=has_block, other=0.0),)
     wait_for_predecessor(PDL)
     # Rows past M wrap around to valid rows. Clamped rows would all read row M - 1 and wait for each
-    # other. Masks would take registers.
+    # other. Masks would need registers.
     x_ptrs = _point_to_rows(x_ptr + _number_rows(BLOCK_M) % M * K, NUM_WARPS)
     x_scale_ptrs = x_scale_ptr + (offs_m % M)[None, :] * K_BLOCKS + warp[:, None]
     acc = tl.zeros((NUM_WARPS, BLOCK_N, BLOCK_M), tl.float32)
@@ -338,7 +338,7 @@ def prepare(weight: StoredWeight) -> PreparedLinear:
 def linear(
     x: Tensor | QuantizedActivations, prepared: PreparedLinear, output: LinearOutput = LIKE_INPUT
 ) -> Tensor:
-    """Return x W^T [M, N] of x [M, K], rounded once. `output.out` needs 16-bit weights."""
+    """Return x W^T [M, N] of x [M, K], rounded once. Only 16-bit weights support `output.out`."""
     dtype, out = output.dtype or model_dtype(x), output.out
     M = (x.q if isinstance(x, QuantizedActivations) else x).shape[0]
     if M == 0:

@@ -1,8 +1,8 @@
 """GEMMs with packed weights of 4 and 8 bits in Triton: out[M, N] = x[M, K] w[N, K]^T.
 
 `triton_packed_gemv.py` multiplies with few tokens. For many tokens, the whole weight is dequantized
-and passed to cuBLAS. For token counts in between, this kernel dequantizes tiles of w in registers.
-A tile of w is the left operand of `tl.dot`, so a weight is unpacked once for up to 128 tokens.
+and passed to cuBLAS. For medium token counts, this kernel dequantizes tiles of w in registers. A
+tile of w is the left operand of `tl.dot`, so a weight is unpacked once for up to 128 tokens.
 `kernels/weight_only/triton.py` describes unpacking and its cost. `tiles.py` has the tile sizes.
 """
 

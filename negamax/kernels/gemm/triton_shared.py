@@ -40,7 +40,7 @@ def store_split(
         partial_ptrs = partials_ptr + tile * (SPLIT_K * SIZE)
         partial_ptrs += tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tl.store(partial_ptrs + tl.program_id(1) * SIZE, acc)
-        tl.debug_barrier()  # all threads have written before the program counts as finished
+        tl.debug_barrier()  # wait until all threads have written the partial sums
         if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for split in tl.static_range(SPLIT_K):

@@ -1,10 +1,10 @@
 """The layout of the paged KV cache, and writing keys and values to it.
 
-A layer's cache is two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s is in
-block s // block_size at offset s % block_size. The tokens of one head are adjacent within a block,
-so gathered blocks of a sequence form one contiguous matrix [tokens, head_dim] for each head. A
-cache starts as zeros and holds only finite values, because kernels read past the end of a sequence
-and multiply these values by a probability of 0.
+A layer's cache consists of two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s
+is in block s // block_size at offset s % block_size. The tokens of one head are adjacent within a
+block, so gathered blocks of a sequence form one contiguous matrix [tokens, head_dim] for each head.
+A cache starts as zeros and holds only finite values, because kernels read past the end of a
+sequence and multiply these values by a probability of 0.
 """
 
 from typing import NamedTuple
@@ -41,19 +41,19 @@ class TokenPlaces(NamedTuple):
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor
-    rows: Tensor  # [T * kv_heads] int64, indices in caches viewed as [-1, head_dim]; negative: none
+    rows: Tensor  # [T * kv_heads] int64, rows of caches viewed as [-1, head_dim]; negative: no row
 
 
 class TokenTables(NamedTuple):
     """Positions of T tokens, and the block tables of their sequences."""
 
     positions: Tensor  # [T] int64
-    token_slots: Tensor  # [T] int64, index of the row of block_tables of each token's sequence
+    token_slots: Tensor  # [T] int64, row index in block_tables of each token's sequence
     block_tables: Tensor  # [slots, blocks]
 
 
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:
-    """Return cache row indices [T * kv_heads] int64 of slots [T]; slot -1 gets negative ones."""
+    """Return cache row indices [T * kv_heads] int64 of slots [T]; slot -1 gets negative indices."""
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=slots.device)
     return ((blocks.unsqueeze(1) * kv_heads + heads) * block_size + offsets.unsqueeze(1)).flatten()

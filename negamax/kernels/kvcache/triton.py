@@ -1,4 +1,4 @@
-"""Slot mapping and rotations of a step's tokens in one launch (with PyTorch ops about twelve)."""
+"""Compute cache rows and rope angles of a step's tokens in one launch; PyTorch needs twelve."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from negamax.kernels.launch.triton import launch_options, triton_kernel
 def _locate_kernel(
     positions,  # [T] int64
     token_slots,  # [T] int64, row indices of `tables`
-    tables,  # [slots, table_stride] int32, blocks
+    tables,  # [slots, table_stride] int32, block tables
     frequencies,  # [ROTARY] fp32
     cos,  # [T, ROTARY] fp32, written
     sin,  # [T, ROTARY] fp32, written
@@ -24,7 +24,7 @@ def _locate_kernel(
     KV_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROTARY: tl.constexpr,  # 0: there are no rotations; frequencies, cos and sin are None
     ROTARY_POW2: tl.constexpr,
-    RANKS: tl.constexpr,  # number of ranks that shard the blocks; each holds every RANKS-th block
+    RANKS: tl.constexpr,  # number of ranks; each rank holds every RANKS-th block
     FIRST: tl.constexpr,  # index of the rank's first sharded block
     PDL: tl.constexpr,
 ):  # fmt: skip

@@ -6,7 +6,7 @@ from triton.language.target_info import cuda_capability_geq, is_cuda
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice, num_threads
-except ImportError:  # Triton built for ROCm
+except ImportError:  # this Triton is built for ROCm
     gdc_launch_dependents = gdc_wait = libdevice = num_threads = None
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """Let the next kernel in the stream start once every program of this one has made this call."""
+    """Let the next kernel in the stream start after all programs have called this function."""
     if PDL:
         gdc_launch_dependents()
 
@@ -28,13 +28,12 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 @triton.jit
 def agree(x):
-    """Return `x` (int32) so that all threads that hold an element hold the same value. If there are
-    fewer elements than threads, return 1 everywhere if any thread holds a value other than 0, else
-    0.
+    """Make all threads that hold an element of `x` (int32) hold the same value. If there are fewer
+    elements than threads, return 1 if any value is not 0, else 0, everywhere.
 
     If several threads hold the same element, each thread loads it, and Triton assumes that all
-    loads return the same value. This is not true of memory that other programs write at the same
-    time: a reduction uses one thread's value, but another thread continues with its own value.
+    loads return the same value. If other programs write the memory at the same time, a reduction
+    uses one thread's value, but another thread continues with its own value.
     """
     if not INTERPRETED and is_cuda():  # noqa: SIM102  (ROCm has no `num_threads`)
         if x.numel < num_threads():
@@ -146,7 +145,7 @@ def unpack_words(
 
 
 # For each pair of e2m1 codes: PTX that shifts `q` into `a`, and a mask of the bits that bf16 needs.
-# `weight_only.layout.BITS` states the places of these bits in a word.
+# `weight_only.layout.BITS` lists the positions of these bits in a word.
 _E2M1 = (
     (("mov.b32 a, q;", 0x81808180), ("shr.u32 a, q, 8;", 0x00400040)),
     (("shl.b32 a, q, 2;", 0x81C081C0),),
@@ -159,8 +158,8 @@ _E2M1 = (
 def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
     """Return PTX that unpacks a word to bf16, with the operands out (8 or 4), q, factor, added.
 
-    The bits of e2m1 and e4m3 are moved to their places in bf16, which scales values by 2^-126 and
-    2^-120. Reading one half of `factor` or `added` takes no extra instruction.
+    The bits of e2m1 and e4m3 are moved to their positions in bf16, which scales values by 2^-126
+    and 2^-120. Reading one half of `factor` or `added` takes no extra instruction.
     """
     pairs = 4 if ELEMENT in ("uint4", "e2m1") else 2
     word, factor = f"${2 * pairs}", 2 * pairs + 1
@@ -179,7 +178,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
                 f"shl.b32 a, q, {8 - 8 * pair}; shr.u32 c, a, 4; and.b32 c, c, 0x07F007F0;"
             )
             lines.append("lop3.b32 c, a, 0x80008000, c, 0xEA;")
-        else:  # 128 plus the lower 7 bits, less 128 or 256
+        else:  # (128 + lower 7 bits) - (128 or 256)
             lines.append(f"shr.u32 a, q, {8 * pair};")
             lines.append("lop3.b32 c, a, 0x007F007F, 0x43004300, 0xEA;")
             lines.append("lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA;")

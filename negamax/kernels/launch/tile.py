@@ -11,16 +11,16 @@ from negamax.kernels import platform
 @dataclass(frozen=True)
 class Tile:
     """Sizes of a GEMM: `block_m` tokens, `block_n` rows of the weight, `block_k` columns per step.
-    The names are those of the kernels' constants and of Triton's launch options.
+    The fields are named like the kernels' constants and Triton's launch options.
     """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
-    num_stages: int = 1  # steps along K whose loads are in flight
-    split_k: int = 1  # programs that split the columns of a tile
-    maxnreg: int | None = None  # limit of registers per thread; None: the compiler decides
+    num_stages: int = 1  # number of steps along K whose loads are in flight
+    split_k: int = 1  # number of programs that split the columns of a tile
+    maxnreg: int | None = None  # maximum number of registers per thread; None: the compiler decides
 
     @cached_property
     def constants(self) -> dict[str, int]:
@@ -41,12 +41,12 @@ class Launch:
 
     num_warps: int
     num_stages: int
-    block_n: int = 0  # keys of a tile; 0 if the kernel has no such size
-    maxnreg: int | None = None  # limit of registers per thread; None: the compiler decides
+    block_n: int = 0  # number of keys per tile; 0 if the kernel has no such size
+    maxnreg: int | None = None  # maximum number of registers per thread; None: the compiler decides
 
     @cached_property
     def options(self) -> dict[str, int]:
-        """Launch options, except `maxnreg`."""
+        """The Triton launch options `num_warps` and `num_stages`."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 

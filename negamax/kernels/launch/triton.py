@@ -2,8 +2,8 @@
 
 Programmatic dependent launch (PDL): after an ordinary launch, a kernel starts when its predecessor
 in the stream has ended. The GPU is then idle for a few microseconds, and a decode step has hundreds
-of kernels of 3 to 30 us. On NVIDIA GPUs from Hopper on, the next kernel may start as soon as every
-program of the running one has called `launch_dependents` or has ended. `wait_for_predecessor`
+of kernels of 3 to 30 us. On NVIDIA GPUs from Hopper on, the next kernel may start when every
+program of the running kernel has called `launch_dependents` or has ended. `wait_for_predecessor`
 blocks until the predecessor has ended and its results are visible. CUDA graphs keep these calls.
 
     kernel A  ---- launch_dependents ------------------ end
@@ -51,7 +51,7 @@ _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _IS_LAST_FIRST = tl.constexpr(TRITON_VERSION >= (3, 8))
 _E4M3FNUZ_MAX = tl.constexpr(240.0)
 
-# Fusion affects the last bits and the speed. It is set here, as Triton's default may change.
+# Triton's default may change, but fused multiply-add affects the last bits and the speed.
 triton.knobs.language.default_fp_fusion = True
 
 
@@ -133,7 +133,7 @@ def add_last_first(ptrs, offsets, CONTIGUOUS: tl.constexpr, MULTIPLE: tl.constex
 
     In the last dimension, runs of CONTIGUOUS elements are adjacent in memory and begin at multiples
     of MULTIPLE bytes (0: unknown). Triton sorts dimensions by the length of contiguous runs. Among
-    dimensions with equal runs, Triton 3.8 takes the last one first, and older versions the first.
+    equal runs, Triton 3.8 starts with the last dimension, and older versions start with the first.
     For older versions this function declares longer runs, which affects only this order.
     """
     ptrs = ptrs + offsets

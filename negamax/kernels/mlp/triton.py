@@ -23,7 +23,7 @@ from negamax.kernels.quantize.native import outputs, result
 
 _GROUP = tl.constexpr(GROUP)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_BLOCK = 1024  # columns per program; no other values were measured
+_BLOCK = 1024  # number of columns per program; no other values were measured
 
 
 @triton.jit

@@ -9,18 +9,18 @@ from negamax.kernels.launch.tile import Tile, has_h200_tiles, round_to_power_of_
 from negamax.kernels.weight_only.layout import Packing
 
 SMALL_M_MAX_M = 256  # limit of M for small_m, whose programs search topk_ids for their tokens
-SORT_PROGRAMS = 128  # programs that sort pairs, about one per multiprocessor
-SORT_CHUNK = 128  # pairs that a sorting program sorts at a time
-COUNT_CHUNK = 512  # pairs that a sorting program counts at a time
-SORT_BLOCK = 32  # programs whose counts a sorting program adds up at a time
+SORT_PROGRAMS = 128  # number of programs that sort pairs, about one per multiprocessor
+SORT_CHUNK = 128  # number of pairs that a sorting program sorts at a time
+COUNT_CHUNK = 512  # number of pairs that a sorting program counts at a time
+SORT_BLOCK = 32  # number of programs whose counts a sorting program adds up at a time
 ROUTE_MAX_TILES = 4096
 ROUTE_SMALL_M_MAX_M = 4  # limit of M for a router on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2
-ROUTE_SMALL_M_WARPS = 4  # warps of route_small_m for rows of up to 4096 values
+ROUTE_SMALL_M_WARPS = 4  # number of warps of route_small_m for rows of up to 4096 values
 NORM_ROUTE_MAX_M = 2  # limit of M for one launch of norm and router
-NORM_ROUTE_MAX_PARTS = 4  # limit of the input's parts for one launch of norm and router
-NORM_ROUTE_WARPS = 4  # warps of norm_route for rows of up to 4096 values
-NORM_ROUTE_THREAD_WORDS = 4  # 4-byte words that a thread reads in one load
+NORM_ROUTE_MAX_PARTS = 4  # limit of P, the parts of the input, for one launch of norm and router
+NORM_ROUTE_WARPS = 4  # number of warps of norm_route for rows of up to 4096 values
+NORM_ROUTE_THREAD_WORDS = 4  # number of 4-byte words that a thread reads in one load
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class ExpertTiles:
     down.block_k are the 128 columns of h that share a scale.
     """
 
-    gate_up: Tile  # block_n gate rows and as many up rows
+    gate_up: Tile  # a tile has block_n gate rows and block_n up rows
     down: Tile
-    # gemv: number of a token's choices that one program of down sums; the next norm sums the parts
+    # gemv: number of experts of a token that one program of down sums; the next norm sums the parts
     choices: int = 1
-    repeat_n: int = 1  # large_m: tiles that a program of down computes one after another
-    resident: bool = False  # large_m: h stays in shared memory (FP8, narrow experts)
+    repeat_n: int = 1  # large_m: number of tiles that a program of down computes one after another
+    resident: bool = False  # large_m: whether h stays in shared memory (FP8, narrow experts)
     starts_early: bool = True  # packed gemv: `dependent` of gate and up in `launch_options`
 
 
@@ -223,7 +223,7 @@ class H200MoeTiles(MoeTiles):
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE
             most, few, many = _PACKED_LARGE_M[kind]
             return few if most >= M else many
-        if M == 1:  # there are few programs, so longer pipelines keep enough loads in flight
+        if M == 1:  # with few programs, only longer pipelines keep enough loads in flight
             rows, stages = (32, 8) if gate_up.CODES == 2 else (64, 6)
             tile = Tile(16, rows, 128, num_warps=4, num_stages=stages, maxnreg=168)
             return ExpertTiles(tile, replace(tile, block_n=2 * rows))

@@ -94,7 +94,7 @@ def _gate_up_packed_row(
     rows = tl.minimum(first_n + offs % BLOCK_N, E.WIDTH - 1) + offs // BLOCK_N * E.WIDTH
     rows += expert * (2 * E.WIDTH)
     loaded = load_weight(w, rows, num_experts * (2 * E.WIDTH), P, NUM_WARPS)
-    tl.debug_barrier()  # ptxas moves loads down to their uses, but not past a barrier
+    tl.debug_barrier()  # ptxas moves loads down to their uses, but never past a barrier
     both = multiply_token(loaded, x_ptr, P, 2 * BLOCK_N, NUM_WARPS)
     if P.ROW_SCALE:
         offs = tl.arange(0, 2 * BLOCK_N)

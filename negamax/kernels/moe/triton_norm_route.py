@@ -96,7 +96,7 @@ def _norm_route_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # number of words: threads of a program * THREAD_WORDS
-    THREAD_WORDS: tl.constexpr,  # words of one load of a thread
+    THREAD_WORDS: tl.constexpr,  # number of words that a thread reads in one load
     QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PARALLEL_TOPK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize the rows in every program, then route as in `_route_small_m_kernel`.
@@ -126,7 +126,7 @@ def _norm_route_kernel(
     expert = group_experts(NUM_EXPERTS)
     bias = tl.load(bias_ptr + expert, mask=expert < NUM_EXPERTS, other=0.0)
     wait_then_launch_dependents(PDL)
-    # the load is volatile for the reason stated in `fetch_parts`
+    # the load is volatile, because ptxas would otherwise delay it (`fetch_parts`)
     flag = tl.load(flag_ptr, volatile=True) + 1
     x, residual = (), ()
     for m in tl.static_range(BLOCK_M):

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_T = 32  # tokens of a program
+_BLOCK_T = 32  # number of tokens per program
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -14,7 +14,7 @@ def _place_experts_kernel(
     positions,  # [T] int64
     slots,  # [E, MOST] int32
     copies,  # [E] int32
-    counts,  # [E] int64, increased
+    counts,  # [E] int64, increased by the selections
     out,  # [T, C] int32, written
     T,
     C: tl.constexpr, MOST: tl.constexpr, BLOCK_T: tl.constexpr, C_POW2: tl.constexpr,

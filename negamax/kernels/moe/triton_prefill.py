@@ -95,7 +95,7 @@ def _sort_pairs_kernel(
     num_experts,
     EXPERTS_POW2: tl.constexpr,
     CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr,  # rows of `counts` that a program adds up at a time
+    PROGRAMS: tl.constexpr,  # number of rows of `counts` that a program adds up at a time
     PDL: tl.constexpr,
 ):
     """Sort the pairs by expert with a counting sort. The pairs of one expert are in the order of

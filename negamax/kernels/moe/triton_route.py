@@ -35,8 +35,8 @@ from negamax.kernels.moe import tiles
 
 # a launch of `_route_large_m_kernel` adds this to each counter; also the limit of programs per tile
 _ROUND = tl.constexpr(1024)
-_GROUP = tl.constexpr(32)  # experts that `choose_for_token` ranks together
-_VECTOR = tl.constexpr(8)  # bf16 values that a thread reads in one load
+_GROUP = tl.constexpr(32)  # number of experts that `choose_for_token` ranks together
+_VECTOR = tl.constexpr(8)  # number of bf16 values that a thread reads in one load
 
 
 @triton.jit
@@ -92,9 +92,9 @@ def choose_for_token(
 ):  # fmt: skip
     """Run `_choose_for_tokens` for one token; logits, bias and expert are [groups, _GROUP].
 
-    The rank of an expert is the number of experts with larger keys. All ranks are counted at once,
-    first within each group, then among the best TOP_K_POW2 experts of all groups. A search for one
-    maximum after the other is a chain of TOP_K reductions and takes twice as long.
+    The rank of an expert is the number of experts with larger keys. The ranks of all experts are
+    counted at once, first within each group, then among the best TOP_K_POW2 experts of all groups.
+    A search for one maximum after the other is a chain of TOP_K reductions and takes twice as long.
     """
     EXPERTS_POW2: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     TOP_K_POW2: tl.constexpr = triton.next_power_of_2(TOP_K)
@@ -189,8 +189,8 @@ def _route_small_m_kernel(
 
     The flag in a word shows whether this launch has written the word. Because of these flags, the
     kernel needs no counter, no fence and no reset. With PARALLEL_TOPK program t waits for the
-    logits of token t and selects its experts. Otherwise the last program selects experts for all
-    tokens; the interpreter needs this, because it runs one program after another.
+    logits of token t and selects its experts. Without PARALLEL_TOPK the last program selects
+    experts for all tokens, because the interpreter runs one program after another.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
     STEPS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
@@ -277,10 +277,10 @@ def _route_large_m_kernel(
         experts 32 ..  split 0, 1, ..       each program counts itself in arrivals[tile]
 
     With PARALLEL_TOPK the programs of a tile wait until all of them have arrived, and each selects
-    experts for some of the tokens, TOPK_M at a time. Otherwise the last program to arrive selects
-    experts for all tokens of the tile. A launch adds _ROUND to each counter, so the counters need
-    no reset. The programs of a tile have adjacent ids, so a waiting program does not keep another
-    program of its tile from starting.
+    experts for some of the tokens, TOPK_M at a time. Without PARALLEL_TOPK the last program to
+    arrive selects experts for all tokens of the tile. A launch adds _ROUND to each counter, so the
+    counters need no reset. The programs of a tile have adjacent ids, so a waiting program does not
+    keep another program of its tile from starting.
     """
     PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # programs per tile
     STEPS: tl.constexpr = triton.cdiv(triton.cdiv(HIDDEN, BLOCK_K), SPLIT_K)

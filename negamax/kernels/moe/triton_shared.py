@@ -93,7 +93,7 @@ def multiply_packed_down(
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs of `h_rows` [BLOCK_M] of one expert from first_n on -> [BLOCK_N, BLOCK_M]."""
+    """Compute an expert's outputs of `h_rows` from column first_n on -> [BLOCK_N, BLOCK_M]."""
     P: tl.constexpr = E.DOWN
     h_rows = h_ptr + h_rows.to(tl.int64) * E.WIDTH
     return multiply(h_rows, valid, w, expert * E.HIDDEN + first_n, E.HIDDEN - first_n,

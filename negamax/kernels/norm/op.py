@@ -19,8 +19,8 @@ class NormWeight:
 
     weight: Tensor  # [width]
     eps: float
-    quantize: bool = False  # return `QuantizedActivations`
-    gemma: bool = False  # multiply by 1 + weight
+    quantize: bool = False  # whether to return `QuantizedActivations`
+    gemma: bool = False  # whether to multiply by 1 + weight
 
 
 def prepare(

@@ -25,7 +25,7 @@ class Codes:
 
     values: Tensor  # [..., N, K] float, e4m3, int8 or uint8
     scale: Tensor | None = None  # [..., ceil(N / rows), groups] float, e4m3 or e8m0
-    block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
+    block: tuple[int, int] = (1, 1)  # number of rows and columns that share a scale
     zero_point: Tensor | None = None  # [..., ceil(N / rows), groups] uint8
     global_scale: Tensor | None = None  # fp32, [...] or [..., 1], or one per row: [..., N]
     group_of: Tensor | None = None  # [K] int32, if a stored order assigns columns to groups

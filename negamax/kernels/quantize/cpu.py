@@ -2,7 +2,7 @@
 
 PyTorch converts one value at a time. This code shifts the bits of a value to the fields of fp16.
 The fp16 number has the same mantissa and an exponent that is too small by a constant, and vector
-instructions convert fp16 to fp32. The rows of one block stay in the cache.
+instructions convert fp16 to fp32. The rows of one block stay in the CPU's cache.
 """
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from negamax.formats.floats import E4M3_GROUP
 
 _FP16_BITS = 0xBF80 - 2**16  # int16 mask of the sign and value of an E4M3 byte shifted by 7
-_E2M1_BITS = 0x8E00 - 2**16  # sign and value of a byte with E2M1 in its upper half, shifted by 5
-_NAN = 0x7F  # the bits that are all set in a NaN
+_E2M1_BITS = 0x8E00 - 2**16  # the same mask for E2M1 in the upper half of a byte, shifted by 5
+_NAN = 0x7F  # bits that are all set in an E4M3 NaN, and in no other value
 _FNUZ_NAN = -0x80  # NaN of E4M3FNUZ, whose exponents are smaller by one
 
 

@@ -1,6 +1,6 @@
 """Convert E4M3 to the dtype that a GPU multiplies: e4m3fnuz on MI300, otherwise e4m3fn.
 
-The same bits mean half the value in e4m3fnuz, and the bits of -0 mean NaN.
+In e4m3fnuz, the bits of an e4m3fn value stand for half the value, and the bits of -0 stand for NaN.
 """
 
 import torch

@@ -33,8 +33,8 @@ def to_integers(
     """Quantize matrix [N, K] fp32 to symmetric int8 codes of `bits` bits, with group scales.
 
     The scale per row and `columns` columns is the largest magnitude / ((2^bits - 1) / 2), as in
-    compressed-tensors. A positive largest element loses at most half a step, and steps are smaller
-    than with the divisor 2^(bits - 1) - 1.
+    compressed-tensors. If the largest element is positive, clamping reduces its code by half a
+    step. Steps are smaller than with the divisor 2^(bits - 1) - 1.
     """
     least = -(2 ** (bits - 1))
     block = (1, columns)

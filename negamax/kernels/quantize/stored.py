@@ -108,7 +108,7 @@ def check_entries(
     *,
     name: str,
 ) -> None:
-    """Check part `part` of the tensor `name`. Raises `CheckpointError` for wrong entries."""
+    """Check part `part` of the tensor `name`. Raises `CheckpointError` for invalid entries."""
     groups = 0
     if stored.group:
         groups = 1 if stored.group == -1 else -(-shape[1] // stored.group)
@@ -116,14 +116,14 @@ def check_entries(
         raise CheckpointError(
             f"tensor {name} has entries from {found.min()} to {found.max()}; a matrix of "
             f"{shape[0]} x {shape[1]} needs entries from 0 to {groups - 1}",
-            hint="the checkpoint itself is broken",
+            hint="the checkpoint is broken; download it again",
         )
     if stored.known is not None:
         whole = known_entries(stored, shape)
         expected = whole[tuple(slice(each.start, each.stop) for each in part)]
         if not (found == expected).all():
             raise CheckpointError(
-                f"tensor {name} is {_first(found)}; the {stored.role.value} of a matrix of "
+                f"tensor {name} contains {_first(found)}; the {stored.role.value} of a matrix of "
                 f"{shape[0]} x {shape[1]} must be {_first(expected)}",
                 hint="config.json and the weights are from different models",
             )

@@ -40,7 +40,7 @@ def sample(
     *,
     filters: Tensor,  # [R, 4] fp32, as in `RowSampling`, with temperatures above 0
     uniforms: Tensor,  # [R] fp32 in [0, 1)
-    candidates: int,  # number of tokens to draw from, at least the largest top_k (V without top_k)
+    candidates: int,  # number of tokens to draw from, at least the largest top_k; V without top_k
 ) -> Tensor:  # [R] int64
     """Draw one token per row from the `candidates` most likely tokens."""
     values, token_ids = torch.topk(logits, candidates, dim=-1)  # descending order
@@ -209,7 +209,7 @@ def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
     return keys.topk(num_top, dim=-1, largest=False).values & 0xFFFF_FFFF
 
 
-_NEAR_TIES = 1e-6  # allowed share of rows in which nearly tied tokens change places
+_NEAR_TIES = 1e-6  # allowed fraction of rows in which tokens with nearly equal logits are swapped
 _EXACT = rounding_tolerance(scale=0.0, reason="tokens are compared for equality")
 
 PICK = op(

@@ -11,13 +11,13 @@ from negamax.kernels import platform
 class SamplingTiles:
     """Default launch sizes, which were not measured."""
 
-    pick_block: int = 1024  # logits that a program of `pick` reads
-    strip_block: int = 4096  # logits of a program that finds the maximum of every strip
-    draw_warps: int = 4  # warps of a program that draws a row's token
+    pick_block: int = 1024  # number of logits that a program of `pick` reads
+    strip_block: int = 4096  # number of logits per program that finds the maximum of every strip
+    draw_warps: int = 4  # number of warps of a program that draws the token of a row
 
 
 _H200 = SamplingTiles(draw_warps=8)  # measured
-_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # cpu: the Triton interpreter
+_BY_ARCH = {"sm_90": _H200, "cpu": _H200}  # Triton's interpreter runs on "cpu"
 
 
 def tiles_for(device: torch.device) -> SamplingTiles:
@@ -25,5 +25,5 @@ def tiles_for(device: torch.device) -> SamplingTiles:
 
 
 def strip(vocab: int) -> int:
-    """Return the number of logits per strip; all leading strips have a few thousand logits."""
+    """Return the number of logits per strip; selected strips have a few thousand logits."""
     return 32 if vocab <= 1 << 17 else 64

@@ -1,6 +1,4 @@
-"""Prepare a step and store its sampled tokens, in one launch per op (PyTorch needs several). With
-few rows an op takes as long as a launch and a chain of dependent loads.
-"""
+"""Prepare a step and store its sampled tokens, in one launch per op; PyTorch needs several."""
 
 import triton
 import triton.language as tl
@@ -36,10 +34,10 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write BLOCK entries of `places`, or of the columns after the first `size`. Grid (blocks,).
+    """Write BLOCK entries of `places` and of the other outputs. Grid (blocks,).
 
-    A program reads no data that another program writes, except padding, which all programs write
-    with equal values. The kernel starts after its predecessor has ended, so programs do not wait.
+    Programs read no data of other programs, except padding, for which all programs write equal
+    values. The kernel starts after its predecessor has ended, so programs do not wait.
     """
     launch_dependents(PDL)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)

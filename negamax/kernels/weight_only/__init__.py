@@ -1,1 +1,1 @@
-"""Weights of 4 and 8 bits on GPUs: dequantized tile by tile in registers when multiplied."""
+"""Kernels that multiply 4-bit and 8-bit weights on GPUs and dequantize them in registers."""

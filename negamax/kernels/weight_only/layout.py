@@ -8,9 +8,9 @@ A `PackedWeight` stacks matrices [..., N, K] to R rows of codes:
              from 32 columns for 4-bit codes.
              4 bits: [K / 128, R, 64]. All rows of a span are adjacent, so a tile is read in long
              runs. 8 bits: [R, K], because 8-bit tensor cores read this layout too.
-    scales   [K / 128, R, groups of 128 columns] in the checkpoint's dtype. Groups of more than 128
-             columns: [groups, R, 1]. Byte scales of 16 or 32 columns are read as 32-bit words. E4M3
-             scales become E5M3: the exponent is wider, there is no sign, and no number is subnormal
+    scales   [K / 128, R, groups of 128 columns] in the checkpoint's dtype; with groups of more than
+             128 columns [groups, R, 1]. Byte scales of 16 or 32 columns are read as 32-bit words.
+             E4M3 scales become E5M3: a wider exponent, no sign, and no subnormal numbers
     zeros    zero points in the layout of scales, unsigned integers
     row_scale [R] fp32: a scale per row, or the scale of a row's scales
 
@@ -29,7 +29,7 @@ from negamax.kernels.quantize.stored import decode
 
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
-SIDE_COLUMNS = 128  # scales of this many columns of a row are adjacent, and so are zero points
+SIDE_COLUMNS = 128  # number of columns of a row whose scales or zero points are adjacent
 # Permutation of an 8-bit span [2, 2, 2, 4, 2] to its stored order. A pair's codes are 2 bytes
 # apart.
 AXES = (3, 0, 1, 4, 2)
@@ -48,12 +48,12 @@ class Packing:
     """Constants of kernels that read a `PackedWeight`, passed as one `P: tl.constexpr`."""
 
     ELEMENT: str  # "uint4", "e2m1", "uint8", "int8", "e4m3"
-    CODES: int  # codes per byte
+    CODES: int  # number of codes per byte
     K: int  # columns
-    K_PACKED: int  # columns, padding included
-    GROUP: int  # columns that share a scale; 0: only scales per row
+    K_PACKED: int  # number of columns, padding included
+    GROUP: int  # number of columns that share a scale; 0: there are only scales per row
     SCALE: str  # "float", "e5m3", "e8m0"
-    ZEROS: bool  # whether groups have zero points; if not, code 0 (uint4: code 8) means 0
+    ZEROS: bool  # whether groups have zero points; if not, code 0 (uint4: code 8) is 0
     ROW_SCALE: bool
 
     @property

@@ -6,9 +6,9 @@ but the operand of the tensor cores has 16 rows per warp. Rows are therefore loa
 `compute_load_order`, with which no thread passes unpacked values to another thread.
 
 On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
-e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their places in bf16,
-which makes the value too small by a power of two. The scale compensates for this power except for
-2^_POST. The final sum is multiplied by 2^_POST, so that scales and values stay in the range of
+e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their positions in
+bf16, which makes the value too small by a power of two. The scale includes this power divided by
+2^_POST, and the final sum is multiplied by 2^_POST, so that scales and values stay in the range of
 bf16.
 
 If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
@@ -35,7 +35,7 @@ _TWICE = tl.constexpr(0x00010001)
 BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)
 RAW = tl.constexpr(128.0)  # unpacking adds this number to codes of 4 bits
-COLUMNS = tl.constexpr(64)  # columns of a product; more columns need more registers for weights
+COLUMNS = tl.constexpr(64)  # columns per product; more columns need more registers for weights
 _ONE_SCALE_MAX_M = tl.constexpr(64)  # with more tokens two accumulators do not fit in registers
 
 
@@ -79,7 +79,7 @@ def multiply(
     EVEN: tl.constexpr = P.K % BLOCK_K == 0
     SPAN: tl.constexpr = BYTES * P.CODES
     SPANS: tl.constexpr = BLOCK_K // SPAN
-    PRODUCTS: tl.constexpr = P.CODES  # in a span
+    PRODUCTS: tl.constexpr = P.CODES  # number of products per span
     ONE_SCALE: tl.constexpr = _has_one_scale(P, BLOCK_K) and BLOCK_M <= _ONE_SCALE_MAX_M
     GROUPED: tl.constexpr = P.GROUP > 0 and not ONE_SCALE
     columns = tl.arange(0, COLUMNS)
@@ -130,7 +130,7 @@ def _rows(offs, left, BLOCK_N: tl.constexpr, APART: tl.constexpr):
 
 @triton.jit
 def compute_load_order(ROWS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Return the rows [ROWS] of a tile in the order of loads: a register of a warp has 8 rows."""
+    """Return the rows [ROWS] of a tile in the order of loads: a warp loads 8 rows at a time."""
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     offs = tl.arange(0, ROWS)
     in_warp = offs // (8 * WARPS) % 2 * 8 + offs % 8
@@ -308,7 +308,7 @@ def convert_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constex
         words = _repeated(words, 4)
         run = tl.arange(0, 4)[None, :] * P.CODES + 4 * part
         first, second = run * 16 // P.GROUP % 4, (run + P.CODES - 1) * 16 // P.GROUP % 4
-        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # two bytes, each in 16 bits
+        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # two bytes, widened to 16 bits
         pair = pair * ONE + _bits_of_scale(P, DTYPE) * _TWICE
         factors = (pair, pair)
     else:
@@ -333,10 +333,10 @@ def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.
     of these columns -> [N, 4] for the first and for the second half of the codes. If codes are
     converted in pairs, one entry holds the numbers of both halves as two bf16 values.
     """
-    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word belong to one group
+    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word have one group
     if _converts_pairs(DTYPE) and ARE_ALIKE:
         number = pack_pair(number, number, tl.bfloat16)
-    runs = _repeated(number, 8)  # one entry per 16 columns
+    runs = _repeated(number, 8)  # `runs` has one entry per 16 columns
     if P.CODES == 2:  # a word holds codes of two neighboring runs of 16 columns
         first, second = tl.split(tl.reshape(runs, (number.shape[0], 4, 2)))
     else:

@@ -40,9 +40,9 @@ from negamax.kernels.weight_only.triton import (
     unpack_numbers,
 )
 
-TOKENS = tl.constexpr(8)  # columns of the smallest product of the tensor cores
-SPAN = tl.constexpr(128)  # columns that a warp multiplies in a step
-_WORDS = tl.constexpr(16)  # words per row of a fragment
+TOKENS = tl.constexpr(8)  # number of columns of the smallest product of the tensor cores
+SPAN = tl.constexpr(128)  # number of columns that a warp multiplies in a step
+_WORDS = tl.constexpr(16)  # number of words per row of a fragment
 # number of neighboring columns of a 16-bit product that Triton assigns to a thread
 _NEIGHBORS = 2 if TRITON_VERSION >= (3, 8) else 4
 
@@ -101,7 +101,7 @@ def load_weight(
     """
     WARPS: tl.constexpr = NUM_WARPS * SPLIT_K
     STEPS: tl.constexpr = _steps(P, WARPS)
-    PARTS: tl.constexpr = 2 // P.CODES  # fragments of a step
+    PARTS: tl.constexpr = 2 // P.CODES  # number of fragments per step
     EVEN: tl.constexpr = _fills_steps(P.K_PACKED, WARPS)
     row_words, span_words = strides(num_rows, P)
     span = _warps(split, NUM_WARPS)[None, :, None, None] * PARTS
