@@ -1,7 +1,7 @@
 """Seeded sessions of a coding agent with a shared system prompt and a growing history.
 
-Answers have thinking and tool calls, and tool results are pieces of files. After some steps an
-answer ends the task, and the user sets the next task. Each request sends the whole history.
+Answers contain thinking and tool calls. Tool results are excerpts of files. After some turns, an
+answer ends the task, and the user sends the next task. Each request contains the whole history.
 """
 
 # ruff: noqa: SIM905 (word lists read better as text)
@@ -60,15 +60,15 @@ _TOOLS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class _RecordedStep:
-    """A recorded assistant turn, with the results of its calls or the next question."""
+    """A recorded assistant turn, followed by the results of its calls or a user question."""
 
     message: dict[str, Any]
-    results: tuple[str, ...]  # Results of the calls.
+    results: tuple[str, ...]  # Results of the tool calls.
     question: str  # Next question of the user, if there are no calls.
 
 
 class AgentSessions:
-    """Generates sessions; `scale` converts lengths in tokens to characters."""
+    """Generates sessions. `scale` converts lengths in tokens to lengths in characters."""
 
     def __init__(
         self, options: BenchOptions, *, scale: TextScale, context_length: int | None
@@ -85,7 +85,7 @@ class AgentSessions:
             yield self.session()
 
     def session(self) -> Session:
-        """Make the next session, with `agent_turns` turns or as many as the context allows."""
+        """Make the next session with `agent_turns` turns, or with fewer if the context is full."""
         rng = random.Random(self._rng.getrandbits(64))
         opening = _task(rng)
         steps: list[_RecordedStep] = []
@@ -137,7 +137,7 @@ class AgentSessions:
 
 
 def _recorded_reply(step: _RecordedStep) -> list[dict[str, Any]]:
-    """Return the recorded answer and its tool results or the user's next question."""
+    """Return messages: the recorded answer, then its tool results or a user question."""
     if not step.results:
         return [step.message, {"role": "user", "content": step.question}]
     results = zip(step.message["tool_calls"], step.results, strict=True)
@@ -149,7 +149,7 @@ def _tool_message(call: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _live_reply(answer: TurnResponse, step: _RecordedStep) -> list[dict[str, Any]]:
-    """Return the server's own answer and a result for each of its calls, or a user message."""
+    """Return messages: the server's answer, then a result for each call or a user message."""
     assert answer.message is not None
     message = dict(answer.message)
     calls = message.get("tool_calls", [])
@@ -229,7 +229,7 @@ def _system_prompt(rng: random.Random, num_chars: int) -> str:
 
 
 def source_code(rng: random.Random, num_chars: int) -> str:
-    """Make numbered lines of a Python file, exactly `num_chars` characters."""
+    """Make numbered lines of a Python file with exactly `num_chars` characters."""
     lines: list[str] = []
     size, number = 0, rng.randint(1, 400)
     while size <= num_chars:

@@ -1,4 +1,4 @@
-"""Counts of draft tokens in a benchmark, from an engine or from a server's /metrics."""
+"""Counts of draft tokens in a benchmark, read from an engine or a server's /metrics."""
 
 import math
 import re
@@ -22,7 +22,7 @@ class DraftCounts:
     draft_tokens: int = 0
     accepted: int = 0
     per_position: tuple[int, ...] = ()
-    is_synthetic: bool = False  # acceptance follows a schedule instead of the model
+    is_synthetic: bool = False  # a schedule decides acceptance, not the model
 
     @staticmethod
     def of_stats(stats: EngineStats, speculation: SpeculationConfig | None) -> "DraftCounts":
@@ -45,7 +45,7 @@ class DraftCounts:
         positions: dict[int, float] = {}
         try:
             samples = [one for each in text_string_to_metric_families(text) for one in each.samples]
-        except ValueError:  # not a page of metrics
+        except ValueError:  # the text is not a page of metrics
             samples = []
         for sample in samples:
             if not math.isfinite(sample.value):
@@ -78,7 +78,7 @@ class DraftCounts:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts under vLLM's names; {} without drafts."""
+        """Return the counts under vLLM's names, or {} if there were no drafts."""
         if self.drafts <= 0 or self.draft_tokens <= 0:
             return {}
         length = 1.0 + self.accepted / self.drafts

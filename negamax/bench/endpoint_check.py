@@ -23,7 +23,7 @@ from negamax.bench.server_probe import (
 _HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 _LIMIT = {"max_tokens": 4, "temperature": 0}
 _RESPONSE = {"input": "Hello", "max_output_tokens": 16}
-# name -> path, the body of a POST, and a field of the answer that must not be empty
+# endpoint -> path, body of a POST request, and field of the answer that must not be empty
 ENDPOINTS: dict[str, tuple[str, dict[str, Any] | None, str | None]] = {
     "models": ("/v1/models", None, "data"),
     "health": ("/health", None, None),
@@ -40,7 +40,7 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any] | None, str | None]] = {
 
 @dataclass(frozen=True)
 class EndpointState:
-    """The result for an endpoint; `state` is ok, absent or failed."""
+    """The result of the check of an endpoint. `state` is ok, absent or failed."""
 
     name: str
     state: str
@@ -51,13 +51,13 @@ class EndpointState:
 async def check_endpoints(
     client: ServingClient, *, model: str | None, timeout: float, required: Collection[str] = ()
 ) -> list[EndpointState]:
-    """Check all endpoints within `timeout` seconds. An absent endpoint fails if `required`."""
+    """Check all endpoints within `timeout` seconds. If `required`, absent endpoints fail."""
     deadline = time.monotonic() + timeout
     if model is None:
         try:
             model = await find_model(client)
         except CheckFailure:
-            model = "default"  # the check of /v1/models reports the failure
+            model = "default"  # the separate check of /v1/models reports this failure
     asked = (_ask(client, name, model, deadline, required) for name in ENDPOINTS)
     states = await asyncio.gather(*asked)
     client.close()
@@ -83,7 +83,7 @@ async def _ask(
     except TimeoutError:
         state, detail = "failed", "no answer in time"
     except CheckFailure as failure:
-        # servers answer 404 for an unknown model, too
+        # servers also answer 404 for an unknown model
         is_absent = failure.status in ABSENT and model not in str(failure)
         state = "absent" if is_absent and name not in required else "failed"
         detail = "" if state == "absent" else str(failure)

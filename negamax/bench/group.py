@@ -1,4 +1,4 @@
-"""Figures of engines whose ranks run different layers or requests."""
+"""Measurements of engines whose ranks run different layers or requests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from negamax.worker.config import DebugResult
 
 
 def sizes(options: EngineOptions) -> dict[str, int]:
-    """Return the tensor-parallel size, and other parallel sizes that are larger than 1."""
+    """Return the tensor-parallel size, and the other parallel sizes that exceed 1."""
     given = {
         name: getattr(options, name) for name in ("pipeline_parallel_size", "data_parallel_size")
     }
@@ -18,29 +18,29 @@ def sizes(options: EngineOptions) -> dict[str, int]:
 
 
 def label(result: dict[str, Any]) -> str:
-    """Return a label such as "PP2 DP2 TP1" for a result with its `sizes`."""
+    """Return a label such as "PP2 DP2 TP1" for a result that contains `sizes`."""
     names = (("PP", "pipeline"), ("DP", "data"), ("TP", "tensor"))
     keys = ((word, f"{name}_parallel_size") for word, name in names)
     return " ".join(f"{word}{result[key]}" for word, key in keys if key in result)
 
 
 class Group:
-    """Combines figures of an engine's ranks."""
+    """Combines the measurements of an engine's ranks."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
 
     def step_rows(self, num_requests: int) -> int:
-        """Return the sequences of a step if `num_requests` run. Pipeline stages take turns."""
+        """Return the sequences per step. Pipeline stages run different steps at the same time."""
         return -(-num_requests // self._layout.pp)
 
     def rank_rows(self, num_requests: int) -> int:
-        """Return the sequences of a step on the most loaded data-parallel rank."""
+        """Return the number of sequences per step on the most loaded data-parallel rank."""
         return -(-self.step_rows(num_requests) // self._layout.dp)
 
     def distinct_experts(self, answers: Sequence[DebugResult]) -> float | None:
-        """Return the mean number of distinct experts per layer of a step; None if not counted."""
-        chosen: dict[int, list[set[int]]] = {}  # by stage and layer
+        """Return the mean number of distinct experts per layer and step; None if not counted."""
+        chosen: dict[int, list[set[int]]] = {}  # experts by stage and layer
         for rank, answer in enumerate(answers):
             if answer.experts is None:
                 return None
@@ -52,7 +52,7 @@ class Group:
         return sum(counts) / len(counts) if any(counts) else None
 
     def stage_milliseconds(self, answers: Sequence[DebugResult]) -> list[float]:
-        """Return the step time of each stage's slowest rank; [] if a rank has none."""
+        """Return the step time of the slowest rank of each stage; [] if a rank has no time."""
         slowest: dict[int, float] = {}
         for rank, answer in enumerate(answers):
             if answer.number is None:

@@ -1,12 +1,12 @@
 """`negamax bench offline`: speed of prefill and decode without a server.
 
-For each batch size, it runs an untimed short batch, a batch that counts experts, a batch that
-generates one token (the prefill time), and a batch that generates `output_len` tokens. The time per
-output token is the time of the last batch after its last first token, over `output_len - 1`. A
-difference of two batches would have the noise of both batches.
+For each batch size, the command runs four batches: a short untimed batch, a batch that counts
+experts, a batch of one output token (the prefill time), and a batch of `output_len` tokens. The
+time per output token is measured in the last batch, from the moment when all requests have a token
+to the end, and divided by `output_len - 1`.
 
-With `cached_prompts` the last batch repeats cached prompts, to measure decode steps after long
-contexts.
+With `cached_prompts`, the last batch repeats prompts whose KV cache is stored, to measure decode
+steps after long contexts.
 """
 
 import gc
@@ -33,7 +33,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
-# output tokens per request; more than the steps in which prompts and decodes overlap
+# output tokens per request; exceeds the number of steps that mix prompts and decodes
 OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
 
@@ -45,7 +45,7 @@ class Repeat:
     prefill_seconds: float  # Time of the batch with one token per request.
     ttft: tuple[float, ...]  # Times to first token in the timed batch.
     total_seconds: float  # Duration of the timed batch.
-    tpot: float  # (total - the last first token of the same batch) / (output_len - 1).
+    tpot: float  # (end of the batch - latest first token) / (output_len - 1).
     step_median: float
     step_p99: float
     busy: float
@@ -56,7 +56,7 @@ class Repeat:
 
 
 def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, Any]:
-    """Return the settings that two results must share to be compared."""
+    """Return the settings that must be equal in two results to compare them."""
     return {
         "model": options.model,
         "num_layers": locate(options).spec.num_layers,
@@ -70,16 +70,16 @@ def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, A
 def run(
     options: EngineOptions, workload: OfflineWorkload, *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure each batch size with a new engine; return the document. Raises `ConfigError`."""
+    """Measure all batch sizes with one new engine; return the document. Raises `ConfigError`."""
     if workload.cached_prompts and not options.enable_prefix_caching:
         raise ConfigError(
             "--cached-prompts needs the prefix cache, which is disabled",
-            hint="omit --cached-prompts or --no-enable-prefix-caching",
+            hint="remove --cached-prompts or --no-enable-prefix-caching",
         )
     started = time.perf_counter()
     loop, info = start_loop(options)
     start_seconds = time.perf_counter() - started
-    gc.freeze()  # the engine process does the same
+    gc.freeze()  # the engine process also freezes its objects
     split = label(sizes(options))
     say(f"{info.model}, {split} on {info.device}: ready after {start_seconds:.1f} s")
     group = Group(ParallelLayout.of(options.parallel))
@@ -148,7 +148,7 @@ def _warm_up(
     *,
     num_requests: int,
 ) -> float | None:
-    """Run short batches; return the distinct experts per layer and decode step if counted."""
+    """Run short batches. Return the number of distinct experts per layer and step if counted."""
     seen: list[float] = []
 
     def observe() -> None:
@@ -212,7 +212,7 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
 
     prefill, tpot = median(lambda r: r.prefill_seconds), median(lambda r: r.tpot)
     measured = sum(r.busy + r.idle for r in repeats)
-    is_found = tpot > 0  # drafts may yield all tokens at once
+    is_found = tpot > 0  # false if drafts yield all tokens in one step
     return {
         "concurrency": num_requests,
         "ttft_ms_median": 1e3 * median(lambda r: statistics.median(r.ttft)),
@@ -234,7 +234,7 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
 def _progress(run: dict[str, Any]) -> str:
     words = [f"concurrency {run['concurrency']}: prefill {run['prefill_seconds']:.3f} s"]
     if run["tpot_ms"] is None:
-        words.append("--output-len is too short to time output tokens")
+        words.append("--output-len is too short to measure the time per output token")
     else:
         words.append(f"{run['tpot_ms']:.2f} ms per token and request")
         words.append(f"{run['decode_tokens_per_second']:.0f} tokens/s")

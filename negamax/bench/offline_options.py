@@ -15,16 +15,15 @@ class OfflineWorkload:
     output_len: int = option(129, "Set the number of output tokens per request.", least=2)
     repeat: int = option(1, "Repeat measurements N times and report medians.", least=1)
     temperature: float = option(1.0, "Set the temperature; 0 is greedy.", least=0.0, most=2.0)
-    top_k: int = option(0, "Sample from this many top tokens; 0: all.", least=0)
-    top_p: float = option(1.0, "Set the nucleus probability; 1: all tokens.", least=0.0, most=1.0)
+    top_k: int = option(0, "Sample from the k likeliest tokens. 0 allows all tokens.", least=0)
+    top_p: float = option(1.0, "Set the nucleus probability (top-p).", least=0.0, most=1.0)
     no_distinct_experts: bool = option(
         False,
-        "Skip the count of selected experts, which needs a batch of its own without CUDA graphs.",
+        "Do not count the selected experts. The count runs an extra batch without CUDA graphs.",
         "--no-distinct-experts",
     )
     cached_prompts: bool = option(
-        False,
-        "Compute the prompts once and time decoding after their cached blocks, for long contexts.",
+        False, "Reuse the KV cache of prompts, to time only the decode steps after long contexts."
     )
     seed: int = 0
 

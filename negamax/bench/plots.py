@@ -1,7 +1,7 @@
-"""Plots of measurements. Only this module imports matplotlib.
+"""Plots of measurements. No other module imports matplotlib.
 
-The suffix of a plot's file selects its format (png, svg, pdf). Without matplotlib, functions raise
-`ConfigError`.
+The suffix of a plot's file selects its format (png, svg, pdf). If matplotlib is missing, the
+functions raise `ConfigError`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def blank_figure(size: tuple[float, float]) -> Any:
 
 
 def plot_offline(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Plot time per output token over batch size, with the physical limit of the first result."""
+    """Plot time per output token over batch size, and the physical limit of the first result."""
     figure = blank_figure((7, 4.5))
     first = results[0]
     axes = figure.add_subplot()
@@ -60,7 +60,7 @@ def _columns(runs: Sequence[Mapping[str, Any]], *names: str) -> list[list[float]
 
 
 def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) -> None:
-    """Plot a run: distributions of TTFT and ITL, latency and load over time."""
+    """Plot a run: distributions of TTFT and ITL, and latency and load over time."""
     figure = blank_figure((11, 7.5))
     (first, gaps), (latency, load) = figure.subplots(2, 2)
     good = [record for record in measured.records if record.error is None]
@@ -74,7 +74,7 @@ def plot_serving(file: Path, measured: Measurement, *, rule: str, title: str) ->
 
 
 def plot_comparison(file: Path, series: Sequence[Series], *, title: str) -> None:
-    """Plot throughput over TPOT and over TTFT. Each series is a line; points show their load."""
+    """Plot throughput over TPOT and over TTFT: one line per series, one point per load."""
     figure = blank_figure((11, 5))
     by_tpot, by_ttft = figure.subplots(1, 2, sharey=True)
     _throughput_over(by_tpot, series, "median_tpot_ms")
@@ -105,7 +105,7 @@ def _throughput_over(axes: Any, series: Sequence[Series], latency_name: str) -> 
 
 
 def _plain_numbers(axis: Any) -> None:
-    """Label a logarithmic axis with 1, 2, 5, 10 and so on."""
+    """Label a logarithmic axis with the numbers 1, 2, 5, 10 and so on."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -120,7 +120,7 @@ def _whole_numbers(axis: Any) -> None:
 
 
 def _histogram(axes: Any, seconds: Sequence[float], *, title: str) -> None:
-    """Plot counts on a logarithmic time axis, the cumulative share, median and p99."""
+    """Plot a histogram on a logarithmic time axis, the cumulative fraction, median and p99."""
     axes.set(title=title, xlabel="ms")
     ordered = sorted(1e3 * max(value, 1e-6) for value in seconds)
     if not ordered:

@@ -1,7 +1,7 @@
 """`negamax bench profile`: the time of a decode step by operation.
 
-The command records the GPU kernels of rank 0 (on a CPU, PyTorch's operators) over some decode steps
-of a batch whose sequences have contexts of the same length.
+The command records the GPU kernels of rank 0, or PyTorch's operators on a CPU, for some decode
+steps of a batch. All sequences of the batch have the same context length.
 """
 
 import time
@@ -23,7 +23,7 @@ from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
 
-# Operations with the prefixes of their kernels' names. The first operation that matches is used.
+# (operation, prefixes of the names of its kernels). The first matching operation is used.
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
     ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
@@ -68,11 +68,11 @@ OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class OperationTime:
-    """The share of one operation, or of an unknown kernel, in a decode step of rank 0."""
+    """The time of one operation, or of an unknown kernel, in a decode step of rank 0."""
 
     operation: str
-    microseconds: float  # Per step.
-    launches: float  # Per step.
+    microseconds: float  # Microseconds per step.
+    launches: float  # Kernel launches per step.
     kernels: tuple[str, ...]  # The recorded kernel names.
 
 
@@ -91,7 +91,7 @@ def _kernel_name(kernel: str) -> str:
 
 
 def group(times: Sequence[KernelTime], *, steps: int) -> list[OperationTime]:
-    """Sum `times` of `steps` steps by operation, the longest first."""
+    """Sum the `times` of `steps` steps by operation, and sort them, longest first."""
     groups: dict[str, list[KernelTime]] = {}
     for kernel in times:
         groups.setdefault(operation_of(kernel.name), []).append(kernel)
@@ -115,7 +115,7 @@ def run(
     steps: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Profile decode steps of each batch size; return the document. Raises `ConfigError`."""
+    """Profile decode steps for each batch size; return the document. Raises `ConfigError`."""
     loop, info = start_loop(options)
     try:
         prompts = RandomPrompts(info, seed=options.seed, temperature=1.0)
@@ -127,7 +127,7 @@ def run(
             runs.append({"batch": batch, "step_microseconds": wall, "operations": operations})
             busy = sum(entry.microseconds for entry in entries)
             say(
-                f"batch {batch}: {busy:.0f} us of kernels in steps of {wall:.0f} us (with the "
+                f"batch {batch}: {busy:.0f} us of kernels in a step of {wall:.0f} us (with the "
                 f"profiler on)"
             )
     finally:
@@ -147,9 +147,9 @@ def run(
 
 
 def _lengths(context: int, steps: int, max_model_len: int) -> dict[str, int]:
-    """Return the lengths of a request that has `context` tokens when the recording begins."""
+    """Return the lengths of a request with `context` tokens at the start of the recording."""
     input_len = max(1, context - WARM_UP_STEPS)
-    # No sequence may end before the recording, so outputs are as long as the model allows.
+    # Outputs are as long as the model allows, because no sequence may end before the recording.
     return {
         "input_len": input_len,
         "output_len": max(WARM_UP_STEPS + steps, max_model_len - input_len),
@@ -178,7 +178,7 @@ def _profile(
 def table_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows: microseconds and launches per layer, by operation and batch size.
 
-    Operations that run once a step (head, sampling) are spread over the layers.
+    The time of operations that run once per step, such as sampling, is divided by the layers too.
     """
     runs, layers = result["runs"], result["num_layers"]
     by_batch = [{entry["operation"]: entry for entry in run["operations"]} for run in runs]

@@ -1,4 +1,4 @@
-"""The context of a measurement: environment, limits, and comparison with a baseline."""
+"""Reports of a measurement: environment, physical limits, and comparison with a baseline."""
 
 import json
 import platform
@@ -25,7 +25,7 @@ Run = Mapping[str, Any]
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return versions, machine and date. `device` is such as "cuda:0" or "cpu"."""
+    """Return versions, machine and date. `device` is a name such as "cuda:0" or "cpu"."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -43,7 +43,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) -> float:
-    """Return the bytes per second of a large copy on a CUDA device, the best of some rounds."""
+    """Return the bytes per second of a large copy on a CUDA device. The best round is used."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / min(gpu_seconds(lambda: target.copy_(source), rounds=COPY_ROUNDS))
@@ -52,7 +52,7 @@ def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) 
 def gpu_seconds(
     call: Callable[[], object], *, rounds: int, between: Callable[[], object] | None = None
 ) -> list[float]:
-    """Time `rounds` calls with CUDA events after an untimed call. Run `between` before each."""
+    """Time `rounds` calls with CUDA events after a warm-up call. Call `between` before each."""
     call()
     seconds: list[float] = []
     for _ in range(rounds):
@@ -68,10 +68,10 @@ def gpu_seconds(
 
 
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
-    """Add the physical limit of the decode step to each run of `result`, and the reached share.
+    """Add to each run of `result` the physical limit of a decode step and the reached fraction.
 
     Runs with drafts are skipped, because their steps yield several tokens. Engines with pipeline
-    stages or data-parallel ranks are skipped, too.
+    stages or data-parallel ranks are also skipped.
     """
     if label(result) != f"TP{result['tensor_parallel_size']}":
         return
@@ -103,7 +103,7 @@ def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
     """Read the result with the same `conditions` from `file`. Raises `ConfigError`."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
-        # older results lack the key cached_prompts
+        # files of older versions lack the key cached_prompts
         described = [
             {key: {"cached_prompts": False, **other}[key] for key in conditions}
             for other in results
@@ -118,7 +118,7 @@ def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
 
 
 def add_comparison(result: dict[str, Any], baseline: Run) -> None:
-    """Add to each run its speed-up over the baseline's run of the same batch size."""
+    """Add to each run the speed-up over the run of the baseline with the same batch size."""
     others = {run["concurrency"]: run for run in baseline["runs"]}
     result["compared_with"] = baseline["engine"]
     for run in result["runs"]:

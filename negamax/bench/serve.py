@@ -1,8 +1,8 @@
 """`negamax bench serve`: send a workload to an OpenAI-compatible server and record the answers.
 
-Arrivals are a gamma process, by default Poisson. A concurrency limit delays requests, and latencies
-exclude that delay, as in vLLM. Sessions arrive at the given rate. Turns of a session follow each
-other.
+Sessions arrive at the given rate as a gamma process, by default a Poisson process. The turns of a
+session run one after the other. A concurrency limit delays requests. As in vLLM, this delay does
+not count as latency.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
 from negamax.engine.shape import SHAPE
 
-PROBE_CHARS = (64, 4096)  # Lengths of two texts for measuring the tokens per character.
+PROBE_CHARS = (64, 4096)  # Lengths of two texts that measure the tokens per character.
 # Values of `owned_by` of servers that support continuous_usage_stats.
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
@@ -44,12 +44,12 @@ class Measurement:
     """The result of a run. Times of all records are seconds of one clock."""
 
     model: str
-    records: tuple[ResponseRecord, ...]  # In the order of sending.
-    seconds: float  # From the first request to the end of the last request.
+    records: tuple[ResponseRecord, ...]  # Records in the order in which requests were sent.
+    seconds: float  # Time from the first request to the end of the last request.
     notes: tuple[str, ...]
     interrupted: bool = False
     drafts: DraftCounts = NO_DRAFTS  # Counts in the server's /metrics.
-    shape: dict[str, Any] | None = None  # From /server_info; None if not reported.
+    shape: dict[str, Any] | None = None  # Shape from /server_info; None if not reported.
 
 
 @dataclass
@@ -60,7 +60,7 @@ class RunProgress:
     done: int = 0
     failed: int = 0
     output_tokens: int = 0
-    started: float | None = None  # start of the timed part, by `time.perf_counter`
+    started: float | None = None  # start of the timed requests, by `time.perf_counter`
     stage: str = "connecting"
 
 
@@ -81,7 +81,7 @@ def run(
     *,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Measurement:
-    """Measure once. Raises `ConfigError` or `NegamaxError` if the workload cannot run."""
+    """Run the workload once. Raises `ConfigError` or `NegamaxError` if the workload cannot run."""
     env.raise_file_limit()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_run(options, progress))
@@ -96,7 +96,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
         await _warm_up(load, workload.warmups)
         before = await _drafts(server.client)
         gc.collect()
-        gc.freeze()  # no object of the workload becomes garbage before the end
+        gc.freeze()  # objects of the workload live until the end of the run
         progress.stage, progress.started = "running", time.perf_counter()
         interrupted = False
         try:
@@ -115,7 +115,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
 
 
 async def _drafts(client: ServingClient) -> DraftCounts:
-    """Read draft counts; zeros if the server has no /metrics."""
+    """Read the counts of draft tokens. They are 0 if the server has no /metrics."""
     text = await _ask(client, "/metrics")
     return DraftCounts.of_metrics(text if isinstance(text, str) else "")
 
@@ -141,7 +141,7 @@ async def _connected(options: BenchOptions) -> AsyncIterator[_Server]:
         cards = await _models(client, options)
         names = [card.get("id") for card in cards]
         if options.model is None and not names:
-            raise ConfigError(f"{options.url}/v1/models names no model", hint="add --model NAME")
+            raise ConfigError(f"{options.url}/v1/models lists no model", hint="add --model NAME")
         model = options.model or str(names[0])
         card = cards[names.index(model)] if model in names else {}
         length = card.get("max_model_len")
@@ -160,7 +160,7 @@ async def _ask_shape(client: ServingClient) -> dict[str, Any] | None:
 
 
 async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str, Any]]:
-    """Return the entries of /v1/models; [] if the route is missing and the model is given."""
+    """Return the entries of /v1/models, or [] if the route is missing and --model is set."""
     deadline = time.monotonic() + options.ready_check_timeout_sec
     while True:
         try:
@@ -171,7 +171,7 @@ async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str
             return [card for card in answer["data"] if isinstance(card, dict)]
         if status in (401, 403):
             raise NegamaxError(
-                f"{options.url}/v1/models: HTTP {status}", hint="pass the correct --api-key"
+                f"{options.url}/v1/models: HTTP {status}", hint="set --api-key to a valid key"
             )
         if time.monotonic() >= deadline:
             break
@@ -191,7 +191,7 @@ async def _models(client: ServingClient, options: BenchOptions) -> list[dict[str
 async def _prepare(
     options: BenchOptions, server: _Server
 ) -> tuple[BenchOptions, workloads.BenchWorkload]:
-    """Make a workload for this server, and fill in the options' defaults."""
+    """Make a workload for this server, and set options that depend on the server."""
     has_file = options.dataset_path is not None
     if options.dataset_name == "custom" or (options.dataset_name == "agent" and has_file):
         sessions = workloads.read_requests(str(options.dataset_path), options)
@@ -254,7 +254,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _vocabulary(options: BenchOptions) -> Sequence[int]:
-    """Return ids for prompts: the tokenizer's text tokens, or ids that most models have."""
+    """Return token ids for prompts: text tokens of the tokenizer, or ids that most models have."""
     if options.tokenizer is None or options.prompt_format != "ids":
         return workloads.COMMON_IDS
     tokenizer = _tokenizer(options.tokenizer)
@@ -264,7 +264,7 @@ def _vocabulary(options: BenchOptions) -> Sequence[int]:
 async def measure_scale(
     options: BenchOptions, server: _Server, *, sample: str
 ) -> tuple[TextScale, tuple[str, ...]]:
-    """Measure the tokens per character and the tokens of an empty prompt with the server."""
+    """Measure tokens per character and the tokens of an empty prompt by requests to the server."""
     counts: list[int] = []
     for num_chars in PROBE_CHARS:
         prompt = workloads.as_prompt(sample[:num_chars], options)
@@ -277,7 +277,7 @@ async def measure_scale(
     chars = [len(sample[:num_chars]) for num_chars in PROBE_CHARS]
     if len(counts) < 2 or counts[1] <= counts[0] or chars[1] <= chars[0]:
         return TextScale(), (
-            "the server reports no prompt tokens, so texts are sized at 4 characters per token",
+            "the server reports no prompt tokens; 4 characters are assumed to be one token",
         )
     per_char = (counts[1] - counts[0]) / (chars[1] - chars[0])
     return TextScale(per_char, max(0, round(counts[0] - per_char * chars[0]))), ()
@@ -287,7 +287,7 @@ async def measure_scale(
 
 
 class _Load:
-    """Sends sessions and keeps their records."""
+    """Sends sessions and stores the records of their requests."""
 
     def __init__(self, options: BenchOptions, server: _Server, progress: RunProgress) -> None:
         self.records: list[ResponseRecord] = []
@@ -348,7 +348,7 @@ class _Load:
         return TurnResponse(record, reader.message)
 
     def reset(self) -> None:
-        """Drop all records."""
+        """Delete all records."""
         self.records.clear()
         self._progress.done = self._progress.failed = self._progress.output_tokens = 0
 
@@ -360,7 +360,7 @@ class _Load:
 
 
 async def _warm_up(load: _Load, sessions: Sequence[Session]) -> None:
-    """Send `sessions` in turn and drop all records. Raises `NegamaxError` if all turns fail."""
+    """Send `sessions` one by one, then delete the records. Raises `NegamaxError` if all fail."""
     for number, session in enumerate(sessions):
         await load.session(session, number)
     if sessions and all(record.error in _REFUSALS for record in load.records):
@@ -382,9 +382,10 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 
 
 def arrivals(options: BenchOptions) -> Iterator[float]:
-    """Yield the start times of sessions in seconds, with gamma-distributed gaps.
+    """Yield the start times of sessions in seconds. The gaps have a gamma distribution.
 
-    The mean gap is 1 / rate. Burstiness 1 is a Poisson process; lower values are burstier.
+    The mean gap is 1 / rate. A burstiness of 1 gives a Poisson process, and lower values give
+    bursts.
     """
     rng, at = random.Random(options.seed ^ 0x5EED), 0.0
     while True:

@@ -1,8 +1,8 @@
 """The client of `negamax bench serve`, for HTTP/1.1 and server-sent events.
 
-The client stamps and parses each chunk inside asyncio's `data_received`, without waking a task. So
-all times are arrival times, even with hundreds of streams in one loop. A connection carries one
-exchange at a time and is kept for the next exchange.
+The client reads the clock and parses each chunk inside asyncio's `data_received`. No task has to
+wake up, so recorded times are arrival times even with hundreds of streams in one loop. A connection
+sends one request at a time, and is reused after the response.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import msgspec
 
 from negamax.base.errors import ConfigError
 
-HEAD_BYTES = 64 * 1024  # Limit of a response's head, or of one framing line.
-EVENT_BYTES = 16 * 2**20  # Limit of one server-sent event.
-ERROR_BYTES = 4096  # Limit of the body of an error.
-ANSWER_BYTES = 64 * 2**20  # Limit of an answer that is read as a whole.
+HEAD_BYTES = 64 * 1024  # Limit for the head of a response, or for one line of chunk framing.
+EVENT_BYTES = 16 * 2**20  # Limit for one server-sent event.
+ERROR_BYTES = 4096  # Limit for the body of an error response.
+ANSWER_BYTES = 64 * 2**20  # Limit for a response that is not streamed.
 
 CLOSED_EARLY = "connection closed before the answer ended"
 
@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 class ExchangeError(Exception):
-    """Raised if a request got no usable answer. If `fresh`, no byte arrived; a retry may help."""
+    """Raised if a request got no usable answer. `fresh` is True if no byte of it arrived."""
 
     def __init__(self, reason: str, *, fresh: bool = False) -> None:
         super().__init__(reason)
@@ -57,15 +57,15 @@ class ClientConnection(asyncio.Protocol):
         self._ended: asyncio.Future[None] | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
-        self._now = 0.0  # Arrival of the latest bytes.
+        self._now = 0.0  # Arrival time of the latest bytes.
         self._num_framing = 0  # Bytes since the head or the last piece of the body ended.
-        self._until_close = False  # The body ends with the connection.
-        self._untouched = True  # No byte of the answer has arrived.
+        self._until_close = False  # True: the body ends when the connection closes.
+        self._untouched = True  # True: no byte of the answer has arrived.
         self._keep = True
 
     @property
     def reusable(self) -> bool:
-        """Whether the connection can carry another request."""
+        """Whether another request can be sent over the connection."""
         is_open = self._transport is not None and not self._transport.is_closing()
         return self._keep and self._sink is None and is_open
 
@@ -106,14 +106,14 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = {}
-        self._keep = self._keep and self._sink is not None  # false: bytes without a request
+        self._keep = self._keep and self._sink is not None  # False after unrequested bytes
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200 and self._sink is not None:  # 1xx are interim responses
+        if status >= 200 and self._sink is not None:  # 1xx responses are interim
             self._keep, self._num_framing = self._parser.should_keep_alive(), 0
             self._until_close = not self._headers.keys() & {"content-length", "transfer-encoding"}
             self._sink.head(status, self._headers)
@@ -148,10 +148,10 @@ class ResponseRecord:
     ended: float = 0.0  # Time of the last chunk with a choice, or of the failure.
     # Time of each chunk with new output.
     arrivals: array[float] = field(default_factory=lambda: array("d"))
-    # reported output tokens up to each of these chunks; 0 if not reported
+    # reported number of output tokens at each arrival; 0 if not reported
     running_tokens: array[int] = field(default_factory=lambda: array("q"))
-    prompt_tokens: int | None = None  # None: not known.
-    prompt_reported: bool = True  # False: the count is from the workload, not from the server.
+    prompt_tokens: int | None = None  # None: unknown.
+    prompt_reported: bool = True  # False: the workload, not the server, gave the count.
     output_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -211,10 +211,10 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads one streamed answer into a `ResponseRecord`; `collect` keeps the assistant message.
+    """Reads one streamed answer into a `ResponseRecord`. `collect` also stores its message.
 
-    With `running_usage`, a chunk has output if the reported token count rises. Otherwise, or
-    without such a count, a chunk with text, reasoning, a tool call or token ids has output.
+    With `running_usage`, a chunk has output if it reports a higher token count than before. If
+    there is no count, a chunk with text, reasoning, a tool call or token ids has output.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class ResponseReader:
         self._status = 0
         self._headers: dict[str, str] = {}
         self._rest = b""
-        self.is_complete = False  # the stream announced its end
+        self.is_complete = False  # True after the event [DONE]
 
     def head(self, status: int, headers: dict[str, str]) -> None:
         self._status, self._headers = status, headers
@@ -339,7 +339,7 @@ def _message(raw: bytes) -> str:
 
 @dataclass
 class WholeResponse:
-    """Collects a response, up to `ANSWER_BYTES` of its body."""
+    """Collects a whole response. At most `ANSWER_BYTES` of the body are stored."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -353,7 +353,7 @@ class WholeResponse:
             self.raw += piece
 
     def read(self) -> Any:
-        """Return the body as JSON, else as text."""
+        """Parse the body as JSON, or return it as text if it is not JSON."""
         try:
             return msgspec.json.decode(self.raw)
         except msgspec.DecodeError:
@@ -365,7 +365,7 @@ class WholeResponse:
 
 
 class ServingClient:
-    """Sends requests to one server over kept connections, in one event loop."""
+    """Sends requests to one server over reused connections, in one event loop."""
 
     def __init__(
         self, base_url: str, *, headers: dict[str, str], timeout: float, flag: str = "--base-url"
@@ -401,12 +401,12 @@ class ServingClient:
         self._idle: list[ClientConnection] = []
 
     def close(self) -> None:
-        """Drop all kept connections."""
+        """Close all idle connections."""
         while self._idle:
             self._idle.pop().close()
 
     async def stream(self, path: str, body: bytes, reader: ResponseReader) -> None:
-        """POST `body` and read its streamed answer; the reader's record holds any failure."""
+        """POST `body` and read the streamed answer. `reader` also records a failure."""
         record = reader.record
         record.started = time.perf_counter()
         try:
@@ -415,7 +415,7 @@ class ServingClient:
         except TimeoutError:
             record.fail(f"no end within {self._timeout:g} s")
         except ExchangeError as error:
-            if not reader.is_complete:  # nothing is lost after [DONE]
+            if not reader.is_complete:  # a failure after [DONE] loses nothing
                 record.fail(str(error))
         except (OSError, ssl.SSLError) as error:
             record.fail(_connect_failure(error), str(error))
@@ -458,7 +458,7 @@ class ServingClient:
             try:
                 await self._on(connection, request, sink)
                 return
-            # a server may close a kept connection at this moment
+            # the server may have closed the reused connection
             except ExchangeError as error:
                 if not error.fresh:
                     raise

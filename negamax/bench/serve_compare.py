@@ -1,6 +1,6 @@
 """Compare results of `negamax bench serve`: read files, group them, print a table.
 
-A result is the JSON of `--save-result` of Negamax or of vLLM, which uses the same names.
+A result is the JSON file of `--save-result`. Negamax and vLLM use the same names in this file.
 """
 
 import json
@@ -21,11 +21,11 @@ class Series:
     """The runs of one server, sorted by load."""
 
     name: str
-    runs: tuple[Mapping[str, Any], ...]  # as `document` writes them
+    runs: tuple[Mapping[str, Any], ...]  # results in the format of `document`
 
 
 def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Read the results in `files`. Raises `ConfigError` with the file and its fault."""
+    """Read the results in `files`. Raises `ConfigError` for an unusable file."""
     results = []
     for file in files:
         try:
@@ -43,9 +43,9 @@ def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` with the fields in which serving shapes of `results` differ.
+    """Raise `ConfigError` if the `results` have different serving shapes, and list the fields.
 
-    Results without a shape are accepted, because other servers report no shape.
+    Results of other servers have no shape and are accepted.
     """
     shapes = [shape for result in results if isinstance(shape := result.get(SHAPE), dict)]
     fields = sorted({key for shape in shapes for key in shape} - {HASH})
@@ -56,13 +56,13 @@ def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
             differing.append(f"{field} ({', '.join(value[:60] for value in values)})")
     if differing:
         raise ConfigError(
-            f"the results are of different serving shapes: {'; '.join(differing)}",
-            hint="add --allow-different-shapes",
+            f"the servers of the results have different settings: {'; '.join(differing)}",
+            hint="add --allow-different-shapes to compare them anyway",
         )
 
 
 def group(results: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """Group results by label (else backend) and model, each series sorted by load."""
+    """Group results by model and label, or backend without label. Series are sorted by load."""
     models = {result.get("model_id") for result in results}
     found: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
@@ -78,7 +78,7 @@ def _load(result: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def load_of(result: Mapping[str, Any]) -> str:
-    """Return the load: "16" concurrent requests at most, or "4/s" arrivals."""
+    """Return the load: "16" for at most 16 concurrent requests, "4/s" for 4 arrivals per second."""
     concurrency, rate = _load(result)
     if concurrency != float("inf"):
         return f"{concurrency:g}"

@@ -18,7 +18,7 @@ DATASET_ALIASES = {
     "openai": "custom",
     "agent-trace": "agent",
 }
-# Datasets of vLLM and SGLang that this benchmark lacks, each with advice on a replacement.
+# Datasets of vLLM and SGLang that this benchmark lacks -> advice on a replacement.
 FOREIGN_DATASETS = {
     **dict.fromkeys(
         ("random-mm", "random-image", "image", "mmmu", "custom_mm", "custom_image"),
@@ -26,11 +26,11 @@ FOREIGN_DATASETS = {
     ),
     **dict.fromkeys(
         ("hf", "burstgpt", "sonnet", "spec_bench", "mooncake", "longbench_v2", "loogle"),
-        "nothing is downloaded; write the requests as JSONL and use custom with --dataset-path",
+        "this benchmark downloads nothing; write JSONL and use custom with --dataset-path",
     ),
-    **dict.fromkeys(("random-rerank",), "there is no rerank route; use random"),
+    **dict.fromkeys(("random-rerank",), "the server has no rerank route; use random"),
 }
-BACKENDS = {  # backend -> route; with None, the dataset selects the route
+BACKENDS = {  # backend -> route; None: the dataset selects the route
     "openai": None,
     "vllm": None,
     "sglang": None,
@@ -58,13 +58,13 @@ class BenchOptions:
 
     base_url: str | None = option(
         None,
-        "Set the server's address, such as http://127.0.0.1:8000. Default: --host and --port.",
+        "Set the URL of the server, such as http://127.0.0.1:8000. Default: --host and --port.",
         panel=SERVER,
     )
     host: str = option("127.0.0.1", "Set the server's host.")
     port: int = option(8000, "Set the server's port.")
     backend: str = option(
-        "openai", "Choose the API; names with -chat use chat completions.", choices=tuple(BACKENDS)
+        "openai", "Choose the API. Names with -chat use chat completions.", choices=tuple(BACKENDS)
     )
     endpoint: str | None = option(
         None,
@@ -72,11 +72,11 @@ class BenchOptions:
         "and the dataset.",
     )
     model: str | None = option(
-        None, "Set the model name. Default: the first of /v1/models.", also="--served-model-name"
+        None, "Set the model. Default: the first entry of /v1/models.", also="--served-model-name"
     )
     api_key: str | None = option(None, "Send this bearer token. Default: $OPENAI_API_KEY.")
     headers: tuple[str, ...] = option(
-        (), "Add this header, NAME=VALUE, to each request; may be repeated.", "--header"
+        (), "Add the header NAME=VALUE to each request (repeatable).", "--header"
     )
     request_timeout: float = option(
         3600.0, "Count a request as failed after this many seconds.", above=0
@@ -89,38 +89,37 @@ class BenchOptions:
     max_concurrency: int | None = None
     request_rate: float = option(
         math.inf,
-        "Start this many requests (or sessions of requests) per second; inf starts all of them "
-        "at once.",
+        "Start this many requests or sessions per second. The value inf starts all of "
+        "them at once.",
         above=0,
         panel=LOAD,
     )
     burstiness: float = option(
         1.0,
-        "Set the burstiness of arrivals; 1 gives a Poisson process, lower values give bursts.",
+        "Set the burstiness of arrivals. 1 gives a Poisson process, and lower values give bursts.",
         above=0,
     )
     num_warmups: int = option(
-        1, "Send this many requests before the timed ones.", also="--warmup-requests", least=0
+        1, "Send this many warm-up requests before timing.", also="--warmup-requests", least=0
     )
-    seed: int = option(0, "Set the seed of prompts and arrivals.")
+    seed: int = option(0, "Set the seed of random prompts and arrival times.")
 
     dataset_name: str = option(
         "random", f"Choose the dataset: {', '.join(DATASETS)}.", panel=WORKLOAD
     )
     dataset_path: str | None = option(
         None,
-        "Read requests from this file: ShareGPT JSON, or a JSONL of recorded requests (custom, "
-        "agent).",
+        "Read requests from this file: ShareGPT JSON, or JSONL for the datasets custom and agent.",
     )
     tokenizer: str | None = option(
         None,
-        f"Draw prompt ids from this tokenizer, and count ShareGPT answers with it. Give a folder, "
+        f"Use this tokenizer to draw prompt ids and to count ShareGPT answers. Set a folder, "
         f"a hub id, or {QUOTED_NAMES}.",
     )
     prompt_format: str = option(
         "auto",
-        "Choose the form of prompts. ids: token ids of exact length, for /v1/completions. text: "
-        "texts that are sized by the server's token counts.",
+        "Choose the prompt format. ids: exact numbers of token ids, for /v1/completions. text: "
+        "texts whose lengths are based on token counts of the server.",
         choices=PROMPT_FORMATS,
     )
     random_input_len: int = option(
@@ -130,22 +129,22 @@ class BenchOptions:
         128, "Set the number of output tokens.", also="--output-len --random-output", least=1
     )
     random_range_ratio: float = option(
-        0.0, "Draw lengths from 1 - r to 1 + r times the given ones (SGLang's rule: from r to 1)."
+        0.0, "Multiply lengths by random factors: 1 - r to 1 + r, or r to 1 by the rule sglang."
     )
     random_range_rule: str = option(
-        "auto", "Set the rule of --random-range-ratio; auto follows --backend.", choices=RANGE_RULES
+        "auto", "Choose the range rule. auto selects the rule of --backend.", choices=RANGE_RULES
     )
     random_prefix_len: int = option(
-        0, "Begin all prompts with the same tokens, this many in number.", least=0
+        0, "Begin all prompts with the same prefix of this many tokens.", least=0
     )
     prefix_repetition_prefix_len: int = option(
-        256, "Set the number of tokens in a prefix.", also="--gsp-system-prompt-len", least=0
+        256, "Set the number of tokens per prefix.", also="--gsp-system-prompt-len", least=0
     )
     prefix_repetition_suffix_len: int = option(
         256, "Set the number of tokens after a prefix.", also="--gsp-question-len", least=1
     )
     prefix_repetition_num_prefixes: int = option(
-        10, "Set the number of prefixes.", also="--gsp-num-groups", least=1
+        10, "Set the number of different prefixes.", also="--gsp-num-groups", least=1
     )
     prefix_repetition_output_len: int = option(
         128, "Set the number of output tokens.", also="--gsp-output-len", least=1
@@ -154,10 +153,10 @@ class BenchOptions:
         None, "Set the number of output tokens. Default: the recorded answer's length.", least=1
     )
     sharegpt_context_len: int | None = option(
-        None, "Skip longer conversations. Default: the model's context length.", least=1
+        None, "Skip conversations of more tokens. Default: the model's context length.", least=1
     )
     custom_output_len: int = option(
-        256, "Limit the output tokens of recorded requests that set no limit.", least=1
+        256, "Set max_tokens of recorded requests that set no limit.", least=1
     )
     agent_turns: int = option(
         24, "Send this many requests per session, or fewer if the context is too short.", least=1
@@ -165,8 +164,8 @@ class BenchOptions:
     agent_system_len: int = option(
         3000, "Set the number of tokens in the system prompt, without the tools.", least=1
     )
-    agent_tools: int = option(12, "Declare this many tools.", least=0)
-    agent_result_len: int = option(600, "Set the mean number of result tokens per step.", least=1)
+    agent_tools: int = option(12, "Declare this many tools per request.", least=0)
+    agent_result_len: int = option(600, "Set the mean number of tokens per tool result.", least=1)
     agent_reasoning_len: int = option(
         120, "Include this many tokens of thinking in each answer of the history.", least=0
     )
@@ -176,8 +175,8 @@ class BenchOptions:
     )
     agent_history: str = option(
         "recorded",
-        "Choose the history. recorded: send the same requests in each run. live: send the "
-        "server's answers back.",
+        "Choose the history. recorded: send the same requests in each run. live: include the "
+        "server's answers.",
         choices=HISTORIES,
     )
 
@@ -185,14 +184,14 @@ class BenchOptions:
         False, "Ignore end tokens, so that answers have the full length.", panel=SAMPLING
     )
     disable_ignore_eos: bool = option(
-        False, "Let answers end at end tokens with sglang backends, which ignore them by default."
+        False, "End answers at end tokens, which sglang backends ignore by default."
     )
     temperature: float | None = option(None, "Set the temperature (default: set by the server).")
     top_p: float | None = option(None, "Set the nucleus probability (default: set by the server).")
-    top_k: int | None = option(None, "Sample from this many top tokens (default: set by server).")
-    min_p: float | None = option(None, "Drop tokens below this share of the top probability.")
-    frequency_penalty: float | None = option(None, "Penalize tokens by their count.")
-    presence_penalty: float | None = option(None, "Penalize tokens that already occur.")
+    top_k: int | None = option(None, "Sample from the k likeliest tokens (default: set by server).")
+    min_p: float | None = option(None, "Exclude tokens below this fraction of the top probability.")
+    frequency_penalty: float | None = option(None, "Penalize tokens by their count in the answer.")
+    presence_penalty: float | None = option(None, "Penalize tokens that occur in the answer.")
     repetition_penalty: float | None = option(None, "Penalize repeated tokens by this factor.")
     extra_body: dict[str, Any] = option(
         {}, "Merge this JSON object into each request.", is_json=True
@@ -203,12 +202,12 @@ class BenchOptions:
     goodput: dict[str, float] = field(default_factory=dict)  # metric -> limit in ms
     itl_rule: str = option(
         "gap",
-        "Choose the inter-token latency. gap: count each gap between chunks once. token: divide "
-        "a gap by the chunk's tokens.",
+        "Choose how to measure inter-token latency. gap: one value per gap between chunks. "
+        "token: one value per token of a chunk.",
         choices=ITL_RULES,
         panel=OUTPUT,
     )
-    label: str | None = option(None, "Set a label for the result and its file name.")
+    label: str | None = option(None, "Set a label for the result file and its content.")
     metadata: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -251,7 +250,7 @@ class BenchOptions:
 
     @property
     def ignores_eos(self) -> bool:
-        """Return whether answers ignore end tokens. SGLang's backends ignore them by default."""
+        """Return whether answers ignore end tokens, as the sglang backends do by default."""
         is_sglang = self.backend.startswith("sglang")
         return self.ignore_eos or (is_sglang and not self.disable_ignore_eos)
 
@@ -278,6 +277,6 @@ class BenchOptions:
 
     @property
     def url(self) -> str:
-        """Return the server's URL without a trailing /v1, which is part of the route."""
+        """Return the server's URL without a trailing /v1, because routes begin with /v1."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return (self.base_url or f"http://{host}:{self.port}").rstrip("/").removesuffix("/v1")

@@ -1,4 +1,4 @@
-"""Turn the records of `negamax bench serve` into figures, vLLM's text block, and JSON."""
+"""Convert the records of `negamax bench serve` to metrics, vLLM's text report, and JSON."""
 
 import math
 import platform
@@ -57,7 +57,7 @@ WORKLOAD_PREFIXES = (
 
 
 def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Return mean, median, standard deviation, percentiles and maximum; {} without values."""
+    """Return mean, median, standard deviation, percentiles and maximum, or {} without values."""
     if not values:
         return {}
     found = {"mean": np.mean(values), "median": np.median(values), "std": np.std(values)}
@@ -79,12 +79,12 @@ def e2el(record: ResponseRecord) -> float:
 
 
 def output_tokens(record: ResponseRecord) -> int:
-    """Return the server's count of output tokens, or else the number of chunks with output."""
+    """Return the server's count of output tokens, or the number of output chunks without it."""
     return len(record.arrivals) if record.output_tokens is None else record.output_tokens
 
 
 def tpot(record: ResponseRecord) -> float | None:
-    """Return the time per token after the first token; None for fewer than two tokens."""
+    """Return the time per output token after the first, or None for fewer than two tokens."""
     tokens = output_tokens(record)
     return (e2el(record) - ttft(record)) / (tokens - 1) if tokens > 1 else None
 
@@ -92,8 +92,8 @@ def tpot(record: ResponseRecord) -> float | None:
 def inter_token(record: ResponseRecord, *, rule: str) -> list[float]:
     """Return the gaps between chunks with output.
 
-    Rule "gap" returns each gap once. Rule "token" splits the gap before a chunk of n tokens into n
-    equal values, if the server sent its running count.
+    The rule "gap" returns each gap once. The rule "token" divides the gap before a chunk of n
+    tokens into n equal values, if the server reported running token counts.
     """
     gaps = [later - earlier for earlier, later in pairwise(record.arrivals)]
     if rule == "gap":
@@ -109,12 +109,12 @@ def inter_token(record: ResponseRecord, *, rule: str) -> list[float]:
 
 
 def first_start(records: Iterable[ResponseRecord]) -> float:
-    """Return the time of the first request that was sent; 0 without one."""
+    """Return the time at which the first request was sent, or 0 if none was sent."""
     return min((record.started for record in records if record.started), default=0.0)
 
 
 def summarize(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
-    """Return all figures of a run except lists of requests. Times are in ms, rates in 1/s."""
+    """Return all metrics of a run, without lists of requests. Times are in ms, rates in 1/s."""
     good = [record for record in measured.records if record.error is None]
     failures = Counter(record.error for record in measured.records if record.error is not None)
     total_input = sum(record.prompt_tokens or 0 for record in good)
@@ -177,7 +177,7 @@ def _total_cached(records: Sequence[ResponseRecord]) -> int | None:
 
 
 def _goodput(records: Sequence[ResponseRecord], limits: dict[str, float]) -> int:
-    """Count requests within all `limits` in ms. An answer of one token meets any TPOT limit."""
+    """Count requests that meet all `limits` in ms. Answers of one token meet any TPOT limit."""
     times = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
     return sum(
         all(1e3 * (times[name](record) or 0.0) <= limit for name, limit in limits.items())
@@ -191,7 +191,7 @@ def peak_concurrency(records: Sequence[ResponseRecord]) -> int:
 
 
 def concurrency_steps(records: Sequence[ResponseRecord]) -> list[tuple[float, int]]:
-    """Return pairs of a time and the number of concurrent requests after it."""
+    """Return pairs: a time, and the number of concurrent requests from this time on."""
     sent = [record for record in records if record.started]
     changes = [(record.started, 1) for record in sent] + [(record.ended, -1) for record in sent]
     times, steps = zip(*sorted(changes), strict=True) if changes else ((), ())
@@ -199,7 +199,7 @@ def concurrency_steps(records: Sequence[ResponseRecord]) -> list[tuple[float, in
 
 
 def output_per_second(records: Sequence[ResponseRecord]) -> list[float]:
-    """Return the output tokens in each second. Tokens are spread evenly over chunks."""
+    """Return the output tokens per second of the run. All chunks get equal shares of tokens."""
     begin = min((record.started for record in records), default=0.0)
     bins: list[float] = []
     for record in records:
@@ -215,7 +215,7 @@ def output_per_second(records: Sequence[ResponseRecord]) -> list[float]:
 
 
 def block(summary: dict[str, Any], options: BenchOptions) -> str:
-    """Return the text block of vLLM and SGLang, with remarks on how figures were counted."""
+    """Return the text report of vLLM and SGLang, with remarks on how metrics were counted."""
     values = summary | {"max_concurrency": options.max_concurrency}
     if math.isfinite(options.request_rate):
         values["request_rate"] = options.request_rate
@@ -242,7 +242,7 @@ def _lines(labels: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
 
 
 def _draft_lines(summary: dict[str, Any]) -> list[str]:
-    """Return the lines about drafts as vLLM shows them; [] without drafts."""
+    """Return the lines about draft tokens in vLLM's format, or [] without draft tokens."""
     if "spec_decode_num_drafts" not in summary:
         return []
     is_synthetic = summary["spec_decode_synthetic"]
@@ -269,21 +269,21 @@ def _line(label: str, value: float | str) -> str:
 
 
 def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
-    """Return remarks on how the figures were counted."""
+    """Return remarks on how the metrics were counted."""
     said = [f"Note: {note}." for note in summary["notes"]]
     if not summary["completed"]:
         return said
     if summary["output_tokens_not_reported"]:
         said.append(
             f"Output tokens: counted as chunks for {summary['output_tokens_not_reported']} "
-            f"requests without reported usage; a chunk may hold several tokens."
+            f"requests without reported usage; a chunk may contain several tokens."
         )
     else:
         said.append("Output tokens: as the server's usage reports them.")
     if summary["input_tokens_not_reported"]:
         said.append(
             f"Input tokens: {summary['input_tokens_not_reported']} requests have no reported usage "
-            f"and count only if their prompt is token ids."
+            f"and are counted only if their prompt is token ids."
         )
     per_chunk = summary["tokens_per_chunk"]
     per_chunk = None if per_chunk is None else f"{per_chunk:.2f} tokens per chunk on average"
@@ -302,7 +302,7 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
         said.append(f"ITL: each gap between chunks counts once ({chunks}).")
     if summary["interrupted"]:
         said.append(
-            "Interrupted: running requests count as failed, and other requests were not sent."
+            "Interrupted: running requests are failures, and remaining requests were not sent."
         )
     return said
 
@@ -313,7 +313,7 @@ def remarks(summary: dict[str, Any], options: BenchOptions) -> list[str]:
 def document(
     measured: Measurement, options: BenchOptions, summary: dict[str, Any], *, detailed: bool
 ) -> dict[str, Any]:
-    """Return the result under vLLM's names. `detailed` adds lists of requests, in seconds."""
+    """Return the result under vLLM's names. `detailed` adds lists of the times of requests."""
     found = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
@@ -348,7 +348,7 @@ def document(
 
 
 def details(measured: Measurement, options: BenchOptions) -> dict[str, Any]:
-    """Return lists with an entry per request, by sending time, in seconds since the first."""
+    """Return lists with an entry per request, in sending order. Times are in seconds."""
     records = sorted(measured.records, key=lambda record: record.started or record.ended)
     begin = first_start(records)
     return {

@@ -1,6 +1,6 @@
 """The requests of `negamax bench serve`: seeded prompts of given lengths, and requests from files.
 
-A workload is a list of sessions. A session yields request bodies and receives the answer to each.
+A workload is a list of sessions. A session yields request bodies and receives their answers.
 """
 
 # ruff: noqa: SIM905 (syllables read better as text)
@@ -28,7 +28,7 @@ _SYLLABLES = (
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """One request body without model and sampling, and the pause before the request."""
+    """One request body without model and sampling fields, and the pause before the request."""
 
     body: dict[str, Any]
     prompt_tokens: int | None = None
@@ -37,7 +37,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class TurnResponse:
-    """The answer to a turn. `message` is None unless the session reads it."""
+    """The answer to a turn. `message` is set only for sessions that read answers."""
 
     record: ResponseRecord
     message: dict[str, Any] | None
@@ -48,16 +48,16 @@ Turns = Generator[SessionTurn, TurnResponse, None]
 
 @dataclass(frozen=True)
 class Session:
-    """A sequence of requests (turns). Each call of `start` yields the same turns."""
+    """A sequence of requests, called turns. Each call of `start` yields the same turns."""
 
     num_turns: int
     start: Callable[[], Turns]
-    wants_responses: bool = False  # whether turns read answers, which takes some time
+    wants_responses: bool = False  # whether `start` reads the answers
 
 
 @dataclass(frozen=True)
 class BenchWorkload:
-    """Timed sessions, warm-up sessions, and notes on them."""
+    """Timed sessions, warm-up sessions, and notes for the report."""
 
     sessions: tuple[Session, ...]
     warmups: tuple[Session, ...]
@@ -74,10 +74,10 @@ class TextScale:
     """The server's tokens per character of generated text, measured or assumed."""
 
     tokens_per_char: float = 0.25
-    overhead: int = 0  # tokens of an empty prompt, such as those of a chat template
+    overhead: int = 0  # tokens of an empty prompt, for example from a chat template
 
     def chars(self, num_tokens: float, *, whole_prompt: bool = False) -> int:
-        """Convert tokens to characters. A `whole_prompt` includes the tokens of `overhead`."""
+        """Convert tokens to characters. For a `whole_prompt`, `overhead` is subtracted first."""
         num_tokens -= self.overhead if whole_prompt else 0
         return max(1, round(num_tokens / self.tokens_per_char))
 
@@ -97,7 +97,7 @@ def session_of(*turns: SessionTurn) -> Session:
 
 
 def random_text(rng: random.Random, num_chars: int) -> str:
-    """Make random words, exactly `num_chars` characters."""
+    """Make a text of random words with exactly `num_chars` characters."""
     words: list[str] = []
     length = 0
     while length <= num_chars:
@@ -109,14 +109,14 @@ def random_text(rng: random.Random, num_chars: int) -> str:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes prompts of given lengths: token ids, or text sized by `scale`."""
+    """Makes prompts of given lengths: token ids, or text whose length `scale` determines."""
 
     options: BenchOptions
     scale: TextScale | None  # None selects token ids
     vocabulary: Sequence[int] = COMMON_IDS
 
     def part(self, rng: random.Random, num_tokens: int, *, whole_prompt: bool = False) -> Any:
-        """Make a piece of a prompt; `turn` joins pieces."""
+        """Make a part of a prompt. `turn` concatenates parts."""
         if self.scale is None:
             return rng.choices(self.vocabulary, k=num_tokens)
         if not num_tokens:
@@ -165,7 +165,7 @@ def prefix_repetition_turns(prompts: Prompts) -> Iterator[SessionTurn]:
 
 
 def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> BenchWorkload:
-    """Take `num_prompts` of `turns` for timing, and the next `num_warmups` for the warm-up."""
+    """Use the first `num_prompts` of `turns` for timing, and the next `num_warmups` to warm up."""
     timed = tuple(session_of(turn) for turn in islice(turns, options.num_prompts))
     return BenchWorkload(
         timed, tuple(session_of(turn) for turn in islice(turns, options.num_warmups))
@@ -173,7 +173,7 @@ def endless_workload(turns: Iterator[SessionTurn], options: BenchOptions) -> Ben
 
 
 def longest_prompt(options: BenchOptions) -> int:
-    """Return the most tokens of a prompt with its output, in a dataset without sessions."""
+    """Return the largest token count of a prompt with its output, for random prompts."""
     if options.dataset_name == "prefix_repetition":
         prompt = options.prefix_repetition_prefix_len + options.prefix_repetition_suffix_len
         return prompt + options.prefix_repetition_output_len
@@ -193,7 +193,7 @@ def read_sharegpt(path: str) -> list[tuple[str, str]]:
         raise ConfigError(f"--dataset-path {path!r} is not JSON: {error}", hint=hint) from None
     if not isinstance(conversations, list):
         hint = "a ShareGPT file is a list of conversations"
-        raise ConfigError(f"--dataset-path {path!r} does not hold a list", hint=hint)
+        raise ConfigError(f"--dataset-path {path!r} does not contain a list", hint=hint)
     pairs = [pair for pair in map(_first_pair, conversations) if pair is not None]
     if not pairs:
         refusal = f"none of the {len(conversations)} conversations in {path!r}"
@@ -225,7 +225,7 @@ def sharegpt_workload(
     count: Callable[[str], int],
     context_length: int | None,
 ) -> BenchWorkload:
-    """Make requests, shuffled, with the recorded answers' lengths. `count` counts tokens."""
+    """Make shuffled requests with the recorded output lengths. `count` counts tokens."""
     limit = min(options.sharegpt_context_len or context_length or 2**62, context_length or 2**62)
     turns = []
     for question, answer in pairs:
@@ -249,10 +249,10 @@ def sharegpt_workload(
 
 
 def read_requests(path: str, options: BenchOptions) -> list[Session]:
-    """Read one JSON object per line: a request body, or `{"body", "session", "delay"}`.
+    """Read a file with one JSON object per line: a request body, or {body, session, delay}.
 
-    Lines of one session are sent in order, `delay` seconds after the previous answer. Raises
-    `ConfigError` with the number of the line.
+    Requests of one session are sent in order, each `delay` seconds after the previous answer.
+    Raises `ConfigError` with the number of an invalid line.
     """
     sessions: dict[str, list[SessionTurn]] = {}
     for number, line in enumerate(_read(path).splitlines(), start=1):
@@ -269,7 +269,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
         needed = "messages" if options.is_chat else "prompt"
         if not isinstance(body, dict) or needed not in body:
             route, other = (CHAT, COMPLETIONS) if options.is_chat else (COMPLETIONS, CHAT)
-            hint = f"use --endpoint {other} for the other kind of request"
+            hint = f"use --endpoint {other} for requests of this file"
             raise ConfigError(f"{where} has no {needed!r}, which {route} needs", hint=hint)
         delay = entry.get("delay", 0.0) if "body" in entry else 0.0
         if not isinstance(delay, int | float) or not 0 <= delay < 1e6:
@@ -286,7 +286,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> BenchWorkload:
-    """Take `num_prompts` requests in order, repeated if needed. Warm up with the last requests."""
+    """Use `num_prompts` requests in file order, repeated if needed. Warm up with the last ones."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]
@@ -294,14 +294,14 @@ def file_workload(
         repetition = f"the file's {repeated} requests were repeated"
         notes.append(f"{repetition}: repeated prompts may be cached")
     elif repeated == options.num_prompts and options.num_warmups:
-        again = "requests of the warm-up are sent again, and their prompts may be cached"
+        again = "the warm-up sends some timed requests, and their prompts may be cached"
         notes.append(f"the file has no spare requests: {again}")
     last = islice(cycle(reversed(sessions)), options.num_warmups)
     return BenchWorkload(timed, tuple(shortened(each, 1) for each in last), tuple(notes))
 
 
 def take_turns(sessions: Iterator[Session], num_turns: int) -> tuple[Session, ...]:
-    """Take sessions with `num_turns` turns in all. The last session may be truncated."""
+    """Return sessions with `num_turns` turns in total. The last session may be truncated."""
     taken: list[Session] = []
     while num_turns > 0:
         session = next(sessions)

@@ -1,4 +1,4 @@
-"""Send chat requests to any OpenAI-compatible server, and read answers into one form."""
+"""Send chat requests to any OpenAI-compatible server, and parse the answers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from negamax.bench.serve_client import (
 )
 
 CHAT = "/v1/chat/completions"
-ABSENT = (404, 405, 501)  # statuses of endpoints that a server does not have
+ABSENT = (404, 405, 501)  # HTTP statuses of missing endpoints
 _ADDRESS = re.compile(r"[!-~]+")
 
 
 class CheckFailure(Exception):
-    """Raised if an answer breaks the protocol. `status` is the HTTP status of a refusal, or 0."""
+    """Raised if an answer violates the protocol. `status`: HTTP status of a refusal, or 0."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class CheckFailure(Exception):
 
 
 def connect(url: str, *, api_key: str | None, timeout: float) -> ServingClient:
-    """Return a client of the server at `url`, with or without /v1. Raises `ConfigError`."""
+    """Return a client for the server at `url`, which may end in /v1. Raises `ConfigError`."""
     address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     headers = {"user-agent": "negamax-verify", "anthropic-version": "2023-06-01"}
     if api_key:
@@ -49,13 +49,13 @@ async def find_model(client: ServingClient) -> str:
     try:
         return str(found["data"][0]["id"])
     except (LookupError, TypeError):
-        raise CheckFailure("the list of models names no model") from None
+        raise CheckFailure("the list of models is empty") from None
 
 
 async def exchange(
     client: ServingClient, method: str, path: str, body: object = None
 ) -> WholeResponse:
-    """Send a request and return its answer. Raises `CheckFailure` unless the status is 2xx."""
+    """Send a request and return the answer. Raises `CheckFailure` if the status is not 2xx."""
     answer = WholeResponse()
     raw = b"" if body is None else json.dumps(body).encode()
     try:
@@ -78,14 +78,14 @@ def read_object(answer: WholeResponse) -> dict[str, Any]:
 
 @dataclass
 class JudgedAnswer:
-    """An answer of chat completions, whole or joined from a stream."""
+    """An answer of chat completions, sent as a whole or as a stream."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)  # name, arguments
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)  # empty for a whole answer
+    events: list[dict[str, Any]] = field(default_factory=list)  # events of a stream
 
     @property
     def is_reasoning_only(self) -> bool:
@@ -104,7 +104,7 @@ class JudgedAnswer:
 
 
 class ServerProbe:
-    """Sends the chat requests of one run. `answers` keeps each usable answer."""
+    """Sends the chat requests of one run. `answers` collects all usable answers."""
 
     def __init__(self, client: ServingClient, model: str) -> None:
         self.client, self.model = client, model
@@ -123,7 +123,7 @@ class ServerProbe:
 
 
 def read_chat(answer: dict[str, Any]) -> JudgedAnswer:
-    """Read a whole answer. Raises `CheckFailure` for a malformed answer."""
+    """Parse an answer that is not streamed. Raises `CheckFailure` if it is malformed."""
     try:
         choice = answer["choices"][0]
         message = choice["message"]

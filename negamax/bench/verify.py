@@ -1,4 +1,4 @@
-"""`negamax verify`: pass rates of a case file with MiniMax's thresholds, and protocol checks."""
+"""`negamax verify`: pass rates against MiniMax's thresholds, and protocol checks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from negamax.bench.verify_checks import (
     read_own_cases,
 )
 
-MAX_ATTEMPTS = 10  # per request, as in the published suite
-SHOWN_FAILURES = 5  # number of failures that are shown per row
-# Minimum pass rates of the published suite. Rows without a rate here allow no failure.
+MAX_ATTEMPTS = 10  # attempts per request, as in MiniMax's published suite
+SHOWN_FAILURES = 5  # number of failures that the report shows per row
+# Minimum pass rates of the published suite. Every other row of the report allows no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
-_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # keys that are not sent
+_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # case keys that are not sent
 _SCHEMA_WORDS = {"type", "description", "required", "additionalProperties", "$schema", "items"}
 _CYRILLIC = re.compile("[\u0400-\u04ff]")
 _THINK_BLOCK = re.compile(r"<(?:mm:)?think>.*?</(?:mm:)?think>", re.DOTALL)
@@ -37,7 +37,7 @@ _THINK_BLOCK = re.compile(r"<(?:mm:)?think>.*?</(?:mm:)?think>", re.DOTALL)
 
 @dataclass
 class VerifyRow:
-    """A line of the report: how many of the answers or checks passed."""
+    """A row of the report: the number of answers or checks that passed, and the total."""
 
     name: str
     passed: int = 0
@@ -57,7 +57,7 @@ class VerifyRow:
         return asdict(self) | {"threshold": self.threshold, "is_met": self.is_met}
 
     def add(self, failure: str | None, about: str = "") -> None:
-        """Count a result, which has passed if `failure` is None."""
+        """Count a result. It has passed if `failure` is None."""
         self.total += 1
         self.passed += failure is None
         if failure is not None:
@@ -69,7 +69,7 @@ def is_met(rows: Iterable[VerifyRow]) -> bool:
 
 
 def render(rows: Sequence[VerifyRow]) -> str:
-    """Return the table and the first failures of each row."""
+    """Return the table of results and the first failures of each row."""
     lines = [f"{'check':24}{'passed':>8}{'of':>6}{'rate':>9}{'needed':>8}  result"]
     for row in rows:
         rate = f"{row.passed / row.total:9.1%}" if row.total else f"{'-':>9}"
@@ -84,7 +84,7 @@ def render(rows: Sequence[VerifyRow]) -> str:
 
 
 def read_suite(file: Path) -> list[Case]:
-    """Read a suite with one request body per line. Raises `ConfigError`."""
+    """Read a suite: a file with one request body per line. Raises `ConfigError`."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -118,7 +118,7 @@ async def verify(
     timeout: float,
     repeat: int,
 ) -> list[VerifyRow]:
-    """Verify a server with the cases of `suite`, or with the package's cases if `suite` is None.
+    """Verify a server with the cases of `suite`, or with bundled cases if `suite` is None.
 
     `timeout` is in seconds per request. Raises `ConfigError` for an invalid suite, and
     `NegamaxError` if the server answers no chat request.
@@ -139,12 +139,12 @@ async def verify(
 
 
 class _Verifier:
-    """One run, whose rows are written by tasks of one event loop."""
+    """One run of `verify`. Tasks of one event loop add results to the rows."""
 
     def __init__(
         self, probe: ServerProbe, *, concurrency: int, timeout: float, repeat: int
     ) -> None:
-        """Send all requests `repeat` times, `concurrency` at a time, each within `timeout` s."""
+        """Configure `repeat` rounds, `concurrency` requests at a time, and `timeout` in seconds."""
         self._probe, self._timeout, self._repeat = probe, timeout, repeat
         self._slots = asyncio.Semaphore(concurrency)
         self._rows: dict[str, VerifyRow] = {}
@@ -190,7 +190,7 @@ class _Verifier:
             self._row(group).add(None)
 
     async def _judge(self, about: str, case: Case, body: Case) -> None:
-        """Send a case and count the answer in the rows that the case's fields select."""
+        """Send a case and count the answer in the rows that the fields of the case select."""
         answer, failure = await self._ask(body)
         self._row("requests answered").add(failure, about)
         reason = answer and answer.finish_reason
@@ -215,7 +215,7 @@ class _Verifier:
             self._row("silence").add(wrong, about)
 
     async def _ask(self, body: Case) -> tuple[JudgedAnswer | None, str | None]:
-        """Try up to `MAX_ATTEMPTS` times within one timeout; return answer and failure."""
+        """Send `body` up to `MAX_ATTEMPTS` times within the timeout. Return (answer, failure)."""
         deadline = time.monotonic() + self._timeout
         for attempt in range(MAX_ATTEMPTS):
             try:
@@ -231,7 +231,7 @@ class _Verifier:
 
 
 def _find_thinking(option: str, model: str) -> str:
-    """Return the expected thinking. M3 can disable thinking, but M3.1 and M3-a cannot."""
+    """Return switchable, forced or any. M3 can disable thinking, but M3.1 and M3-a cannot."""
     if option != "auto":
         return option
     name = model.lower()
@@ -239,7 +239,7 @@ def _find_thinking(option: str, model: str) -> str:
 
 
 def _convert(message: Any) -> Any:
-    """Return a message of a case file with the role and the reasoning field of the API."""
+    """Convert the role and the reasoning fields of a message in a case file to the API's."""
     found = dict(message)
     found["role"] = "system" if message["role"] == "_input" else message["role"]
     texts = [found.pop(name, None) for name in ("reasoning", "reason")]
@@ -251,7 +251,7 @@ def _convert(message: Any) -> Any:
 
 
 def _find_wrong_order(text: str, parameters: Mapping[str, Any]) -> str | None:
-    """Describe a difference in order between parameters named in `text` and declared ones."""
+    """Return a message if `text` lists the parameters in another order than declared."""
     keys = parameters.get("properties") or parameters.keys() - _SCHEMA_WORDS
     declared = [key for key in parameters.get("properties", parameters) if key in keys]
     named = sorted((key for key in declared if key in text), key=text.index)

@@ -1,7 +1,7 @@
-"""Protocol checks of `negamax verify`, for the demands of MiniMax's acceptance suite.
+"""Protocol checks of `negamax verify`, for the requirements of MiniMax's acceptance suite.
 
-A check sends requests and raises `CheckFailure` if an answer breaks a demand. The model only has to
-answer simple questions. Most checks are in `verify_cases.toml`.
+A check sends requests and raises `CheckFailure` if an answer violates a requirement. The requests
+are simple questions. Most checks are in `verify_cases.toml`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Case = dict[str, Any]
 
 CASES = Path(__file__).with_name("verify_cases.toml")
 REFUSED = (400, 422)
-EQUAL_ATTEMPTS = 3  # repeated, because batches change the last bits of logits
+EQUAL_ATTEMPTS = 3  # attempts, because the batch composition changes the last bits of logits
 TAGS = (
     "<think>", "</think>", "<mm:think>", "</mm:think>", "<minimax:tool_call>",
     "</minimax:tool_call>", "]<]minimax[>[",
@@ -45,7 +45,7 @@ class CheckSkipped(Exception):
 
 
 def read_own_cases() -> list[Case]:
-    """Return the cases of the package, with messages and tools as in a request."""
+    """Return the bundled cases, with messages and tools in the format of a request."""
     document = tomllib.loads(CASES.read_text(encoding="utf-8"))
     functions = {name: {"name": name, **rest} for name, rest in document["tools"].items()}
     cases = []
@@ -60,7 +60,7 @@ def read_own_cases() -> list[Case]:
 
 
 def list_checks(cases: Iterable[Case], *, thinking: str) -> Iterator[tuple[str, str, Check]]:
-    """Yield (group, name, check). `thinking` is switchable, forced, or any (both are accepted)."""
+    """Yield (group, name, check). `thinking` is switchable, forced, or any, which allows both."""
     bodies = {case["name"]: case["body"] for case in cases}
     for case in cases:
         way = ", stream" if case["body"]["stream"] else ""
@@ -76,7 +76,7 @@ def list_checks(cases: Iterable[Case], *, thinking: str) -> Iterator[tuple[str, 
 
 
 def find_wrong_call(answer: JudgedAnswer, tools: Iterable[Mapping[str, Any]] | None) -> str | None:
-    """Describe a call that breaks its tool's schema, or a missing call; None if calls are valid."""
+    """Describe a call that violates its schema, or a missing call; None if calls are valid."""
     declared = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
     for name, text in answer.calls:
         if name not in declared:
@@ -94,13 +94,13 @@ def find_wrong_call(answer: JudgedAnswer, tools: Iterable[Mapping[str, Any]] | N
 
 
 def find_leak(answer: JudgedAnswer) -> str | None:
-    """Describe markup of the model in the content; None without markup."""
+    """Describe tags of the model's format in the content, or return None without tags."""
     tag = next((tag for tag in TAGS if tag in answer.content), None)
     return tag and f"content has {tag}: {answer.content[:60]!r}"
 
 
 def find_shared_delta(answer: JudgedAnswer) -> str | None:
-    """Describe a delta of a stream with both content and reasoning; None without one."""
+    """Describe a delta with content and reasoning, or return None if there is no such delta."""
     for event in answer.events:
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
@@ -112,7 +112,7 @@ def find_shared_delta(answer: JudgedAnswer) -> str | None:
 async def _expect(
     probe: ServerProbe, *, body: Case, rules: Mapping[str, Any], thinking: str
 ) -> None:
-    """Send a case and compare the answer with the case's `expect`."""
+    """Send a case and compare the answer with `rules`, the case's `expect`."""
     allowed = rules.get("status") or (REFUSED if rules.get("may_refuse") else ())
     try:
         answer = await probe.chat(body)
@@ -161,7 +161,7 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
 
 
 async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:
-    """Check a tool's keys in the prompt that /tokenize and /detokenize return, as in vLLM."""
+    """Check the keys of a tool in the prompt from vLLM's routes /tokenize and /detokenize."""
     asked = {"model": probe.model, "messages": body["messages"], "tools": body["tools"]}
     try:
         tokens = read_object(await exchange(probe.client, "POST", "/tokenize", asked)).get("tokens")
@@ -180,7 +180,7 @@ async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:
 
 
 async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:
-    """Compare the usage of a whole answer and of a stream."""
+    """Compare the usage of an answer without and with streaming."""
     whole, streamed = [await probe.chat(body | {"stream": way}) for way in (False, True)]
     for answer in (whole, streamed):
         prompt, output = answer.count("prompt_tokens"), answer.count("completion_tokens")
@@ -195,7 +195,7 @@ async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:
         raise CheckFailure("prompt_tokens of whole answer and stream differ")
     with_usage = [index for index, event in enumerate(streamed.events) if event.get("usage")]
     if with_usage != [len(streamed.events) - 1]:
-        raise CheckFailure("usage is not only in the last event")
+        raise CheckFailure("usage is not in the last event alone")
 
 
 async def _repeat_prompt(probe: ServerProbe) -> None:
@@ -206,7 +206,7 @@ async def _repeat_prompt(probe: ServerProbe) -> None:
 
 
 async def _compare(probe: ServerProbe, *, body: Case) -> None:
-    """Compare the texts and calls of a whole answer and of a stream."""
+    """Compare texts and calls of an answer without and with streaming."""
     for _ in range(EQUAL_ATTEMPTS):
         whole, streamed = [await probe.chat(body | {"stream": way}) for way in (False, True)]
         names = ("content", "reasoning", "calls", "finish_reason")
@@ -215,4 +215,4 @@ async def _compare(probe: ServerProbe, *, body: Case) -> None:
         if not different:
             return
     one, other = pairs[different[0]]
-    raise CheckFailure(f"{different[0]} is {str(one)[-60:]!r}, streamed {str(other)[-60:]!r}")
+    raise CheckFailure(f"{different[0]} is {str(one)[-60:]!r}, but streamed {str(other)[-60:]!r}")

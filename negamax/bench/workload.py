@@ -21,12 +21,12 @@ class BatchTimes:
 
     ttft: tuple[float, ...]  # Time of the first token of each request.
     seconds: float  # Time of the last token of the batch.
-    # Times of the steps after all requests have their first token.
+    # Durations of the steps after all requests have their first token.
     steps: tuple[float, ...]
-    # seconds of the decode phase with a busy and an idle GPU; both 0 if not measured
+    # seconds in which the GPU was busy or idle in the decode phase; both 0 if not measured
     busy: float
     idle: float
-    # number of prompt tokens that were found in the cache; should be 0
+    # number of prompt tokens found in the prefix cache; 0 in a valid measurement
     cached_tokens: int
     preemptions: int
 
@@ -49,16 +49,16 @@ class RandomPrompts:
             raise ConfigError(
                 f"{input_len} prompt and {output_len} output tokens exceed the context length of "
                 f"{self._info.max_model_len} tokens",
-                hint="shorten them or raise --max-model-len or --kv-cache-memory",
+                hint="use fewer tokens, or raise --max-model-len or --kv-cache-memory",
             )
         if num_requests > self._info.max_num_seqs:
-            refusal = f"a batch of {num_requests} requests does not run together"
+            refusal = f"a batch of {num_requests} requests is too large"
             limit = f"--max-num-seqs is {self._info.max_num_seqs}"
             raise ConfigError(f"{refusal}: {limit}", hint=f"add --max-num-seqs {num_requests}")
         return [self._request(input_len, output_len) for _ in range(num_requests)]
 
     def again(self, requests: list[GenerateRequest], *, output_len: int) -> list[GenerateRequest]:
-        """Copy the requests with another output length."""
+        """Copy the requests, but with the output length `output_len`."""
         return [
             msgspec.structs.replace(
                 request,
@@ -143,7 +143,7 @@ def drain(loop: EngineLoop) -> None:
 
 
 def decode_batch(loop: EngineLoop, requests: list[GenerateRequest]) -> Generator[None, None, None]:
-    """Run `requests` to their first tokens, then one step per `next`. `close` aborts them."""
+    """Run `requests` to their first tokens, then one step per `next`. `close` aborts all."""
     waiting = {request.request_id for request in requests}
     for request in requests:
         loop.add(request)

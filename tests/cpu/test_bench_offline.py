@@ -133,7 +133,7 @@ def test_prompts_fit_the_engine_and_are_all_different(engine: Engine) -> None:
     assert first == second
     with pytest.raises(ConfigError, match="exceed the context length"):
         prompts.batch(1, input_len=info.max_model_len, output_len=1)
-    with pytest.raises(ConfigError, match="does not run together"):
+    with pytest.raises(ConfigError, match="is too large: --max-num-seqs"):
         prompts.batch(info.max_num_seqs + 1, input_len=1, output_len=1)
 
 

@@ -166,7 +166,7 @@ def read_chats(path: str) -> list[Session]:
     ("read", "text", "message"),
     [
         (read_sharegpt, "{", "is not JSON"),
-        (read_sharegpt, "{}", "does not hold a list"),
+        (read_sharegpt, "{}", "does not contain a list"),
         (read_sharegpt, "[1, {}]", "none of the 2 conversations"),
         (read_chats, "{", "line 1 .* is not JSON"),
         (read_chats, "[]", "an object is needed"),
