@@ -1,4 +1,4 @@
-"""Limit waiting requests by sequences, prompt tokens and shares of tenants."""
+"""Limit the waiting sequences, their prompt tokens, and the part of the queue per tenant."""
 
 import math
 import zlib
@@ -8,10 +8,10 @@ from negamax.base.shared_numbers import SharedNumbers
 
 _RATE_SECONDS = 20.0  # Time constant of the average rate of finished sequences.
 _LONGEST_RETRY = 120.0  # Seconds.
-_POOLS_WAITING = 4  # Default limit of waiting tokens, in multiples of the KV caches' size.
+_POOLS_WAITING = 4  # Default limit of waiting tokens, in multiples of the KV cache size.
 
-# Server processes share these columns: totals, then the waiting sequences and tokens of each group
-# of tenants. Tenants whose names hash to the same group count as one tenant.
+# Columns of the shared table: totals, then the waiting sequences and tokens of each group of
+# tenants. Tenants whose names hash to the same group are treated as one tenant.
 _GROUPS = 256
 _OPEN, _WAITING, _WAITING_TOKENS, _GROUP_WAITING = range(4)
 _GROUP_TOKENS = _GROUP_WAITING + _GROUPS
@@ -23,11 +23,11 @@ class Admission:
 
     A sequence waits from `enter` until `start`, and is open until `leave`. If no other prompt
     waits, a prompt of any length is admitted. Times are monotonic seconds. If tenants share the
-    queue, a request is refused if its tenant would then hold more of the queue than remains free.
-    One tenant alone gets half of the queue, and two tenants get a third each.
+    queue, a tenant must not use more of the queue than remains free. A single tenant can use half
+    of the queue, and two tenants can use a third each.
 
-    Each server process counts its sequences in one row of `numbers`, and checks the sums of all
-    rows. Requests that reach several processes at the same time can exceed a limit.
+    Each server process counts its sequences in one row of `numbers`, and compares the sums of all
+    rows with the limits. Requests that reach several processes at the same time can exceed a limit.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Admission:
         numbers: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """Set the limits; the KV caches hold `pool_tokens`. This process writes row `index`."""
+        """Set the limits. `pool_tokens`: KV cache size. This process writes row `index`."""
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
         self.resize(max_running=max_running, pool_tokens=pool_tokens)
         # (number of prompt tokens, tenant) of each waiting sequence, by sequence id.
         self._waiting: dict[str, tuple[int, str]] = {}
         self._running: set[str] = set()
-        self._rate = 0.0  # Sequences that finish per second.
+        self._rate = 0.0  # Number of sequences that finish per second.
         self._rate_time = 0.0
         self._numbers = numbers or SharedNumbers(NUM_COLUMNS)
         self._row = self._numbers.row(index)
@@ -76,10 +76,10 @@ class Admission:
     def check(
         self, num_sequences: int, num_tokens: int, *, now: float, sharer: str | None = None
     ) -> None:
-        """Check the room for `num_sequences` sequences with `num_tokens` prompt tokens in total.
+        """Check that the queue can take `num_sequences` sequences with `num_tokens` prompt tokens.
 
         Raises `InvalidRequestError` if the limits never allow so many sequences, and
-        `OverloadedError` if the queue is too full now. In a shared queue, `sharer` is the tenant.
+        `OverloadedError` if the queue is too full now. `sharer` is the tenant in a shared queue.
         """
         most = (
             self._max_open if sharer is None else self._max_running + (self._max_waiting + 1) // 2
@@ -94,7 +94,7 @@ class Admission:
         if num_open + num_sequences > self._max_open:
             raise OverloadedError(
                 f"{num_open} sequences run or wait, and the request adds {num_sequences}; "
-                f"allowed: {self._max_open}",
+                f"the limit is {self._max_open}",
                 hint="retry later",
                 code="queue_full",
                 retry_after=self.retry_after(now),
@@ -102,7 +102,7 @@ class Admission:
         if self.waiting_tokens + num_tokens > self._max_waiting_tokens and self.num_waiting:
             raise OverloadedError(
                 f"{self.waiting_tokens} prompt tokens wait, and the request adds {num_tokens}; "
-                f"allowed: {self._max_waiting_tokens}",
+                f"the limit is {self._max_waiting_tokens}",
                 hint="retry later",
                 code="queue_tokens_full",
                 retry_after=self.retry_after(now),
@@ -111,7 +111,7 @@ class Admission:
             self._check_share(sharer, num_sequences, num_tokens, now=now)
 
     def _check_share(self, tenant: str, num_sequences: int, num_tokens: int, *, now: float) -> None:
-        """Refuse a request if its tenant would hold more of the queue than it would leave free."""
+        """Refuse a request if its tenant would use more of the queue than would remain free."""
         group = _hash_tenant(tenant)
         held = int(self._numbers.total(_GROUP_WAITING + group))
         num_open = self.num_open
@@ -133,8 +133,8 @@ class Admission:
 
     def _make_share_error(self, held: str, asked: str, *, left: int, now: float) -> OverloadedError:
         return OverloadedError(
-            f"{held} of this API key wait, and the request adds {asked}, leaving {left} for "
-            "other keys; a key must not use more of the queue than it leaves free",
+            f"{held} of this API key wait, and the request adds {asked}; this leaves {left} for "
+            "other API keys. An API key must not use more of the queue than it leaves free",
             hint="retry later",
             code="queue_share_full",
             retry_after=self.retry_after(now),
@@ -160,7 +160,7 @@ class Admission:
             self._publish()
 
     def leave(self, sequence_id: str, *, now: float) -> None:
-        """Remove a sequence that has ended. Ignore ids that are not open."""
+        """Remove a sequence that has ended. Ignore ids of other sequences."""
         if sequence_id in self._running:
             self._running.remove(sequence_id)
             self._rate = self._rate_at(now) + 1.0 / _RATE_SECONDS

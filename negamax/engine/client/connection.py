@@ -24,25 +24,24 @@ logger = get_logger(__name__)
 
 ENGINE_MODULE = "negamax.engine.core.process"
 SHUTDOWN_SECONDS = 5.0
-# An engine without a heartbeat is hung after this time or the shorter --engine-hang-timeout.
+# Seconds without a heartbeat after which an engine is hung; --engine-hang-timeout can be lower.
 BEAT_TIMEOUT_SECONDS = 30.0
-# Time without a heartbeat until an engine on several nodes counts as hung. The limit between nodes
-# is lower (`engine.nodes.wire`). Clients see an error within 3 s after a loss.
+# Seconds without a heartbeat after which an engine on several nodes is hung. The limit between
+# nodes is lower (`engine.nodes.wire`). Clients get an error within 3 s after the loss of a node.
 NODES_BEAT_SECONDS = 2.4
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 5.0  # Longest wait for messages that an ended process has sent.
-_FRAMES_PER_TURN = 32  # Most messages that are handled before the event loop handles other events.
+_FRAMES_PER_TURN = 32  # Number of messages to handle before other events of the event loop.
 
 Receive = Callable[[list[wire.StepOutputs]], None]
 T = TypeVar("T")
 
 
 class EngineChannel:
-    """The two sockets of one server process, for use by the event loop only.
-
-    One call of `receive` gets all steps that have arrived together. When the engine has ended,
-    `failed` is called once with the reason.
+    """The two sockets of one server process, for use by the event loop only. One call of `receive`
+    gets the outputs of all steps that have arrived together. When the engine has ended, `failed` is
+    called once with the reason.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class EngineChannel:
         self._from_engine = self._context.socket(zmq.PULL)
         for socket in (self._to_engine, self._from_engine):
             socket.linger = 0
-            socket.set_hwm(0)  # No limit: admission bounds the number of messages.
+            socket.set_hwm(0)  # No queue limit: admission limits the number of messages.
         self._to_engine.bind(address.requests(server))
         self._from_engine.bind(address.outputs(server))
         self._fd = int(self._from_engine.FD)
@@ -89,7 +88,7 @@ class EngineChannel:
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
-        self.drain()  # The socket does not report earlier messages again.
+        self.drain()  # The socket never reports messages that arrived earlier.
 
     def send(self, message: wire.ToEngine | wire.StartEngine) -> None:
         """Send a message without waiting. Drop the message if the engine has ended."""
@@ -140,7 +139,7 @@ class EngineChannel:
         self._context.destroy(linger=0)
 
     def _take_stats(self, stats: wire.EngineStats) -> None:
-        """Store `stats` unless newer statistics are stored, as a heartbeat can arrive late."""
+        """Store `stats` if no newer statistics are stored; a heartbeat can arrive late."""
         if self.stats is None or stats.at >= self.stats.at:
             self.stats = stats
 
@@ -196,7 +195,7 @@ class EngineConnection:
         return self._process.exit_code
 
     async def handshake(self) -> wire.ModelInfo:
-        """Wait until the engine is ready. Raises `EngineDeadError` or what the engine reports."""
+        """Wait until the engine is ready. Raises `EngineDeadError` or `ConfigError`."""
         channel = self.channel
         await self._until(lambda: channel.can_send)
         channel.send(self._start)

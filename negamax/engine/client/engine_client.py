@@ -48,7 +48,7 @@ class SharedQueue:
     def of(
         cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
     ) -> "SharedQueue":
-        """Share the numbers through files in `folder`; if it is None, do not share them."""
+        """Share the tables through files in `folder`. None: only this process uses the tables."""
 
         def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
             path = None if folder is None else folder / name
@@ -68,8 +68,8 @@ class SharedQueue:
 class AsyncEngine:
     """The engines of a server, and the requests that this process sends to the engines.
 
-    Server processes, each with an `index`, may share the engines and the count of requests. A
-    request that names no replica goes to the cheapest one. Only the event loop may use a client.
+    Several server processes, each with an `index`, may share the engines. A request without a named
+    replica goes to the replica with the lowest cost. Only the event loop may use a client.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class AsyncEngine:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of data-parallel ranks of all replicas. A request may name a rank."""
+        """Return the number of data-parallel ranks of all replicas. A request may select a rank."""
         return self.info.data_parallel_size * len(self.replicas)
 
     def check_responsive(self) -> None:
@@ -166,7 +166,7 @@ class AsyncEngine:
         return sum(len(replica.open) for replica in self.replicas)
 
     def check_alive(self) -> None:
-        """Raise `UnavailableError` if no engine runs, `EngineDeadError` if no engine restarts."""
+        """Raise `UnavailableError` if no engine runs, or `EngineDeadError` if none will restart."""
         if self._stopped is not None:
             raise EngineDeadError(self._stopped, code="engine_dead")
         if not any(replica.alive for replica in self.replicas):
@@ -175,14 +175,14 @@ class AsyncEngine:
             raise min(reasons, key=lambda reason: reason.retry_after or 0.0)
 
     def check_room(self, tokens: Sequence[int], *, owner: Owner) -> None:
-        """Check the room for sequences with `tokens[i]` prompt tokens (see `Admission.check`)."""
+        """Check that the queue has room for sequences with `tokens[i]` prompt tokens."""
         sharer = owner.tenant if owner.shares_queue else None
         self.admission.check(len(tokens), sum(tokens), now=time.monotonic(), sharer=sharer)
 
     def prefill_tokens(
         self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
     ) -> list[int]:
-        """Return the prompt tokens that each choice computes; later choices use cached blocks."""
+        """Return how many prompt tokens each choice computes. Later choices use cached blocks."""
         shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
         others = 1 if shares_prompt else num_prompt_tokens
         return [num_prompt_tokens, *[others] * (num_choices - 1)]
@@ -275,7 +275,7 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """Abort the open sequences of owners for which `is_meant` is true; return their number."""
+        """Abort the open sequences of all owners that `is_meant` selects. Return how many."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
@@ -294,7 +294,7 @@ class AsyncEngine:
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
         self.replicas[replica].on_engine_ready(channel, info)
         self._prefixes.resize(replica, num_blocks=info.num_kv_blocks * info.data_parallel_size)
-        if self._index == 0:  # One process empties the table, which all processes share.
+        if self._index == 0:  # One process clears the shared table.
             self._prefixes.discard(replica)
         infos = [each.info for each in self.replicas if each.info is not None]
         self.info = msgspec.structs.replace(
@@ -305,7 +305,7 @@ class AsyncEngine:
         self._resize()
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """End the open requests of a lost engine, which should be replaced in `ready_in` s."""
+        """End the open requests of a lost engine. A new engine should be ready in `ready_in` s."""
         self.replicas[replica].on_engine_lost(reason, ready_in=ready_in)
         self._resize()
 
@@ -335,7 +335,7 @@ class AsyncEngine:
     def _place(self, request: GenerateRequest, *, named: int | None) -> tuple[Replica, int]:
         """Return a replica, and the number of prompt tokens that the replica probably computes.
 
-        The replica is `named`, or else the one where the request costs least. Raises
+        If `named` is None, choose the replica with the lowest cost of the request. Raises
         `UnavailableError` or `EngineDeadError` if the named replica does not run.
         """
         if len(self.replicas) == 1:

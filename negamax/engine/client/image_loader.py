@@ -1,4 +1,4 @@
-"""Load the images of a conversation, decode them in a process with limits, expand the prompt."""
+"""Load the images of a conversation, decode them in a limited process, and expand the prompt."""
 
 import asyncio
 import base64
@@ -26,12 +26,12 @@ from negamax.scheduler.request import ImageInput
 from negamax.text.confined import IMAGE_DECODER, Confined
 from negamax.text.messages import ImagePart
 
-MAX_IMAGES = 200  # Most images in a request.
+MAX_IMAGES = 200  # Largest number of images in a request.
 MAX_IMAGE_BYTES = 30_000_000
-MAX_REQUEST_PIXELS = 512_000_000  # Most pixels of a request's images before resizing.
+MAX_REQUEST_PIXELS = 512_000_000  # Largest sum of pixels of a request's images before resizing.
 _RULE_VERSION = b"minimax-m3-1"
 _NUM_THREADS = max(2, min(8, env.usable_cores()))
-_PER_REQUEST = 2  # Images of one request that are decoded in parallel.
+_PER_REQUEST = 2  # Number of images of one request that are decoded in parallel.
 _DATA_URL = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
 T = TypeVar("T")
@@ -105,14 +105,14 @@ class ImageLoader:
     ) -> tuple[list[int], list[ImageInput]]:
         """Replace the single token of an image by a start marker, all its tokens and an end marker.
 
-        Raises `InvalidRequestError` unless the prompt has one image token for each image.
+        Raises `InvalidRequestError` if the prompt lacks or repeats the image token of an image.
         """
         vision = self._vision
         count = token_ids.count(vision.image_token_id)
         if count != len(images):
             raise InvalidRequestError(
                 f"the prompt has {count} image tokens for {len(images)} images",
-                hint="the template must add each image once; no text may contain an image token",
+                hint="the template must add one per image, and texts must not contain image tokens",
                 param="messages",
                 code="image_count",
             )

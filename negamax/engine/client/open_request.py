@@ -77,15 +77,15 @@ class OpenRequest:
         self.owner = owner
         self.replica_index = replica_index
         self.requests = requests
-        self.prompt_index = 0  # Index among the prompts of `OpenRequests`.
+        self.prompt_index = 0  # Index of this prompt in `OpenRequests`.
         self.is_told_to_end = False
         self._engine = engine
-        self._replica: Replica | None = None  # None until the request is sent.
+        self._replica: Replica | None = None  # None until the request is sent to a replica.
         self._streams = dict(streams)  # Streams of unfinished choices by sequence id.
         self._deadline = deadline
         self._observer = observer
         self._interval = interval
-        self._waiting: dict[int, RequestOutput] = {}  # Outputs with less than `interval` tokens.
+        self._waiting: dict[int, RequestOutput] = {}  # Joined outputs by index of the choice.
         self._unsent: Sequence[GenerateRequest] = ()
         self._updates: dict[str, SequenceUpdate] = {}  # Updates that the user has not received.
         self._failure: Exception | None = None  # An error to raise after `_updates` are delivered.
@@ -113,9 +113,9 @@ class OpenRequest:
             raise self._failure
 
     async def run(self, take: Take) -> None:
-        """Pass every output to `take` until the last choice has ended. At the end, also after an
-        error, no sequence of the request is in the engine. Raises `EngineError`, `EngineDeadError`,
-        `RequestTimeoutError`, and the errors of `first_output` and `take`.
+        """Pass every output to `take` until the last choice has ended. When this method ends, even
+        with an error, the engine runs no sequence of the request. Raises `EngineError`,
+        `EngineDeadError`, `RequestTimeoutError`, and the errors of `first_output` and `take`.
         """
         self._ended = asyncio.get_running_loop().create_future()
         self._take = take
@@ -164,7 +164,7 @@ class OpenRequest:
 
     def push(self, update: SequenceUpdate) -> None:
         """Pass an update to the user, or store it during a pause. The request may modify the update
-        later. Never raises: an error ends this request alone.
+        later. This method never raises: an error ends this request alone.
         """
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
@@ -193,7 +193,7 @@ class OpenRequest:
             self._arrival.set_result(None)
 
     def _hand_kept(self) -> None:
-        """Unless the request is paused, deliver stored updates, then the stored error."""
+        """If the request is not paused, deliver the stored updates, then the stored error."""
         if self._take is None or self._is_paused:
             return
         updates, self._updates = self._updates, {}
@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice; its first output starts the others, which reuse its prompt."""
+        """Send the first choice. Its first output starts the others, which reuse its prompt."""
         if self._has_started:
             return
         self._has_started = True

@@ -25,21 +25,21 @@ class TextReader(Protocol):
         """Read pieces of text. If `may_stop` is False, ignore stop strings that end in `pieces`."""
 
     def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
-        """End the text. `is_truncated` means that the text ended before the model ended it."""
+        """End the text. `is_truncated` means that a limit or an abort ended the text."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     index: int  # Index of the choice, 0 to n - 1.
     token_ids: list[int]
-    pieces: list[TextPiece]  # Printable text, with a token id if one token contains the piece.
-    logprobs: list[TokenLogprobs] | None  # One entry per token in token_ids.
-    # One entry per prompt token after the first, in the first output only.
+    pieces: list[TextPiece]  # Printable text; a piece of a single token has its token id.
+    logprobs: list[TokenLogprobs] | None  # One entry for each token in token_ids.
+    # Logprobs of all prompt tokens after the first token; only in the first output.
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None: not finished.
     stop_reason: int | str | None  # The stop token id or the stop string.
     num_prompt_tokens: int
-    num_output_tokens: int  # Number of the choice's output tokens so far, including these.
+    num_output_tokens: int  # Output tokens of the choice, including this output.
     num_cached_tokens: int
     error: str | None
     drafts: tuple[int, int, int] | None = None  # See `SequenceUpdate.drafts`.
@@ -72,7 +72,7 @@ def join_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
 class ChoiceStream:
     """Converts the updates of one sequence to outputs, for one user.
 
-    A stop string anywhere in the text ends the choice, unless a `reader` finds stop strings.
+    If there is no `reader`, a stop string anywhere in the text ends the choice.
     """
 
     def __init__(

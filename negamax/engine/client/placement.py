@@ -15,8 +15,8 @@ from negamax.scheduler.step import SequenceUpdate
 # prompt tokens of open sequences, and prompt tokens of all sequences ever sent.
 _ROWS, _PENDING, _CONTEXT, _SENT = range(4)
 NUM_COLUMNS = 4
-MAX_BLOCKS = 1 << 15  # Most block hashes stored for a replica, even if its KV cache is larger.
-_TAG_BYTES = 6  # Bytes of a stored block hash; a float64 stores an integer of 6 bytes exactly.
+MAX_BLOCKS = 1 << 15  # Largest number of block hashes that are stored for a replica.
+_TAG_BYTES = 6  # Length of a stored block hash in bytes; a float64 stores 6-byte integers exactly.
 
 
 class ReplicaLoad:
@@ -28,8 +28,8 @@ class ReplicaLoad:
         self._numbers = numbers
         self._start = replica * NUM_COLUMNS
         self._row = numbers.row(index, start=self._start, count=NUM_COLUMNS)
-        self._pending: dict[str, int] = {}  # Uncomputed prompt tokens by sequence id.
-        self._context: dict[str, int] = {}  # Prompt tokens by id of an open sequence.
+        self._pending: dict[str, int] = {}  # Number of uncomputed prompt tokens by sequence id.
+        self._context: dict[str, int] = {}  # Number of prompt tokens by id of the open sequence.
 
     def enter(self, sequence_id: str, *, context: int, pending: int) -> None:
         """Count a sequence of `context` prompt tokens, of which `pending` must be computed."""
@@ -52,7 +52,7 @@ class ReplicaLoad:
         self._row[_PENDING] -= self._pending.pop(sequence_id, 0)
 
     def leave(self, sequence_id: str) -> None:
-        """Remove a sequence that has ended. Ignore ids that are not open."""
+        """Remove a sequence that has ended. Ignore ids of other sequences."""
         context = self._context.pop(sequence_id, None)
         if context is not None:
             self._row[_ROWS] -= 1
@@ -73,7 +73,7 @@ class ReplicaLoad:
 
 
 class PrefixTable:
-    """Hashes of prompt blocks sent to each replica; a later block may overwrite an earlier one.
+    """Hashes of prompt blocks sent to each replica. A later hash may overwrite an earlier hash.
     Processes share the table without locks, because a wrong entry affects speed only.
     """
 
@@ -89,7 +89,7 @@ class PrefixTable:
         self._tags[replica][:] = [0.0] * MAX_BLOCKS
 
     def matches(self, tags: Sequence[int], replica: int) -> int:
-        """Return how many leading blocks of the prompt with hashes `tags` the replica received."""
+        """Return how many leading blocks of a prompt the replica received. `tags`: block hashes."""
         row, num_blocks = self._tags[replica], self._num_blocks[replica]
         for index in range(len(tags) - 1, -1, -1):  # A block's hash covers all earlier blocks.
             if row[tags[index] % num_blocks] == tags[index]:
@@ -111,10 +111,10 @@ def choose_replica(
     block_size: int,
     num_ranks: int = 1,
 ) -> tuple[int, int]:
-    """Choose the candidate where a prompt costs least, and record the prompt's blocks there.
+    """Choose the candidate with the lowest cost of a prompt, and record the prompt's blocks.
 
     The cost is the load plus the prompt tokens to compute. A replica with a longer cached prefix
-    wins unless its extra load exceeds the saved tokens. Return the position of the replica in
+    wins if the prefix saves more tokens than its extra load. Return the position of the replica in
     `candidates`, and the number of prompt tokens that the replica probably computes.
     """
     own = [num_tokens - block_size * prefixes.matches(tags, each.replica) for each in candidates]

@@ -14,13 +14,13 @@ from negamax.engine.client.placement import ReplicaLoad
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-_RESPONSIVE_SECONDS = 0.7  # Time without a heartbeat until an engine counts as unresponsive.
+_RESPONSIVE_SECONDS = 0.7  # Seconds without a heartbeat after which an engine is silent.
 
 State = Literal["ok", "silent", "restarting", "failed"]
 
 
 class Replica:
-    """One engine and this process's open sequences. Only the event loop may use an instance."""
+    """One engine and the sequences that this process sent to it. Only the event loop may use it."""
 
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
         self.index = index
@@ -52,7 +52,7 @@ class Replica:
 
     @property
     def silence(self) -> str | None:
-        """Name a process of the running engine that sends no heartbeats, or return None."""
+        """Return the name of an engine process that sends no heartbeats, or None."""
         assert self._channel is not None
         if time.monotonic() - self._channel.last_beat >= _RESPONSIVE_SECONDS:
             return "the engine"
@@ -71,14 +71,14 @@ class Replica:
 
     @property
     def stats(self) -> wire.EngineStats:
-        """Return the latest statistics; while no engine runs, gauges are 0 and counters stay."""
+        """Return the latest statistics. While no engine runs, gauges are 0 and counters remain."""
         latest = None if self._channel is None else self._channel.stats
         if latest is not None and not self.alive:
             latest = wire.drop_gauges(latest)
         return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
-        """Open sequences with `tokens[i]` prompt tokens; the first computes `pending` tokens."""
+        """Add sequences with `tokens[i]` prompt tokens; the first one computes `pending` tokens."""
         for sequence, num_tokens in zip(request.requests, tokens, strict=True):
             self.open[sequence.request_id] = request
             self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)
@@ -160,7 +160,7 @@ class Replica:
         self.has_failed = True
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Join updates that arrived together to one update per sequence, and deliver it."""
+        """Join the updates of a sequence that arrived together, and deliver the joined update."""
         for step in steps:
             for sequence_id, at in step.admitted:
                 request = self.open.get(sequence_id)

@@ -38,10 +38,10 @@ class EngineListener(Protocol):
         """An engine is ready for requests."""
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """The engine is gone. The next engine should be ready in `ready_in` seconds."""
+        """An engine has ended. The next engine should be ready in `ready_in` seconds."""
 
     def on_engine_failed(self, replica: int, reason: str) -> None:
-        """The engine is gone and will not be started again."""
+        """An engine has ended and will not be started again."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _SupervisedEngine:
         self._task: asyncio.Task[None] | None = None
         # Prefix of log messages if the server has several replicas.
         self._name = f"replica {replica}: " if options.num_replicas > 1 else ""
-        self._described = dataclasses.asdict(options)  # Crash dumps hold these fields.
+        self._described = dataclasses.asdict(options)  # Fields for crash dumps.
         self._crash_dumps = CrashDumps(
             options.crash_dump_dir, part="server", options=self._described
         )
@@ -244,7 +244,7 @@ def make_replica_options(options: EngineOptions) -> list[tuple[EngineOptions, Ma
 
 
 def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
-    """Return the variables that select the GPUs of each replica; without GPUs, return none."""
+    """Return the environment variables that select the GPUs of each replica, {} without GPUs."""
     count, num_ranks = options.num_replicas, ParallelLayout.of(options.parallel).world_size
     devices = [] if options.device == "cpu" or options.script else visible_devices()
     if devices == []:
