@@ -58,7 +58,7 @@ def check_endpoint(endpoint: str) -> str:
 
 
 class RequestTracer:
-    """Makes a span for every request that has ended. Single user: the event loop."""
+    """Makes a span for every request that has ended. Only the event loop uses this object."""
 
     def __init__(self, endpoint: str) -> None:
         """Raises the errors of `check_endpoint`."""

@@ -1,1 +1,1 @@
-"""Code that all API dialects share, from the parsed request to the events of the answer."""
+"""Code that all APIs use, from the parsed request to the events of the answer."""

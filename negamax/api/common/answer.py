@@ -1,4 +1,4 @@
-"""Turn the engine's outputs into a response, either whole or as a stream."""
+"""Turn the engine's outputs into one response or into a stream of events."""
 
 import asyncio
 import time
@@ -33,8 +33,8 @@ from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 from negamax.text.parser.packets import PacedPackets
 
-_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # Approximate sizes of entries in JSON.
-Ping = tuple[bytes, float]  # An event, and the idle seconds after which a stream sends it.
+_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # Estimated sizes in the JSON text.
+Ping = tuple[bytes, float]  # A ping event, and the idle seconds before a stream sends a ping.
 _KEEP_ALIVE = b": keep-alive\n\n"  # An SSE comment, which clients ignore.
 
 
@@ -47,7 +47,7 @@ class Choice:
     prompt_index: int = 0
     is_prompt_only: bool = False  # True if the request only caches or scores its prompt.
     packets: PacedPackets = field(default_factory=PacedPackets)
-    latest: RequestOutput | None = None  # Latest output; contains the choice's token counts.
+    latest: RequestOutput | None = None  # The latest output has the token counts.
 
 
 AnswerSource = OpenRequest | OpenRequests
@@ -68,7 +68,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.num_bytes = 0  # Approximate size of the answer; a thread builds large answers.
+        self.num_bytes = 0  # Estimated size of the answer. A thread builds large answers.
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
@@ -79,7 +79,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @abstractmethod
     def chunk(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> bytes:
-        """Add `output` like `take`, and return the bytes to stream, which may be empty."""
+        """Add `output` to `choice`, and return the bytes to stream, which may be empty."""
 
     @abstractmethod
     def response(self) -> ResponseT:
@@ -103,8 +103,8 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """The token counts so far. A prompt's cached tokens are the minimum over its choices."""
-        prompts: dict[int, tuple[int, int]] = {}  # Tokens and cached tokens of each prompt.
+        """The token counts so far. A prompt's cached tokens are the minimum over the choices."""
+        prompts: dict[int, tuple[int, int]] = {}  # Token and cached token count of each prompt.
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
             if (output := choice.latest) is None:
@@ -221,7 +221,7 @@ async def start_source(
 ) -> None:
     """Wait for the first output of a stream, so that an early error can set the HTTP status.
 
-    If the request has a grammar, the wait has no time limit: compiling may be slow or fail.
+    If the request has a grammar, the wait has no time limit, because compiling may be slow.
     """
     if request.params.stream:
         seconds = None if has_grammar else FIRST_OUTPUT_SECONDS
@@ -236,7 +236,7 @@ async def respond(
     headers: dict[str, str] | None = None,
     ping: Ping | None = None,
 ) -> Response:
-    """Answer a started request, whole or as a stream. `ping` defaults to an SSE comment."""
+    """Answer a started request with JSON or with a stream. `ping` defaults to an SSE comment."""
     if not request.params.stream:
         answer = await run_while_connected(request.http.receive, writer.whole())
         return await run_off_loop(

@@ -23,8 +23,8 @@ from negamax.engine.client.output import TextReader
 from negamax.scheduler.request import ImageInput, SamplingParams
 
 DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # Header name of vLLM and SGLang.
-MAX_PROMPT_LOGPROBS = 2**22  # Most prompt logprobs in one answer.
-_WHOLE_INTERVAL = 32  # Tokens between two outputs of an answer that is not streamed.
+MAX_PROMPT_LOGPROBS = 2**22  # Limit of prompt logprobs in one answer.
+_WHOLE_INTERVAL = 32  # Tokens per engine output, if the answer is not streamed.
 _NUMBER = re.compile("[0-9]{1,9}")
 
 ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
@@ -35,8 +35,8 @@ class ApiRequest(Generic[ParamsT_co]):
     http: Request
     params: ParamsT_co
     num_bytes: int  # Size of the fields that were read; a thread processes large requests.
-    arrival: float  # Monotonic seconds.
-    addresses: Mapping[str, str]  # Address of each host that the request names.
+    arrival: float  # Arrival time in monotonic seconds.
+    addresses: Mapping[str, str]  # IP address of each host name in the request.
 
 
 async def read_api_request(
@@ -71,8 +71,8 @@ def check_prompt_logprobs(prompts: Iterable[tuple[SamplingParams, int]]) -> None
     if count > MAX_PROMPT_LOGPROBS:
         refuse(
             "prompt_logprobs",
-            f"all prompts and choices together have {count} entries; allowed: "
-            f"{MAX_PROMPT_LOGPROBS}",
+            f"all prompts and choices together have {count} logprobs; at most "
+            f"{MAX_PROMPT_LOGPROBS} are allowed",
         )
 
 
@@ -92,9 +92,9 @@ def generate(
 ) -> OpenRequest:
     """Send prompt number `index` of the request to the engine.
 
-    `names` are the ids by which the client may abort the request. The server's time limit and
-    stream interval are the defaults of the request. Raises the errors of `AsyncEngine.generate`,
-    and `InvalidRequestError` for a priority or a rank that the server does not support.
+    The client may abort the request by its ids `names`. The time limits of the request and of the
+    server both apply. Raises the errors of `AsyncEngine.generate`, and `InvalidRequestError` for a
+    priority or a rank that the server does not support.
     """
     http, params, options = request.http, request.params, context.options
     record = RequestRecord(
@@ -149,7 +149,7 @@ def generate(
 
 
 def _requested_rank(request: ApiRequest[EngineRequest], *, num_ranks: int) -> int | None:
-    """Return the data-parallel rank in the header or the body, or None if neither has one."""
+    """Return the data-parallel rank in the header or the body, or None if the client sent none."""
     params = request.params
     in_body = params.data_parallel_rank if params.routed_dp_rank is None else params.routed_dp_rank
     where, given = "routed_dp_rank", None if in_body is None else str(in_body)
@@ -161,7 +161,7 @@ def _requested_rank(request: ApiRequest[EngineRequest], *, num_ranks: int) -> in
         allowed = "0, the only rank" if num_ranks == 1 else f"0 to {num_ranks - 1}"
         raise InvalidRequestError(
             f"{where} is {describe(given)}; allowed: {allowed}",
-            hint="leave it out to let the server choose",
+            hint="leave the rank out to let the server choose",
             param=where,
             code="no_such_data_parallel_rank",
         )

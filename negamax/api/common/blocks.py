@@ -1,4 +1,4 @@
-"""Split answers of Messages and Responses into blocks of reasoning, content and tool calls."""
+"""Split answers into blocks of reasoning, content and tool calls."""
 
 import enum
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ class Block:
     index: int  # Number of the block in the answer.
     call: StartedCall | None = None
     parts: list[str] = field(default_factory=list)
-    is_whole: bool = False  # Stays False if the block is truncated.
+    is_whole: bool = False  # False if the block has not ended or is truncated.
 
     @property
     def text(self) -> str:
@@ -78,7 +78,7 @@ class BlockWriter:
                     yield from self._close(is_whole=True)
 
     def finish(self, *, is_truncated: bool) -> Iterator[BlockEvent]:
-        """End the answer. A call that is still open counts as truncated."""
+        """End the answer. A call that is still open becomes a truncated call."""
         yield from self._close(is_whole=False) if is_truncated else self._interrupt()
 
     def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
@@ -90,7 +90,7 @@ class BlockWriter:
         yield BlockGrew(self._open, text)
 
     def _interrupt(self) -> Iterator[BlockEvent]:
-        """Close the open block. If the block is a call, the call counts as truncated."""
+        """Close the open block. If the block is a call, the call is truncated."""
         is_call = self._open is not None and self._open.kind is BlockKind.CALL
         yield from self._close(is_whole=not is_call)
 

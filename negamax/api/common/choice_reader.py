@@ -1,4 +1,4 @@
-"""Parse a choice's outputs into reasoning, content and calls by a request's `ReadingRules`."""
+"""Parse the outputs of a choice into reasoning, content and tool calls."""
 
 import dataclasses
 import secrets
@@ -19,8 +19,8 @@ from negamax.text.parser.output_parser import Thinking
 class ReasoningCounter:
     """Counts a choice's reasoning tokens, which are between the token ids of the think tags.
 
-    As in the parser, reasoning ends once, and later think tags are content. A call opener within
-    reasoning may be a quotation. The text reader calls `call_began` if the opener starts a call.
+    Reasoning ends once, and later think tags are content. The opening tag of a call may be a
+    quotation within reasoning. The text reader calls `call_began` if the tag opens a call.
     """
 
     def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
@@ -31,7 +31,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # Number of tokens since the last call opener, or 0.
+        self._num_since_call = 0  # Tokens since the last opening tag of a call, or 0.
         self.has_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -40,11 +40,11 @@ class ReasoningCounter:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the latest call opener may be a quotation."""
+        """Whether the latest opening tag of a call may be a quotation."""
         return self._num_since_call > 0
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Count the next tokens. Quoted tags count as reasoning, other tags do not."""
+        """Count the reasoning tokens in `token_ids`. Tags count only if they are quoted."""
         for token_id in token_ids:
             if token_id == self._closer or (token_id == self._call and not self._in_reasoning):
                 self._end(self.count)
@@ -58,11 +58,11 @@ class ReasoningCounter:
                 self._num_certain += 1
 
     def add(self, count: int) -> None:
-        """Add tokens that are known to be reasoning."""
+        """Add `count` tokens that are reasoning."""
         self._num_certain += count
 
     def call_began(self) -> None:
-        """Treat the latest call opener as a call. The reasoning ended before the opener."""
+        """Treat the latest opening tag of a call as a call. The reasoning ended before the tag."""
         self._end(self._num_certain)
 
     def _end(self, count: int) -> None:
@@ -77,8 +77,8 @@ class ReadingRules:
     may_call: bool = True  # If False, text that looks like a call is content.
     parallel_calls: bool = True  # If False, only the first call is reported.
     is_call_forced_by_name: bool = False  # If True, the finish reason of a call is "stop".
-    reasoning: ReasoningPlace | None = None  # None selects the parser's default place.
-    stream_reasoning: bool = True  # If False, reasoning is sent in one piece at its end.
+    reasoning: ReasoningPlace | None = None  # None selects the parser's default.
+    stream_reasoning: bool = True  # If False, one event sends the whole reasoning.
     stop: tuple[str, ...] = ()  # Strings in the content that end the answer.
     includes_stop: bool = False  # If True, the stop string stays in the content.
 
@@ -105,8 +105,8 @@ class _CountingReader:
 class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Only the request's handler changes this object.
 
-    If a request has stop strings, the engine's client calls this reader as a `TextReader`, and the
-    outputs contain the events. The client must know when a stop string ends the answer.
+    If a request has stop strings, the engine's client calls this reader as a `TextReader` to find
+    the stop strings. The outputs then contain the parser's events.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ChoiceReader(_CountingReader):
         # Whether the reader drops or delays events of the parser.
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         placed = _place_reasoning(rules.reasoning, chat_format)
-        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # Keeps reasoning out of content.
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # Content has no reasoning.
         self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
@@ -134,7 +134,7 @@ class ChoiceReader(_CountingReader):
             stop=rules.stop,
             includes_stop=rules.includes_stop,
         )
-        self._held_reasoning: list[str] = []  # Reasoning held back until its end.
+        self._held_reasoning: list[str] = []  # Reasoning to send when the reasoning ends.
         self.calls: list[StartedCall] = []
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
@@ -165,7 +165,7 @@ class ChoiceReader(_CountingReader):
         return self._parser.matched_stop
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Parse the next pieces. Count reasoning tokens here if the tags are not single tokens."""
+        """Parse the next pieces. Count reasoning tokens here if tags have several tokens."""
         if self._counter.has_tags:
             return self._parser.feed(pieces, may_stop=may_stop)
         events = []
@@ -175,7 +175,7 @@ class ChoiceReader(_CountingReader):
         return events
 
     def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
-        """End the text, and return the last events like `OutputParser.finish`."""
+        """End the text, and return the last events of the parser."""
         return self._parser.finish(is_truncated=is_truncated)
 
     def _finish_reason(self, of_engine: str) -> str:
@@ -216,7 +216,7 @@ class PlainReader(_CountingReader):
         """Count the tokens of `output`. Raises `EngineError` if the request failed."""
         check_failed(output)
         self._counter.push(output.token_ids)
-        if self._counter.is_undecided:  # Without a parser, a call opener counts as a call.
+        if self._counter.is_undecided:  # Without a parser, the tag opens a call.
             self._counter.call_began()
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return []

@@ -1,4 +1,4 @@
-"""Write the parts of OpenAI's completions that chat and plain completions share."""
+"""Write the fields that chat completions and plain completions have in common."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar

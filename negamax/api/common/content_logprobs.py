@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that make up an answer's content."""
+"""Find the log-probabilities of the tokens in the content of an answer."""
 
 import codecs
 import re
@@ -13,7 +13,7 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # Matched text is dropped above this length.
+_COMPACT_CHARS = 65_536  # Matched text is dropped if it has more characters.
 _SPACE = re.compile(r"\s*")
 
 
@@ -61,7 +61,7 @@ class ContentLogprobs:
             self._tokens.append((first, self._end + self._is_mid_character, entry))
 
     def take(self, block: Block, text: str) -> list[ChatLogprob]:
-        """Match the block's next part `text`, and return its tokens if the block is content."""
+        """Match the block's next part `text`. Return its tokens if the block is content."""
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
         if block.kind is BlockKind.CALL:
             return []
@@ -88,7 +88,7 @@ class ContentLogprobs:
         self._is_mid_character = False
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
-        """Return the tokens of the next part `text`, and drop all tokens up to its end."""
+        """Return the tokens of the next part `text`. Drop all tokens up to the end of `text`."""
         # A truncated answer may end within a character.
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()

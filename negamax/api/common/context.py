@@ -1,4 +1,4 @@
-"""The parts of a server that its routes use."""
+"""Define the context of a server: the objects that its routes use."""
 
 import time
 from collections.abc import Callable
@@ -32,7 +32,7 @@ FINGERPRINT = f"negamax-{__version__}"
 
 @dataclass(frozen=True)
 class ApiContext:
-    """The parts of one server, which all routes share."""
+    """The objects of one server that all routes use."""
 
     engine: AsyncEngine
     prompts: PromptBuilder
@@ -119,7 +119,7 @@ class ApiContext:
             served = ", ".join(repr(name) for name in self.model_names)
             hint = suggest_nearest(requested, list(self.model_names))
             raise NotFoundError(
-                f"the model {describe(requested)} is not served here; served: {served}.{hint}",
+                f"the model {describe(requested)} is not served; use one of {served}.{hint}",
                 param="model",
                 code="model_not_found",
             )

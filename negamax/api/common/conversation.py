@@ -1,4 +1,4 @@
-"""Convert messages into prompt tokens for all API dialects."""
+"""Convert messages into prompt tokens for all APIs."""
 
 import dataclasses
 import secrets
@@ -26,16 +26,16 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # Longest text per context token that is tokenized at once.
-_LEAST_TOKENS = 2**18  # Lowest token limit; some requests only count tokens.
+_PROBE_CHARS_PER_TOKEN = 8  # A longer text is probed with this many characters per token.
+_LEAST_TOKENS = 2**18  # Minimum of the token limit, because some requests only count tokens.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A conversation to answer. Messages have OpenAI's shape and are not checked yet."""
+    """A conversation to answer. Messages have OpenAI's format and are not checked yet."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: list[dict[str, Any]] | None = None  # Tools to show; keys keep the client's order.
+    tools: list[dict[str, Any]] | None = None  # Tools that the prompt shows.
     thinking: ThinkingChoice = NO_CHOICE
     template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -51,7 +51,7 @@ def compute_max_tokens(max_model_len: int) -> int:
 class ChatPrompt:
     """A rendered conversation. The answer continues the text `continued`.
 
-    `reasoning` tells whether the answer begins in reasoning, may contain it, or cannot contain it.
+    `reasoning` states whether the answer begins with, may contain or cannot contain reasoning.
     """
 
     text: str
@@ -74,7 +74,7 @@ class PromptBuilder:
         allow_special_tokens_in_text: bool = False,
         images: ImageLoader | None = None,
     ) -> None:
-        """`default_template_kwargs` are values of template variables that a request does not set.
+        """`default_template_kwargs` contains defaults of template variables.
 
         With `allow_special_tokens_in_text`, text in a conversation may become control tokens.
         Without `images` the server reads no images.
@@ -84,7 +84,7 @@ class PromptBuilder:
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        # Threads wait for the processes that run a checkpoint's template and tokenizer.
+        # A thread waits if another process runs the template and the tokenizer of a checkpoint.
         self._inline_bytes = -1 if tokenizer.is_confined else INLINE_BYTES
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})
@@ -99,8 +99,8 @@ class PromptBuilder:
     ) -> ChatPrompt:
         """Build the prompt of `conversation`, whose size is about `num_bytes`.
 
-        Without `needs_pixels` the images are only counted. Raises the errors of `ImageLoader.load`,
-        and `InvalidRequestError` if the messages or the template refuse the conversation.
+        Without `needs_pixels`, only the tokens of images are counted. Raises the errors of
+        `ImageLoader.load`, and `InvalidRequestError` if messages or the template are unusable.
         """
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise InvalidRequestError(
@@ -217,7 +217,7 @@ class _Mark:
         last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             raise InvalidRequestError(
-                "continue_final_message needs a last message by the assistant, without tool calls",
+                "continue_final_message needs a last message of the assistant without tool calls",
                 param="continue_final_message",
             )
         mark = f"[{secrets.token_hex(16)}]"

@@ -1,4 +1,4 @@
-"""Collect the messages of a conversation, each with its place in the client's request."""
+"""Collect the messages of a conversation with their paths in the client's request."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +43,7 @@ class AssistantParts:
         )
 
     def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
-        """Build the message at `place`. `thoughts` unpacks the hidden thoughts of the message."""
+        """Build the message at path `place`. `thoughts` decodes the message's hidden thoughts."""
         texts: list[str] = []
         for thought in self.reasoning:
             if not isinstance(thought, HiddenThought):
@@ -52,7 +52,7 @@ class AssistantParts:
             hidden = None if thoughts is None else thoughts.unpack(thought.signature, param=place)
             texts.append(hidden or thought.otherwise)
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
-        # Without this field, even if empty, the content would be searched for reasoning.
+        # If this field were missing, the content would be searched for reasoning.
         message["reasoning_content"] = "\n\n".join(text for text in texts if text)
         if self.calls:
             message["tool_calls"] = self.calls
@@ -65,7 +65,7 @@ class History:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # (index, parts) pairs.
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # Message index, parts.
 
     @property
     def is_in_loop(self) -> bool:
@@ -83,7 +83,7 @@ class History:
         self.add(parts.message(), place=place)
 
     def reveal(self, thoughts: HiddenThoughts) -> None:
-        """Unpack the hidden thoughts that the prompt shows. Raises the errors of `unpack`."""
+        """Decode the hidden thoughts that the prompt shows. Raises the errors of `unpack`."""
         users = (index for index, message in enumerate(self.messages) if message["role"] == "user")
         last_user = max(users, default=-1)
         for index, parts in self._hidden:

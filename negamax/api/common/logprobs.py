@@ -1,4 +1,4 @@
-"""Convert token log-probabilities into the JSON shapes of OpenAI's APIs and of vLLM."""
+"""Convert token log-probabilities into the JSON formats of OpenAI's APIs and of vLLM."""
 
 import codecs
 import functools
@@ -46,7 +46,7 @@ def convert_chat_logprobs(
 def convert_prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]
 ) -> PromptLogprobs:
-    """Build vLLM's list: null first, then one object per prompt token with token ids as keys."""
+    """Build vLLM's list, with null for the first prompt token and an object per later token."""
     answer: PromptLogprobs = [None]
     for entry in entries:
         ranked = dict(zip(entry.top_ids, enumerate(entry.top_logprobs, start=1), strict=True))
@@ -73,7 +73,7 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token. If alternatives have equal texts, the sampled or likeliest token is used."""
+        """Add a token. If tokens have equal texts, report the sampled or the likeliest token."""
         chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             texts.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))

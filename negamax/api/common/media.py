@@ -38,10 +38,10 @@ def fetch_media(
     is_allowed: Callable[[str], bool] | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> bytes:
-    """Download `url`, whose host must be one of `domains` (lower case).
+    """Download `url`, whose host must be one of `domains` in lower case.
 
-    `is_allowed` tells whether an address may be reached; the default allows public addresses.
-    Raises `InvalidRequestError` or `PayloadTooLargeError` without the image's place.
+    `is_allowed` returns whether to connect to an address. The default allows public addresses.
+    Raises `InvalidRequestError` or `PayloadTooLargeError` without the image's path.
     """
     try:
         parts = urlsplit(url)
@@ -60,7 +60,7 @@ def fetch_media(
         _refuse("the URL names a host with an address that is not public", code="url_not_allowed")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        address = min(addresses, key=lambda each: ":" in each)  # IPv4 first.
+        address = min(addresses, key=lambda each: ":" in each)  # Prefer IPv4 to IPv6.
         return _download(address, port, host, path, is_tls=is_tls, timeout=timeout)
     except (OSError, http.client.HTTPException, ValueError):
         _refuse(f"the URL cannot be downloaded in {timeout:g} s")
@@ -112,7 +112,7 @@ def _download(
 
 
 def _shut_down(connection: http.client.HTTPConnection) -> None:
-    """End all reads and writes without TLS's own shutdown, which would race with reads."""
+    """End all reads and writes. TLS's own shutdown is skipped because it would race with reads."""
     if (sock := connection.sock) is not None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Check and resolve the host names of prefilling servers in requests.
+"""Check and resolve the host names that requests contain for prefilling servers.
 
 A few threads resolve names within a time limit, and the engine receives IP addresses. Therefore
 the engine never waits for DNS, and a name cannot resolve to another host later.
@@ -18,13 +18,13 @@ from negamax.engine.wire import TransferInfo
 from negamax.options.transfer import PRODUCER, allows_host
 
 RESOLVE_SECONDS = 2.0  # Time limit for resolving all names of a request.
-_MOST_THREADS = 4  # Most threads that wait for DNS at once.
+_MOST_THREADS = 4  # Limit of threads that wait for DNS at once.
 _OPTION = "--kv-transfer-config: kv_connector_extra_config.allowed_hosts"
 _threads = threading.BoundedSemaphore(_MOST_THREADS)
 
 
 async def find_addresses(params: EngineRequest, info: TransferInfo | None) -> dict[str, str]:
-    """Return the addresses of the hosts that a request names. Raises `InvalidRequestError` for a
+    """Return the addresses of the hosts in a request. Raises `InvalidRequestError` for a
     host that is not allowed or cannot be resolved in time.
     """
     if info is None or info.role == PRODUCER:
@@ -66,11 +66,11 @@ def _list_hosts(params: EngineRequest) -> list[tuple[str, str]]:
 
 
 def _refuse_host(field: str, host: str, problem: str) -> NoReturn:
-    refuse(field, f"host {host[:100]!r} {problem}; the server's operator allows hosts by {_OPTION}")
+    refuse(field, f"host {host[:100]!r} {problem}; the operator allows hosts with {_OPTION}")
 
 
 async def _resolve(host: str) -> str:
-    """Return an address of a host, or "" if the host has none or no thread is free."""
+    """Return an address of a host, or "" if the host has no address or no thread is free."""
     if not _threads.acquire(blocking=False):
         return ""
     loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ async def _resolve(host: str) -> str:
         with contextlib.suppress(RuntimeError):  # The event loop has ended.
             loop.call_soon_threadsafe(_settle(answer, address))
 
-    # A daemon thread, so that a missing DNS answer does not delay the exit.
+    # The thread is a daemon, so that a missing DNS answer does not delay the exit.
     threading.Thread(target=work, name="resolve", daemon=True).start()
     return await answer
 

@@ -1,9 +1,9 @@
 """Sign thinking blocks. Clients send a signature back with the text or instead of the text.
 
 The signature of a shown thought is a MAC of its text. All servers of a model compute equal MACs.
-The signature of a hidden thought contains the packed thought, so that the next request returns the
-thought to the model. Signatures protect no secret: anyone with a text can compute its signature,
-and the server also accepts a thought with another signature.
+The signature of a hidden thought contains the compressed thought, so that the next request returns
+the thought to the model. Signatures protect no secret. Anyone can compute the signature of a text,
+and the server accepts thoughts with any signature.
 """
 
 import base64
@@ -16,7 +16,7 @@ from negamax.base.errors import ContextLengthError
 
 _SHOWN, _HIDDEN = "nm1s.", "nm1h."  # Prefixes of signatures of shown and of hidden thoughts.
 _MAC_BYTES = 24
-_BYTES_PER_TOKEN = 16  # Most bytes of a request's unpacked thoughts, per token of context length.
+_BYTES_PER_TOKEN = 16  # Limit of decoded thoughts, in bytes per token of the context length.
 
 
 class ThoughtSigner:
@@ -64,7 +64,7 @@ class HiddenThoughts:
         self.shows_earlier = shows_earlier
 
     def unpack(self, signature: str, *, param: str) -> str | None:
-        """Return the thought within `signature` at `param` of the request, or None.
+        """Return the thought within `signature`, or None. `param` is the signature's path.
 
         Raises `ContextLengthError` if all thoughts of the request together are too long.
         """

@@ -20,7 +20,7 @@ _PARAMS, _ROOM = "kv_transfer_params", "bootstrap_room"
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Tells whether to keep a prompt for another server or read a prompt from another server."""
+    """Settings to keep a prompt for another server, or to read a prompt from another server."""
 
     lease_id: str = ""
     remote: RemotePrompt | None = None
@@ -65,14 +65,14 @@ def read_transfer(
     is_short = len(host) <= 253 and max(len(name), len(given.remote_engine_id)) <= 128
     if not (1 <= port <= 65535 and is_short):
         names = "remote_host, remote_port, remote_request_id or remote_engine_id"
-        refuse(_PARAMS, f"{names} is out of range")
+        refuse(_PARAMS, f"{names} is too long or out of range")
     return Transfer(remote=RemotePrompt(addresses[host], port, name, given.remote_engine_id))
 
 
 def describe_lease(
     request: GenerateRequest, info: TransferInfo | None, *, block_size: int
 ) -> TransferParams | None:
-    """Return a decoding server's parameters for reading a prompt, or None if it is not kept."""
+    """Return a decoding server's parameters to read the prompt. None if the prompt is not kept."""
     if not request.lease_id or info is None or request.lease_id.startswith(_ROOM):
         return None
     num_blocks = (len(request.prompt_token_ids) - 1) // block_size
@@ -104,7 +104,7 @@ def _read_room(
             return value
         if len(value) != num_prompts:
             given = f"{len(value)} values for {num_prompts} prompts"
-            refuse(field, f"{given}; send one, or one per prompt")
+            refuse(field, f"{given}; send one value, or one per prompt")
         return value[index]
 
     room = pick(_ROOM)
@@ -116,8 +116,8 @@ def _read_room(
         return Transfer(lease_id=f"{_ROOM}-{room}", only_prefills=True)
     host, port = pick("bootstrap_host"), pick("bootstrap_port")
     if not host:
-        refuse("bootstrap_host", "is missing; send the host of the room's prefilling server")
-    # SGLang's default port.
+        refuse("bootstrap_host", "is missing; send the host of the prefilling server")
+    # 8998 is the default port of SGLang.
     port = 8998 if port is None else port
     return Transfer(remote=RemotePrompt(addresses[host], port, f"{_ROOM}-{room}"))
 
@@ -126,7 +126,7 @@ def _check_server(info: TransferInfo | None, field: str) -> TransferInfo:
     if info is None:
         raise InvalidRequestError(
             "this server computes all prompts itself",
-            hint="start it with --kv-transfer-config or --disaggregation-mode",
+            hint="start the server with --kv-transfer-config or --disaggregation-mode",
             param=field,
             code="no_kv_transfer",
         )

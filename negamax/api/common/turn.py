@@ -1,4 +1,4 @@
-"""Check, tokenize and start the conversations and plain prompts of all API dialects."""
+"""Check, tokenize and start the conversations and plain prompts of all APIs."""
 
 import re
 from abc import abstractmethod
@@ -47,7 +47,7 @@ _MESSAGE_PLACE = re.compile(r"messages\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A request for an answer to a conversation, in any dialect."""
+    """A request for an answer to a conversation, in the same format for all APIs."""
 
     conversation: Conversation
     places: Sequence[str] = ()
@@ -57,7 +57,7 @@ class Turn:
     sampling: SamplingParams
     reasoning: ReasoningPlace | None = ReasoningPlace.BLOCK
     stream_reasoning: bool = True
-    named_call_stops: bool = False  # A call forced by name has finish reason "stop".
+    named_call_stops: bool = False  # A call that is forced by name has finish reason "stop".
     is_prompt_only: bool = False  # True if the request only caches its prompt.
 
 
@@ -76,8 +76,8 @@ async def build_prompt(
     *,
     needs_pixels: bool = True,
 ) -> ChatPrompt:
-    """Build the prompt of `turn`. Errors name the place in the client's request. Without
-    `needs_pixels` the prompt has no image pixels, and serves only to count tokens.
+    """Build the prompt of `turn`. Errors contain the path in the client's request. Without
+    `needs_pixels` the prompt has no image pixels, and is used only to count tokens.
     """
     try:
         return await context.prompts.chat(
@@ -161,8 +161,8 @@ async def start_turn(
 class PlainPrompt:
     prompt: str | list[int]
     sampling: SamplingParams
-    form: Callable[[], Grammar | None]  # Builds the grammar of the answer; may take long.
-    reasoning_budget: int | None  # Limit in tokens; applies if the prompt ends within reasoning.
+    form: Callable[[], Grammar | None]  # Slow function that builds the grammar of the answer.
+    reasoning_budget: int | None  # Limit of reasoning, if the prompt ends within reasoning.
     request_id: str
     names: Sequence[str]  # Ids by which the client may abort the prompt.
     stream_interval: int | None
@@ -243,7 +243,7 @@ def build_answer_grammar(
     if choice.is_forced and not chat_format.reads_calls:
         refuse(
             "tool_choice",
-            "this server parses no tool calls (--tool-call-parser none); allowed: 'auto', 'none'",
+            "--tool-call-parser none disables forced tool calls; send 'auto' or 'none'",
         )
     return tool_grammar(
         tools or (),
@@ -264,7 +264,7 @@ def constrain(
     grammar: Grammar | None,
     budget: int | None,
 ) -> SamplingParams:
-    """Add the grammar and the reasoning budget. The grammar applies after the reasoning."""
+    """Add the grammar, which applies after the reasoning, and the reasoning budget."""
     if grammar is None and budget is None:
         return sampling
     return replace(

@@ -1,4 +1,4 @@
-"""Limit the memory for the bodies of open requests, and share it between API keys."""
+"""Limit the memory for the bodies of open requests, and divide the memory between API keys."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ class BodyBudget:
         if count > 0 and held * is_shared + count > self._num_free:
             whose = "your key's open requests" if is_shared else "open requests"
             raise OverloadedError(
-                f"the bodies of {whose} fill the memory reserved for them",
-                hint="retry later",
+                f"the bodies of {whose} fill the memory for request bodies",
+                hint="send the request again later",
                 code="memory",
             )
         self._num_free -= count
@@ -40,7 +40,7 @@ class BodyShare:
     """The bytes that one request reserves. Only the request's handler changes this object."""
 
     def __init__(self, budget: BodyBudget, scope: Scope) -> None:
-        """Reserve bytes for the tenant in the state of `scope`, or for "" if it has no tenant."""
+        """Reserve bytes for the tenant in the state of `scope`. A missing tenant is ""."""
         state = scope.setdefault("state", {})
         state[_STATE] = self
         self._budget = budget
@@ -61,6 +61,6 @@ class BodyShare:
 
 
 def get_share(request: Request) -> BodyShare | None:
-    """Return the `BodyShare` of a request, or None if it has none, as in tests."""
+    """Return the `BodyShare` of a request, or None if the request has no share, as in tests."""
     share: BodyShare | None = request.scope.get("state", {}).get(_STATE)
     return share

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 _READ_LIMIT = 1 << 16
-MAX_IDLE = 256  # Most idle connections to one server.
-IDLE_SECONDS = 4.0  # Limit for idle connections; uvicorn's limit is 5 s.
+MAX_IDLE = 256  # Limit of idle connections to one server.
+IDLE_SECONDS = 4.0  # Time limit of an idle connection, below uvicorn's limit of 5 s.
 
 
 class KeptReader(asyncio.StreamReader):
@@ -32,7 +32,7 @@ Connection = tuple[KeptReader, asyncio.StreamWriter]
 
 
 class ConnectionPool:
-    """The idle connections to a server. Single user: the event loop."""
+    """The idle connections to a server. Only the event loop uses this object."""
 
     def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None) -> None:
         self._host, self.port, self._tls = host, port, tls
@@ -62,7 +62,7 @@ class ConnectionPool:
         return None
 
     def keep(self, connection: Connection) -> None:
-        """Keep a connection after its answer, or close it if it is unusable or not needed."""
+        """Keep a connection after its answer. Close an unusable or superfluous connection."""
         reader, writer = connection
         reader.is_idle, reader.idle_since = True, time.monotonic()
         if reader.is_spoiled or len(self._idle) >= MAX_IDLE:

@@ -1,4 +1,4 @@
-"""Send a request to another server or server process, and relay the answer as it arrives."""
+"""Send a request to another server or server process, and relay the answer while it arrives."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,8 +12,8 @@ from negamax.api.http.sse import ClientGoneError, run_while_connected
 from negamax.base.errors import UnavailableError
 
 _READ_BYTES = 1 << 16
-_HEAD_BYTES = 1 << 17  # Longest head of an answer.
-# Headers that are not relayed: they belong to one connection, or the relay sets them.
+_HEAD_BYTES = 1 << 17  # Size limit of an answer's head.
+# These headers are not relayed, because they belong to one connection or the relay sets them.
 _OWN_REQUEST_HEADERS = frozenset(
     b"connection content-length expect keep-alive proxy-connection te trailer transfer-encoding "
     b"upgrade x-request-id".split()
@@ -27,7 +27,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def list_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request to relay, without the headers of its connection."""
+    """Return the request's headers to relay, without headers that belong to the connection."""
     headers = scope["headers"]
     own = _OWN_REQUEST_HEADERS | _read_options(headers)
     kept = [header for header in headers if header[0] not in own]
@@ -41,7 +41,7 @@ def read_target(scope: Scope) -> bytes:
 
 
 class Exchange:
-    """One request and its answer. Single user: the sender of the request."""
+    """One request and its answer. Only the sender of the request uses this object."""
 
     def __init__(
         self, connection: Connection, gone: UnavailableError, keep: Callable[[], None] | None = None
@@ -58,7 +58,7 @@ class Exchange:
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._has_begun = self._is_complete = False
-        self._has_end = True  # Whether headers tell where the body ends.
+        self._has_end = True  # Whether the headers define the end of the body.
 
     @classmethod
     async def begin(
@@ -143,7 +143,7 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # Stays False if this is a second answer.
+        self._is_reusable = False  # A second answer makes the connection unusable.
         if not self._is_complete:
             self.headers = []  # Drop the headers of a 1xx answer.
 
@@ -178,7 +178,7 @@ class Exchange:
 
 
 class RelayedAnswer(Response):
-    """Relays another server's answer as it arrives."""
+    """Relays another server's answer while the answer arrives."""
 
     def __init__(
         self,
@@ -187,9 +187,9 @@ class RelayedAnswer(Response):
         encode_end: Callable[[UnavailableError], bytes] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """If a stream ends early, `encode_end` is called to build its last event. If another answer
-        ends early, or `encode_end` is None, the connection breaks. `on_end` is called after every
-        answer, complete or not.
+        """`encode_end` builds the last event of a stream that ends early. If `encode_end` is None,
+        or another kind of answer ends early, the connection is closed. `on_end` is called after
+        complete and incomplete answers.
         """
         super().__init__(status_code=exchange.status)
         own = _OWN_ANSWER_HEADERS | _read_options(exchange.headers)

@@ -22,7 +22,7 @@ _SILENT_SECONDS = 0.75  # If process 0's heartbeat is older, other processes are
 class Lifecycle:
     """The state of a server process. Only the event loop changes this object.
 
-    The first columns of the process's row in `numbers` contain its load for other processes.
+    Other processes read the load of this process in the first columns of its row in `numbers`.
     """
 
     NUM_COLUMNS = 2
@@ -103,7 +103,7 @@ class Lifecycle:
     def start_pulse(self) -> asyncio.Task[None]:
         """Write the heartbeat and the lag of the event loop four times a second until cancelled.
 
-        The first heartbeat is written here, so that watchers notice a loop that never runs.
+        The first heartbeat is written at once, so that watchers notice a loop that never runs.
         """
         pulse = self._pulses.row(self._index)
         pulse[0] = time.monotonic()

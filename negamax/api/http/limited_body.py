@@ -13,11 +13,11 @@ from negamax.base.errors import RequestTimeoutError
 
 BODY_SECONDS = 120.0  # Time limit for receiving a body.
 BODIES_IN_FLIGHT = 8  # Number of bodies of the largest size that fit in memory.
-PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # Unpacking omits the headers.
+PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # Headers of compressed data.
 
 
 class LimitedBody:
-    """Receives and unpacks one body within limits of time and memory. Single reader: the route."""
+    """Receives and decompresses one body within limits. Only the route uses this object."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class LimitedServer(uvicorn.Server):
             lifespan="off",
             ws="none",
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,  # Ends clients that stopped reading.
+            timeout_graceful_shutdown=_CLOSE_SECONDS,  # Disconnect clients that stopped reading.
         )
         super().__init__(self._make_config(app))
 

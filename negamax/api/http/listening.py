@@ -37,7 +37,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, *, max_files: int, per_address: int | None) -> Self:
-        """Return the limits for `max_files` files. One address may have half of the connections."""
+        """Return limits for `max_files` files. One address may open half of the connections."""
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)
 
@@ -52,25 +52,25 @@ class TlsFiles:
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again for new connections. On `ConfigError` nothing changes."""
+        """Read the files again for new connections. After `ConfigError` the old files are used."""
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
                 raise ConfigError(
-                    f"{flag} is {path!r}, which is not a file", hint="give a PEM file"
+                    f"{flag} is {path!r}, which is not a file", hint="set the path of a PEM file"
                 )
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self._certfile, self._keyfile)
         except (ssl.SSLError, OSError) as error:
             message = f"--ssl-certfile and --ssl-keyfile cannot be used: {error}"
-            raise ConfigError(message, hint="give matching PEM files") from None
+            raise ConfigError(message, hint="use matching PEM files") from None
         self.context = context
 
 
 class Acceptor:
     """Accepts connections for uvicorn. Only the event loop changes this object.
 
-    A connection counts as open from its acceptance, even before the end of its TLS handshake.
+    A connection is open from its acceptance, even before the end of its TLS handshake.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Acceptor:
                 del self._counts[client]
 
     def _pause(self, error: OSError) -> None:
-        self._warn("connections wait: %s", error.strerror)
+        self._warn("new connections wait: %s", error.strerror)
         self._loop.remove_reader(self._listener.fileno())
         self._retry = self._loop.call_later(
             _RETRY_SECONDS, self._loop.add_reader, self._listener.fileno(), self._accept

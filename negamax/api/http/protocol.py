@@ -1,7 +1,7 @@
 """An HTTP/1.1 connection with limits of size and time.
 
 The limits apply to the head of a request, to the framing of its body, to a body after its answer,
-and to clients that read slowly. A `BodyChannel` writes a response's body without awaiting.
+and to clients that read slowly. A `BodyChannel` writes a response's body without `await`.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # Rough limit; `AuthMiddleware` checks the exact limits.
+MAX_HEAD_BYTES = 64 * 1024  # Approximate limit; `AuthMiddleware` checks the exact limits.
 _MAX_PARSED_URL_BYTES = 65535  # The parser httptools refuses longer URLs.
 HEAD_SECONDS = 30.0  # Time limit for a request's head to arrive.
 MAX_FRAMING_BYTES = 64 * 1024  # Size limit of chunk extensions and trailers.
-# Size limit of a body after its answer: many clients send the whole body before they read.
+# Size limit of a body after its answer. Many clients send the whole body before they read.
 MAX_UNWANTED_BYTES = 64 * 2**20
 LINGER_SECONDS = 30.0  # Time limit for a body to end after its answer.
-_CHUNK_BYTES = 32  # Bytes of a chunk's size and line ends, which do not count.
+_CHUNK_BYTES = 32  # Bytes of a chunk's size and line ends, which the limit ignores.
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 # Names of timers: for a head, for the rest of a body, and for a client that does not read.
 _HEAD, _BODY, _READER = "head", "body", "reader"
@@ -40,16 +40,16 @@ class Pausable(Protocol):
 
 
 class BodyChannel:
-    """Writes pieces of a response's body at once, without waking a task as ASGI's `send` does.
+    """Writes parts of a response's body without the task switches of ASGI's `send`.
 
-    ASGI's `send` still starts and ends the response. Single user: the response's handler.
+    ASGI's `send` still starts and ends the response. Only the response's handler uses this object.
     """
 
     __slots__ = ("_is_chunked", "_protocol", "_response", "_transport")
 
     def __init__(self, protocol: "LimitedProtocol", response: Any) -> None:
         """`response` is uvicorn's cycle of request and response."""
-        self._protocol = weakref.ref(protocol)  # Weak references, so that ended requests are freed.
+        self._protocol = weakref.ref(protocol)  # Weak references let Python free ended requests.
         self._response = weakref.ref(response)
         self._transport: asyncio.Transport | None = None  # Set only while there is a body to write.
         self._is_chunked = False
@@ -65,7 +65,7 @@ class BodyChannel:
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Set the source of the next parts, or None at the end. A slow client pauses the source."""
+        """Set the source of the next parts. None ends the body. A slow client pauses the source."""
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:
@@ -77,7 +77,7 @@ class BodyChannel:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. Only the event loop changes this object."""
+    """A connection of a client. Only the event loop changes this object."""
 
     def __init__(self, *args: Any, slow_client_timeout: float, **options: Any) -> None:
         """Disconnect a client that reads nothing for `slow_client_timeout` seconds."""
@@ -114,7 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             num_bytes = len(getattr(self, "url", b""))  # There is no URL before a message begins.
             if num_bytes > _MAX_PARSED_URL_BYTES:
-                self._refuse(414, f"the URL has {num_bytes} bytes or more; send a shorter one")
+                self._refuse(414, f"the URL has {num_bytes} bytes or more; send a shorter URL")
             else:
                 self._refuse(400, "the bytes received are not valid HTTP/1.1")
             return
@@ -136,8 +136,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(
                 431,
-                f"the request's head has {self._head_bytes} bytes or more; allowed: "
-                f"{MAX_HEAD_BYTES}",
+                f"the request's head has {self._head_bytes} bytes or more; at most "
+                f"{MAX_HEAD_BYTES} are allowed",
             )
         else:
             self._start_timer(_HEAD, HEAD_SECONDS, self._head_is_late)
@@ -152,7 +152,7 @@ class LimitedProtocol(HttpToolsProtocol):
             message = (
                 f"the body has {self._framing_bytes} bytes or more of chunk extensions and trailers"
             )
-            self._refuse(431, f"{message}; allowed: {MAX_FRAMING_BYTES}")
+            self._refuse(431, f"{message}; at most {MAX_FRAMING_BYTES} are allowed")
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -199,7 +199,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_BODY, LINGER_SECONDS, self._hang_up)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. If a request offers a protocol upgrade, parse it without the offer.
+        """Feed the parser. If a request offers a protocol upgrade, ignore the offer.
 
         With the offer, the parser would skip the body. Raises `HttpParserError`, also for CONNECT.
         """
@@ -253,7 +253,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer(_READER, self._slow_client_timeout, self._cut_off)
 
     def _start_timer(self, awaited: str, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` after `seconds` unless the timer is stopped. A running timer is kept."""
+        """Call `late` after `seconds` if the timer is not stopped. Keep a running timer."""
         if awaited not in self._timers:
             self._timers[awaited] = self.loop.call_later(seconds, late)
 

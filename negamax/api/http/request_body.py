@@ -1,8 +1,8 @@
 """Receive request bodies within limits, and decode the fields that the request class has.
 
-Decoding holds the GIL in any thread. Decoded elements of lists and objects take more memory than
-their JSON, so their number is limited before decoding. A thread decodes a large body piece by
-piece, so that the event loop can run between two pieces.
+Decoding holds the GIL in any thread. Decoded elements need more memory than their JSON text, so the
+number of elements is limited before decoding. A thread decodes a large body piece by piece, so that
+the event loop can run between two pieces.
 """
 
 import codecs
@@ -21,15 +21,15 @@ from negamax.base.errors import ContextLengthError, InvalidRequestError, Payload
 from negamax.base.unicode import valid_escapes
 
 MAX_JSON_DEPTH = 64
-_LEAST_CHARS = 2**22  # Lowest character limit of a text; applies to short contexts.
+_LEAST_CHARS = 2**22  # Minimum of the character limit, for models with short contexts.
 _CHARS_PER_TOKEN = 8
-_LEAST_COMMAS = 2**20  # Lowest comma limit of a body; applies to short contexts.
+_LEAST_COMMAS = 2**20  # Minimum of the comma limit, for models with short contexts.
 _LEAST_OPENERS = 2**18
 _INLINE_BYTES = 32 * 1024  # Larger bodies are decoded in a thread.
 _PIECE_BYTES = 256 * 1024  # Larger values are decoded piece by piece.
 _PIECE_LEVELS = 4  # Number of nested levels that are split: messages, message, parts, part.
 _DENSE = 16  # Values with fewer bytes per comma are decoded in one piece.
-_MOST_LONG_NUMBERS = 32  # Limit per body, because parsing a long number takes quadratic time.
+_MOST_LONG_NUMBERS = 32  # Limit of long numbers, because parsing them takes quadratic time.
 _LONG_NUMBER = b"0" * 400
 _SHOW_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(".") for byte in range(256))
 _LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # Matches a JSON string, or digits.
@@ -115,7 +115,7 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
         except UnicodeDecodeError as error:
             start = max(0, size - len(part)) + error.start
             raise InvalidRequestError(
-                f"the body is not UTF-8 (byte {start})", code="invalid_json"
+                f"the body is not valid UTF-8 at byte {start}", code="invalid_json"
             ) from None
         parts.append(part)
     return b"".join(parts)
@@ -222,7 +222,7 @@ class _ValueDecoder:
             self._count_long_numbers(bytes(text))
         try:
             return msgspec.json.decode(text)
-        except msgspec.ValidationError:  # A number that no float can hold.
+        except msgspec.ValidationError:  # A number is too large for a float.
             return _LENIENT.decode(text)
 
     def _count_long_numbers(self, text: bytes) -> None:
@@ -267,7 +267,7 @@ def _find_boundary(piece: bytes) -> int:
         start -= 1
     before = piece[:start]
     num_backslashes = start - len(before.rstrip(b"\\"))
-    start -= num_backslashes % 2  # In an odd run of backslashes, the last begins an escape.
+    start -= num_backslashes % 2  # The last backslash of an odd run begins an escape.
     for match in _CHARACTER.finditer(piece, start):
         if match.end() > _PIECE_BYTES:
             return match.start()

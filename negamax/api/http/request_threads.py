@@ -1,4 +1,4 @@
-"""Run long work on requests in threads. Senders and size classes take turns."""
+"""Run long work on requests in threads, which alternate between senders and between sizes."""
 
 import asyncio
 import os
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 SENDER = ContextVar("sender", default="")
 # A thread either shares the GIL with the event loop, or waits for a child process of `Confined`.
 _NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
-_NUM_LARGE = _NUM_THREADS // 2  # Most threads that run large work.
-_SIZES = (128 * 1024, 2**20)  # Bytes above which work is large or very large.
+_NUM_LARGE = _NUM_THREADS // 2  # Limit of threads that run large work.
+_SIZES = (128 * 1024, 2**20)  # Work on more bytes is large, or very large.
 INLINE_BYTES = 8192  # Larger work runs in a thread.
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 async def run_off_loop(
     work: Callable[[], T], *, num_bytes: int, inline_bytes: int = INLINE_BYTES
 ) -> T:
-    """Run `work`, in a thread if it processes more than `inline_bytes` of a request."""
+    """Run `work` on `num_bytes` of a request. Use a thread above `inline_bytes`."""
     if num_bytes <= inline_bytes:
         return work()
     return await asyncio.wrap_future(_THREADS.submit(work, SENDER.get(), num_bytes=num_bytes))
@@ -42,7 +42,7 @@ class _Flow:
 
 
 class RequestThreads:
-    """Runs work in threads. The flow (sender and size class) that took the least time runs next.
+    """Runs work in threads, next for the sender and size class that used the least time.
 
     Large work leaves threads free for small work. Large work of one named sender leaves a thread
     free for large work of other senders. Any thread may call `submit`.
@@ -59,7 +59,7 @@ class RequestThreads:
         self._latest = 0.0  # `seconds` of the flow that was started last.
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
-        """Run `work` at the turn of `sender`, unless the returned future is cancelled before."""
+        """Queue `work` of `sender`, and return the future. A cancelled future does not start."""
         future: Future[T] = Future()
         key = sender, sum(num_bytes > limit for limit in _SIZES)
         with self._lock:

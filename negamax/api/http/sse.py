@@ -30,7 +30,7 @@ class OutputSource(Pausable, Protocol):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before the response."""
+    """The client closed its connection before the response ended."""
 
 
 def encode_event(answer: Struct) -> bytes:
@@ -44,7 +44,7 @@ def encode_named_event(name: str, answer: Struct) -> bytes:
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work`. If the client closes its connection, cancel `work` and raise `ClientGoneError`.
 
-    `receive` is the ASGI channel after the whole body was read; only a disconnect can arrive.
+    The caller has read the whole body from `receive`, so only a disconnect can arrive.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_hang_up(receive))
@@ -69,7 +69,7 @@ async def wait_for_first_output(
 ) -> None:
     """Start `source` and wait for its first output, so that an early error sets the status.
 
-    The wait ends after `seconds`, unless `seconds` is None. Later errors are sent as events.
+    The wait ends after `seconds`. None sets no limit. Later errors are sent as events.
     """
     try:
         with suppress(TimeoutError):
@@ -84,7 +84,7 @@ async def wait_for_first_output(
 
 
 class EventStream(Response):
-    """Runs `write_events`, and sends each event that it writes.
+    """Sends the events that `write_events` writes.
 
     `source` pauses while the client does not read, and ends when the client disconnects. After
     `ping_seconds` without an event, the stream sends `ping`.

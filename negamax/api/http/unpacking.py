@@ -12,8 +12,8 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-PIECE_BYTES = 256 * 1024  # Bytes decompressed at a time.
-MAX_PARTS = 1024  # Most gzip members or zstd frames in one body.
+PIECE_BYTES = 256 * 1024  # Limit of the bytes that are decompressed at a time.
+MAX_PARTS = 1024  # Limit of gzip members or zstd frames in one body.
 _WINDOW_BITS = 23  # Largest zstd window that RFC 9659 allows: 8 MiB.
 _FRAME_BYTES = 2  # Number of bytes that show whether data has a zlib header.
 _RAW_DEFLATE = -15  # `wbits` of zlib for deflate data without a zlib header.
@@ -36,7 +36,7 @@ class _Inflater:
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
         piece = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
-        # zlib may hold output although it has consumed its input.
+        # zlib may still have output after it has consumed its input.
         self.needs_input = not self._zlib.unconsumed_tail and len(piece) < max_length
         return piece
 
@@ -51,7 +51,7 @@ _DECODERS: dict[bytes, Callable[[], Any]] = {
 
 
 def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the encoding of a body or None, or raise `UnsupportedMediaTypeError`."""
+    """Return a body's encoding, or None without one. Raises `UnsupportedMediaTypeError`."""
     values = b",".join(value for name, value in headers if name == b"content-encoding")
     given = [name.strip() for name in values.lower().split(b",")]
     encodings = [name for name in given if name not in (b"", b"identity")]
@@ -94,7 +94,7 @@ class Unpacker:
         return b""
 
     def finish(self) -> None:
-        """Raise `InvalidRequestError` unless the body is complete."""
+        """Raise `InvalidRequestError` if the body is incomplete."""
         if self._packed or (self._has_begun and not self._decoder.eof):
             raise self._error("the data is truncated")
 
