@@ -306,7 +306,7 @@ def test_a_dead_prefilling_engine(policy: str, tmp_path: Path) -> None:
         with pair[1].http() as http:
             answer = http.post(COMPLETIONS, json=body | {"kv_transfer_params": params})
         assert (answer.status_code == 503) == (policy == "fail")
-        assert "was replaced by another one" in pair[1].log
+        assert "was replaced by another engine" in pair[1].log
         check_same(pair, COMPLETIONS, body | {"prompt": tokens(6, 300)})
         prefill(pair[0], COMPLETIONS, body | {"prompt": tokens(9, 300)})  # No server reads it.
         expired = "negamax:expired_kv_leases_total"

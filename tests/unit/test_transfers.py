@@ -408,7 +408,7 @@ def test_a_lease_lives_as_long_as_it_is_renewed() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"engine_id": "before"}, "was replaced by another one"),
+        ({"engine_id": "before"}, "was replaced by another engine"),
         ({"fingerprint": "other"}, "differ in version, model"),
         ({"prompt_hash": b"other"}, "different prompts"),
         ({"num_blocks": 1}, "different prompts"),

@@ -40,8 +40,8 @@ from negamax.worker.rank_process import (
 logger = get_logger(__name__)
 
 RANK_MODULE = "negamax.worker.rank_process"
-_LOGPROB_BYTES = 64  # Size of one log-probability in a result.
-SHUTDOWN_SECONDS = 5.0  # Time that ranks have to end before they are killed.
+_LOGPROB_BYTES = 64  # Size of one log-probability in a result, in bytes.
+SHUTDOWN_SECONDS = 5.0  # Time limit for ranks to end; then they are killed.
 CONNECT_SECONDS = 60.0  # Time limit for a started rank to connect to the executor.
 _REMINDER_SECONDS = 30.0  # Time between log lines about ranks that are loading.
 
@@ -66,7 +66,7 @@ class Executor(Protocol):
         ...
 
     def death(self) -> str | None:
-        """Describe how the first dead rank process ended; return None if all run."""
+        """Describe how the first dead rank process ended; return None if all ranks run."""
         return None
 
     def longest_silence(self) -> tuple[int, float]:
@@ -74,7 +74,7 @@ class Executor(Protocol):
         return 0, 0.0
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """End the ranks. `restarts` tells whether another executor will follow."""
+        """End the ranks. `restarts`: whether another executor will start later."""
 
 
 class InProcessExecutor(Executor):
@@ -108,7 +108,7 @@ class InProcessExecutor(Executor):
     def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._bitmask.cancel()  # Fails a step that waits for the bitmask.
+            self._bitmask.cancel()  # This fails a step that waits for the bitmask.
             self._thread.submit(self._worker.close).result()
             self._thread.shutdown(wait=True)
 
@@ -128,7 +128,7 @@ class RowFailureLog:
             self._errors.pop(row.slot, None)
 
     def add(self, failures: RowFailures) -> None:
-        """Add the errors that a rank reports, except those of slots that have a new request."""
+        """Add the errors that a rank reports, except errors of slots that a new request uses."""
         for slot, error in failures.errors.items():
             if failures.step_id >= self._assigned.get(slot, 0):
                 self._errors.setdefault(slot, error)
@@ -244,7 +244,7 @@ class LocalRanks(RankHost):
 
 
 class MultiProcessExecutor:
-    """Runs plans in rank processes. One rank reports for all ranks that run the same plans."""
+    """Runs plans in rank processes. One rank sends the results of all ranks with the same plans."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class MultiProcessExecutor:
         ]
 
     def receive(self, dp_rank: int = 0) -> StepResult:
-        """Receive the next result; add the reports of other ranks. Raises `EngineDeadError`."""
+        """Receive the next result. Add failures of other ranks. Raises `EngineDeadError`."""
         failures, files = self._row_failures[dp_rank], self._file_progress[dp_rank]
         while True:
             frame = self._receive(self._result_sockets[dp_rank], self._result_pollers[dp_rank])
@@ -364,10 +364,10 @@ class MultiProcessExecutor:
         self._close(timeout=SHUTDOWN_SECONDS, restarts=restarts)
 
     def _close(self, *, timeout: float, restarts: bool) -> None:
-        """Wait at most `timeout` s for the ranks to end, kill those left, close all sockets."""
+        """Wait at most `timeout` s for ranks to end, kill the other ranks, close all sockets."""
         for machine in self._machines:
             machine.stop(timeout=timeout, restarts=restarts)
-        self._context.destroy(linger=0)  # This also closes the sockets' monitors.
+        self._context.destroy(linger=0)  # destroy() also closes the monitors of the sockets.
         self._folder.remove()
 
     def _wait_connected(self, rank: int, endpoint: str) -> None:
@@ -381,7 +381,7 @@ class MultiProcessExecutor:
             raise ResourceError(
                 f"rank {rank} was started and did not reach node 0 at {endpoint} within "
                 f"{CONNECT_SECONDS:.0f} s",
-                hint="open the ports that node 0 logs" if is_remote else None,
+                hint="open the ports that node 0 writes to its log" if is_remote else None,
             ) from None
 
     def _wait_ready(self, layout: ParallelLayout) -> list[WorkerReady]:
@@ -456,7 +456,7 @@ def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
 
 
 def start_executor(config: WorkerConfig) -> Executor:
-    """Return an executor that runs a single rank in this process, or several in rank processes."""
+    """Return an executor that runs one rank in this process, or several ranks in rank processes."""
     if config.layout.world_size == 1:
         return InProcessExecutor(config)
     return MultiProcessExecutor(config)

@@ -21,7 +21,7 @@ from negamax.scheduler.step import ExpertMove, ExpertStep
 logger = get_logger(__name__)
 
 COUNT_STEPS = 100  # Largest number of steps between two counts.
-# Least relative reduction of the busiest rank's load that justifies moving experts of a layer.
+# Experts of a layer are moved if the load of the busiest rank falls by at least this fraction.
 LEAST_GAIN = 0.02
 
 
@@ -39,13 +39,13 @@ class ExpertBalancer:
         self._shape = num_layers, num_experts
         self._slots = [list(layout.expert_slots(num_experts, at)) for at in range(num_layers)]
         self._num_steps = 0
-        # Selections per expert since the start, warmup included; None before the first count.
+        # Selections of each expert since the start, including warmup; None before the first count.
         self._total: NDArray[np.int64] | None = None
         self._interval = COUNT_STEPS
         if config is not None:
             self._interval = min(COUNT_STEPS, config.window_size, config.step_interval)
         num_steps = config.window_size if config else COUNT_STEPS
-        # Selections per expert between two consecutive counts, for the latest counts.
+        # Selections of each expert in the latest intervals between two counts.
         self._recent: deque[NDArray[np.int64]] = deque(maxlen=-(-num_steps // self._interval))
         self._next_rebalance = config.step_interval if config else 0
         self._version = 0  # Number of steps that moved experts.
@@ -54,11 +54,11 @@ class ExpertBalancer:
         self._target: list[int] | None = None  # New placement of the first layer in `_due`.
         self._num_moved_before = 0
         self.stats = ExpertStats()
-        # Counts at the start of a recording and, once it was stopped, at its stop.
+        # Counts at the start of a recording and, if the recording has ended, at its end.
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """Return the moves and counts of experts for the next step; None if there are none."""
+        """Return the expert moves of the next step, and whether it counts selections, or None."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []

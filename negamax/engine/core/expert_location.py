@@ -1,5 +1,5 @@
-"""Place experts at start by `--init-expert-location`, which has SGLang's name and JSON fields. The
-file of an expert recording of this server is a valid value, too.
+"""Place experts at start as `--init-expert-location` says. The option has SGLang's name and JSON
+fields, and also accepts the file of an expert recording of this server.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ class _Location(msgspec.Struct, frozen=True):
 
 
 def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> ParallelLayout:
-    """Place experts by `location`: IN_ORDER, JSON, or a JSON file. Raises `ConfigError`."""
+    """Place experts as `location` says: IN_ORDER, JSON, or a JSON file. Raises `ConfigError`."""
     if location == IN_ORDER:
         return layout
     sizes = spec.expert_sizes()
@@ -85,7 +85,7 @@ def _read(location: str) -> _Location:
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise ConfigError(
             f"{_FLAG}: {shown[:200]} is invalid: {error}",
-            hint="give lists of whole numbers, one for each layer",
+            hint="give one list of whole numbers for each layer",
         ) from error
 
 
@@ -122,7 +122,7 @@ def _check_shape(
 def _check_slots(
     layer: int, slots: Sequence[int], layout: ParallelLayout, *, num_experts: int
 ) -> None:
-    hint = "give every expert a slot, and a rank at most one slot for each expert"
+    hint = "assign every expert to a slot, but not to two slots of the same rank"
     where = f"{_FLAG}: in layer {layer} of physical_to_logical_map"
     if unknown := [expert for expert in slots if expert >= num_experts]:
         most = num_experts - 1

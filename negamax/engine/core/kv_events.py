@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 # vLLM's names of the cache levels; "GPU" stands for the KV cache on any device.
 KV, HOST, FILES = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-# Number of steps that keep a removed block's tokens, which a later copy to host memory may need.
+# The tokens of a removed block are kept for this number of steps, for later copies of the block.
 KEPT_STEPS = 128
 _LOST, _STOP = "lost", "stop"
 _LINGER_MS = 500
@@ -85,7 +85,7 @@ class _Run:
 
 
 class CacheMirror:
-    """The cached blocks of a rank as subscribers know them, for use by one thread.
+    """The cached blocks of a rank that were announced to subscribers. Only one thread may use it.
 
     Per-block work uses built-in functions, to hold the GIL briefly.
     """
@@ -134,7 +134,7 @@ class CacheMirror:
         return events if any(self._cached.values()) or not events else [AllBlocksCleared()]
 
     def _learn(self, chain: BlockHashes, first: int, stop: int) -> list[bytes]:
-        """Store those of blocks `first` to `stop` that are unknown, and return their hashes."""
+        """Store the unknown blocks among blocks `first` to `stop`, and return their hashes."""
         hashes = chain.computed(first, stop)
         num_known = next(
             (at for at, one in enumerate(hashes) if one not in self._runs), len(hashes)
@@ -208,10 +208,10 @@ def _shorten(hashes: list[bytes]) -> list[int]:
 
 
 class EventPublisher:
-    """Publishes the events of a rank; one thread sends events, another answers replay requests."""
+    """Publishes a rank's events. One thread sends events, and another answers replay requests."""
 
     def __init__(self, config: KvEventsConfig, rank: int) -> None:
-        """Open the sockets; `rank` counts the ranks of all replicas. Raises `ConfigError`."""
+        """Open the sockets. `rank`: index over all replicas' ranks. Raises `ConfigError`."""
         self.num_batches = 0  # Number of sent batches.
         self.num_dropped = 0  # Number of steps whose changes were dropped.
         self._config, self._rank = config.add_rank(rank), rank
@@ -220,7 +220,7 @@ class EventPublisher:
         self._queue: SimpleQueue[CacheLog | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
-        # Sent batches for replays, as frames that ZeroMQ shares between slow subscribers.
+        # Sent batches for replays. ZeroMQ shares each frame between slow subscribers.
         self._sent: deque[tuple[bytes, zmq.Frame]] = deque(maxlen=config.buffer_steps)
         self._has_blocks = False  # Whether a batch with stored blocks was sent.
         self._context = zmq.Context()
@@ -291,7 +291,7 @@ class EventPublisher:
         if not events:
             return
         if not self._has_blocks and isinstance(events[0], BlockStored):
-            # Repeat the event of `start` for subscribers that have connected since then.
+            # Repeat the event of `start` for subscribers that have connected after `start`.
             events.insert(0, AllBlocksCleared())
             self._has_blocks = True
         sequence = self.num_batches.to_bytes(8, "big")
@@ -301,7 +301,7 @@ class EventPublisher:
         self.num_batches += 1
 
     def _answer_replays(self) -> None:
-        """Answer each request with the stored batches from a sequence number on and an end mark."""
+        """Answer each request with the stored batches from a given number on, then an end mark."""
         with self._replays, suppress(zmq.ContextTerminated):
             while True:
                 *route, first = self._replays.recv_multipart()

@@ -30,7 +30,7 @@ from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
-# Most entries kept for the next report. The limit is needed because `LLM` never calls `report`.
+# Largest number of entries in a report. The limit is needed because `LLM` never calls `report`.
 _REPORT_ENTRIES = 4096
 WAIT_SECONDS = 0.005  # Time between polls for new requests while all requests wait for grammars.
 FLUSH_SECONDS = 2.0  # Time limit for writing KV blocks to files at shutdown.
@@ -98,7 +98,7 @@ class EngineLoop:
     def await_request(self, requests: zmq.Socket[bytes]) -> bool:
         """Wait for work. Return whether the work is a request that the caller should receive."""
         if self._sockets is None:
-            return True  # The caller's receive waits for a request.
+            return True  # The caller waits while it receives a request.
         has_request = self._sockets.wait(requests)
         self._sockets.poll()
         return has_request
@@ -141,7 +141,7 @@ class EngineLoop:
         self._publish_cache()
 
     def step(self) -> list[SequenceUpdate]:
-        """Launch a step, commit the oldest launched step if it is due, return its updates."""
+        """Launch a step. If the oldest launched step is due, commit it and return its updates."""
         if self._sockets is not None:
             self._sockets.poll()
             self._add_transferred(self._sockets.transfers)
@@ -203,7 +203,7 @@ class EngineLoop:
                 publisher.publish(changes)
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
-        """Return statistics by rank. The first rank counts requests that wait without a rank."""
+        """Return statistics by rank. The first rank includes requests that wait without a rank."""
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
         on_none += len(self._grammars.opening_ids())
@@ -269,8 +269,8 @@ class EngineLoop:
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """Stop grammar processes, executor and sockets, and release Ray's machines. Unless another
-        engine follows (`restarts`), first write KV blocks to files, for at most FLUSH_SECONDS.
+        """Stop grammar processes, executor and sockets, and release Ray's machines. If no engine
+        follows (`restarts` is False), first write KV blocks to files for at most FLUSH_SECONDS.
         """
         end = time.monotonic() + FLUSH_SECONDS
         if self._scheduler.has_writes and not restarts:

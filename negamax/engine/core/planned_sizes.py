@@ -1,4 +1,4 @@
-"""Choose parallel sizes for this machine's GPUs by `--performance-mode`. Imports no torch."""
+"""Choose parallel sizes for this machine's GPUs as `--performance-mode` says, without torch."""
 
 from dataclasses import fields, replace
 
@@ -19,8 +19,8 @@ _LOADS = (Workload(1), Workload(256))
 
 
 def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) -> EngineOptions:
-    """Choose the best parallel sizes for the performance mode, unless `options` sets a size or the
-    machine has one GPU. Unless `one_engine` is set, several replicas may use the GPUs. Raises
+    """Choose the best parallel sizes for the performance mode. Keep `options` if they set a size or
+    if the machine has one GPU. If `one_engine` is False, several replicas may use the GPUs. Raises
     `ConfigError` if no split of the model fits, and the errors of `locate`.
     """
     mode = options.performance_mode
@@ -75,7 +75,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
 
 
 def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
-    """Return whether `options` allow a candidate. A candidate must not shard caches unasked."""
+    """Return whether `options` allow a candidate. Caches are never sharded by default."""
     if candidate.topology.dcp > 1:
         return False
     if candidate.shards_index and options.index_cache_sharding != "on":

@@ -1,6 +1,6 @@
 """Run an engine process, which `engine.client.connection` starts.
 
-The first message holds the options. Server processes send requests, and get updates after each
+The first message contains the options. Server processes send requests, and get updates after each
 step. One thread sends heartbeats and watches ranks. Another thread watches the server.
 """
 
@@ -79,7 +79,7 @@ def _serve(
     gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
-    restarts = True  # False after a requested stop.
+    restarts = True  # A requested stop sets this to False.
     try:
         with pulse.beating(context, address, num_servers=start.num_servers):
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)
@@ -215,7 +215,7 @@ class Pulse:
     def beating(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Run a thread that sends heartbeats and, unless the loop does so, reports a dead rank."""
+        """Run a thread that sends heartbeats, and reports a dead rank if the loop does not."""
         stop = threading.Event()
 
         def beat() -> None:

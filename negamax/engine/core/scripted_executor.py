@@ -30,7 +30,7 @@ class _Row:
 
 
 class ScriptedExecutor(Executor):
-    """Takes the next tokens of sequences from scripted answers, at the script's speed."""
+    """Returns the tokens of scripted answers, at the speed that the script sets."""
 
     def __init__(
         self, script: Script, source: ModelSource, options: EngineOptions, *, block_size: int
@@ -66,7 +66,7 @@ class ScriptedExecutor(Executor):
         )
 
     def launch(self, plans: Sequence[StepPlan]) -> Results:
-        """Return a function that does the work later, after the plan's bitmask has arrived."""
+        """Return a function that runs the plan after its bitmask has arrived."""
         (plan,) = plans
         self._masks, self._postponed = {}, []
         return partial(self._run, plan, self._masks, self._postponed)
@@ -115,7 +115,7 @@ class ScriptedExecutor(Executor):
         return [StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)]
 
     def _next(self, row: _Row, position: int, mask: bytes | None) -> int | None:
-        """Return the answer's token at `position`; if `mask` forbids it, EOS or another token."""
+        """Return the answer's token at `position`, or an allowed token if `mask` forbids it."""
         token = row.answer[position] if position < len(row.answer) else self._eos
         if mask is None:
             return token

@@ -64,7 +64,7 @@ def start_loop(options: EngineOptions, *, replica: int = 0) -> tuple[EngineLoop,
     """Start the executor and the scheduler of a replica. On an error, end the started processes."""
     with ExitStack() as started:
         loop, info = _start_loop(options, started, replica)
-        started.pop_all()  # The loop's shutdown ends all that was started.
+        started.pop_all()  # The loop's shutdown ends the started processes.
     return loop, info
 
 
@@ -179,7 +179,7 @@ def _open_transfers(
         copy=sockets.copy,
     )
     where = f"{transfer.host}:{transfer.port}"
-    logger.info("this engine exchanges prompts with others at %s as %s", where, transfer.role)
+    logger.info("this engine exchanges prompts at %s in role %s", where, transfer.role)
     logger.info("ranks send KV blocks by %s, on %d lanes", transfer.lane, len(ready.lanes))
     engine_id = sockets.transfers.engine_id
     return sockets, TransferInfo(
@@ -195,7 +195,7 @@ def _open_transfers(
 def _make_worker_config(
     options: EngineOptions, source: ModelSource, script: Script | None
 ) -> WorkerConfig:
-    """Return the configuration of the ranks. Raises `ConfigError` for options the model forbids."""
+    """Return the configuration of the ranks. Raises `ConfigError` for invalid options."""
     spec = source.spec
     if script is not None:
         spec = replace(spec, max_position_embeddings=script.context_length)
@@ -211,7 +211,7 @@ def _make_worker_config(
     layout = place_experts(layout, spec, options.init_expert_location)
     draft = source.draft
     if draft is not None:
-        # Decode context parallelism does not shard the KV caches of a draft.
+        # Decode context parallelism does not shard the KV caches of a draft model.
         check_split(replace(layout.within_stage, dcp=1), draft.spec)
         types = list_model_types(spec.architecture)
         for doubt in draft.spec.doubts(spec, target_types=types, max_model_len=max_model_len):
@@ -269,8 +269,8 @@ def _make_worker_config(
 
 
 def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Spec:
-    """Choose the FP8 block format for MXFP8 weights on GPUs that multiply FP8 blocks (Hopper),
-    unless `--quantization` names a format.
+    """Choose the FP8 block format for MXFP8 weights if the GPU multiplies FP8 blocks (Hopper) and
+    `--quantization` names no format.
     """
     if device == "cpu" or spec.quantization is None or check_name(options.quantization):
         return spec
@@ -279,7 +279,7 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
     if not multiplies_blocks(device) or (blocks := find_blocks_spec(spec.quantization)) is None:
         return spec
     logger.info(
-        "MXFP8 weights of %s become FP8 in 128 x 128 blocks (--quantization mxfp8 prevents it)",
+        "MXFP8 weights of %s become FP8 in 128 x 128 blocks (--quantization mxfp8 keeps MXFP8)",
         spec.architecture,
     )
     return replace(spec, quantization=blocks)
@@ -324,9 +324,9 @@ def _count_encoder_tokens(options: EngineOptions, device: str) -> int:
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Set whether `draft` has its own embedding and head or uses the target's (files in `folder`).
-    Raises `CheckpointError`, or `ConfigError` if the target's tensors have another width or are
-    rotated.
+    """Record whether `draft` has its own embedding and head. Otherwise it uses the target's tensors
+    in `folder`. Raises `CheckpointError`, or `ConfigError` if these tensors have another width or
+    are rotated.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
@@ -427,7 +427,7 @@ def _make_scheduler(
         block_size=config.block_size,
         num_blocks=ready.num_kv_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
-        # This limit exceeds that of the server, which therefore refuses requests first.
+        # The server has a lower limit and therefore refuses requests first.
         max_queued_requests=2 * (options.max_queued_requests + num_rows),
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,
@@ -474,7 +474,7 @@ def choose_chunk_length(
         max_model_len=max_model_len,
     )
     logger.info(
-        "prompt chunks take equal time: the first has %d tokens, the last of the longest prompt %d",
+        "prompt chunks take equal time: the first chunk has %d tokens, the last at most %d",
         most,
         length.fit(max_model_len, most, most)[0],
     )
@@ -482,7 +482,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """Return this machine's GPU, or a known GPU instead, because only ratios of times matter."""
+    """Return this machine's GPU, or another GPU if it is unknown: only ratios of times matter."""
     if device == "cpu":
         return MEASURED
     try:
@@ -561,9 +561,9 @@ def default_num_threads(num_ranks: int) -> int:
     """Return the default number of CPU threads per rank, which is the cores divided by the ranks.
     With three cores or more, one core stays free for the server and the scheduler.
 
-    With more threads than free cores, threads wait for whole time slices of the operating system:
-    if one of 2 cores is busy, a GEMM of 25 us takes 4 to 8 ms on 2 threads. On 2 idle cores, 2
-    threads decode up to 1.4 times as fast as one thread.
+    With more threads than free cores, threads wait for time slices of the operating system. For
+    example, if one of 2 cores is busy, a GEMM of 25 us takes 4 to 8 ms on 2 threads. On 2 idle
+    cores, 2 threads decode up to 1.4 times as fast as one thread.
     """
     cores = env.usable_cores()
     return max(1, (cores - (cores > 2)) // num_ranks)

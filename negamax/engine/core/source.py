@@ -1,4 +1,4 @@
-"""Find the files of a model and its draft. The server uses this module, which imports no torch."""
+"""Find the files of a model and its draft model. The server uses this module without torch."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,14 +42,14 @@ class ModelSource:
     generation: GenerationDefaults
     weights_folder: Path | None  # None for synthetic weights.
     tokenizer_folder: Path
-    name: str  # Name in the API unless the user sets another name.
+    name: str  # Default name of the model in the API.
     speculation: SpeculationConfig | None = None
     draft: DraftModel | None = None
 
 
 def locate(options: EngineOptions) -> ModelSource:
     """Find or download a model, and read its configuration. If the model is a draft, use it with
-    the target model that it names. Raises `ConfigError` or `CheckpointError`.
+    the target model that its config.json names. Raises `ConfigError` or `CheckpointError`.
     """
     try:
         source = _locate_target(options)
@@ -94,7 +94,7 @@ def check_model(options: EngineOptions) -> None:
 
 
 def check_start(options: EngineOptions) -> None:
-    """Check the options as a start does, without a download. Raises the errors of `locate`."""
+    """Check the options like a start, but without a download. Raises the errors of `locate`."""
     check_model(options)
     if not _is_bundled(options.model) and check_model_name(options.model) is None:
         return
@@ -106,7 +106,7 @@ def check_start(options: EngineOptions) -> None:
 
 
 def choose_context_length(options: EngineOptions, spec: ModelSpec) -> int:
-    """Return --max-model-len, or else the model's context length. Raises `ConfigError`."""
+    """Return --max-model-len or, if unset, the model's context length. Raises `ConfigError`."""
     if options.max_model_len is None:
         return spec.max_position_embeddings
     if options.max_model_len > spec.max_position_embeddings:
@@ -242,7 +242,7 @@ def _read_draft(folder: Path, *, speculation: SpeculationConfig, target: ModelSp
 
 
 def _check_method(family: DraftFamily, speculation: SpeculationConfig) -> None:
-    """Raise `ConfigError` if the draft is for another method than the user has named."""
+    """Raise `ConfigError` if the draft needs another method than the user has set."""
     if not speculation.is_default_method and family.method != speculation.method:
         raise ConfigError(
             f"the draft is for method {family.method}, but the method is {speculation.method}",

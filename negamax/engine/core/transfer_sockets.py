@@ -27,8 +27,8 @@ logger = get_logger(__name__)
 
 TICK_SECONDS = 0.2  # Time between two checks of time limits.
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
-MOST_PEERS = 200  # Most engines to read from; ZeroMQ allows about 340 sockets.
-MOST_UNSENT = 100_000  # Most messages queued for an engine.
+MOST_PEERS = 200  # Largest number of engines to read from; ZeroMQ allows about 340 sockets.
+MOST_UNSENT = 100_000  # Largest number of messages in the queue of an engine.
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -56,12 +56,12 @@ class TransferSockets:
     def __init__(
         self, config: KvTransferConfig, imports: Sequence[str], *, folder: PrivateFolder
     ) -> None:
-        """Open the sockets. `imports` are the endpoints of this engine's lanes, and `folder` holds
-        their sockets until `close`. Raises `ConfigError` if the address needs a key, and
+        """Open the sockets. `imports` are the endpoints of this engine's lanes, and `folder`
+        contains their sockets until `close`. Raises `ConfigError` if the address needs a key, and
         `ResourceError` if the address cannot be used.
         """
         check_transfer_address(config)
-        self.transfers: Transfers  # The caller sets this before the first call.
+        self.transfers: Transfers  # Set by the caller before the first call.
         self._config, self._folder = config, folder
         self._context = zmq.Context()
         self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # Sockets and their monitors.
@@ -91,7 +91,7 @@ class TransferSockets:
             if peer not in self._peers:
                 self._open(*peer)
             self._peers[peer][0].send(frame, zmq.NOBLOCK)
-        except (ConnectionError, zmq.ZMQError) as error:  # The client's request names the peer.
+        except (ConnectionError, zmq.ZMQError) as error:  # A client sets the address.
             logger.warning("no message can be sent to %r, port %d: %s", *peer, error)
             self._lose(peer)
 

@@ -9,7 +9,7 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """
 
     lease_id: str
-    engine_id: str  # Engine that holds the blocks; "" if not known yet.
+    engine_id: str  # Id of the engine that stores the blocks; "" if the engine is unknown.
     fingerprint: str  # Digest of model, caches and version.
     prompt_hash: bytes  # Result of `hash_prompt`.
     num_blocks: int
@@ -19,8 +19,8 @@ class LeaseOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
     lease_id: str
     lanes: list[str]  # Endpoints of the ranks that send the blocks.
     places: list[int]  # Indices of the host blocks, in the order of the prompt.
-    step_id: int  # Blocks can be read when this step has copied them to host memory.
-    num_cached_tokens: int  # Prompt tokens found in the prefix cache.
+    step_id: int  # The blocks can be read after this step has copied them to host memory.
+    num_cached_tokens: int  # Number of prompt tokens found in the prefix cache.
 
 
 class LeaseRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

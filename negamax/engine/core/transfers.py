@@ -36,11 +36,11 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 
 logger = get_logger(__name__)
 
-UNREAD_SECONDS = 2.0  # Least age at which a lease may end because no engine has asked for it.
+UNREAD_SECONDS = 2.0  # A lease that no engine has asked for may end after this time.
 RENEWALS = 6  # Number of renewals within the duration of a lease.
-MOST_ARRIVED = 256  # Complete pulls kept for later choices of a request.
+MOST_ARRIVED = 256  # Number of complete pulls that are kept for later choices of a request.
 PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
-Peer = PullPeer | bytes  # Bytes identify a decoding engine.
+Peer = PullPeer | bytes  # Bytes: ZeroMQ identity of a decoding engine.
 
 
 class Phase(Enum):
@@ -100,7 +100,7 @@ class Transfers:
     send: Callable[[Peer, Message], None]
     copy: Callable[[ImportBlocks], None]  # Sends a copy command to every rank.
     counts: TransferCounts = field(default_factory=TransferCounts)
-    # The loop takes requests from `ready` (their blocks may not have arrived) and from `failed`.
+    # The loop reads and clears `ready` and `failed`. Requests in `ready` may lack their blocks.
     ready: list[GenerateRequest] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)  # Request ids and problems.
     _pulls: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Transfers:
     _num_copies: int = 0
     _held: dict[str, list[int]] = field(default_factory=dict)  # Host blocks by request id.
     _prefills: dict[str, str] = field(default_factory=dict)  # Lease id by id of an open request.
-    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # Messages by lease id.
+    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # Unanswered requests.
     _next_renewal: float = 0.0
 
     @property
@@ -131,7 +131,7 @@ class Transfers:
         return [one.request_id for pull in self._pulls.values() for one in pull.requests]
 
     def begin(self, request: GenerateRequest, *, now: float) -> None:
-        """Begin a new request, and put it into `ready` or `failed` at once or after a pull."""
+        """Begin a new request. Append it to `ready` or `failed`, at once or after a pull."""
         remote, size = request.remote, self.block_size
         if request.lease_id:
             self._prefills[request.request_id] = request.lease_id
@@ -246,7 +246,7 @@ class Transfers:
         for lease_id, opens in list(self._waiting.items()):
             left = [each for each in opens if each.deadline > now]
             if not left:
-                del self._waiting[lease_id]  # The decoding engine has the same limit.
+                del self._waiting[lease_id]  # The decoding engine has stopped waiting, too.
             elif len(left) < len(opens):
                 self._waiting[lease_id] = left
         for pull in list(self._pulls.values()):
@@ -293,7 +293,7 @@ class Transfers:
     def _open(self, peer: bytes, message: OpenLease, *, now: float) -> None:
         lease, problem = self.shared.leases.get(message.lease_id), ""
         if message.engine_id and message.engine_id != self.engine_id:
-            problem = "the engine that computed the prompt was replaced by another one"
+            problem = "the engine that computed the prompt was replaced by another engine"
         elif message.fingerprint != self.fingerprint:
             problem = "the engines differ in version, model, draft, dtype or block size"
         elif lease is None and message.engine_id:
@@ -387,7 +387,7 @@ class Transfers:
             del self._arrived[next(iter(self._arrived))]
 
     def _complete(self, pull: _Pull, request: GenerateRequest) -> None:
-        """Make a request ready that will use the blocks of a complete pull."""
+        """Append a request that will use the blocks of a complete pull to `ready`."""
         assert pull.opened is not None
         self.counts.num_remote_prefills += 1
         self._held[request.request_id] = self.shared.hold(pull.hashes)
