@@ -55,14 +55,14 @@ SILU = SwiGlu()
 
 @dataclass(frozen=True)
 class QuantizedActivations:
-    """`hidden` and its FP8 form: hidden[t, c] is approximately q[t, c] * scale[t, c // 128]."""
+    """`hidden` and its FP8 copy: hidden[t, c] is approximately q[t, c] * scale[t, c // 128]."""
 
     hidden: Tensor  # [T, width] bf16 or fp16
     q: Tensor  # [T, width] float8_e4m3fn, on MI300 float8_e4m3fnuz
     scale: Tensor  # [T, width / 128] fp32
 
     def dequantize(self) -> Tensor:
-        """Return the values of the FP8 form, [T, width] fp32."""
+        """Return the values of the FP8 copy, [T, width] fp32."""
         groups: Tensor = self.q.float().unflatten(1, (-1, GROUP))
         return (groups * self.scale.unsqueeze(-1)).flatten(1)
 
@@ -95,13 +95,13 @@ def model_dtype(x: Hidden) -> torch.dtype:
 
 
 def concatenate(parts: Sequence[Hidden]) -> Hidden:
-    """Concatenate the rows of `parts`. Either all parts or no part must have an FP8 form."""
+    """Concatenate the rows of `parts`. Either all parts or no part must have an FP8 copy."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedActivations)]
     if not quantized:
         return torch.cat([unquantized(part) for part in parts])
-    assert len(quantized) == len(parts), "either all parts or no part must have an FP8 form"
+    assert len(quantized) == len(parts), "either all parts or no part must have an FP8 copy"
     return QuantizedActivations(
         hidden=torch.cat([unquantized(part) for part in quantized]),
         q=torch.cat([part.q.view(torch.uint8) for part in quantized]).view(quantized[0].q.dtype),

@@ -22,7 +22,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bound of an error: |actual - expected| <= atol + rtol * |expected|, and its `reason`."""
+    """Bound of an error and its `reason`: |actual - expected| <= atol + rtol * |expected|."""
 
     atol: float
     rtol: float
@@ -46,10 +46,10 @@ class Op(str, Generic[P, R]):
 class Kernel(Generic[P, R]):
     """One implementation of an op.
 
-    The forward pass calls `run`. `prepare` converts rarely changing inputs to the form that `run`
+    The forward pass calls `run`. `prepare` converts rarely changing inputs to the format that `run`
     reads: weights at load, block tables once per step. A kernel is chosen only on platforms with
     all features in `requires`. `reads` returns whether the kernel supports a weight format.
-    `activation` is the form of the input that the kernel needs in addition to the plain values.
+    `activation` is a quantized format of the input that the kernel needs besides the plain values.
     """
 
     op: Op[P, R]

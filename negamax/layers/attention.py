@@ -33,7 +33,7 @@ class AttentionKind(Protocol):
     name: str
 
     def prepare(self, metadata: AttentionMetadata, kv: KvCaches) -> Any:
-        """Prepare a step. `kv`: caches of one layer of this kind."""
+        """Prepare the state of a step. `kv`: caches of one layer of this kind."""
 
 
 def prepare_attention(
@@ -108,8 +108,8 @@ class Attention:
     RMS norm runs over all heads together or, with `norm_per_head`, over each head. With
     `gemma_norm` the norm scales by 1 + the weights. A rank holds `heads / tp` query heads and
     `kv_heads / tp` KV heads. If there are more ranks than KV heads, adjacent ranks hold copies of
-    one KV head. If ranks shard a KV head's cache by blocks (DCP), each rank projects all their
-    query heads.
+    one KV head. If ranks shard a KV head's cache by blocks (DCP), each of these ranks projects the
+    query heads of all of them.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Attention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden], or P parts [T, P, hidden]. Writes new KV to `kv`."""
+        """Map x [T, hidden] to [T, hidden], or to P parts [T, P, hidden]. Writes new KV to `kv`."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, cache = self._qkv(x), self.kv_scales.scale(kv)
         if self.norm_kernel is not None:  # norm, rope and cache write in one launch
@@ -177,7 +177,7 @@ class Attention:
     def _attend(
         self, q: Tensor, step: GroupedQueryStep, cache: KvCache, *, num_decodes: int
     ) -> Tensor | QuantizedActivations:
-        """q [T, heads, head_dim] -> [T, heads * head_dim]."""
+        """Attend with q [T, heads, head_dim] -> [T, heads * head_dim]."""
         parts = []
         if step.decode is not None:
             parts.append(self._decode(q[:num_decodes], cache, step.decode))

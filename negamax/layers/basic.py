@@ -109,7 +109,7 @@ class VocabEmbedding:
 
 
 class VocabHead:
-    """The output head. The ranks of the attention group shard the vocabulary."""
+    """The output head, which computes logits. The attention group shards the vocabulary."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], *, rows: range, setup: LayerSetup
@@ -123,9 +123,9 @@ class VocabHead:
         self._linear.finish_loading()
 
     def local(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """hidden [R, hidden] -> [R, vocab of this rank] fp32, in `out` if given (GPU only)."""
+        """Map hidden [R, hidden] to [R, vocab of this rank] fp32, in `out` if given (GPU only)."""
         return self._linear(hidden, LinearOutput(torch.float32, out))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> [R, vocab] fp32 on every rank."""
+        """Map hidden [R, hidden] to logits [R, vocab] fp32 on every rank."""
         return self._group.all_gather(self.local(hidden), dim=-1)

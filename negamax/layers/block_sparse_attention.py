@@ -155,7 +155,7 @@ class BlockSparseAttention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """x [T, hidden] -> [T, hidden], or P parts [T, P, hidden]. Writes new KV to `kv`."""
+        """Map x [T, hidden] to [T, hidden], or to P parts [T, P, hidden]. Writes new KV to `kv`."""
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
         cache, index = self.kv_scales.scale(kv), kv["index"]
         at = TokenPlaces(step.cos, step.sin, step.slot_mapping)

@@ -81,7 +81,7 @@ class _Merged:
         return _Plan(self.part.prepare(queries, replace(shape, quantize=False)), shape.quantize)
 
     def run(self, q: Tensor, cache: KvCache, *rest: Any) -> Hidden:
-        """q [T, group heads, head_dim] -> [T, own heads * head_dim]. `rest` ends with the plan."""
+        """Map q [T, group heads, head_dim] to [T, own heads * head_dim] by the plan in `rest`."""
         *choice, plan = rest
         own = self.part.run(q, cache, *choice, plan.part)
         count = q.shape[1] // self.group.size

@@ -71,7 +71,7 @@ class TokenExchange:
     def __init__(
         self, group: Collective, ranks: Sequence[int], *, num_slots: int, setup: LayerSetup
     ) -> None:
-        """`ranks`: world ranks of `group`. `num_slots`: expert slots of all ranks."""
+        """`ranks`: world ranks of `group`. `num_slots`: number of expert slots of all ranks."""
         layout, device, kernels = setup.context.layout, setup.weights.device, setup.kernels
         slots = [layout.replace_rank(rank).experts.experts(num_slots) for rank in ranks]
         firsts = torch.tensor([own.start for own in slots], dtype=torch.int32, device=device)
@@ -135,7 +135,7 @@ class ReplicatedTokens:
     def dispatch(
         self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
-        """x [T, hidden], expert ids (-1: none), weights [T, top_k] -> input of own experts."""
+        """Map x [T, hidden], expert ids (-1: none), weights [T, top_k] to inputs of own experts."""
         return Dispatched(x, self._slots_of(ids, tokens.positions), weights)
 
     def _slots_of(
@@ -151,7 +151,7 @@ class ReplicatedTokens:
         return self._place(ids, positions, slots, copies, counts)
 
     def combine(self, out: Tensor, given: Dispatched, num_tokens: int) -> Partial:
-        """out [input rows, P, hidden], the outputs of this rank's experts -> [T, ...]."""
+        """Map out [input rows, P, hidden], the outputs of this rank's experts, to [T, ...]."""
         return Partial(out, self._group)
 
 

@@ -47,7 +47,7 @@ class _Linear:
 
 
 class ColumnParallel(_Linear):
-    """y = x W^T, where W stacks this rank's rows of one or more checkpoint tensors."""
+    """The layer y = x W^T, where W stacks this rank's rows of one or more checkpoint tensors."""
 
     def __init__(self, parts: Sequence[ProjectionPart], inputs: int, *, setup: LayerSetup) -> None:
         shape = (sum(len(part.rows) for part in parts), inputs)
@@ -68,7 +68,7 @@ class ColumnParallel(_Linear):
     def __call__(
         self, x: Tensor | QuantizedActivations, output: LinearOutput = LIKE_INPUT
     ) -> Tensor:
-        """x [T, in] -> [T, this rank's rows of all parts]."""
+        """Map x [T, in] to [T, this rank's rows of all parts]."""
         return self._run(x, self._weight, output)
 
 
@@ -117,13 +117,13 @@ class ColumnParallels:
             product.finish_loading()
 
     def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
-        """x [T, in] -> [T, this rank's rows of all parts]."""
+        """Map x [T, in] to [T, this rank's rows of all parts]."""
         made = [product(x) for product in self._products]
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
 
 
 class RowParallel(_Linear):
-    """y = x W^T over this rank's input columns, which is a partial sum over the attention group."""
+    """The layer y = x W^T over this rank's columns; y is a partial sum of the attention group."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], *, columns: range, setup: LayerSetup
@@ -135,7 +135,7 @@ class RowParallel(_Linear):
         self.slots = self._matrix.slots(name, shape, region=(range(shape[0]), columns))
 
     def __call__(self, x: Tensor | QuantizedActivations, *, in_parts: bool = False) -> Partial:
-        """x [T, own columns] -> [T, out]; with `in_parts` maybe P partial sums [T, P, out]."""
+        """Map x [T, own columns] to [T, out] or, with `in_parts`, to partial sums [T, P, out]."""
         out = self._run(x, self._weight, IN_PARTS if in_parts else LIKE_INPUT)
         return Partial(out, self._group)
 

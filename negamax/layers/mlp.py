@@ -42,6 +42,6 @@ class Mlp:
         self._down.finish_loading()
 
     def __call__(self, x: Tensor | QuantizedActivations) -> Partial:
-        """x [T, hidden] -> [T, hidden]."""
+        """Map x [T, hidden] to [T, hidden]."""
         between = self._swiglu(self._gate_up(x), activation=self._between, quantize=self._quantize)
         return self._down(between)

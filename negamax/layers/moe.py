@@ -184,7 +184,7 @@ class SparseMoe:
     def __call__(
         self, x: Tensor | QuantizedActivations, tokens: StepTokens = ALL_TOKENS
     ) -> Partial:
-        """x [T, hidden] -> [T, P, hidden], P parts of a sum. No expert computes padding tokens."""
+        """Map x [T, hidden] to P parts of a sum, [T, P, hidden]. Padding tokens use no expert."""
         return self.run_experts(x, *self._route(x, tokens), tokens)
 
     def run_after(
@@ -245,7 +245,7 @@ class SparseMoe:
 def _fork(ids: Tensor) -> torch.cuda.Stream | None:
     """Return a stream that continues from the current stream, for captured steps of few tokens.
 
-    `ids`: [T, top_k]. Return None for other steps, which launches or memory traffic limit.
+    `ids`: [T, top_k]. Return None for other steps, in which no time would be saved.
     """
     if not ids.is_cuda or len(ids) > _FORK_MAX_M or not torch.cuda.is_current_stream_capturing():
         return None

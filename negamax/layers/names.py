@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DecoderNames:
-    """Names of the tensors outside the layers."""
+    """Names of the checkpoint tensors outside the layers."""
 
     embedding: str
     norm: str
@@ -14,7 +14,7 @@ class DecoderNames:
 
 @dataclass(frozen=True)
 class AttentionNames:
-    """Names of projections, query and key norms, and scales of an FP8 cache."""
+    """Tensor names of projections, query and key norms, and scales of an FP8 cache."""
 
     q: str
     k: str
@@ -39,7 +39,7 @@ class MlpNames:
 
 @dataclass(frozen=True)
 class MoeNames:
-    """Names of router and experts. In expert names, `*` stands for the expert's number."""
+    """Tensor names of router and experts. In expert names, `*` stands for the expert's number."""
 
     router: str
     router_bias: str
@@ -55,7 +55,7 @@ class MoeNames:
 
 @dataclass(frozen=True)
 class IndexerNames:
-    """Names of the index projections and index norms of block-sparse attention."""
+    """Tensor names of the index projections and index norms of block-sparse attention."""
 
     q: str
     k: str

@@ -1,1 +1,1 @@
-"""Causal grouped-query attention over a paged cache, and the norm, rope and write before it."""
+"""Causal grouped-query attention over a paged cache, and norm, rope and cache write before it."""

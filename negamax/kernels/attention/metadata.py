@@ -52,10 +52,10 @@ class AttentionMetadata:
 
     A sequence's queries are its last tokens. The first `num_decodes` sequences have one query each.
     Each later sequence has several queries. The queries of sequence s are tokens query_starts[s] to
-    query_starts[s + 1] - 1. Its blocks are block_tables[block_table_indices[s]]. Tensors are on the
-    device of the caches. The host plans kernels with the `host_` fields, which are () during graph
-    capture. On GPUs the `host_` lengths are upper bounds while draft tokens of an earlier step are
-    being verified.
+    query_starts[s + 1] - 1. Sequence s has the blocks block_tables[block_table_indices[s]]. Tensors
+    are on the device of the caches. The host plans kernels with the `host_` fields, which are ()
+    during graph capture. On GPUs the `host_` lengths are upper bounds while draft tokens of an
+    earlier step are being verified.
     """
 
     positions: Tensor  # [T] int64

@@ -133,7 +133,7 @@ def _attend_split(
 ):  # fmt: skip
     """Attend to tiles `tile` to `until` - 1 of one sequence; write the output or `partials`.
 
-    With PREFETCH_KV `prefetched` is k and v of the first tile, and the offset of the newest key.
+    With PREFETCH_KV `prefetched` has k and v of the first tile, and the offset of the newest key.
     The predecessor kernel wrote the newest key, so this key is processed last.
     """
     WARPS: tl.constexpr = C.WARPS  # Triton 3.6 does not accept a field of a struct in a shape

@@ -87,8 +87,8 @@ def finish_split(
     run, first_row, sequence, C: tl.constexpr,
 ):  # fmt: skip
     """Write the output from m_i, l_i [PARTIAL_ROWS] and acc [PARTIAL_ROWS, BLOCK_D] if this program
-    completes its sequence. Otherwise store m_i, l_i and acc to `partials`, and with PARALLEL_REDUCE
-    then reduce this program's rows.
+    completes its sequence. A program that does not complete its sequence stores m_i, l_i and acc to
+    `partials`. With PARALLEL_REDUCE the program then reduces its rows.
     """
     BLOCK_D: tl.constexpr = C.BLOCK_D
     slot = head * programs + sequence.first_program

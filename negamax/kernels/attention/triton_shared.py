@@ -147,7 +147,7 @@ def clamp_empty_max(m_i):
 @triton.jit
 def softmax_step(scores, scale, m_i):
     """Update a base-2 online softmax by scores [..., rows, keys] of a tile and the maxima m_i [...,
-    rows]. Return p, alpha and the new m_i, in units of scores * scale.
+    rows]. Return the weights p of the keys, the factor alpha of earlier sums, and the new m_i.
     """
     axis: tl.constexpr = len(scores.shape) - 1
     new = tl.maximum(m_i, tl.max(scores, axis=axis) * scale)

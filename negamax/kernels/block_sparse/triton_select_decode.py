@@ -3,16 +3,16 @@
 A sequence has several queries if the step verifies draft tokens. A program scores these queries
 together, so it reads each index key once for all queries and index heads. Each program has a run of
 blocks (`attention/triton_decode_plan`): blocks of several sequences, or part of one long sequence.
-Each program writes the scores of its blocks. The program that finishes a sequence last selects its
-blocks.
+Each program writes the scores of its blocks. The program that finishes a sequence last selects the
+blocks of the sequence.
 
     blocks of a sequence     | 0 | 1 | 2 | 3 | 4 | 5 | 6 | ... |
     programs                 |  program 7  |  program 8  | ...       -> scores [T * HEADS, width]
     the last program                                                 -> ids, pages
 
-The scores of few blocks are sorted. For more blocks the kernel finds the TOPK-th highest score by
-bisection. For many blocks the kernel first finds the groups of blocks with the highest scores.
-Sequences of at most TOPK blocks are not scored.
+If a sequence has few blocks, the kernel sorts the scores. For more blocks the kernel finds the
+TOPK-th highest score by bisection. For many blocks the kernel first finds the groups of blocks with
+the highest scores. Sequences of at most TOPK blocks are not scored.
 """
 
 from dataclasses import dataclass, field
@@ -417,7 +417,7 @@ def select_decode(
     ids: Tensor,
     pages: Tensor | None = None,
 ) -> None:
-    """Select blocks; store block numbers and pages, or for a shard the sort keys to `ids`."""
+    """Select blocks and store their numbers and pages; for a shard store sort keys to `ids`."""
     (num_tokens, heads, dim), shape = index_q.shape, plan.shape
     device, tables = index_q.device, plan.metadata.block_tables
     if num_tokens == 0:

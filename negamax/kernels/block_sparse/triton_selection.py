@@ -104,7 +104,7 @@ def store_selection(block, row, head, table, is_there, ids, pages, C: tl.constex
 
 @triton.jit
 def _store_blocks(block, place, row, head, table, mask, ids, pages, C: tl.constexpr):
-    """Store blocks [rows, n] where `mask` at the indices `place` in the selections of `row`."""
+    """Store blocks [rows, n] at index `place` in the selections of `row` if `mask` is true."""
     at = row.to(tl.int64)[:, None] * C.TOPK + place
     is_block = block != NO_BLOCK
     cache_block = tl.load(table + block // C.PER_BLOCK, mask=mask & is_block, other=0).to(tl.int32)
@@ -124,7 +124,7 @@ def find_scored_block(numbers, i, C: tl.constexpr):
 
 @triton.jit
 def load_index_queries(index_q, first_row, is_row, C: tl.constexpr):
-    """Load index queries [BLOCK_M, BLOCK_D] from `first_row` on; load 0 where not `is_row`."""
+    """Load index queries [BLOCK_M, BLOCK_D] from `first_row` on; load 0 if `is_row` is false."""
     row, column = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK_D)
     at = index_q + (first_row + row)[:, None] * C.DIM + column[None, :]
     mask = is_row[:, None] & (column < C.DIM)[None, :]

@@ -61,7 +61,7 @@ def _replace_tables(queries: AttentionMetadata, own: OwnBlocks) -> AttentionMeta
 def plan_partial_decode(
     queries: AttentionMetadata, shape: PagedShape, *, reduce_later: bool = False
 ) -> DecodePlan:
-    """Plan each query as a separate sequence. Only the device reads the lengths."""
+    """Plan each query as a separate sequence. Only the device reads the sequence lengths."""
     own = _list_own_blocks(queries, shape)
     local = replace(_replace_tables(queries, own), seq_lens=own.keys, decode_runs=None)
     return plan_decode(local, shape, reduce_later=reduce_later)

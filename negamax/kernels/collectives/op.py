@@ -16,7 +16,7 @@ def all_reduce_add_rms(
     group: Collective | None,  # None: there is only one rank
     /,
 ) -> Hidden:  # [T, width]
-    """Sum x over parts, then over ranks; add it to the residual; return the residual's norm."""
+    """Sum x over parts and over ranks, add the sum to the residual, return the residual's norm."""
     total = sum_parts(x)
     if group is not None and group.size > 1:
         total = group.all_reduce(total)

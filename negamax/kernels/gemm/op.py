@@ -34,7 +34,7 @@ def linear(x: Hidden, weight: Prepared, output: LinearOutput = LIKE_INPUT, /) ->
 
 
 def copy_into(out: Tensor | None, result: Tensor) -> Tensor:
-    """Return `result`, copied to `out` if given."""
+    """Return `result`, copied to `out` if `out` is given."""
     return result if out is None else out.copy_(result)
 
 

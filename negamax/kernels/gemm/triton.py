@@ -17,8 +17,8 @@ M is the number of tokens. All matrices are row-major and contiguous. FP8 weight
 sizes.
 
 All kernels except gemv multiply FP8 weights with FP8 activations. The tensor cores add the products
-of 128 columns. Each sum is multiplied by both scales and added in fp32. The measured ||error|| /
-||y|| is 1.7e-3 with bf16 results, the error of rounding to bf16, and 2.6e-4 with fp16 results.
+of 128 columns. Each sum is multiplied by the scales of x and w and added in fp32. The measured
+||error|| / ||y|| is 1.7e-3 with bf16 results (from rounding) and 2.6e-4 with fp16 results.
 """
 
 from dataclasses import dataclass

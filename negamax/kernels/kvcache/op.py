@@ -1,4 +1,4 @@
-"""The layout of the paged KV cache, and writing keys and values to it.
+"""The layout of the paged KV cache, and functions that write keys and values.
 
 A layer's cache consists of two tensors [num_blocks, kv_heads, block_size, head_dim]. Token slot s
 is in block s // block_size at offset s % block_size. The tokens of one head are adjacent within a

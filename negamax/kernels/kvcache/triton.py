@@ -1,4 +1,4 @@
-"""Compute cache rows and rope angles of a step's tokens in one launch; PyTorch needs twelve."""
+"""Compute cache rows and rope angles of a step's tokens in one launch."""
 
 import torch
 import triton

@@ -1,1 +1,1 @@
-"""Launching of kernels, and functions that several families of kernels call."""
+"""Functions that launch kernels, and functions that several families of kernels call."""

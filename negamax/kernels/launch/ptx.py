@@ -1,4 +1,4 @@
-"""PTX and CUDA-only functions of Triton, each with a portable form for AMD and the interpreter."""
+"""PTX and CUDA-only functions of Triton, with portable versions for AMD and the interpreter."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """Let the next kernel in the stream start after all programs have called this function."""
+    """Let the next kernel start when all programs of this kernel have called this function."""
     if PDL:
         gdc_launch_dependents()
 
@@ -29,7 +29,7 @@ def wait_for_predecessor(PDL: tl.constexpr):
 @triton.jit
 def agree(x):
     """Make all threads that hold an element of `x` (int32) hold the same value. If there are fewer
-    elements than threads, return 1 if any value is not 0, else 0, everywhere.
+    elements than threads, all threads get 1 if any value is not 0, else 0.
 
     If several threads hold the same element, each thread loads it, and Triton assumes that all
     loads return the same value. If other programs write the memory at the same time, a reduction
@@ -130,7 +130,7 @@ def unpack_words(
     Codes of uint4 are increased by 128, codes of uint8 are reduced by 128. Unless IS_RAW, `added`
     is added to the codes if they are uint4 or if ZEROS. With SCALED, the codes are multiplied by
     `factor`. `added` and `factor` hold a bf16 number for each half of the codes.
-    `weight_only/triton.py` has the portable form.
+    `weight_only/triton.py` has the portable version.
     """
     if ELEMENT == "uint4" or ELEMENT == "e2m1":
         return tl.inline_asm_elementwise(

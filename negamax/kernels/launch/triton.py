@@ -171,7 +171,7 @@ def compiling(
     """Compile kernels instead of launching them, until the context ends.
 
     Each of `shares` processes compiles its share of the kernels, `threads` kernels at a time.
-    Compiling each kernel at its first launch takes several times as long. `progress` gets the
+    Compiling each kernel at its first launch takes several times as long. `progress` receives the
     numbers of kernels compiled and found so far, which are equal when the context ends.
     """
     done, found = count(1), set[str]()  # `next` of a count is atomic

@@ -115,7 +115,7 @@ class ExpertWeights(Protocol):
     """Result of the `prepare` of `EXPERTS`, in which the weights of an expert can be replaced."""
 
     def tensors(self, expert: int) -> list[Tensor]:
-        """Return all tensors of the expert with this index, as copies or views."""
+        """Return all tensors of the expert with index `expert`, as copies or views."""
 
     def replace(self, expert: int, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors of `expert` with `tensors`, which have the same sizes."""
@@ -200,6 +200,6 @@ EXPERTS = op(
     tolerance=rounding_tolerance(
         reason="three products and the activation are rounded to the dtype; |out| about 0.5"
     ),
-    # measured: 4.3e-2 with FP8 weights and activations, 0.3e-2 with FP8 weights only
+    # measured error: 4.3e-2 with FP8 weights and activations, 0.3e-2 with FP8 weights only
     wide_error=6e-2,
 )

@@ -205,8 +205,8 @@ def _compute_gate_up(
     x rows of sorted_token_ids[begin ..] / TOP_K    w of the expert
     [BLOCK_M, HIDDEN]                               gate, then up: [BLOCK_N, HIDDEN]^T
 
-    Gate is computed before up, so x is read twice. One accumulator at a time leaves room for two
-    programs with long pipelines on a multiprocessor.
+    Gate is computed before up, so x is read twice. With one accumulator at a time, two programs
+    with long pipelines fit on a multiprocessor.
     """
     K: tl.constexpr = E.GATE_UP.K_PACKED if ROUNDED else E.HIDDEN
     H_WIDTH: tl.constexpr = E.DOWN.K_PACKED if ROUNDED else E.WIDTH

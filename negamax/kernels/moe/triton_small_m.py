@@ -41,7 +41,7 @@ def _find_pairs(
         pairs = (start + tl.arange(0, CHUNK) * TOP_K)[:, None] + choices[None, :]
         inside = (pairs < num_pairs) & (choices < TOP_K)[None, :]
         ids = tl.load(topk_ids_ptr + pairs, mask=inside, other=-1)
-        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # pair + 1, or 0 without a pair
+        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # pair + 1, or 0 (no pair)
         is_hit = (hit > 0).to(tl.int32)
         rank = total + tl.cumsum(is_hit, 0) - 1
         match = (rank[None, :] == offs[:, None]) & (hit[None, :] > 0)

@@ -36,7 +36,7 @@ def load(*, fp32: bool = False) -> ctypes.PyDLL | None:
     """
     compiler = shutil.which(env.get("CC") or "cc")
     if compiler is None:
-        logger.info("no C compiler found: the CPU runs without the native row kernels")
+        logger.info("no C compiler found; install one, or set CC, to use the native row kernels")
         return None
     try:
         return ctypes.PyDLL(

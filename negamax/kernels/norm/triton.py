@@ -114,7 +114,7 @@ def add_and_normalize(
     WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, GEMMA: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Run `normalize_row` and store the norm and its FP8 form."""
+    """Run `normalize_row` and store the norm and its FP8 copy."""
     normed = normalize_row(
         x_even, x_odd, residual_words, weight_words, row, index, mask, residual, eps, WORDS, GEMMA,
         DTYPE,

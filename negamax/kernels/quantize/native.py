@@ -21,14 +21,14 @@ def native_e4m3(device: torch.device) -> torch.dtype:
 
 
 def empty_e4m3(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the FP8 form of `like` [T, width]: values, and scales [T, width / 128]."""
+    """Allocate an FP8 copy of `like` [T, width]: values, and scales [T, width / 128]."""
     num_tokens, width = like.shape
     scale = torch.empty((num_tokens, width // GROUP), dtype=torch.float32, device=like.device)
     return torch.empty_like(like, dtype=native_e4m3(like.device)), scale
 
 
 def outputs(out: Tensor, *, quantize: bool) -> Outputs:
-    """Return the tensors that a kernel fills: `out` and, with `quantize`, its FP8 form."""
+    """Return the tensors that a kernel fills: `out` and, with `quantize`, its FP8 copy."""
     return (out, *empty_e4m3(out)) if quantize else (out, None, None)
 
 
@@ -41,7 +41,7 @@ def result(
 
 
 def to_native(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert e4m3fn values and their scales to the E4M3 form of their device."""
+    """Convert e4m3fn values and their scales to the E4M3 dtype of their device."""
     if native_e4m3(values.device) is torch.float8_e4m3fn:
         return values, scale
     bits = values.view(torch.uint8)

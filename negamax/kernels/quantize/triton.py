@@ -1,4 +1,4 @@
-"""Quantize activations that have no FP8 form yet. The kernel moves 3 bytes per value."""
+"""Quantize activations that have no FP8 copy. The kernel moves 3 bytes per value."""
 
 import torch
 import triton

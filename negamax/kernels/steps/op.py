@@ -72,7 +72,7 @@ def store(
     tokens: Tensor,  # [slots, width] int32 or int64, written
     # [slots] int64, written: `ends`; None: draft verification writes this tensor
     num_computed: Tensor | None,
-    out: Tensor,  # [T] int64, written: `token_ids`
+    out: Tensor,  # [T] int64, written: a copy of `token_ids`
 ) -> None:
     """Store the sampled tokens for the next step, and copy them to `out` for the host."""
     tokens[slots, ends] = token_ids.clamp_min(0).to(tokens.dtype)
