@@ -1,1 +1,1 @@
-"""Data classes for all packages: model specs, KV caches, quantization, grammars. No torch."""
+"""Data classes without torch for all packages: model specs, KV caches, quantization, grammars."""

@@ -1,7 +1,7 @@
 """Read the fields of a checkpoint's config.json that all model families have.
 
-A field whose value changes the computation is either supported or refused. The error names the
-field, the value found and the values allowed.
+Fields that change the computation must have a supported value. The error for any other value lists
+the field, the value found and the allowed values.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -11,8 +11,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.quantization import PROVENANCE, read_quantization
 
 MAX_TOKEN_IDS = 1024  # largest number of ids in a list of end tokens
-# Name of a size in config.json -> field of `ModelSpec`. A missing size is an error, because every
-# published config.json states all sizes.
+# Size in config.json -> field of `ModelSpec`. A missing size is an error.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -36,7 +35,7 @@ _IGNORED = {
     "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "transformers_version", "use_cache", "use_mtp", "max_window_layers",
 }  # fmt: skip
-_SWITCHES = {"sliding_window": "use_sliding_window"}  # name of a field -> name of its switch
+_SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> field that turns it on or off
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SIZE = 2**31 - 1
 
@@ -48,10 +47,10 @@ def read_common(
     rotates_fully: bool = False,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Read the fields that every config.json has, as fields of `ModelSpec`. Errors: `ConfigError`.
+    """Read the fields that every config.json has, as fields of `ModelSpec`. Raises `ConfigError`.
 
-    If config.json states no rotary dimension, all head dimensions rotate. The assumption that all
-    head dimensions rotate is added to `notes`, unless `rotates_fully` is set.
+    If config.json states no rotary dimension, all head dimensions are assumed to rotate. Without
+    `rotates_fully`, this assumption is added to `notes`.
     """
     sizes = {name: read_size(config, key) for key, name in _SIZES.items()}
     rope_notes: list[str] = [] if rotates_fully else notes
@@ -67,9 +66,9 @@ def read_common(
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Refuse a field whose value differs from its value in `fixed`. Errors: `ConfigError`.
+    """Refuse a field whose value differs from its value in `fixed`. Raises `ConfigError`.
 
-    Null, an empty list, an empty object and a field that is turned off (`_SWITCHES`) are accepted.
+    Null, an empty list, an empty object, and fields turned off by `_SWITCHES` are accepted.
     """
     for name, only in fixed.items():
         value = config.get(name)
@@ -103,14 +102,14 @@ def note_unknown(config: Mapping[str, Any], known: Set[str], *, notes: list[str]
 
 
 def list_unknown(config: Mapping[str, Any], known: Set[str]) -> list[str]:
-    """List the fields of `config` that neither this module nor the family (`known`) reads."""
+    """List the fields of `config` that this module does not read and `known` does not contain."""
     return sorted(str(key) for key in config if key not in known | _READ | _IGNORED)
 
 
 def merge_fields(
     config: Mapping[str, Any], nested: Mapping[str, Any], *, inner: str
 ) -> dict[str, Any]:
-    """Return `config` with the fields of `nested`, except for fields that are null in `nested`.
+    """Return `config` together with the fields of `nested` that are not null.
 
     `inner` is the name of the object `nested` in config.json. Raises `ConfigError` if a field has
     different values in the two objects.
@@ -123,7 +122,7 @@ def merge_fields(
 
 
 def read_size(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
-    """Read a required integer of `least` or more. Errors: `ConfigError`."""
+    """Read a required integer of `least` or more. Raises `ConfigError`."""
     value = _require(config, name)
     if type(value) is not int or not least <= value <= MAX_SIZE:
         refuse(name, value, f"an integer from {least} to {MAX_SIZE}")
@@ -136,7 +135,7 @@ def read_optional_size(config: Mapping[str, Any], name: str, default: Any) -> An
 
 
 def read_switch(config: Mapping[str, Any], name: str) -> bool:
-    """Return the boolean field `name`, by default False. Raises `ConfigError`."""
+    """Return the boolean field `name`, or False if it is missing. Raises `ConfigError`."""
     value = config.get(name)
     if value not in (None, True, False):
         refuse(name, value, "true or false")
@@ -144,22 +143,22 @@ def read_switch(config: Mapping[str, Any], name: str) -> bool:
 
 
 def read_required_number(config: Mapping[str, Any], name: str) -> float:
-    """Read a required number. Errors: `ConfigError`."""
+    """Read a required number. Raises `ConfigError`."""
     return read_number(_require(config, name), name=name)
 
 
 def read_number(value: object, *, name: str) -> float:
-    """Return `value` of field `name` as a float. Errors: `ConfigError`."""
+    """Return `value` of field `name` as a float. Raises `ConfigError`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         refuse(name, value, "a number")
     try:
         return float(value)
     except OverflowError:
-        refuse(name, value, "a number that a float holds")
+        refuse(name, value, "a number in the range of a float")
 
 
 def read_token_ids(value: object, *, name: str) -> tuple[int, ...]:
-    """Return the token ids in `value`: null, one id, or a list of ids. Errors: `ConfigError`."""
+    """Return the token ids in `value`: null, one id, or a list of ids. Raises `ConfigError`."""
     if value is None:
         return ()
     ids = value if isinstance(value, list | tuple) else [value]
@@ -171,7 +170,7 @@ def read_token_ids(value: object, *, name: str) -> tuple[int, ...]:
 
 
 def refuse(name: str, value: object, allowed: str) -> NoReturn:
-    """Raise `ConfigError` that names the field, the value found and the values allowed."""
+    """Raise `ConfigError` with the field, the value found and the allowed values."""
     shown = repr(
         list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
     )

@@ -15,7 +15,7 @@ from negamax.config.model_spec import ModelSpec
 GENERATION_FILE, OVERRIDE = "generation_config.json", "--override-generation-config"
 _CLASS_DEFAULTS = (1, 2)  # default end token ids in transformers' config classes
 _ABOVE_0 = math.ulp(0.0)
-_LIMITS = {  # name of a sampling field -> default, lowest value, highest value
+_LIMITS = {  # sampling field -> (default, lowest value, highest value)
     "temperature": (1.0, 0.0, 2.0),
     "top_p": (1.0, _ABOVE_0, 1.0),
     "min_p": (0.0, 0.0, 1.0),
@@ -35,8 +35,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
-    eos_token_ids: tuple[int, ...]  # the tokenizer's end tokens come first
-    warning: str | None = None  # set if the files name different end tokens
+    eos_token_ids: tuple[int, ...]  # the end tokens of the tokenizer are first
+    warning: str | None = None  # set if the files have different end tokens
 
 
 def read_generation_defaults(
@@ -50,9 +50,9 @@ def read_generation_defaults(
     """Read generation_config.json in `folder`, and replace the fields that `override` has.
 
     If the file is missing, `absent` is used in its place. A sampling field that the file omits is
-    turned off. `do_sample: false` means greedy sampling. If `override` has an `eos_token_id`, it
-    replaces all end tokens. Otherwise the end tokens of the tokenizer (its eos_token and
-    `turn_end`), of the file and of config.json are joined. Raises `ConfigError` if a value is not
+    turned off. `do_sample: false` means greedy sampling. An `eos_token_id` in `override` replaces
+    all end tokens. By default, the end tokens are those of the tokenizer (its eos_token and
+    `turn_end`), of the file and of config.json together. Raises `ConfigError` if a value is not
     allowed, and `CheckpointError` if the file is not a JSON object.
     """
     path = None if folder is None else folder / GENERATION_FILE
@@ -77,18 +77,18 @@ def check_override(override: Mapping[str, Any]) -> None:
 def _join_ends(
     sampling: SamplingDefaults, found: Mapping[str, tuple[int, ...]]
 ) -> GenerationDefaults:
-    """Join the end tokens in `found` (source -> ids). Set a warning if the sources differ."""
+    """Merge the end tokens in `found` (source -> ids). Set a warning if the sources differ."""
     own = found.get("the tokenizer", ())
     every = tuple(dict.fromkeys(token_id for ids in found.values() for token_id in ids))
-    # some exporters write the config class's default id instead of the id of the real end token
+    # some exporters write the default id of a config class instead of the real end token
     joined = tuple(i for i in every if i in own or not own or i not in _CLASS_DEFAULTS)
     if len(set(map(frozenset, found.values()))) < 2:
         return GenerationDefaults(sampling=sampling, eos_token_ids=joined)
     named = ", ".join(f"{name} {_list_ids(ids)}" for name, ids in found.items())
     left = [token_id for token_id in every if token_id not in joined]
-    ignored = f"; {_list_ids(left)} is ignored as an exporter's default" if left else ""
+    ignored = f"; {_list_ids(left)} is ignored as a default of exporters" if left else ""
     warning = (
-        f"the checkpoint names different end tokens: {named}; answers end at {_list_ids(joined)}"
+        f"the checkpoint has different end tokens: {named}; answers end at {_list_ids(joined)}"
         f'{ignored} ({OVERRIDE} {{"eos_token_id": ...}} replaces them)'
     )
     return GenerationDefaults(sampling=sampling, eos_token_ids=joined, warning=warning)
@@ -103,7 +103,7 @@ def _read_tokenizer_ends(folder: Path, spec: ModelSpec, turn_end: str | None) ->
 
     Files that transformers 5 wrote contain these ids in tokenizer.json only.
     """
-    listed: list[tuple[str | None, object]] = []  # text and id of added tokens
+    listed: list[tuple[str | None, object]] = []  # (text, id) of added tokens
     texts = {turn_end}
     for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
         path = folder / name

@@ -18,12 +18,12 @@ GrammarKind = Literal[
 ]
 
 MAX_TEXT_BYTES = 512 * 1024
-MAX_NESTING = 100  # levels of objects and arrays
-MAX_CALLS_NESTING = MAX_NESTING + 5  # a tool_calls grammar nests its schemas deeper
+MAX_NESTING = 100  # allowed depth of nested objects and arrays
+MAX_CALLS_NESTING = MAX_NESTING + 5  # a tool_calls grammar contains schemas 5 levels deeper
 MAX_CHOICES = 2000
-MAX_GROUPS = 200  # levels of nested groups in an expression
+MAX_GROUPS = 200  # allowed depth of nested groups in an expression
 
-# parts of an expression that may contain brackets which do not open or close a group
+# parts of an expression in which brackets do not open or close a group
 _CLASS = r"\\.|\[(?:\\.|[^\]\\])*\]?"
 _NO_GROUPS = {
     "regex": re.compile(_CLASS, re.DOTALL),
@@ -34,7 +34,7 @@ UNWRITABLE = "an infinite number or a lone surrogate"
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """The grammar of an output's content. The kind determines the content of `text`:
+    """The grammar of an output's content. `kind` determines the content of `text`:
 
     json_object: empty
     json_schema: the schema as JSON; with `strict`, keywords that cannot be enforced are refused
@@ -48,11 +48,11 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     kind: GrammarKind
     text: str = ""
     strict: bool = True
-    # whether JSON has no white space between its parts; None: use the server's setting
+    # whether JSON has no white space between tokens; None: use the server's setting
     compact: bool | None = None
 
     def check(self) -> None:
-        """Refuse text that is malformed or too large. Errors: `InvalidRequestError`."""
+        """Refuse text that is malformed or too large. Raises `InvalidRequestError`."""
         if (
             len(self.text) > MAX_TEXT_BYTES
             or len(self.text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES
@@ -64,9 +64,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
         try:
             self.text.encode()
         except UnicodeEncodeError:
-            refuse_grammar(f"the {self.kind} holds a lone surrogate; send valid Unicode")
+            refuse_grammar(f"the {self.kind} contains a lone surrogate; send valid Unicode")
         if self.kind in ("regex", "ebnf") and not self.text:
-            refuse_grammar(f"the {self.kind} is empty; give an expression")
+            refuse_grammar(f"the {self.kind} is empty; send an expression")
         if self.kind in _NO_GROUPS:
             brackets = re.sub(r"[^()]", "", _NO_GROUPS[self.kind].sub("", self.text))
             depth = max(
@@ -84,7 +84,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
         nesting = MAX_CALLS_NESTING if self.kind == "tool_calls" else MAX_NESTING
         value = parse_json(self.text, what=self.kind, max_nesting=nesting)
         if (place := find_unwritable(value)) is not None:
-            refuse_grammar(f"the {self.kind} holds {UNWRITABLE} at {place!r}")
+            refuse_grammar(f"the {self.kind} contains {UNWRITABLE} at {place!r}")
         if self.kind == "json_schema" and not isinstance(value, dict | bool):
             refuse_grammar(
                 f"the JSON schema is a {type(value).__name__}; an object or a boolean is needed"
@@ -118,10 +118,10 @@ def written(value: object, *, kind: GrammarKind) -> str:
 
 
 def find_unwritable(value: object, *, mended: str = "") -> str | None:
-    """Return the path in a schema of the first value that UTF-8 JSON cannot hold, or None.
+    """Return the path of the first value in a schema that UTF-8 JSON cannot encode, or None.
 
-    Titles, descriptions and comments are not checked. `mended` is a character that replaced lone
-    surrogates. A text with this character is reported too.
+    Titles, descriptions and comments are not checked. If `mended` is the character that replaced
+    lone surrogates, texts with this character are also reported.
     """
     if isinstance(value, float):
         return None if math.isfinite(value) else ""
@@ -139,7 +139,7 @@ def find_unwritable(value: object, *, mended: str = "") -> str | None:
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A tag in an output. If `token_id` is set, only this token is the tag, not `text`."""
+    """A tag in an output: the token `token_id` if it is set, else any tokens with `text`."""
 
     text: str
     token_id: int | None = None
@@ -152,12 +152,12 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["open", "optional"]
     opener: Marker
     closer: Marker
-    call_opener: Marker  # tag that begins a call block, and also ends an open reasoning
+    call_opener: Marker  # tag that begins a block of tool calls, and also ends reasoning
     closing_ids: tuple[int, ...]  # tokens that end the reasoning when its budget is spent
     max_newlines: int  # limit of newlines between `closer` and the content
 
     def check(self, *, vocab_size: int) -> None:
-        """Refuse token ids outside the vocabulary. Errors: `InvalidRequestError`."""
+        """Refuse token ids outside the vocabulary. Raises `InvalidRequestError`."""
         markers = (self.opener, self.closer, self.call_opener)
         ids = [
             *self.closing_ids,
@@ -165,7 +165,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if not self.closing_ids or not all(0 <= token_id < vocab_size for token_id in ids):
             raise InvalidRequestError(
-                f"reasoning names the token ids {ids}; allowed are 0 to {vocab_size - 1}, and "
+                f"reasoning has the token ids {ids}; allowed are 0 to {vocab_size - 1}, and "
                 f"closing_ids needs one id or more",
                 param="reasoning",
                 code="invalid_value",
@@ -173,7 +173,7 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_json(text: str, *, what: str, max_nesting: int = MAX_NESTING) -> Any:
-    """Parse JSON that nests at most `max_nesting` levels. Errors: `InvalidRequestError`."""
+    """Parse JSON whose nesting depth is at most `max_nesting`. Raises `InvalidRequestError`."""
     try:
         value = json.loads(text)
     except RecursionError:

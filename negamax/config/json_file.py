@@ -7,15 +7,15 @@ from typing import Any
 from negamax.base.errors import CheckpointError
 
 LFS_POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
-MAX_BYTES = 64 * 2**20  # the largest files are indexes of checkpoints; they are below 20 MiB
+MAX_BYTES = 64 * 2**20  # limit; the largest files are checkpoint indexes below 20 MiB
 
 
 def check_pointer(path: Path, data: bytes) -> None:
-    """Refuse a Git LFS pointer, given the first bytes of a file. Errors: `CheckpointError`."""
+    """Refuse a Git LFS pointer. `data` is the beginning of the file. Raises `CheckpointError`."""
     if data.startswith(LFS_POINTER):
         raise CheckpointError(
             f"{path} is a Git LFS pointer; the real file was not downloaded",
-            hint=f"run `git lfs pull` in {path.parent}, or give the hub id",
+            hint=f"run `git lfs pull` in {path.parent}, or use the hub id",
         )
 
 
@@ -27,7 +27,7 @@ def check_regular(path: Path) -> None:
     if not path.is_file():
         found = "is not a regular file" if path.exists() else "is missing"
         raise CheckpointError(
-            f"{path} {found}", hint="give the folder of a complete Hugging Face checkpoint"
+            f"{path} {found}", hint="use the folder of a complete Hugging Face checkpoint"
         )
 
 
@@ -51,7 +51,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`. Errors: `CheckpointError`."""
+    """Read the JSON object in `path`. Raises `CheckpointError`."""
     try:
         value = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:

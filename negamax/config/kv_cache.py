@@ -1,7 +1,7 @@
 """Descriptions of the KV caches of layers, and their sizes in bytes.
 
-A block holds `block_size` tokens in every cache of every layer. A block has the same number in all
-caches. A hash of its tokens identifies its content (`scheduler/prefix_cache.py`).
+A block stores `block_size` tokens in every cache of every layer, under the same block number. A
+hash of these tokens identifies the block's content (`scheduler/prefix_cache.py`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-# seconds per layer, calculated for H200: one exchange between ranks, and index queries of all heads
+# calculated seconds per layer (H200): one exchange between ranks, and index queries of all heads
 _SHARDING_SECONDS = 4.5e-6
 _BYTES_PER_SECOND = 4.25e12  # memory bandwidth of an H200
 
@@ -25,22 +25,22 @@ _BYTES_PER_SECOND = 4.25e12  # memory bandwidth of an H200
 class KvCacheSpec:
     """One cache of one layer: `heads` vectors of `width` elements for each token."""
 
-    name: str  # the layer finds the cache by this name
-    heads: int  # number of heads of all ranks together
-    width: int  # elements
+    name: str  # name by which the layer finds the cache
+    heads: int  # number of heads, summed over the ranks
+    width: int  # number of elements per head and token
     dtype: str | None = None  # None: the dtype of --kv-cache-dtype or --index-cache-dtype
     block_tokens: int = 1  # the block size must be a multiple of this number
     replicated: bool = False  # every rank stores all heads
     is_sharded: bool = False  # rank r of n stores only the blocks b with b % n = r
-    # n ranks that share a head. If n > 1, rank r of the n ranks stores a padding block, then the
-    # blocks b with b % n = r.
+    # number n of ranks that store one head together. If n > 1, rank r of n stores a padding block,
+    # followed by the blocks b with b % n = r.
     holders: int = 1
     is_index: bool = False  # the cache stores the keys of top-k block selection
-    unread_tokens: int = 0  # for shorter or equal sequences, a decode step does not read the cache
+    unread_tokens: int = 0  # decode steps of sequences up to this length do not read the cache
     most_read_tokens: int | None = None  # limit of tokens that a decode step reads; None: no limit
 
     def local_heads(self, ranks: int) -> int:
-        """Return how many heads each of `ranks` stores. If `ranks` > `heads`, heads are copied."""
+        """Return the number of heads per rank. If `ranks` > `heads`, several ranks store a head."""
         return self.heads if self.replicated else max(1, self.heads // ranks)
 
     def read_tokens(self, context: float) -> float:
@@ -56,7 +56,7 @@ class KvCacheSpec:
         return -(-num_blocks // ranks) if self.is_sharded else num_blocks
 
     def block_bytes(self, block_size: int, *, dtype: str, ranks: int) -> int:
-        """Return the mean bytes of a block per rank. `dtype` replaces a dtype of None."""
+        """Return the mean bytes of a block per rank. `dtype` is used if the cache has no dtype."""
         elements = self.local_heads(ranks) * block_size * self.width
         num_bytes = elements * ELEMENT_BYTES[self.dtype or dtype]
         return -(-num_bytes // (ranks if self.is_sharded else self.holders))
@@ -66,7 +66,7 @@ KvCacheSpecs = Sequence[Sequence[KvCacheSpec]]  # for each layer, its list of ca
 
 
 def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
-    """Return `caches`, with `dtype` in the index caches whose dtype is None."""
+    """Return `caches` with the dtype `dtype` in index caches that have no dtype."""
     return [
         [replace(cache, dtype=cache.dtype or dtype) if cache.is_index else cache for cache in layer]
         for layer in caches
@@ -74,7 +74,7 @@ def set_index_dtype(caches: KvCacheSpecs, dtype: str) -> KvCacheSpecs:
 
 
 def split_over_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
-    """Return `caches` with the blocks of each head split over the `holders` ranks that share it."""
+    """Return `caches` in which `holders` ranks share each head and split its blocks."""
     return [
         [cache if cache.replicated else replace(cache, holders=holders) for cache in layer]
         for layer in caches
@@ -82,13 +82,13 @@ def split_over_holders(caches: KvCacheSpecs, holders: int) -> KvCacheSpecs:
 
 
 def check_index_options(caches: KvCacheSpecs, *, dtype: str, sharding: str) -> None:
-    """Refuse options for index keys if the model has no index keys. Errors: `ConfigError`."""
+    """Refuse options for index keys if the model has no index keys. Raises `ConfigError`."""
     if any(cache.is_index for layer in caches for cache in layer):
         return
     if dtype != "auto":
         raise ConfigError(
             f"--index-cache-dtype is {dtype}; this model has no index keys",
-            hint="use auto, and --kv-cache-dtype for keys and values",
+            hint="use auto; --kv-cache-dtype sets the dtype of keys and values",
         )
     if sharding == "on":
         raise ConfigError("--index-cache-sharding is on; this model has no index keys")
@@ -98,7 +98,7 @@ def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float
     """Return the number of tokens above which sharded index keys make a decode step faster.
 
     The number includes the tokens of all sequences of the step. At this number, the exchange
-    between ranks takes as long as reading the index keys that a rank does not store.
+    between ranks takes as long as reading the index keys of other ranks.
     """
     index = next((cache for layer in caches for cache in layer if cache.is_index), None)
     if index is None or ranks == 1:
@@ -110,7 +110,7 @@ def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float
 def shards_index(
     caches: KvCacheSpecs, asked: str, *, dtype: str, ranks: int, max_model_len: int
 ) -> bool:
-    """Return whether ranks shard the index keys. "auto" shards above `sharding_crossover`."""
+    """Return whether ranks shard the index keys: on, off or, with auto, for long contexts."""
     if asked != "auto":
         return asked == "on" and ranks > 1
     return max_model_len >= sharding_crossover(caches, dtype=dtype, ranks=ranks)
@@ -126,7 +126,7 @@ def block_bytes(caches: KvCacheSpecs, block_size: int, *, dtype: str, ranks: int
 
 
 def slot_bytes(context_length: int, block_size: int, *, item: int) -> int:
-    """Return the bytes of a request slot, which holds token ids and block ids of `item` bytes."""
+    """Return the bytes of a request slot: its token ids and block ids, `item` bytes each."""
     return item * (context_length + 1 + -(-context_length // block_size))
 
 

@@ -1,4 +1,4 @@
-"""The sizes and constants that every model has: the frozen `ModelSpec`."""
+"""`ModelSpec`: the sizes and constants that every model has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from negamax.config.vision import VisionSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The sizes of a model; a subclass per family adds fields. Errors: `ConfigError`."""
+    """The sizes of a model. Each family adds fields in a subclass. Raises `ConfigError`."""
 
     architecture: str
     vocab_size: int
@@ -22,16 +22,16 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int  # number of leading dimensions of each head that rotate
+    rotary_dim: int  # number of rotated dimensions, which are the first of each head
     rope_theta: float
     rms_norm_eps: float
-    max_position_embeddings: int  # tokens
+    max_position_embeddings: int  # longest sequence, in tokens
     dtype: str  # dtype of the unquantized weights: bfloat16, float16 or float32
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationSpec | None
     vision: VisionSpec | None = None  # None: the model does not read images
-    # log messages about ignored and assumed fields of config.json
+    # log messages about fields of config.json that are ignored or assumed
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     # whether decode context parallelism can shard the KV caches of the family
@@ -60,7 +60,7 @@ class ModelSpec:
                 refuse("bos_token_id / eos_token_id", token_id, allowed)
 
     def check_size(self, name: str) -> None:
-        """Refuse a value of the field `name` outside 1 to `MAX_SIZE`. Errors: `ConfigError`."""
+        """Refuse a value of the field `name` outside 1 to `MAX_SIZE`. Raises `ConfigError`."""
         value = getattr(self, name)
         if not 1 <= value <= MAX_SIZE:
             refuse(name, value, f"1 to {MAX_SIZE}")
@@ -73,17 +73,17 @@ class ModelSpec:
         return self
 
     def kv_caches(self) -> KvCacheSpecs:
-        """Return the caches of each layer. The default is keys and values of full attention."""
+        """Return the KV caches of each layer, by default for keys and values of full attention."""
         return [
             [KvCacheSpec(name, self.num_kv_heads, self.head_dim) for name in ("k", "v")]
         ] * self.num_layers
 
     def mlp_widths(self) -> Mapping[str, int]:
-        """Return further widths that tensor parallelism splits: name in messages -> width."""
+        """Return the MLP widths that tensor parallelism splits: name in messages -> width."""
         return {}
 
     def expert_sizes(self) -> tuple[int, int] | None:
-        """Return the number of experts of a layer and their width, or None without experts."""
+        """Return the number of experts per layer and the width of an expert; None if dense."""
         return None
 
 

@@ -10,22 +10,22 @@ from typing import Any
 from negamax.base.errors import CheckpointError, ConfigError
 from negamax.config.json_file import check_regular, read_file, read_json_object
 
-# ModelOpt and ModelSlim describe the quantization in these files beside config.json.
+# Files next to config.json in which ModelOpt and ModelSlim describe the quantization.
 MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.json"
 
 _OF_MLX = {"bits", "group_size"}  # MLX writes these fields without quant_method
-PROVENANCE = "negamax_conversion"  # key in config.json of the record of a conversion
-# nested keys that lead to the file name of the rotation in ModelSlim's description
+PROVENANCE = "negamax_conversion"  # key in config.json under which a conversion is recorded
+# path of keys in ModelSlim's description to the file name of the rotation
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."
 _NEURON_SCALE = f"{_NEURON_EXPERTS}down_proj.scale"
-_LONGEST_HEADER = 100_000_000  # limit of safetensors in bytes
+_LONGEST_HEADER = 100_000_000  # limit of the safetensors format, in bytes
 
 
 @dataclass(frozen=True)
 class QuantizationSpec:
-    """A quantization method, its fields, and the name of the file that contains the fields."""
+    """A quantization method, its fields in the checkpoint, and the file with these fields."""
 
     method: str
     fields: dict[str, Any]
@@ -35,7 +35,7 @@ class QuantizationSpec:
 def read_quantization(
     config: Mapping[str, Any], folder: Path | None = None
 ) -> QuantizationSpec | None:
-    """Read the description of the quantization, or return None if nothing is quantized.
+    """Read the description of the quantization, or return None if no weight is quantized.
 
     ModelSlim's file in `folder` takes precedence over config.json, because config.json may still
     describe the checkpoint that ModelSlim quantized. ModelOpt's file is read if no other file
@@ -47,7 +47,7 @@ def read_quantization(
         if "quant_method" not in names and names >= _OF_MLX:
             raise ConfigError(
                 "the checkpoint is quantized by MLX, whose layout is not supported",
-                hint="use a checkpoint for PyTorch: FP8 (MiniMaxAI/MiniMax-M2.5), AWQ, GPTQ, ...",
+                hint="use a checkpoint for PyTorch, such as MiniMaxAI/MiniMax-M2.5",
             )
     described = _read_beside(folder, DESCRIPTION, "modelslim")
     if described is not None and any(name.endswith(".weight") for name in described.fields):
@@ -75,11 +75,11 @@ def _read_beside(folder: Path | None, name: str, method: str) -> QuantizationSpe
 
 
 def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
-    """Return the file in `folder` with the residual stream's rotation, or None without rotation.
+    """Return the file in `folder` with the rotation of the residual stream, or None.
 
     ModelSlim's description or the config.json of a converted checkpoint names the file
     (`checkpoint/quarot.py`). Raises `ConfigError` if the file is not a safetensors file inside the
-    folder, and the errors of `read_quantization`.
+    folder, or if `read_quantization` raises it.
     """
     described = read_quantization(config, folder)
     found: object = described and described.fields
@@ -103,11 +103,11 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a checkpoint's pattern of module names.
 
     Raises `re.error` for a malformed pattern, and for a repeated group that contains a repeat or an
-    alternative, because matching such a group can take exponential time.
+    alternative, because matching such a group may take exponential time.
     """
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
     plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)
-    groups = [False]  # whether each open group has repeats or alternatives
+    groups = [False]  # for each open group, whether it contains repeats or alternatives
     for at, sign in enumerate(plain):
         if sign == "(":
             groups.append(False)
@@ -122,7 +122,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _is_neuron(folder: Path) -> bool:
-    """Return whether the index names tensors of Neuron's FP8 experts (config.json does not)."""
+    """Return whether the index lists tensors of Neuron's FP8 experts."""
     try:
         return _NEURON_EXPERTS.encode() in read_file(folder / _INDEX)
     except CheckpointError:
@@ -141,7 +141,7 @@ def _make_neuron_spec(spec: QuantizationSpec, folder: Path) -> QuantizationSpec:
 
 
 def _are_rows(folder: Path) -> bool:
-    """Return whether Neuron's experts have a scale per row: their scales have two dimensions."""
+    """Return whether Neuron's experts have a scale per row, in tensors of two dimensions."""
     try:
         files = json.loads(read_file(folder / _INDEX))["weight_map"]
         name = next((each for each in files if each.endswith(_NEURON_SCALE)), _NEURON_SCALE)

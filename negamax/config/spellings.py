@@ -1,14 +1,14 @@
-"""Spellings in checkpoints of methods, data types, scales and types of text models.
+"""How checkpoints spell quantization methods, data types, scales and model types.
 
-To support another spelling, add the spelling here. Spellings of module names are in
-`quantization/scheme.py`, spellings of tensor names in `models/<family>/names.py`.
+To support another spelling, add the spelling here. `quantization/scheme.py` lists the spellings of
+module names, and `models/<family>/names.py` lists the spellings of tensor names.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# Quantization method -> other name of the method -> the algorithm that this name implies ("": any).
-# Some of these names select kernels in other engines. In Negamax the platform selects kernels.
+# Quantization method -> other name of the method -> algorithm that this name implies ("": any). In
+# other engines, some of these names select kernels. In Negamax, the platform selects kernels.
 METHODS: Mapping[str, Mapping[str, str]] = {
     "auto-round": dict.fromkeys(("inc", "intel/auto-round", "autoround"), ""),
     "awq": dict.fromkeys(("auto_awq", "awq_marlin", "cpu_awq", "marlin", "moe_wna16"), ""),
@@ -25,16 +25,18 @@ METHODS: Mapping[str, Mapping[str, str]] = {
     "neuron_fp8": {},
     "quark": {},
 }  # fmt: skip
-# Data type of AutoRound -> its other spellings. The suffix "_rceil" is a rounding mode.
+# Data type of AutoRound -> other spellings of this data type. The suffix "_rceil" is a rounding
+# mode.
 _DATA_TYPES = {
     "int": "int_sym int_asym",
     "fp": "fp8 fp8_sym fp8_e4m3 fp8_dynamic",
     "mx_fp": "mx_fp4 mx_fp8 mx_fp4e2m1 mx_fp8e4m3 mxfp4 mxfp8",
     "nv_fp": "nv_fp4 nvfp4 nv_fp4_with_static_gs",
 }
-# Two names of one tensor in FP8 and MXFP8 checkpoints. Both names mean scales that multiply values.
+# Two names of the tensor of scales in FP8 and MXFP8 checkpoints. Values are multiplied by its
+# entries.
 _SCALES = ("weight_scale", "weight_scale_inv")
-# Values of model_type that tools wrote into the `text_config` of a vision-language model.
+# Values of model_type that tools write into the `text_config` of a vision-language model.
 TEXT_TYPES = (None, "", "minimax_m2", "minimax_m3_vl")
 
 
@@ -44,7 +46,7 @@ def plain(name: str) -> str:
 
 
 def find_method(name: str) -> str:
-    """Return the method that a checkpoint calls `name`, or `name` for an unknown method."""
+    """Return the method for its name in a checkpoint, or `name` if the method is unknown."""
     given = plain(name)
     found = [method for method in METHODS if plain(method) == given] or [
         method for method, others in METHODS.items() if given in map(plain, others)
@@ -60,7 +62,7 @@ def find_data_type(name: Any) -> str:
 
 
 def other_scale(name: str) -> str | None:
-    """Return `name` with the other spelling of the scale, or None if `name` is not a scale."""
+    """Return the tensor name with the other spelling of the scale; None if it is not a scale."""
     module, _, last = name.rpartition(".")
     if last not in _SCALES:
         return None
@@ -68,7 +70,7 @@ def other_scale(name: str) -> str | None:
 
 
 def fill_strategy(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `weights` with compressed-tensors' defaults for missing fields."""
+    """Add the defaults of compressed-tensors for fields that `weights` does not contain."""
     size = weights.get("group_size")
     strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if weights.get("block_structure") is not None:

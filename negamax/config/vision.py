@@ -9,16 +9,16 @@ from negamax.config.fields import refuse
 class VisionSpec:
     """A vision transformer over patches, a projector, and an MLP that merges adjacent patches.
 
-    One image token stands for a square of `spatial_merge_size`^2 patches. Errors: `ConfigError`.
+    One image token encodes a square of `spatial_merge_size`^2 patches. Raises `ConfigError`.
     """
 
     hidden_size: int
     num_layers: int
     num_heads: int
     intermediate_size: int
-    patch_size: int  # side of a patch in pixels
-    spatial_merge_size: int  # side of an image token in patches
-    temporal_patch_size: int  # number of frames of a patch; an image is used as each of its frames
+    patch_size: int  # height and width of a patch in pixels
+    spatial_merge_size: int  # height and width in patches that an image token covers
+    temporal_patch_size: int  # number of frames per patch; an image is repeated for all frames
     projector_hidden_size: int
     text_hidden: int  # hidden size of the text model
     rope_theta: float
@@ -48,5 +48,5 @@ class VisionSpec:
 
     @property
     def token_pixels(self) -> int:
-        """Side in pixels of the square of pixels that an image token stands for."""
+        """Height and width in pixels of the square that an image token covers."""
         return self.patch_size * self.spatial_merge_size

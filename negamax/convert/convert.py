@@ -1,7 +1,7 @@
 """Conversion of a checkpoint: one file per layer, one matrix in memory at a time.
 
-An interrupted conversion can be resumed. Complete files are kept. The file config.json is written
-last, so that the folder of an incomplete conversion is not mistaken for a checkpoint.
+An interrupted conversion can be resumed, and complete files are kept. The conversion writes
+config.json last, because a folder without config.json is not used as a checkpoint.
 """
 
 import errno
@@ -45,7 +45,7 @@ _NOT_CARRIED = (
     "quantize_config.json", "quant_config.json", "quantization_config.json",  # GPTQ, AWQ, AutoRound
 )  # fmt: skip
 _CARRIED = (".json", ".jinja", ".txt", ".model")
-_SPARE_BYTES = 64 * 2**20  # bytes of disk space for tokenizer, index and file system
+_SPARE_BYTES = 64 * 2**20  # disk space for tokenizer, index and file system, in bytes
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Conversion:
     command: str = ""
 
     def identity(self, source: Source) -> dict[str, Any]:
-        """Return the inputs that determine the result. `convert` writes these to config.json."""
+        """Return the inputs that determine the result. config.json of the result lists them."""
         return {
             "source": self.model,
             "revision": self.revision,
@@ -72,7 +72,7 @@ class Conversion:
             "to": None if self.target is None else self.target.name,
             "tensor_parallel_size": self.tp,
             "expert_parallel_size": self.ep,
-            # file with QuaRot's rotation of the residual stream, which a conversion keeps
+            # file with QuaRot's rotation of the residual stream, which a conversion copies
             "rotation": rotation_file(source.config, self.folder),
             "version": self.version,
             "command": self.command,
@@ -93,20 +93,20 @@ def convert(conversion: Conversion, *, progress: ShowProgress | None = None) -> 
     _check_place(conversion)
     others = _other_than_there(destination, identity)
     if others == []:
-        Source(destination)  # raises an error if files of the destination are missing or truncated
-        logger.info("%s already holds this conversion of the same source", destination)
+        Source(destination)  # raises an error if destination files are missing or truncated
+        logger.info("%s already contains this conversion of the same source", destination)
         return source
     if others:
         raise ConfigError(
-            f"DST {destination} holds another conversion (different: {', '.join(others)})",
-            hint="remove the folder, or give a new one",
+            f"DST {destination} contains another conversion (different: {', '.join(others)})",
+            hint="remove the folder, or set another DST",
         )
     _check_content(destination)
     for reason in dict.fromkeys(reason for reason, _ in source.skipped):
         left = [name for why, name in source.skipped if why == reason]
         logger.warning("%d tensors are not copied: %s (%s)", len(left), list_first(left), reason)
     if source.has_vision and conversion.target is not None and conversion.target.is_neuron:
-        logger.warning("the vision tower is not copied: the Neuron SDK reads the text model only")
+        logger.warning("the vision tower is not copied: the Neuron SDK reads only the text model")
     plan = _plan(source, conversion)
     destination.mkdir(parents=True, exist_ok=True)
     with _alone(destination), _disk_errors(destination):
@@ -152,7 +152,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _LayerStep:
-    """The files of one layer, or of the tensors outside the layers. Each rank has one file."""
+    """The files of one layer or of the tensors outside the layers, with one file per rank."""
 
     layer: int | None  # None: the tensors outside the layers
     pieces: list[Piece]
@@ -206,7 +206,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_LayerStep]:
             raise ConfigError(
                 f"--to {target.name} does not support --tensor-parallel-size {conversion.tp}, "
                 f"because the Neuron runtime splits the weights itself",
-                hint="leave --tensor-parallel-size out; to split the result for Negamax, convert "
+                hint="remove --tensor-parallel-size; to split the result for Negamax, convert "
                 "the result a second time without --to",
             )
         return [
@@ -230,7 +230,7 @@ def _plan(source: Source, conversion: Conversion) -> list[_LayerStep]:
 
 
 def _write(step: _LayerStep, source: Source) -> Iterator[Piece]:
-    """Write the files of a step piece by piece. Yield each piece after it is written."""
+    """Write the files of a step. Yield each piece after all files contain the piece."""
     with ExitStack() as stack:
         made_files = (
             TensorFile(path, step.planned(shard), shard.file_metadata(step.pieces))
@@ -251,7 +251,7 @@ def _write(step: _LayerStep, source: Source) -> Iterator[Piece]:
 
 
 def check_description(conversion: Conversion) -> None:
-    """Check the source by its config files alone, before its weights are downloaded.
+    """Check the config files of the source, before its weights are downloaded.
 
     Raises `ConfigError` if the checkpoint is not supported, or if the conversion would round its
     weights a second time.
@@ -268,13 +268,13 @@ def check_description(conversion: Conversion) -> None:
 
 
 def _check_path(source: Source, conversion: Conversion) -> None:
-    """Refuse a conversion that rounds weights twice or changes nothing. Errors: `ConfigError`."""
+    """Refuse a conversion that rounds weights twice or changes nothing. Raises `ConfigError`."""
     target, hint = conversion.target, "copy the folder, or add --allow-lossy to convert anyway"
     architecture = source.spec.architecture
     if target is not None and target.is_neuron and architecture != minimax_m2.ARCHITECTURE:
         raise ConfigError(
             f"--to {target.name} supports only MiniMax-M2; {conversion.model} is {architecture}",
-            hint="choose another --to",
+            hint="choose another format for --to",
         )
     if conversion.allow_lossy:
         return
@@ -307,7 +307,7 @@ def _check_path(source: Source, conversion: Conversion) -> None:
 
 
 def _check_rounding(modules: Mapping[str, TensorFormat], conversion: Conversion) -> None:
-    """Refuse to round `modules` (name -> stored format) a second time. Errors: `ConfigError`."""
+    """Raise `ConfigError` if `modules` (name -> stored format) would be rounded a second time."""
     target = conversion.target
     scheme = None if target is None else target.scheme()
     if target is None or scheme is None or conversion.allow_lossy:
@@ -333,23 +333,23 @@ def _check_place(conversion: Conversion) -> None:
     if destination == source or source in destination.parents:
         raise ConfigError(
             f"DST {conversion.destination} is inside the source {conversion.model}",
-            hint="give a folder outside of the source",
+            hint="set DST to a folder outside of the source",
         )
     is_link = conversion.destination.is_symlink()  # DST may be a broken link
     if (destination.exists() or is_link) and not destination.is_dir():
-        raise ConfigError(f"DST {conversion.destination} is not a folder", hint="give a folder")
+        raise ConfigError(f"DST {conversion.destination} is not a folder", hint="set a folder")
 
 
 def _check_content(destination: Path) -> None:
-    """Refuse a folder with other content than a partial conversion. Errors: `ConfigError`."""
+    """Raise `ConfigError` if a folder contains anything except a partial conversion."""
     if destination.is_dir() and not (destination / ConversionRecord.NAME).exists():
         names = (path.name for path in destination.iterdir())
         # A partial record file is allowed, because the first write may have been interrupted.
         found = sorted(name for name in names if not name.startswith(ConversionRecord.NAME))
         if found:
             raise ConfigError(
-                f"DST {destination} has other content: {list_first(found)}",
-                hint="give a new or an empty folder",
+                f"DST {destination} contains other files: {list_first(found)}",
+                hint="set DST to a new or empty folder",
             )
 
 
@@ -367,7 +367,7 @@ def _check_space(destination: Path, plan: list[_LayerStep]) -> None:
 def _other_than_there(destination: Path, identity: Mapping[str, Any]) -> list[str] | None:
     """Return the fields in which this conversion differs from the conversion in `destination`.
 
-    Returns None if `destination` holds no complete conversion.
+    Returns None if `destination` does not contain a complete conversion.
     """
     config, record = destination / "config.json", destination / ConversionRecord.NAME
     if not config.is_file() or record.exists():
@@ -394,7 +394,7 @@ def _write_indices(destination: Path, plan: list[_LayerStep]) -> None:
 def _carry_files(folder: Path, destination: Path, *, description: str | None) -> None:
     """Copy tokenizer, chat template, generation config and licence.
 
-    Files that describe stored weights are not copied, except the file `description`.
+    Of the files that describe stored weights, only the file `description` is copied.
     """
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -437,14 +437,14 @@ def _config(source: Source, conversion: Conversion, identity: Mapping[str, Any])
 def _with_vision(
     whole: Mapping[str, Any], text: dict[str, Any], *, is_same: bool
 ) -> dict[str, Any]:
-    """Return the vision-language config.json `whole` with another text model.
+    """Return the vision-language config.json `whole` with the text model `text`.
 
-    `is_same` means that the quantization is unchanged.
+    `is_same` is true if the conversion does not change the quantization.
     """
     quantization = text.pop("quantization_config", None)
     if is_same:
         quantization = whole.get("quantization_config") or quantization
-    elif quantization is not None:  # the vision tower is not quantized
+    elif quantization is not None:  # exclude the vision tower, which is not quantized
         for key, pattern in (("ignore", "re:.*{}.*"), ("modules_to_not_convert", "{}")):
             if key in quantization:
                 tower = [pattern.format(module) for module in VISION_MODULES]

@@ -1,4 +1,4 @@
-"""Reader of checkpoints that are split for ranks, which joins the parts of each tensor."""
+"""Reader of checkpoints that are split for ranks. It joins the parts of each tensor."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
@@ -21,7 +21,7 @@ class JoiningReader(CheckpointReader):
         self._ranks = ranks
 
     def read(self, entry: TensorEntry, region: Parts | None = None) -> Tensor:
-        """Read `entry` as `CheckpointReader.read` does. `entry` may belong to any rank."""
+        """Read `region` of `entry`, an entry of any rank, from the files of all ranks."""
         wanted = region or tuple(map(range, entry.shape))
         found = []
         for mine in (entries[entry.name] for entries in self._ranks):
@@ -36,7 +36,7 @@ class JoiningReader(CheckpointReader):
 
 
 def join(ranks: Sequence[Entries]) -> dict[str, TensorEntry]:
-    """Return an entry for each tensor, from the rank with the largest part.
+    """Return an entry for each tensor: that of the rank with the largest part of the tensor.
 
     Raises `CheckpointError` if the parts of the ranks do not cover the whole tensor.
     """
@@ -47,7 +47,7 @@ def join(ranks: Sequence[Entries]) -> dict[str, TensorEntry]:
         if len(mine) < len(ranks) or not is_alike or not _covers(mine):
             files = ", ".join(dict.fromkeys(one.file.name for one in mine))
             raise CheckpointError(
-                f"the parts of {name} in {files} do not make up the whole tensor",
+                f"the parts of {name} in {files} do not cover the whole tensor",
                 hint="convert the checkpoint again",
             )
         joined[name] = max(mine, key=lambda one: one.num_bytes)

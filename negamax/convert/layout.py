@@ -1,4 +1,4 @@
-"""Conversion plans, which state how the target's tensors are made from each weight.
+"""Conversion plans, which state how the tensors of the target are computed from each weight.
 
 A weight that is already stored in the target's format is copied unchanged.
 """
@@ -26,11 +26,11 @@ from negamax.quantization.scheme import Scheme
 class Piece:
     """Tensors of the target that `make` computes together from the result of `read`."""
 
-    slot: str | None  # name of the weight's slot; None: every rank stores the whole piece
+    slot: str | None  # name of the weight slot; None: every rank stores the whole tensor
     shape: tuple[int, ...]  # shape of the weight
     format: TensorFormat
     tensors: tuple[Planned, ...]  # the tensors of `format`
-    read: Callable[[CheckpointReader], Any]  # reads the argument of `make`
+    read: Callable[[CheckpointReader], Any]  # reads the tensors that `make` converts
     make: Callable[[Any], Mapping[str, Tensor]]  # returns tensors by name; any thread may call it
     source_bytes: int
 
@@ -72,7 +72,7 @@ def _make_piece(
     planned: Iterable[Planned],
     make: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> Piece:
-    """Make the piece of one weight. The keys of the result of `make` are names in the format."""
+    """Make the piece of one weight. `make` returns tensors by their names in the format."""
 
     def name(read: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {f"{weight.module}.{name}": tensor for name, tensor in make(read).items()}
@@ -94,8 +94,8 @@ def _copy(weight: Weight) -> Piece:
 def _plain(weight: Weight, *, to_bf16: bool) -> Piece:
     """Make the piece of a weight that the target stores unquantized.
 
-    A quantized weight becomes bf16. An unquantized weight keeps its dtype. With `to_bf16`, an
-    unquantized weight becomes bf16 unless the model needs fp32.
+    A quantized weight becomes bf16. An unquantized weight keeps its dtype. With `to_bf16`,
+    unquantized weights become bf16 if the model does not need fp32.
     """
     entry = weight.move.entries[0]
     narrowed = weight.format is not PLAIN or (to_bf16 and weight.spec.dtype is None)
@@ -132,18 +132,18 @@ def is_other_e4m3(one: TensorFormat, other: TensorFormat) -> bool:
 def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str, Tensor]:
     """Convert E4M3 numbers to the E4M3 encoding of `stored`. The numbers must not be NaN.
 
-    A byte means half as much in FNUZ as in OCP. The byte 0x80 is NaN in FNUZ and -0 in OCP. The
-    byte 0x7F is 240 in FNUZ and NaN in OCP.
+    The value of a byte in FNUZ is half of its value in OCP. The byte 0x80 is NaN in FNUZ and -0 in
+    OCP. The byte 0x7F is 240 in FNUZ and NaN in OCP.
     """
     values, scale = (read[tensor.name] for tensor in stored.tensors[:2])
     bits, dtype = values.view(torch.uint8), getattr(torch, stored.values.dtypes[0])
     made: tuple[Tensor, Tensor]
-    # the file may state E4M3FN although config.json states FNUZ, so the file's dtype is checked too
+    # the dtype of the file may be E4M3FN although config.json declares FNUZ, so check both
     if dtype is torch.float8_e4m3fnuz and values.dtype is dtype:
         made = values, scale
     elif dtype is torch.float8_e4m3fnuz:
         made = bits.masked_fill(bits == 0x80, 0).view(dtype), scale * 2
-    elif (bits & 0x7F == 0x7F).any():  # keep the scale; values below 2^-7 may be rounded
+    elif (bits & 0x7F == 0x7F).any():  # the scale stays; values below 2^-7 may be rounded
         made = values.view(torch.float8_e4m3fnuz).float().to(dtype), scale
     else:
         made = bits.view(dtype), scale / 2
@@ -159,7 +159,7 @@ def read_together(
 def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator[Piece]:
     """Yield the pieces of an expert's gate and up matrices with a common global scale.
 
-    Engines multiply gate and up as one matrix. vLLM uses the global scale of gate for up too.
+    Engines multiply gate and up as one matrix. vLLM also uses the global scale of gate for up.
     """
     for weight in weights:
         make = partial(_with_common_scale, weights, weight, stored)
@@ -169,7 +169,7 @@ def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator
 def _with_common_scale(
     weights: list[Weight], weight: Weight, stored: TensorFormat, read: list[Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """Quantize `weight`. An extra row sets the global scale to the scale of all `weights`."""
+    """Quantize `weight` with an extra row, which leads to the common global scale of `weights`."""
     plain = [one.dequantize(tensors) for one, tensors in zip(weights, read, strict=True)]
     rows, columns = weight.shape
     below = torch.zeros(1, columns)

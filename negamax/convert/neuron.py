@@ -1,8 +1,7 @@
 """Layout of neuronx-distributed-inference: file names, tensor names and stacked experts.
 
-Source: `preprocess_minimax_m2_fp8.py`, for the layout and for the rescaling of MiniMax's FP8
-blocks. Values are converted to bf16, divided by 448 / 240 and rounded to FP8. Scales are multiplied
-by 448 / 240.
+`preprocess_minimax_m2_fp8.py` defines the layout and the rescaling of FP8 blocks: values are
+converted to bf16, divided by 448/240 and rounded to FP8, and scales are multiplied by 448/240.
 """
 
 import re
@@ -24,7 +23,7 @@ from negamax.kernels.quantize.stored import encode
 from negamax.quantization.neuron import LARGEST, NEURON_BLOCKS
 
 _EXPERT = re.compile(r"(.*\.block_sparse_moe\.)experts\.(\d+)\.(w1|w2|w3)\.weight")
-# name of a stack -> matrices of an expert, which the stack stores as one matrix
+# name of a stacked tensor -> matrices of an expert that it stores as one matrix
 _STACKED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 _RENAMED = (
     (re.compile(r"^model\."), ""),
@@ -39,7 +38,7 @@ def file_name(layer: int | None) -> str:
 
 
 def neuron_pieces(source: Source, layer: int | None, target: Target) -> Iterator[Piece]:
-    """Yield a layer's pieces. Errors: `ConfigError`."""
+    """Yield a layer's pieces. Raises `ConfigError`."""
     experts: dict[str, list[dict[str, Weight]]] = defaultdict(list)
     for weight in source.read_layer(layer):
         if match := _EXPERT.fullmatch(weight.name):
@@ -74,7 +73,7 @@ def _renamed(piece: Piece) -> Piece:
 
 
 def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
-    """Make entry `number` of a stack of `count` experts. Matrices [I, K] are stored as [K, I]."""
+    """Make entry `number` of a tensor that stacks `count` experts, [I, K] matrices as [K, I]."""
     rows, columns = weights[0].shape
     if rows % E4M3_GROUP or columns % E4M3_GROUP:
         raise ConfigError(

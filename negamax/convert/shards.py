@@ -1,9 +1,9 @@
 """Checkpoints that are split for ranks. Each rank has files with its part of every tensor.
 
 A part consists of whole entries of its format. The size of a part is a multiple of one unit in both
-dimensions, so the part contains the data that a rank needs on any kind of device. If two ranks need
-rows or columns of the same entry, both ranks store this entry. A tensor that a rank does not read
-has size 0 in the rank's files, so that missing tensors are still noticed.
+dimensions, so parts are large enough for every kind of device. If two ranks need rows or columns of
+the same entry, both ranks store this entry. If a rank does not read a tensor, its files list the
+tensor with size 0, because the loader reports unlisted tensors as missing.
 """
 
 import json
@@ -33,7 +33,7 @@ class Shard:
     """The part of a checkpoint that a rank stores."""
 
     layout: ParallelLayout | None = None  # None: the checkpoint is not split
-    # slot name -> region to store; other slots store nothing; None: slots store whole tensors
+    # slot name -> region that the rank stores; None: the rank stores all tensors in full
     regions: Mapping[str, Parts] | None = None
 
     def file_name(self, number: int, count: int) -> str:
@@ -57,7 +57,7 @@ class Shard:
         }
 
     def held(self, piece: Piece) -> Iterator[tuple[Planned, Parts]]:
-        """Yield the tensors of `piece`, each with the part that the shard's file holds."""
+        """Yield the tensors of `piece`, each with the part that the file of this shard contains."""
         stored = {tensor.name: tensor for tensor in piece.format.tensors}
         for planned in piece.tensors:
             whole = tuple(map(range, planned.shape))
@@ -93,8 +93,8 @@ def make_shards(
     """
     if tp == ep == 1:
         return [Shard()]
-    # With sharded index keys a rank reads the index queries of all heads. Ranks without sharded
-    # index keys read fewer index queries from the same shards.
+    # With sharded index keys, a rank reads the index queries of all heads. Without sharded index
+    # keys, it reads a part of the same shard.
     spec = replace(spec, quantization=quantization).shard_index()
     kernels = resolve(platform=CPU, dtype=torch.bfloat16)
     shards = []

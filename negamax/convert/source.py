@@ -1,4 +1,4 @@
-"""The source of a conversion. Files are checked as in a load. Weights are read one at a time."""
+"""The source of a conversion. It checks files like the loader, and reads one weight at a time."""
 
 import math
 import re
@@ -45,14 +45,14 @@ def is_linear(spec: WeightSpec, layer: int | None) -> bool:
 class Weight:
     """One weight of the model and its stored tensors."""
 
-    name: str  # name of the weight's slot
+    name: str  # name of the weight slot
     spec: WeightSpec
     layer: int | None
     move: Move
 
     @property
     def module(self) -> str:
-        """Name of the weight's module in quantization configs."""
+        """Name of the module in quantization configs."""
         return self.name.removesuffix(f".{PLAIN.values.name}")
 
     @property
@@ -70,7 +70,7 @@ class Weight:
 
     @property
     def is_as_described(self) -> bool:
-        """Whether the format has the dtype in the file. Some files declare FNUZ as E4M3FN."""
+        """Whether the dtype in the file matches the format. Some files declare FNUZ as E4M3FN."""
         stored, source = self.move.tensors[0]
         names = [SAFETENSORS_NAMES[dtype] for dtype in stored.dtypes]
         return stored is PLAIN.values or source.entry.dtype in names
@@ -109,7 +109,7 @@ class Weight:
             names = ", ".join(entry.name for entry in self.move.entries)
             raise CheckpointError(
                 f"the checkpoint has values that are NaN or infinite: {names}",
-                hint="download the files again; if that does not help, the checkpoint is broken",
+                hint="download the files again; if the error remains, the checkpoint is broken",
             )
         return plain
 
@@ -117,7 +117,7 @@ class Weight:
 class Source:
     """The weights of the checkpoint in `folder`. The parts of a split checkpoint are joined.
 
-    The constructor raises the errors of a load: `ConfigError` and `CheckpointError`.
+    The constructor raises `ConfigError` or `CheckpointError`, as the loader does.
     """
 
     def __init__(self, folder: Path) -> None:

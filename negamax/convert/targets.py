@@ -15,7 +15,7 @@ from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
 _HEAD_AND_ROUTER = ("lm_head", r"re:.*\.gate$")
-# Modules of attention stay in bf16, as in published 4-bit checkpoints.
+# Attention modules stay in bf16, as in published 4-bit checkpoints.
 _ATTENTION = r"re:.*\.self_attn\..*"
 
 
@@ -39,7 +39,7 @@ class Target:
 
     @property
     def limit(self) -> float:
-        """Limit of the relative error of a correct conversion. The factor 4 allows for outliers."""
+        """Largest relative error of a correct conversion. The factor 4 covers outliers."""
         return 4 * self.error
 
     @property

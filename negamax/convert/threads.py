@@ -1,4 +1,4 @@
-"""Thread pool that processes several matrices at a time, one thread per matrix."""
+"""Thread pool that processes several matrices at the same time, one per thread."""
 
 import os
 from collections import deque
@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-MOST_THREADS = 8  # each thread holds a few fp32 copies of a matrix
+MOST_THREADS = 8  # limit, because each thread allocates a few fp32 copies of a matrix
 
 
 def run_in_order(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Run `calls` in threads, several at a time, and yield their results in order."""
+    """Run `calls` in several threads, and yield the results in the order of `calls`."""
     count = min(MOST_THREADS, os.cpu_count() or 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

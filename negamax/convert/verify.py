@@ -17,7 +17,7 @@ from negamax.convert.targets import TARGETS, Target
 from negamax.convert.threads import run_in_order
 from negamax.formats.floats import PLAIN
 
-_PART_ELEMENTS = 2**18  # number of elements of an unquantized matrix that are compared at a time
+_PART_ELEMENTS = 2**18  # number of elements per comparison of unquantized matrices
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -28,11 +28,11 @@ class Difference:
     name: str
     format: str  # format of W'
     error: float  # |W' - W| / |W| by the Frobenius norm; |W'| if W is 0
-    is_copy: bool  # W and W' have the same format and dtype
+    is_copy: bool  # True: W and W' have the same format and dtype
 
     @property
     def kind(self) -> str:
-        """The weight's name with `*` in place of the numbers of layers and experts."""
+        """The name of the weight with `*` instead of layer and expert numbers."""
         return _NUMBERED.sub("*", self.name)
 
     def limit(self, target: Target | None) -> float:
@@ -53,7 +53,7 @@ class KindSummary:
 def compare(
     source: Source, destination: Path, *, progress: ShowProgress | None = None
 ) -> list[Difference]:
-    """Compare all weights with `destination`. Errors: `ConfigError`, `CheckpointError`."""
+    """Compare all weights with `destination`. Raises `ConfigError` or `CheckpointError`."""
     converted = Source(destination)
     theirs = {weight.name: weight for weight in converted.weights}
     found: list[Difference] = []
@@ -79,7 +79,7 @@ def compare(
 
 
 def _parts(one: Weight, other: Weight) -> Iterator[range]:
-    """Yield ranges of rows. Ranges are compared one by one to save memory."""
+    """Yield ranges of rows. The ranges are compared one after the other to save memory."""
     count, size = one.spec.shape[0], math.prod(one.spec.shape)
     is_plain = one.format is PLAIN and other.format is PLAIN
     rows = max(1, _PART_ELEMENTS * count // size) if is_plain else count

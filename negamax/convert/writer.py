@@ -1,7 +1,7 @@
 """Writer of safetensors files, piece by piece, and the record of complete files.
 
-The offsets are known before the first tensor is made, so writing a file needs memory for one matrix
-only. A file is renamed to its final name when it is complete on disk.
+All offsets are known before the first tensor is computed, so only one matrix has to be in memory. A
+file gets its final name when it is complete on disk.
 """
 
 import json
@@ -29,7 +29,7 @@ _ALIGNMENT = 8  # alignment of the data after the header, in bytes
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor of the file to write, or one entry of a stacked tensor."""
+    """A tensor that a file will contain, or one entry of a stacked tensor."""
 
     name: str
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         self._places: dict[tuple[str, int], tuple[int, Planned]] = {}
         offset = 0
-        # Tensors with wide elements come first, so that each tensor is aligned to its element size.
+        # Tensors with larger elements are first, so each tensor is aligned to its element size.
         for tensor in sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.name, one.index)):
             place = tensor.name, tensor.index
             assert place not in self._places, f"{tensor.name} twice in {path.name}"
@@ -95,14 +95,14 @@ class TensorFile(AbstractContextManager["TensorFile"]):
 
 
 class ConversionRecord:
-    """Size and CRC-32 of each complete file in `folder`, which a resumed conversion keeps."""
+    """Sizes and CRC-32 of complete files in `folder`. A resumed conversion keeps these files."""
 
     NAME = "negamax_conversion.json"
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         """Read or start the record. `identity` describes source and target of the conversion.
 
-        Raises `CheckpointError` if the folder holds a part of another conversion.
+        Raises `CheckpointError` if the folder contains a part of another conversion.
         """
         self._path = folder / self.NAME
         self._identity = dict(identity)
@@ -114,8 +114,8 @@ class ConversionRecord:
         others = differences(self._identity, found.get("conversion"))
         if others:
             raise CheckpointError(
-                f"{folder} holds another conversion (different: {', '.join(others)})",
-                hint="remove the folder, or give another one",
+                f"{folder} contains another conversion (different: {', '.join(others)})",
+                hint="remove the folder, or set another one",
             )
         self._files = found["files"]
 
@@ -139,14 +139,14 @@ class ConversionRecord:
         write_json(self._path, {"conversion": self._identity, "files": self._files})
 
     def remove(self) -> None:
-        """Delete the file of the record. A conversion without a record is complete."""
+        """Delete the record file. A conversion without this file is complete."""
         self._path.unlink(missing_ok=True)
 
 
 def differences(identity: Mapping[str, Any], found: object) -> list[str]:
     """Return the fields of `identity` that differ in `found`.
 
-    Command, revision and name of the source are not compared. A digest identifies the source.
+    Command, revision and source name are ignored, because a digest identifies the source.
     """
     if not isinstance(found, Mapping):
         return list(identity)

@@ -1,1 +1,1 @@
-"""Accuracy suites of the embedded models."""
+"""Accuracy suites for the bundled models."""

@@ -1,4 +1,4 @@
-"""Solve an accuracy suite with a model through the engine, and count the exact answers."""
+"""Run an accuracy suite through the engine, and count the exact answers of the model."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from negamax.text.parser.events import ParsedOutput
 
 MAX_TOKENS = 1024
 SHOWN_FAILURES = 5
-_SHOWN_CHARS = 400  # length of the shown end of a question
+_SHOWN_CHARS = 400  # a failure shows at most this number of characters from the end of a question
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The outcome of one suite. Times cover the whole run, prompts included."""
+    """The result of one suite. Times include the processing of prompts."""
 
     suite: str
     model: str
@@ -46,7 +46,7 @@ class SuiteResult:
         return self.correct / self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, the accuracy and the tokens per second, for a JSON file."""
+        """Return all fields, the accuracy and the tokens per second as JSON values."""
         speed = self.output_tokens / self.seconds
         return asdict(self) | {"accuracy": self.accuracy, "tokens_per_second": speed}
 
@@ -88,7 +88,7 @@ def run_suite(
 
 def _solves(parsed: ParsedOutput, problem: Problem) -> bool:
     if not all(call.is_whole for call in parsed.tool_calls):
-        return False  # the output ended inside a call
+        return False  # the output ends inside a call
     calls = [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
     return problem.is_solved_by(parsed.content or "", calls)
 

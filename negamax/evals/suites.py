@@ -1,4 +1,4 @@
-"""Held-out problems with exact answers: the frozen suites of `negamax bench accuracy`."""
+"""The suites of `negamax bench accuracy`: fixed problems with exact answers."""
 
 import json
 import random
@@ -11,18 +11,18 @@ from typing import Any
 from negamax.base.errors import InvalidRequestError
 
 FOLDER = Path(__file__).parent / "problems"
-# name -> number of problems
+# suite name -> number of problems
 SUITES = {"nano-math": 1000, "nano-tools": 500}
 SUITES |= dict.fromkeys(("nano-retrieval-2k", "nano-retrieval-4k", "nano-retrieval-8k"), 200)
 DEFAULT_SUITES = ("nano-math", "nano-tools")  # Other suites need up to 8,192 tokens of context.
-_MAX_ANSWER_CHARS = 200  # A longer answer quotes the text instead of giving the value.
+_MAX_ANSWER_CHARS = 200  # A longer answer quotes the text instead of the value.
 
-Calls = Sequence[tuple[str, dict[str, Any]]]  # names and arguments, in order
+Calls = Sequence[tuple[str, dict[str, Any]]]  # (name, arguments) of each call, in order
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A conversation with its declared tools, and either the expected answer or the calls."""
+    """A conversation with declared tools, and either the expected answer or expected calls."""
 
     suite: str
     messages: list[dict[str, Any]]
@@ -35,11 +35,10 @@ class Problem:
         return self.answer if self.calls is None else json.dumps(self.calls, ensure_ascii=False)
 
     def is_solved_by(self, content: str, calls: Calls) -> bool:
-        """Return whether `calls` or, if none are expected, `content` is the right answer.
+        """Return whether an answer, with its `content` and `calls`, is correct.
 
-        Calls must equal the expected calls in names, order, values and JSON types. A text must have
-        the answer as its last integer (arithmetic), or be short with the answer as a word
-        (retrieval).
+        Calls must equal the expected calls in names, order, values and JSON types. In arithmetic,
+        the last integer must be the answer. In retrieval, a short text must contain the answer.
         """
         if self.calls is not None:
             expected = [(each["name"], each["arguments"]) for each in self.calls]
@@ -62,7 +61,7 @@ def load_problems(suite: str, count: int, seed: int = 0) -> list[Problem]:
         )
     if count > SUITES[suite]:
         raise InvalidRequestError(
-            f"{count} problems of {suite} were requested; it has {SUITES[suite]}", param="count"
+            f"{count} problems of {suite} requested; the suite has {SUITES[suite]}", param="count"
         )
     import lzma  # some builds of Python lack this module
 
@@ -72,7 +71,7 @@ def load_problems(suite: str, count: int, seed: int = 0) -> list[Problem]:
 
 
 def extract_answer(content: str) -> int | None:
-    """Return the last integer of a text (thousands separators are allowed), or None."""
+    """Return the last integer of a text, or None. The integer may have thousands separators."""
     numbers = re.findall(r"-?\d[\d,]*(?:\.0+(?!\d))?", content)
     if not numbers:
         return None

@@ -73,7 +73,7 @@ class Platform:
         return sorted(requires - self.features)
 
     def check(self, *, fp8_cache: bool) -> None:
-        """Refuse devices that Negamax does not support. Errors: `ConfigError`."""
+        """Refuse devices that Negamax does not support. Raises `ConfigError`."""
         if self.vendor == "amd":
             raise ConfigError(
                 f"{self.label}: AMD GPUs (ROCm) are not supported yet",
@@ -83,7 +83,7 @@ class Platform:
             self.check_arithmetic(fp8_cache=fp8_cache)
 
     def check_arithmetic(self, *, fp8_cache: bool) -> None:
-        """Refuse GPUs without bf16, and FP8 caches on GPUs without FP8. Errors: `ConfigError`."""
+        """Refuse GPUs without bf16, and FP8 caches on GPUs without FP8. Raises `ConfigError`."""
         if Feature.BF16 not in self.features:
             raise ConfigError(
                 f"{self.label} has no bfloat16 arithmetic; use compute capability 8.0 or higher",

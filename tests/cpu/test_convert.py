@@ -287,7 +287,7 @@ def test_unusable_destinations_are_refused(
     for destination, message in (
         (bf16 / "out", "is inside the source"),
         (bf16, "is inside the source"),
-        (tmp_path, "has other content: file"),
+        (tmp_path, "contains other files: file"),
         (tmp_path / "file", "is not a folder"),
         (tmp_path / "link", "is not a folder"),
     ):
@@ -339,7 +339,7 @@ def test_conversion_of_another_source_or_target_is_not_resumed(tmp_path: Path) -
     with edited(source / FILES[0]) as tensors:
         for tensor in tensors.values():
             tensor.neg_()
-    with pytest.raises(ConfigError, match=r"holds another conversion \(different: source_digest\)"):
+    with pytest.raises(ConfigError, match=r"another conversion \(different: source_digest\)"):
         convert(conversion(source, tmp_path / "done", "int8"))
     with pytest.raises(ConfigError, match="is inside the source"):
         convert(conversion(tmp_path / "done", tmp_path / "done", "int8"))

@@ -107,7 +107,7 @@ def test_split_is_split_again(bf16: Path, converted: dict[str, Path], tmp_path: 
         ("index", r"split for 2 ranks, but model-rank-1"),
         ("file", r"names 3 files, of which 1 cannot be found: model-rank-1-part-00000"),
         ("sizes", r"metadata \{'rank': 0\}; the sizes of the split"),
-        ("part", r"parts of model.layers.0.* in model-rank-0.*, model-rank-1.* do not make up"),
+        ("part", r"parts of model.layers.0.* in model-rank-0.*, model-rank-1.* do not cover"),
     ],
 )
 def test_incomplete_split_is_refused(broken: str, message: str, bf16: Path, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 REFUSED_BY_M3: list[tuple[str, Any, str]] = [
     *read_table("model_spec.refused_by_m3"),
-    ("swiglu_alpha", 10**400, "000...; supported: a number that a float holds"),
+    ("swiglu_alpha", 10**400, "000...; supported: a number in the range of a float"),
     ("moe_layer_freq", [1] * 59, "; supported: 60 entries, one per layer"),
     ("moe_layer_freq", [2] * 60, "moe_layer_freq[0] is 2; supported: 0 or 1"),
     ("mlp_layer_types", ["dense"] * 60, "; supported: the value of moe_layer_freq"),
