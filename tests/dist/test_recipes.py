@@ -30,32 +30,32 @@ MEETING = f"--data-parallel-address {ADDRESS} --data-parallel-rpc-port 13389"
 TWO_STAGES = f"{TP2} --pipeline-parallel-size 2"
 NODE_1 = f"--nnodes 2 --node-rank 1 --dist-init-addr {ADDRESS}:29501"
 SMALL: tuple[dict[str, str], ...] = (
-    {"one machine, TP4 x DP4 with experts over all 16": f"{TP2} --data-parallel-size 2 {EXPERTS}"},
-    {"one machine, TP16 (KV heads are copied)": "M2.5 --tensor-parallel-size 4"},
+    {"TP4 x DP4, experts split over 16 GPUs": f"{TP2} --data-parallel-size 2 {EXPERTS}"},
+    {"TP16 on one machine (with copies of KV heads)": "M2.5 --tensor-parallel-size 4"},
     {
-        "TP8 with prompts split over two groups": f"{TP2} {TWO_PROMPTS} "
+        "TP8 with each prompt split over two groups": f"{TP2} {TWO_PROMPTS} "
         "--cp-kv-cache-interleave-size 128"
     },
     {
-        "two groups of requests, prompts of each split over two": "M2.5 --tensor-parallel-size 1 "
+        "DP2 with each prompt split over two groups": "M2.5 --tensor-parallel-size 1 "
         f"--data-parallel-size 2 {TWO_PROMPTS} {EXPERTS}"
     },
     {
-        "DP2 x TP8 on two machines, the first": f"{DP2} {MEETING}",
-        "and the second": f"{DP2} --headless --data-parallel-start-rank 1 {MEETING}",
+        "DP2 x TP8, first machine": f"{DP2} {MEETING}",
+        "DP2 x TP8, second machine": f"{DP2} --headless --data-parallel-start-rank 1 {MEETING}",
     },
     {
-        "PP2 x TP8 on two machines": f"{TWO_STAGES} --nnodes 2 --node-rank 0 "
+        "PP2 x TP8, first machine": f"{TWO_STAGES} --nnodes 2 --node-rank 0 "
         f"--master-addr {ADDRESS}",
-        "the same (SGLang), the second": f"M2.5 --tp 2 --pp-size 2 {NODE_1}",
+        "PP2 x TP8, second machine, SGLang's options": f"M2.5 --tp 2 --pp-size 2 {NODE_1}",
     },
-    {"the same on one": TWO_STAGES},
-    {"DEP8 (vLLM)": "M2.5 --data-parallel-size 4 --enable-expert-parallel"},
-    {"DEP8 (SGLang)": "M2.5 --tp 4 --attn-dp-size 4 --ep 4"},
-    {"two copies of TP4 on one machine (SGLang)": "M2.5 --tp 2 --dp-size 2"},
-    {"DEP4, groups of two for attention (SGLang)": "M3 --tp 4 --attn-dp-size 2 --ep 4"},
+    {"PP2 x TP8 on one machine": TWO_STAGES},
+    {"DP8 EP8 with vLLM's options": "M2.5 --data-parallel-size 4 --enable-expert-parallel"},
+    {"DP8 EP8 with SGLang's options": "M2.5 --tp 4 --attn-dp-size 4 --ep 4"},
+    {"two replicas of TP4, SGLang's options": "M2.5 --tp 2 --dp-size 2"},
+    {"DP4 TP2 EP8 with SGLang's options": "M3 --tp 4 --attn-dp-size 2 --ep 4"},
     {
-        "prefill and decode apart": "M3 --tensor-parallel-size 2 --kv-transfer-config "
+        "disaggregated prefilling server": "M3 --tensor-parallel-size 2 --kv-transfer-config "
         '{"kv_connector":"TcpConnector","kv_role":"kv_producer","kv_port":5731}'
     },
 )
