@@ -1,1 +1,1 @@
-"""HTTP servers for the APIs of OpenAI, Anthropic and SGLang in front of the engine."""
+"""Serve the APIs of OpenAI, Anthropic and SGLang over HTTP."""

@@ -28,7 +28,7 @@ class Access:
         self.has_keys = bool(self._keys)
 
     def reload(self) -> None:
-        """Read the key file again, or raise `ConfigError` and keep the earlier keys."""
+        """Read the key file again. For an unusable file, keep the keys and raise `ConfigError`."""
         keys = (*self._options.api_keys, *keys_of_file(self._options.api_key_file))
         if self._options.admin_api_key in keys:
             raise ConfigError(
@@ -53,7 +53,7 @@ class Access:
         if not given:
             raise AuthenticationError(
                 "the API key is missing",
-                hint="send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                hint="send the key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="missing_api_key",
             )
         # Compare with every key, so that the time does not show which key matches.
@@ -79,7 +79,7 @@ class Access:
             return
         raise ForbiddenError(
             f"a page of {(origin or 'another site')[:100]!r} sent this request across sites",
-            hint="start the server with --allowed-origins to allow it",
+            hint="start the server with --allowed-origins to allow this page",
             code="cross_site",
         )
 
@@ -113,7 +113,7 @@ def is_admin(request: Request) -> bool:
 
 
 def check_admin(request: Request) -> None:
-    """Raise `ForbiddenError` unless the sender is an administrator."""
+    """Raise `ForbiddenError` if the sender is not an administrator."""
     if not is_admin(request):
         raise ForbiddenError(
             f"{request.url.path} is for administrators, because it affects all clients",

@@ -98,23 +98,23 @@ class AuthMiddleware:
 def _check_size(headers: _Headers, *, url_bytes: int) -> None:
     if url_bytes > MAX_URL_BYTES:
         raise UrlTooLongError(
-            f"the URL has {url_bytes} bytes; allowed: {MAX_URL_BYTES}", code="url_too_long"
+            f"the URL has {url_bytes} bytes; send at most {MAX_URL_BYTES}", code="url_too_long"
         )
     if len(headers) > MAX_HEADERS:
         raise HeadTooLargeError(
-            f"the request has {len(headers)} headers; allowed: {MAX_HEADERS}",
+            f"the request has {len(headers)} headers; send at most {MAX_HEADERS}",
             code="too_many_headers",
         )
     header_bytes = sum(len(name) + len(value) for name, value in headers)
     if header_bytes > MAX_HEADER_BYTES:
         raise HeadTooLargeError(
-            f"the headers have {header_bytes} bytes; allowed: {MAX_HEADER_BYTES}",
+            f"the headers have {header_bytes} bytes; send at most {MAX_HEADER_BYTES}",
             code="headers_too_large",
         )
 
 
 def _check_host(headers: _Headers, allowed: set[str]) -> None:
-    """Refuse Host headers that name other machines, which stops DNS rebinding by web pages."""
+    """Refuse Host headers of other machines, to stop attacks of web pages by DNS rebinding."""
     for name, value in headers:
         if name == b"host":
             host = _parse_host(value.decode("latin-1"))

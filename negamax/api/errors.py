@@ -25,14 +25,14 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_MESSAGE_CHARS = 1000  # Longest error message, including quotes from the request.
+MAX_MESSAGE_CHARS = 1000  # Maximum length of an error message, with quotes from the request.
 MESSAGES_PATH = "/v1/messages"  # Clients expect Anthropic's error format on this path.
 _ALIAS = "/anthropic"  # Path prefix of Anthropic's routes, as in MiniMax's own API.
 _ALIASED = (f"{_ALIAS}{MESSAGES_PATH}", f"{_ALIAS}/v1/models")
 CLIENT_CLOSED_REQUEST = 499  # Status in logs only; nginx uses the same number.
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_INTERNAL = "the server failed on this request; see the request id in the server's log"
+_INTERNAL = "the server failed on this request; search the server's log for the request id"
 
 
 def build_json_response(
@@ -79,7 +79,7 @@ def log_failure(error: Exception, *, request_id: str) -> tuple[int, ErrorAnswer]
 
 
 class ErrorMiddleware:
-    """Adds an `x-request-id` to every response and answers uncaught errors with 500."""
+    """Adds an `x-request-id` to every response, and answers uncaught errors with status 500."""
 
     def __init__(self, app: ASGIApp, *, lifecycle: Lifecycle, logs_access: bool) -> None:
         self._app = app
@@ -118,7 +118,7 @@ class ErrorMiddleware:
             code, answer = describe_error(error)
             await build_error_response(scope, code, answer)(scope, receive, send_with_id)
         finally:
-            if self._logs_access and scope["client"] is not None:  # None means another process.
+            if self._logs_access and scope["client"] is not None:  # Skip internal requests.
                 log_access(
                     client="{}:{}".format(*scope["client"]),
                     method=scope["method"],
@@ -164,7 +164,7 @@ def handle_http_error(request: Request, error: Exception) -> Response:
             f"there is no route {where}.{hint}", error_type="not_found_error", code="unknown_route"
         )
     elif error.status_code == 405:
-        message = f"{where} is not allowed; allowed: {headers.get('Allow', 'another method')}"
+        message = f"{where} is not allowed; use the method {headers.get('Allow', 'of the route')}"
         answer = build_error(message, error_type="invalid_request_error", code="method_not_allowed")
     else:
         answer = build_error(str(error.detail), error_type="invalid_request_error")

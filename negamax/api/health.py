@@ -14,19 +14,19 @@ def make_health_router(context: ApiContext) -> APIRouter:
 
     @router.get("/livez")
     async def livez() -> Response:
-        """Return 200 while the event loop runs, in any state of the engine."""
+        """Return status 200 while the event loop runs, even if no engine runs."""
         return build_json_response(HealthAnswer("ok"))
 
     @router.get("/readyz")
     async def readyz() -> Response:
-        """Return 200 while the server accepts requests and all its processes send heartbeats."""
+        """Return 200 if the server accepts requests and all server processes send heartbeats."""
         context.lifecycle.check_accepting()
         context.lifecycle.check_leader()
         context.engine.check_responsive()
         return build_json_response(HealthAnswer("ok"))
 
     async def health() -> Response:
-        """Return 200 while an engine runs, else 503. The body has the status of each replica."""
+        """Return 200 if an engine runs, else 503. The body contains the status of each replica."""
         context.engine.check_alive()
         replicas = [
             ReplicaHealth(replica.index, replica.state) for replica in context.engine.replicas

@@ -49,7 +49,7 @@ class LoadReport:
 
 
 async def log_load(engine: AsyncEngine, *, interval: float) -> None:
-    """Log the load every `interval` seconds unless the engine is idle, until cancelled."""
+    """Log the load of a busy engine every `interval` seconds, until cancelled."""
     report = LoadReport(engine.stats, now=time.monotonic())
     while True:
         await asyncio.sleep(interval)

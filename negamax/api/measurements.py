@@ -42,9 +42,9 @@ class Histogram:
     def __init__(
         self, bounds: Sequence[float], *, numbers: SharedNumbers, index: int, start: int
     ) -> None:
-        """`bounds` are the upper bounds of the buckets, sorted. A last bucket counts larger values.
+        """`bounds` are the sorted upper bounds of the buckets. A last bucket counts larger values.
 
-        Row `index` of `numbers` contains the counts and then the sum, from column `start` on.
+        From column `start` on, row `index` of `numbers` contains the counts and then the sum.
         """
         self._bounds = tuple(bounds)
         self._numbers = numbers
@@ -85,7 +85,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     ),
     "tpot": (
         _TOKEN_SECONDS,
-        "Mean seconds per token after the first, per choice.",
+        "Mean seconds per token of a choice, without its first token.",
         "vllm:request_time_per_output_token_seconds",
     ),
     "e2e": (
@@ -105,7 +105,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     ),
     "decode": (
         _REQUEST_SECONDS,
-        "Seconds from the first token to the last.",
+        "Seconds from the first token to the last token.",
         "vllm:request_decode_time_seconds",
     ),
     "inference": (
@@ -114,7 +114,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
         "vllm:request_inference_time_seconds",
     ),
     "prompt_tokens": (_TOKEN_COUNTS, "Prompt tokens per request.", "vllm:request_prompt_tokens"),
-    "generation_tokens": (_TOKEN_COUNTS, "Tokens per choice.", "vllm:request_generation_tokens"),
+    "generation_tokens": (_TOKEN_COUNTS, "Tokens of a choice.", "vllm:request_generation_tokens"),
     "max_generation_tokens": (
         _TOKEN_COUNTS,
         "Generated tokens of a request's longest choice.",
@@ -125,7 +125,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     "step_tokens": (_STEP_TOKENS, "Tokens per step of the engine.", "vllm:iteration_tokens_total"),
 }
 
-# Columns of the shared numbers: first those of `Lifecycle`, then counts, then histograms.
+# The shared numbers have the columns of `Lifecycle`, then the counts, then the histograms.
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS

@@ -1,4 +1,4 @@
-"""Prometheus metrics under the names that vLLM's and SGLang's dashboards read.
+"""Provide Prometheus metrics with the names that vLLM's and SGLang's dashboards read.
 
 Each scrape reads counters and gauges from the engine's statistics, and other metrics from the
 `Measurements` of all server processes. Process 0 answers scrapes for all processes.
@@ -25,7 +25,7 @@ from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import AsyncEngine
 
 _SAMPLE_SECONDS = 1.0  # Interval over which rates are measured.
-# Counters of a data-parallel rank: field of the statistics, help text, metric names.
+# Counters of each data-parallel rank. An entry has a statistics field, a help text and names.
 _COUNTERS = (
     (
         "prompt_tokens",
@@ -40,7 +40,7 @@ _COUNTERS = (
     ),
     (
         "prompt_tokens",
-        "Prompt tokens, cached ones included.",
+        "Prompt tokens, including cached tokens.",
         "vllm:prompt_tokens sglang:prompt_tokens",
     ),
     ("generated_tokens", "Generated tokens.", "vllm:generation_tokens sglang:generation_tokens"),
@@ -57,26 +57,26 @@ _COUNTERS = (
     ("num_dropped_kv_events", "Steps whose KV events were dropped.", "negamax:kv_events_dropped"),
     ("num_remote_prefills", "Prompts that another server computed.", "negamax:remote_prefills"),
     ("num_failed_prefills", "Remote prompts that failed.", "negamax:failed_remote_prefills"),
-    ("num_local_prefills", "Requests that named no other server.", "negamax:local_prefills"),
+    ("num_local_prefills", "Requests with locally computed prompts.", "negamax:local_prefills"),
     ("num_pulled_blocks", "KV blocks read from other servers.", "negamax:pulled_kv_blocks"),
-    ("num_expired_leases", "Kept prompts that expired unread.", "negamax:expired_kv_leases"),
+    ("num_expired_leases", "Kept prompts that no server read.", "negamax:expired_kv_leases"),
 )
-# Counters of copied KV blocks: field of the statistics, vLLM's name of the direction.
+# Counters of copied KV blocks. An entry has a statistics field and vLLM's name of the direction.
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
-# Counters of KV blocks in files: field of the statistics, SGLang's metric name, help text.
+# Counters of KV blocks in files. An entry has a statistics field, SGLang's name and a help text.
 _FILES = (
     ("num_file_reads", "sglang:prefetched_tokens", "Tokens of KV cache read from files."),
     ("num_file_writes", "sglang:backuped_tokens", "Tokens of KV cache written into files."),
 )
 _FILE_BYTES = (("num_file_bytes_read", "read"), ("num_file_bytes_written", "write"))
 _RUNNING, _WAITING = "Sequences in the running batch.", "Sequences waiting to run."
-_ACCEPTED = "Tokens per draft: the accepted ones and the bonus token."
+_ACCEPTED = "Mean number of accepted tokens and bonus tokens per draft."
 _OPEN = "Requests that are being answered, also in the background."
-_LAG = "How late the event loop was."
-_HITS = "Recent share of prompt tokens found in the prefix cache."
-_CACHE = "Share of KV blocks in use, 0 to 1."
-_HOST = "Share of the KV blocks in main memory with content, 0 to 1."
-_IN_FILES = "Share of the KV blocks in files with content, 0 to 1."
+_LAG = "Delay of the event loop in seconds."
+_HITS = "Fraction of recent prompt tokens that were found in the prefix cache."
+_CACHE = "Fraction of KV blocks in use, 0 to 1."
+_HOST = "Fraction of the KV blocks in main memory that have content, 0 to 1."
+_IN_FILES = "Fraction of the KV blocks in files that have content, 0 to 1."
 _LEASES = "Prompts that are kept for other servers."
 _BALANCE = "Recent mean expert load of the ranks divided by the busiest rank's load."
 _SYNTHETIC = "Tokens per step that a benchmark prescribes without verifying drafts."
@@ -134,12 +134,12 @@ class ServerMetrics(Collector):
             ("vllm:cache_config", {"block_size": size, "num_gpu_blocks": pages}),
             ("sglang:cache_config", {"page_size": size, "num_pages": pages}),
         ):
-            info = InfoMetricFamily(name, "The KV cache as configured.", labels=["model_name"])
+            info = InfoMetricFamily(name, "Configuration of the KV cache.", labels=["model_name"])
             info.add_metric([self._model_name], labels)
             yield info
         # Some routers need this metric, even without adapters.
         adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-        name, text = "vllm:lora_requests_info", "Adapters: none are loaded."
+        name, text = "vllm:lora_requests_info", "Adapters, which are not supported."
         yield self._metric(GaugeMetricFamily, name, text, [(("0", "", ""), time.time())], *adapters)
 
     def _metric(
@@ -165,14 +165,14 @@ class ServerMetrics(Collector):
             ("sglang:num_running_reqs", _RUNNING, stats.num_running),
             ("sglang:num_queue_reqs", _WAITING, stats.num_waiting),
             ("sglang:token_usage", _CACHE, compute_cache_usage(stats)),
-            ("sglang:num_used_tokens", "Tokens of KV cache in use.", used_tokens),
-            ("sglang:max_total_num_tokens", "Tokens that the KV cache holds.", all_tokens),
+            ("sglang:num_used_tokens", "Tokens in the KV cache.", used_tokens),
+            ("sglang:max_total_num_tokens", "Capacity of the KV cache in tokens.", all_tokens),
             ("sglang:gen_throughput", "Generated tokens per second.", self._throughput),
             ("sglang:cache_hit_rate", _HITS, self._hit_rate),
             ("sglang:num_retracted_reqs", "Preempted sequences.", stats.preemption_count),
-            ("sglang:utilization", "Share of the running batch in use.", utilization),
+            ("sglang:utilization", "Running sequences divided by the limit.", utilization),
             ("sglang:spec_accept_length", _ACCEPTED, accept_length),
-            ("sglang:spec_accept_rate", "Share of draft tokens that were accepted.", accept_rate),
+            ("sglang:spec_accept_rate", "Fraction of accepted draft tokens.", accept_rate),
             ("negamax:waiting_tokens", "Prompt tokens of waiting sequences.", waiting_tokens),
             ("negamax:open_requests", _OPEN, num_open),
             ("negamax:draining", "1 while the server stops.", float(self._lifecycle.is_draining)),
@@ -248,7 +248,9 @@ class ServerMetrics(Collector):
             for position, count in enumerate(stats.accepted_per_position)
         ]
         labels = ("engine", "position")
-        yield self._metric(CounterMetricFamily, name, "Accepted by position.", accepted, *labels)
+        yield self._metric(
+            CounterMetricFamily, name, "Accepted draft tokens by position.", accepted, *labels
+        )
 
     def _server_counters(self) -> Iterator[Metric]:
         measured, experts = self.measured, self._engine.stats.experts

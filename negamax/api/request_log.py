@@ -26,7 +26,7 @@ class RequestLog:
     """Logs one line when a request to the engine starts, and one line when it ends."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_prompt_chars: int) -> None:
-        """`max_prompt_chars` is the most characters of a prompt that are logged."""
+        """At most `max_prompt_chars` characters of a prompt are logged."""
         self._tokenizer = tokenizer
         self._max_prompt_chars = max_prompt_chars
 
@@ -86,7 +86,7 @@ class RequestLog:
 
 
 def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: bool) -> None:
-    """Log a refused request. The level is debug unless the options ask for request logs."""
+    """Log a refused request. The log level is info if `is_asked_for`, else debug."""
     fields = {
         "x_request_id": request.state.request_id,
         "route": request.url.path,
@@ -107,7 +107,7 @@ def log_refusal(request: Request, status: int, reason: str, *, is_asked_for: boo
 def log_access(
     *, client: str, method: str, path: str, status: int, seconds: float, request_id: str
 ) -> None:
-    """Log an HTTP request at the end of its response. Status 0 means no response."""
+    """Log an HTTP request at the end of its response. Status 0 means that no response was sent."""
     fields = {
         "client": client,
         "method": method,

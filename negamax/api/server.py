@@ -68,7 +68,7 @@ def create_app(context: ApiContext) -> FastAPI:
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
     )
-    app.add_middleware(AuthMiddleware, context=context)  # The first layer added is the innermost.
+    app.add_middleware(AuthMiddleware, context=context)  # The first middleware is the innermost.
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -120,7 +120,7 @@ def open_listener(options: ServerOptions) -> socket.socket:
 def resolve_address(options: ServerOptions) -> tuple[int, Any]:
     """Return the socket family and the address to listen on.
 
-    Raises `ConfigError` for an unknown host, and for a host that others reach without a key.
+    Raises `ConfigError` for an unknown host, and for a host that all machines reach without a key.
     """
     host, has_key = options.host, bool(options.api_keys or options.api_key_file)
     family, address = resolve_host(host, options.port)
@@ -140,14 +140,14 @@ def _make_tls_files(options: ServerOptions) -> TlsFiles | None:
 
 def build_bind_error(error: OSError, *, host: str, port: int) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        hint = "stop the other server, or use another --port (0 picks a free one)"
+        hint = "stop the other server, or use another --port (0 selects a free port)"
         return ResourceError(f"--port is {port}, which is in use on {host}", hint=hint)
     if error.errno in (errno.EACCES, errno.EPERM):
         return ResourceError(
-            f"--port is {port}, which this user may not open", hint="use a port above 1023"
+            f"--port is {port}, which this user cannot open", hint="use a port above 1023"
         )
     return ConfigError(
-        f"--host is {host!r} and --port {port}: {error.strerror}", hint="use 127.0.0.1 or 0.0.0.0"
+        f"--host {host!r} with --port {port}: {error.strerror}", hint="use 127.0.0.1 or 0.0.0.0"
     )
 
 
@@ -288,7 +288,7 @@ class HttpServer(LimitedServer):
         context, servers = self._context, self._servers
         self._pulse = context.lifecycle.start_pulse()  # Runs until the event loop ends.
         watches = [self._watch(context.engine.failed)]
-        if servers is not None:  # Process 0, which also serves the metrics.
+        if servers is not None:  # This is process 0, which also serves the metrics.
             watches += [context.metrics.watch(), self._watch(servers.failed)]
             if context.options.log_stats:
                 watches.append(
@@ -310,7 +310,7 @@ class HttpServer(LimitedServer):
             await self._context.tracer.close()
 
     def drain(self) -> None:
-        """Refuse new requests, answer the open ones within the drain timeout, and end."""
+        """Refuse new requests, answer open requests within the drain timeout, and end."""
         self._context.lifecycle.begin_drain()
         if self._servers is not None:
             self._servers.drain()
@@ -330,7 +330,7 @@ class HttpServer(LimitedServer):
             logger.info("the files were reloaded")
 
     async def abort(self) -> None:
-        """End now. Stopping the engine ends open streams with an error event."""
+        """End the server now. Stopping the engine ends open streams with an error event."""
         self._context.lifecycle.begin_drain()
         ends = [self._stop_engine()]
         if self._servers is not None:

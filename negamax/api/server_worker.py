@@ -1,4 +1,4 @@
-"""Run an additional server process by `python -m negamax.api.server_worker`.
+"""Run an additional server process with `python -m negamax.api.server_worker`.
 
 Process 0 starts this process, and sends engine states and commands to its standard input. The
 input ends when process 0 ends. A thread watches the heartbeat of process 0.

@@ -26,23 +26,23 @@ FLAG = "--otlp-traces-endpoint"
 SPAN_NAME = "llm_request"
 _DEFAULT_PATH = "/v1/traces"
 _EXPORT_SECONDS = 5.0  # Time limit for sending a batch, including retries.
-_MAX_ANSWER_BYTES = 64 * 1024  # Most bytes read of a collector's answer; the SDK sets no limit.
-_CLOSE_SECONDS = 3.0  # Time that a stopping server waits for its last spans.
+_MAX_ANSWER_BYTES = 64 * 1024  # Limit of the bytes that are read of a collector's answer.
+_CLOSE_SECONDS = 3.0  # Time limit of a stopping server to send its last spans.
 _PARENT_HEADERS = ("traceparent", "tracestate")
 
 
 def check_endpoint(endpoint: str) -> str:
-    """Return the address of the collector, with the path `/v1/traces` if it has none.
+    """Return the collector's address. Add the path `/v1/traces` if the address has no path.
 
     Raises `ConfigError` for a wrong address, and if OpenTelemetry is not installed.
     """
     try:
         parts = urlsplit(endpoint)
         is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # An unclosed bracket, or a port that is not a number.
+    except ValueError:  # The URL has an unclosed bracket or an invalid port.
         is_http = False
     if not is_http:
-        hint = "give a collector's address for OTLP over HTTP, such as http://localhost:4318"
+        hint = "use a collector's address for OTLP over HTTP, such as http://localhost:4318"
         raise ConfigError(f"{FLAG} is {endpoint!r}, which is not an HTTP address", hint=hint)
     try:
         is_installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
@@ -121,7 +121,7 @@ def build_span_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.usage.num_sequences": sampling.n,
         "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": record.num_output_tokens,
-        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # Newer names in OpenTelemetry.
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # OpenTelemetry's newer names.
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cached_tokens": record.num_cached_tokens,
         "gen_ai.latency.time_in_queue": _subtract(record.arrival, start),

@@ -171,7 +171,7 @@ def test_a_server_that_is_down_or_failed_is_not_chosen() -> None:
     assert pool.open(known, without=[first]).server is not first
     first.is_up = False
     assert pool.open(known).server is not first
-    with pytest.raises(UnavailableError, match="no server answers; known: http://127"):
+    with pytest.raises(UnavailableError, match="no server answers; the router uses http://127"):
         pool.open(known, without=pool.servers)
 
 

@@ -1,4 +1,4 @@
-"""Serve the chat page at `/` and the status page as static files that load no other site."""
+"""Serve the chat page and the status page as static files that load nothing from other sites."""
 
 import base64
 import binascii
@@ -51,8 +51,8 @@ PAGE_PATHS = frozenset(_FILES)  # Paths that a browser requests before the user 
 def read_browser_key(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the password of Basic credentials, which the user entered in a dialog of the browser.
 
-    Browsers add Basic credentials to requests of any site. Therefore Basic credentials count only
-    for the files of the page, or together with a header that other sites cannot send.
+    Browsers add Basic credentials to requests of any site. Therefore Basic credentials are accepted
+    only for the files of the page, or together with a header that other sites cannot send.
     """
     fields = dict(headers)
     scheme, _, credentials = fields.get(b"authorization", b"").partition(b" ")
@@ -103,7 +103,7 @@ class _File:
 
 
 def make_playground_router() -> APIRouter:
-    """Build one route per file, so that no request can name a path in the file system."""
+    """Build one route per file, so that no request can read other files."""
     router = APIRouter()
     for address, path in _FILES.items():
         router.add_route(address, _File.read(path).answer, methods=["GET"])

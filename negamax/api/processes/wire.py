@@ -1,4 +1,4 @@
-"""Messages from the first process to another server process, as JSON lines on standard input."""
+"""Define the messages of the first process to another server process: JSON lines on its stdin."""
 
 import msgspec
 

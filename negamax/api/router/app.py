@@ -1,4 +1,4 @@
-"""Relay each request to one server, and to another server if the first one fails."""
+"""Relay each request to one server, and to another server if the first server fails."""
 
 import math
 from contextlib import closing
@@ -49,8 +49,8 @@ logger = get_logger(__name__)
 MAX_RETRIES = 1  # More retries would let a fatal request kill all servers.
 _BUSY = frozenset({429, 502, 503})  # Statuses of a full queue, a dead engine, or shutdown.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # Routes with prefillers.
-_STORED_PATH = "/v1/responses"  # Only the server that made a response stores it.
+_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # Prefillers are used here.
+_STORED_PATH = "/v1/responses"  # A response is stored only by the server that created it.
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _PARAMS_BYTES = 8 * 2**20  # Size limit of the answer of a prefilling server.
 _INLINE_BYTES = 32 * 1024  # Prompts of larger bodies are hashed in a thread.
@@ -58,7 +58,7 @@ _INLINE_BYTES = 32 * 1024  # Prompts of larger bodies are hashed in a thread.
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request in the form that is sent to a server."""
+    """A request in the format that the router sends to a server."""
 
     path: str
     method: bytes
@@ -212,8 +212,8 @@ class RouterApp:
 
 
 async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
-    """Send a request and wait for the first bytes of the answer's body. Before the first bytes,
-    another server could answer instead. Raises `UnavailableError` if the server does not answer.
+    """Send a request and wait for the first bytes of the answer's body. Before the first bytes, the
+    router may use another server. Raises `UnavailableError` if the server does not answer.
     """
     exchange = None
     try:

@@ -26,9 +26,9 @@ _PROMPT_FIELDS = [
     "input_ids",
     "messages",
 ]
-# Clients move this mark, which is not part of the prompt, to the latest message.
+# Clients add this mark to the latest message. The mark is not part of the prompt.
 _CACHE_MARK = re.compile(rb'(?:,\s?)?"cache_control"\s?:\s?(?:\{[^{}]*\}|null)')
-_TAG_BYTES = 6  # As in `hash_blocks`: a float64 represents 6-byte integers exactly.
+_TAG_BYTES = 6  # A float64 represents integers of 6 bytes exactly.
 _ASK_PREFILL = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
@@ -56,7 +56,7 @@ Fields = dict[str, msgspec.Raw]
 class RoutedPrompt:
     tags: Sequence[int] = ()  # Hashes of the full chunks.
     num_tokens: int = 0  # Approximate number of tokens.
-    fields: Fields | None = None  # Fields of the body, or None without a JSON object.
+    fields: Fields | None = None  # Fields of the body, or None if the body is not an object.
 
 
 def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
@@ -85,7 +85,7 @@ def build_prefill_body(fields: Fields) -> bytes:
 
 
 def build_decode_body(fields: Fields, answer: bytes) -> bytes | None:
-    """Add PARAMS of a prefilling server's answer to the body. Without PARAMS, return None."""
+    """Add PARAMS of a prefilling server's answer to the body. If PARAMS is missing, return None."""
     try:
         params = msgspec.json.decode(answer, type=Fields).get(PARAMS)
     except (msgspec.MsgspecError, RecursionError):

@@ -1,4 +1,4 @@
-"""Run the router from the opening of its socket to its end."""
+"""Open the socket of the router, and run the router until it ends."""
 
 import asyncio
 import socket
@@ -30,7 +30,7 @@ def open_router_socket(options: RouteOptions) -> socket.socket:
         raise ConfigError(
             f"--host is {options.host!r}, which other machines can reach, and the router checks "
             f"no keys",
-            hint="give the servers keys, and pass --allow-unauthenticated",
+            hint="set API keys for the servers, and pass --allow-unauthenticated",
         )
     try:
         return bind(family, address)
@@ -46,7 +46,7 @@ async def serve_router(
     listener: socket.socket,
     announce: Callable[[str, int], None],
 ) -> None:
-    """Route until SIGINT or SIGTERM. `announce` gets the URL and the number of healthy servers.
+    """Route requests until SIGINT or SIGTERM. `announce` receives the URL and the healthy servers.
 
     A server that is down at the start gets requests as soon as it answers.
     """

@@ -27,7 +27,7 @@ _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0  # Time limit of a health probe; a busy server answers slowly.
 # If a reused connection ends within this time after a request, the request is sent again.
 _CROSSED_SECONDS = 1.0
-_RETRY_SECONDS = 1.0  # Retry-After if no server answers.
+_RETRY_SECONDS = 1.0  # Value of the header Retry-After if no server answers.
 
 
 class RoutedServer:
@@ -74,7 +74,7 @@ class RoutedServer:
     ) -> Exchange:
         gone = UnavailableError(
             f"the server {self.url} does not answer, or ended its answer early",
-            hint="retry",
+            hint="send the request again",
             code="server_gone",
             retry_after=_RETRY_SECONDS,
         )
@@ -117,7 +117,7 @@ class RoutedServer:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A request that loads a server until `close`. Only its handler changes this object."""
+    """A request that counts as load until `close`. Only its handler changes this object."""
 
     server: RoutedServer
     num_tokens: int
@@ -169,8 +169,8 @@ class ServerPool:
         if not ready:
             urls = ", ".join(each.url for each in self.servers)
             raise UnavailableError(
-                f"no server answers; known: {urls[:500]}",
-                hint="retry later",
+                f"no server answers; the router uses {urls[:500]}",
+                hint="send the request again later",
                 code="no_server",
                 retry_after=_RETRY_SECONDS,
             )
