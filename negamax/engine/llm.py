@@ -119,7 +119,7 @@ class LLM:
         )
         self._seeds = random.Random(self._options.seed)
         self._request_numbers = count()
-        # Updates by request id: each stream runs the loop, which returns updates of all requests.
+        # Updates by request id. Any stream can run the loop, which returns updates of all requests.
         self._updates: dict[str, deque[SequenceUpdate]] = {}
 
     def __enter__(self) -> LLM:
@@ -142,9 +142,9 @@ class LLM:
     ) -> list[Generation]:
         """Continue each prompt (text or token ids). Results are in the order of the prompts.
 
-        Give one `sampling_params` or one per prompt; the default is the model's parameters. Raises
-        `InvalidRequestError` before the first step if a prompt or parameter is invalid, and
-        `EngineError` if the engine fails.
+        Pass one `sampling_params` for all prompts, or one per prompt; None selects the model's
+        defaults. Raises `InvalidRequestError` before the first step if a prompt or parameter is
+        invalid, and `EngineError` if the engine fails.
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         params = self._admit(token_ids, sampling_params)
@@ -169,11 +169,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_options: Any,
     ) -> list[Generation]:
-        """Answer one or several conversations; `outputs[i].message` holds reasoning, content and
+        """Answer one or several conversations; `outputs[i].message` contains reasoning, content and
         tool calls. Stop strings apply to the content only.
 
-        `template_options` are variables of the chat template. Raises the errors of `generate`,
-        and `InvalidRequestError` for messages that the template cannot express.
+        `template_options` are variables of the chat template. Raises the errors of `generate`, and
+        `InvalidRequestError` for messages that the template cannot express.
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         chats: list[Any] = [conversations] if single else list(conversations)
@@ -219,7 +219,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         messages: Messages = (),
     ) -> ParsedOutput:
-        """Parse a completion. Tool calls need `tools`, or earlier calls in `messages`."""
+        """Parse a completion. Find tool calls if `tools` or calls in `messages` exist."""
         parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
         return collect(
             [
@@ -236,7 +236,7 @@ class LLM:
         **template_options: Any,
     ) -> str:
         """Render a conversation to its prompt text. If a message contains the text of a control
-        token, `generate` reads a token, while `chat` reads text.
+        token, `generate` encodes the control token, but `chat` encodes plain text.
         """
         return unescape(self._render(messages, tools, [], **template_options))
 
@@ -291,7 +291,7 @@ class LLM:
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 f"{len(params)} sampling parameters do not fit {len(prompts)} prompts",
-                hint="give one for all prompts, or one for each prompt",
+                hint="pass one SamplingParams for all prompts, or one for each prompt",
             )
         return [
             admit(prompt, param, info=self.info)
@@ -309,7 +309,8 @@ class LLM:
         waiting = deque(self._sequences(prompts, params, parsers, images))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         updates: deque[SequenceUpdate] = deque()
-        # Choices that start after the first choice has filled the prefix cache, by its request id.
+        # Choices that wait until their first choice has filled the prefix cache, by id of the
+        # first.
         held: dict[str, list[_Sequence]] = {}
 
         def start(sequence: _Sequence) -> None:

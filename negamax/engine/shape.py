@@ -1,4 +1,4 @@
-"""Describe the serving shape: all settings that determine what a deployment computes and how fast.
+"""Describe the serving shape: all settings that determine a deployment's results and speed.
 
 Two benchmark results are comparable if their serving shapes are equal. Shapes are JSON objects.
 """
@@ -12,13 +12,13 @@ from negamax import __version__
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
 
-SHAPE, HASH = "serving_shape", "hash"  # Keys: of a shape, of its hash.
+SHAPE, HASH = "serving_shape", "hash"  # Keys of a shape and of its hash.
 
 
 def make_shape(
     options: EngineOptions, of_ranks: dict[str, Any], *, model: str, revision: str | None
 ) -> dict[str, Any]:
-    """Join the options with the description of the first rank (`worker.shape`)."""
+    """Make a shape of the options and of the first rank's description (`worker.shape`)."""
     parallel, drafts = options.parallel, options.speculation
     sizes = {
         "tensor": parallel.tensor_parallel_size,

@@ -39,7 +39,7 @@ class TransferInfo(msgspec.Struct, frozen=True):
     host: str
     port: int
     num_ranks: int
-    allowed_hosts: tuple[str, ...]  # Hosts that requests may name.
+    allowed_hosts: tuple[str, ...]  # Hosts of engines from which requests may read prompts.
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,20 +62,20 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     memory: str = ""  # Text about the GPU memory of KV cache and graphs.
     speculation: SpeculationConfig | None = None
-    host_block_bytes: int = 0  # Bytes of a KV block in main memory, summed over its ranks.
+    host_block_bytes: int = 0  # Size of a KV block in main memory, in bytes, summed over ranks.
     shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
-    transfer: TransferInfo | None = None  # None if the engine exchanges no prompts.
-    vision: VisionSpec | None = None  # Spec of the loaded vision tower; None without images.
+    transfer: TransferInfo | None = None  # None: the engine exchanges no prompts.
+    vision: VisionSpec | None = None  # Spec of the loaded vision tower; None: images are refused.
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
-    balancedness: float = 1.0  # Mean load of ranks divided by the largest, in recent steps.
-    num_rebalances: int = 0  # Rebalances that moved experts.
+    balancedness: float = 1.0  # Mean load of ranks / largest load of a rank, in recent steps.
+    num_rebalances: int = 0  # Number of rebalances that moved experts.
     num_moved: int = 0  # Number of experts moved between slots.
 
     @classmethod
     def of(cls, parts: "Sequence[ExpertStats]") -> "ExpertStats":
-        """Sum the statistics of several engines, but take the smallest balancedness."""
+        """Sum the statistics of several engines; `balancedness` is the smallest value."""
         return cls(
             min(part.balancedness for part in parts),
             sum(part.num_rebalances for part in parts),
@@ -89,54 +89,54 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_running: int
     num_waiting: int
     num_kv_blocks: int
-    num_free_kv_blocks: int  # Blocks without a running sequence; some are cached.
+    num_free_kv_blocks: int  # Number of blocks that no sequence uses; some are cached.
     step_count: int
     preemption_count: int
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
-    num_drafts: int = 0  # Verifications: one per row and step with drafts.
-    num_draft_tokens: int = 0  # Draft tokens that were verified.
-    num_accepted_tokens: int = 0  # Draft tokens that were accepted.
+    num_drafts: int = 0  # Number of rows with drafts, summed over all steps.
+    num_draft_tokens: int = 0  # Number of draft tokens that were verified.
+    num_accepted_tokens: int = 0  # Number of draft tokens that were accepted.
     accepted_per_position: tuple[int, ...] = ()  # Accepted draft tokens by position in the draft.
-    num_host_blocks: int = 0  # KV blocks that main memory can hold.
-    num_used_host_blocks: int = 0  # KV blocks that main memory holds.
-    num_host_queries: int = 0  # Tokens that were looked up in main memory.
-    num_host_hits: int = 0  # Tokens that were found in main memory.
-    num_host_stores: int = 0  # KV blocks copied to main memory.
-    num_host_loads: int = 0  # KV blocks copied from main memory.
-    num_host_evictions: int = 0  # KV blocks evicted from main memory.
-    num_file_blocks: int = 0  # KV blocks that files can hold.
-    num_used_file_blocks: int = 0  # KV blocks that files hold.
-    num_file_reads: int = 0  # KV blocks read from files.
-    num_file_writes: int = 0  # KV blocks written to files.
+    num_host_blocks: int = 0  # Number of KV blocks that main memory can hold.
+    num_used_host_blocks: int = 0  # Number of KV blocks that are in main memory.
+    num_host_queries: int = 0  # Number of tokens that were looked up in main memory.
+    num_host_hits: int = 0  # Number of tokens that were found in main memory.
+    num_host_stores: int = 0  # Number of KV blocks copied to main memory.
+    num_host_loads: int = 0  # Number of KV blocks copied from main memory.
+    num_host_evictions: int = 0  # Number of KV blocks evicted from main memory.
+    num_file_blocks: int = 0  # Number of KV blocks that files can hold.
+    num_used_file_blocks: int = 0  # Number of KV blocks that are in files.
+    num_file_reads: int = 0  # Number of KV blocks read from files.
+    num_file_writes: int = 0  # Number of KV blocks written to files.
     num_file_bytes_read: int = 0
     num_file_bytes_written: int = 0
-    num_file_evictions: int = 0  # Files deleted because of the size limit.
-    num_file_errors: int = 0  # Damaged files and system errors.
-    num_kv_event_batches: int = 0  # Batches of prefix cache events that were sent.
-    num_dropped_kv_events: int = 0  # Steps whose prefix cache changes were dropped.
-    num_remote_prefills: int = 0  # Requests whose prompts came from other engines.
+    num_file_evictions: int = 0  # Number of files deleted because of the size limit.
+    num_file_errors: int = 0  # Number of damaged files and system errors.
+    num_kv_event_batches: int = 0  # Number of batches of prefix cache events that were sent.
+    num_dropped_kv_events: int = 0  # Number of steps whose prefix cache changes were dropped.
+    num_remote_prefills: int = 0  # Number of requests whose prompts came from other engines.
     num_failed_prefills: int = 0  # Requests whose prompts did not arrive from other engines.
-    num_local_prefills: int = 0  # Requests that named no other engine.
-    num_pulled_blocks: int = 0  # KV blocks read from other engines.
-    num_expired_leases: int = 0  # Prompts for other engines that were not read in time.
-    num_leases: int = 0  # Prompts kept for other engines.
+    num_local_prefills: int = 0  # Number of requests that named no other engine.
+    num_pulled_blocks: int = 0  # Number of KV blocks read from other engines.
+    num_expired_leases: int = 0  # Number of prompts for other engines that were not read in time.
+    num_leases: int = 0  # Number of prompts kept for other engines.
 
 
 class EngineStats(RankStats, frozen=True, array_like=True):
     """Statistics of an engine. Inherited fields are sums over the engine's data-parallel ranks."""
 
-    device_seconds: float = 0.0  # GPU time in steps.
-    idle_seconds: float = 0.0  # GPU time between steps.
-    prefill_tokens: int = 0  # Tokens computed in prefill (rows of several tokens).
+    device_seconds: float = 0.0  # Total GPU time of all steps.
+    idle_seconds: float = 0.0  # Total GPU time between steps.
+    prefill_tokens: int = 0  # Number of tokens in rows that compute several prompt tokens.
     experts: ExpertStats | None = None  # None if experts are not counted.
     at: float = 0.0  # Monotonic time, to find the latest statistics.
     ranks: tuple[RankStats, ...] = ()  # Statistics by rank; empty for a single rank.
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
-        """Return statistics by rank. The first rank counts requests that wait without a rank."""
+        """Return statistics by rank. The first rank includes requests that wait without a rank."""
         return self.ranks or (self,)
 
 
@@ -151,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of several engines, except `ranks`. Return a single entry unchanged."""
+    """Sum the statistics of engines, except `ranks`. Return those of a single engine unchanged."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]
@@ -189,7 +189,7 @@ def drop_gauges(stats: EngineStats) -> EngineStats:
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:
-    """Return the id that the engine uses for a choice. It is unique over all server processes."""
+    """Return the id that the engine uses for a choice. No other server process uses the id."""
     return f"{request_id}/{choice}@{server}" if server else f"{request_id}/{choice}"
 
 
@@ -198,7 +198,7 @@ def server_of(sequence_id: str) -> int:
 
 
 class StartEngine(msgspec.Struct, frozen=True):
-    """The first message to an engine. The server process that starts the engine sends it."""
+    """The first message to an engine, from the server process that starts the engine."""
 
     options: EngineOptions
     num_servers: int  # Number of server processes; each process has its own sockets.
@@ -228,7 +228,7 @@ RecordAction = Literal["start", "stop", "dump"]
 
 
 class RecordExperts(msgspec.Struct, frozen=True, tag="record_experts"):
-    """Asks to start, stop or dump a recording of expert selections. Answer: `ExpertRecord`."""
+    """Asks the engine to start, stop or dump a recording of experts. Answer: `ExpertRecord`."""
 
     server: int
     number: int
@@ -256,19 +256,19 @@ class ExpertDump(msgspec.Struct, frozen=True):
 
     logical_count: list[list[int]]  # Number of selections by layer and expert.
     physical_to_logical_map: list[list[int]]  # Index of the expert by layer and slot.
-    balancedness: float  # Balancedness of these selections in the current placement.
+    balancedness: float  # Balancedness of the recorded selections in this placement.
 
 
 class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
     number: int
     dump: ExpertDump | None = None
-    problem: str | None = None  # Why the command failed.
+    problem: str | None = None  # Reason why the command failed.
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     """The engine sends this message every `BEAT_SECONDS`, even while its loop waits."""
 
-    num_rounds: int  # Iterations of the loop since the start.
+    num_rounds: int  # Number of iterations of the loop since the start.
     is_idle: bool  # Whether the loop waits for a message.
     stats: EngineStats
     rank: int = 0  # Rank with the oldest heartbeat.

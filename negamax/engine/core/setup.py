@@ -474,7 +474,7 @@ def choose_chunk_length(
         max_model_len=max_model_len,
     )
     logger.info(
-        "prompt chunks take equal time: the first chunk has %d tokens, the last at most %d",
+        "prompt chunks take equal time: %d tokens at first, %d at the end of a maximal prompt",
         most,
         length.fit(max_model_len, most, most)[0],
     )

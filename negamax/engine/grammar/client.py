@@ -17,8 +17,8 @@ from negamax.engine.grammar import wire
 RECONNECT_MS = 10  # Time between attempts to connect to a grammar process.
 START_SECONDS = 60.0  # Longest wait for the first answer of a grammar process.
 SILENT_SECONDS = 10.0  # Time without a heartbeat until a process with work counts as hung.
-STOPPED_SECONDS = 1.0  # Time until a process that a signal has stopped counts as hung.
-LOOK_SECONDS = 0.1  # Silence until the engine checks whether a signal stopped the process.
+STOPPED_SECONDS = 1.0  # Time after which a process that a signal has stopped counts as hung.
+LOOK_SECONDS = 0.1  # Time without an answer until the engine checks for such a stop.
 
 
 class GrammarHost:
@@ -62,7 +62,7 @@ class GrammarClient:
         self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
-        self._channel, theirs = socket.socketpair()  # Closed when one of the processes ends.
+        self._channel, theirs = socket.socketpair()  # It closes when one of the processes ends.
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -80,7 +80,7 @@ class GrammarClient:
         self._pid: int | None = None
         self._is_gone = False
         self.is_ready = False
-        self._stopped: float | None = None  # Monotonic second of the stop by a signal.
+        self._stopped: float | None = None  # Monotonic second when a signal stopped the process.
         self._heard = time.monotonic()
 
     @property

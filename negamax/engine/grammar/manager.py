@@ -36,26 +36,26 @@ DRAFT_SECONDS = 0.004
 GRACE_SECONDS = 0.008  # Longest wait for masks if the step also has rows without a grammar.
 ALONE_SECONDS = 0.05  # Longest wait for masks if all rows of the step have a grammar.
 MAX_THREADS = 8
-MAX_ATTEMPTS = 2  # Attempts to compile a grammar whose process dies during the compilation.
+MAX_ATTEMPTS = 2  # Largest number of attempts to compile a grammar whose process dies.
 MAX_WORKERS = 32
 MAX_IDLE_WORKERS = 2
 WAIT_SECONDS = 60.0  # Longest wait of a risky grammar for a worker.
 KEEP_SECONDS = 5.0  # A worker whose grammar took longer to compile is not reused.
-MAX_REMEMBERED = 1024  # Most stored refusals of grammars that were slow or crashed.
+MAX_REMEMBERED = 1024  # Largest number of stored refusals of grammars that were slow or crashed.
 REMEMBERED_SECONDS = 600.0
 _NOTHING: Mapping[str, list[int]] = {}
 
 
 @dataclass(eq=False)
 class RequestGrammar:
-    """The constraints of one output, and what its grammar process has answered."""
+    """The constraints of one output, and the answers of its grammar process."""
 
     request: GenerateRequest
     key: int  # Id of the output in messages.
     gate: ReasoningGate | None = None
     client: GrammarClient | None = None
-    is_open: bool = False  # Whether the grammar, if any, is compiled.
-    refusal: str | None = None  # Why the request is invalid.
+    is_open: bool = False  # Whether no grammar is needed or the grammar is compiled.
+    refusal: str | None = None  # Reason why the request is invalid.
     attempts: int = 0
     # Masks of the grammar: first for the next token, then after each draft token.
     masks: list[Mask] = field(default_factory=list)
@@ -66,7 +66,7 @@ class RequestGrammar:
     kept_back: frozenset[int] = frozenset()  # Tokens forbidden during reasoning.
     has_ended: bool = False
     error: str | None = None
-    is_lost: bool = False  # True if its grammar process died, or if no process was free in time.
+    is_lost: bool = False  # Whether the grammar process died or no process was free in time.
     is_late: bool = False  # Whether a step ran without the mask.
 
     @property
@@ -163,7 +163,7 @@ class GrammarManager:
         return self._client
 
     def _fork(self, spec: wire.GrammarSpec | None = None) -> GrammarClient:
-        """Fork a process from the host process. Start a new host if none runs or it is ending."""
+        """Fork a process from the host process. Start a new host if it has ended."""
         if self._host is not None and self._host.is_alive:
             with contextlib.suppress(ConnectionError):
                 return GrammarClient(self._host, spec=spec)
@@ -193,7 +193,7 @@ class GrammarManager:
             self._send_open(rule)
 
     def opened(self) -> list[RequestGrammar]:
-        """Return constraints that became ready or refused. Call `take_lost` first."""
+        """Return constraints that are now ready or refused. Call `take_lost` first."""
         done = [
             rule
             for rule in self._opening
@@ -219,7 +219,7 @@ class GrammarManager:
     def advance(
         self, updates: Sequence[SequenceUpdate], proposed: Mapping[str, list[int]] = _NOTHING
     ) -> list[str]:
-        """Send committed and draft tokens. Return ids of requests that need no constraints now."""
+        """Send committed and draft tokens. Return ids of requests that need no more constraints."""
         if not self._rules:
             return []
         released: list[str] = []
@@ -278,7 +278,7 @@ class GrammarManager:
         ):
             self.wait(left)
         found: list[Mask] = []
-        places: dict[int, int] = {}  # Index of a mask by its id(), as rows share masks.
+        places: dict[int, int] = {}  # Index of each mask by its id(): rows can share a mask.
         ended: list[RequestGrammar] = []
         bitmask = GrammarBitmask(step_id, [], [], [], [])
         for row, rule in ruled:
@@ -505,7 +505,7 @@ class GrammarManager:
             self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, cause: str) -> None:
-        """End a dead or hung process, fail its running outputs, compile its new grammars again."""
+        """End a dead or hung process. Fail its running outputs; compile its new grammars again."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
@@ -531,7 +531,7 @@ class GrammarManager:
         self._assign_workers()
 
     def _unanswered(self, client: GrammarClient) -> float | None:
-        """Return the monotonic second of the oldest unanswered message; None without one."""
+        """Return the monotonic second of the oldest unanswered message; None: all have answers."""
         asked = [
             rule.asked
             for rule in self._followed_by(client)
@@ -574,7 +574,7 @@ class GrammarManager:
         return [worker for worker in self._workers if not self._followed_by(worker)]
 
     def _end_idle(self, worker: GrammarClient | None = None) -> bool:
-        """End `worker`, or else the oldest idle worker. Return whether a worker was ended."""
+        """End `worker` or, if None, the oldest idle worker. Return whether a worker was ended."""
         for idle in [worker] if worker is not None else self._idle_workers()[:1]:
             self._workers.remove(idle)
             idle.kill()

@@ -13,7 +13,7 @@ class MaskMaker:
     """Builds masks that need no grammar, and caches them for other rows and steps."""
 
     def __init__(self, vocab_size: int) -> None:
-        # The cache has a limit, because each request can name other stop tokens.
+        # The cache has a limit, because each request can have different stop tokens.
         self._make = lru_cache(maxsize=64)(partial(_make_mask, vocab_size))
 
     def only(self, token_id: int) -> Mask:
@@ -23,7 +23,7 @@ class MaskMaker:
         return self._make(token_ids, False)
 
     def exclude(self, mask: Mask, token_ids: Iterable[int]) -> Mask:
-        """Forbid `token_ids` in a copy of `mask`; return `mask` if that would forbid all tokens."""
+        """Return a copy of `mask` without `token_ids`; return `mask` if the copy would be empty."""
         made = mask.copy()
         for token_id in token_ids:
             made[token_id // 8] &= 0xFF ^ (1 << token_id % 8)

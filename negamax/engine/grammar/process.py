@@ -1,8 +1,9 @@
 """Compile grammars and compute masks in grammar processes, which the engine starts.
 
 The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
-interrupted. The first process loads the compiler and forks the others. One forked process handles
-most grammars. Every other forked process compiles one risky grammar, with limits and low priority.
+interrupted. The first process loads the compiler and forks other processes. One forked process
+handles most grammars. Each of the other processes compiles one risky grammar with limits and low
+priority.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-MAX_THREADS = 64  # More than the cores, because some threads may hang.
-SLOW_SECONDS = 0.02  # A mask that takes longer is slow; the engine does not wait for it.
-MEMORY_SHARE = 1 / 4  # Share of main memory that the process of most grammars may use.
-WORKER_BYTES = 2 << 30  # Bytes of memory that a worker may use.
+MAX_THREADS = 64  # More threads than cores, because some threads may hang.
+SLOW_SECONDS = 0.02  # The engine does not wait for a mask that takes longer.
+MEMORY_SHARE = 1 / 4  # Memory limit of other grammar processes / main memory.
+WORKER_BYTES = 2 << 30  # Memory limit of a worker, in bytes.
 WORKER_NICENESS = 5
 POLL_MS = 2  # Time between two checks for finished work.
 FRAME_BYTES = 65536  # Size limit of a message to the host.
@@ -63,7 +64,7 @@ class _Job:
         self.started: float | None = None  # Monotonic seconds.
         self.compiled: xgrammar.CompiledGrammar | None = None
         self.problem: str | None = None
-        self.is_risky = False  # True if the grammar needs a worker process.
+        self.is_risky = False  # Whether the grammar needs a worker process.
 
     @property
     def is_done(self) -> bool:
@@ -228,7 +229,7 @@ class GrammarServer:
                     self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:
-        """Let a thread compute the stream's next mask, unless a thread computes it already."""
+        """Let a thread compute the stream's next mask if no thread is computing it."""
         if stream.has_turn:
             return
         stream.has_turn, stream.turn_started = True, None
@@ -266,7 +267,7 @@ class GrammarServer:
     def _masks_after_drafts(
         self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]
     ) -> list[bytes]:
-        """Return the masks after each draft token. `mask` is the mask of the first draft token."""
+        """Return the mask after each draft token. `mask`: the mask for the first draft token."""
         assert self._compiler is not None
         masks: list[bytes] = []
         num_taken = 0
@@ -361,7 +362,7 @@ def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None)
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit the memory of this process and of its forks, unless a lower limit is set already."""
+    """Limit the memory of this process and of its forks. Keep a lower limit that exists."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = num_bytes if soft == resource.RLIM_INFINITY else min(num_bytes, soft)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -372,7 +373,7 @@ def main(number: str) -> int:
     exit_with_parent()
     _limit_memory(int(env.main_memory() * MEMORY_SHARE))
     log.setup_as_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The system collects exit codes.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The system reaps ended children.
     # A fork is safe: other threads wait for the parent or for work, and hold no locks.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
     with socket.socket(fileno=int(number)) as requests:

@@ -17,11 +17,11 @@ class Setup(msgspec.Struct, frozen=True):
     num_threads: int
     compile_seconds: float  # Time limit for compiling a grammar.
     mask_seconds: float  # Time limit for computing a mask.
-    draft_seconds: float  # Time limit to begin masks after draft tokens.
+    draft_seconds: float  # Time limit to start the masks after draft tokens.
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host to fork a process. The message carries the process's standard input."""
+    """Asks the host to fork a process. The message contains its standard input."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.
@@ -53,13 +53,13 @@ class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
-    """The grammar of outputs `keys` may be slow or crash its process, so it needs a worker."""
+    """The grammar of outputs `keys` may be slow or crash, so the grammar needs a worker process."""
 
     keys: list[int]
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The process refuses the grammar of output `key`, which may have begun already."""
+    """The process refuses the grammar of output `key`. The output may have begun already."""
 
     key: int
     message: str
@@ -70,9 +70,9 @@ class NextMask(msgspec.Struct, frozen=True, array_like=True):
     """The mask for the next token of an output, after all parts that the engine has sent."""
 
     key: int
-    mask: bytes | None  # None if the grammar has ended, or failed with `error`.
-    error: str | None = None  # Why the grammar failed or allows no token.
-    # Masks after each draft token. The list is shorter if a draft is rejected or time is up.
+    mask: bytes | None  # None if the grammar has ended or has failed with `error`.
+    error: str | None = None  # Reason why the grammar failed or allows no token.
+    # Masks after each draft token. The list ends early if a draft is rejected or time is up.
     after_drafts: list[bytes] = []
 
 

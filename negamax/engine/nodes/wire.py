@@ -5,16 +5,16 @@ import msgspec
 from negamax.worker.config import RankAddresses
 
 BEAT_SECONDS = 0.2  # Time between two heartbeats of node 0 or of an agent.
-# Time without a message until a node counts as dead. Clients see an error within 3 s.
+# Time without a message until a node counts as dead. Clients get an error within 3 s.
 SILENCE_SECONDS = 2.0
-DISCONNECTED_SECONDS = 1.0  # Silence until a node counts as dead if its connection was closed.
-# An agent reports another agent as dead after this time without a heartbeat; node 0 is faster.
+DISCONNECTED_SECONDS = 1.0  # The same time for a node whose connection was closed.
+# An agent reports another agent as dead after this time without a heartbeat, later than node 0.
 NEIGHBOUR_SECONDS = 2.4
 STALL_SECONDS = 10.0  # Time without a TCP message until a node counts as dead.
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """An agent offers to run ranks. It repeats this message until `StartRanks` arrives."""
+    """An agent offers to run ranks. The agent repeats this message until `StartRanks` arrives."""
 
     node: int
     agent: str  # Id of the agent process.
@@ -32,7 +32,7 @@ class AgentHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
     agent: str
     session: str
     number: int
-    death: str | None  # Why this node's ranks are lost.
+    death: str | None  # Reason why this node's ranks are lost.
     rank: int  # Rank with the oldest heartbeat.
     silence: float  # Age of the rank's heartbeat in seconds.
 
@@ -54,13 +54,13 @@ FromAgent = Join | AgentHeartbeat | Leave
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """Node 0 tells an agent why it must wait."""
+    """Node 0 tells an agent why the agent must wait."""
 
     reason: str
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Node 0 tells an agent that it can never join."""
+    """Node 0 tells an agent that the agent can never join."""
 
     message: str
 
@@ -71,8 +71,8 @@ class StartRanks(msgspec.Struct, frozen=True, tag="start"):
     session: str
     first_rank: int
     last_rank: int
-    addresses: RankAddresses  # The agent sets `beats`, which is a file on its machine.
-    neighbours: dict[int, tuple[str, int]]  # `Join.address` of each other agent by node.
+    addresses: RankAddresses  # The agent sets `beats` to a file on the agent's machine.
+    neighbours: dict[int, tuple[str, int]]  # `Join.address` of each other agent by node number.
 
 
 class Node0Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
@@ -80,11 +80,11 @@ class Node0Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
 
     session: str
     number: int
-    end: str | None = None  # Why node 0 ends the session.
+    end: str | None = None  # Reason why node 0 ends the session.
 
 
 class StopRanks(msgspec.Struct, frozen=True, tag="stop"):
-    """Node 0 asks an agent to end its ranks and, if `for_good` is set, to end itself."""
+    """Node 0 asks an agent to end its ranks. If `for_good` is set, the agent process ends, too."""
 
     reason: str
     for_good: bool
