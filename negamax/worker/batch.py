@@ -1,6 +1,6 @@
 """Build the inputs of a forward pass from a plan and the request state. The host lays out the
-tokens and sends the layout in one transfer. The device adds the number of computed tokens of each
-slot, which the host may not know yet.
+tokens and sends the layout in one transfer. The device adds each slot's number of computed tokens,
+which may be unknown to the host.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class SampleInputs:
     """The R sampled rows of a step."""
 
     slots: list[int]  # [R] slot of each sampled row
-    bounds: list[int]  # [R] upper bound of the position in the slot of the sampled token
+    bounds: list[int]  # [R] upper bounds of the positions of the sampled tokens
     slots_device: Tensor  # [R] int64
     positions_device: Tensor  # [R] int64, position of the sampled token
 
 
 class StepColumns(NamedTuple):
-    """T tokens of S sequences, on the host. Offsets count from a slot's first uncomputed token."""
+    """T tokens of S sequences, on the host. Offset 0 is the first uncomputed token of a slot."""
 
     token_slots: Column  # [T]
     slots: Column  # [S]
@@ -57,7 +57,7 @@ class BatchLayout:
 
     num_decodes: int
     columns: StepColumns
-    seq_len_bounds: Column  # [S] upper bound of each sequence's tokens after this step
+    seq_len_bounds: Column  # [S] upper bound of each sequence's length after this step
     # for each row of the plan: index of the row's first prompt token among the T tokens; unused if
     # the row has no prompt token
     prompt_starts: list[int]
@@ -65,18 +65,18 @@ class BatchLayout:
     sample_rows: Column
     sample_slots: Column  # [R]
     sample_offsets: Column  # [R] offset of the sampled token
-    sample_tokens: Column  # [R] index of the token before the sampled one
+    sample_tokens: Column  # [R] index of the token before the sampled token
 
     @classmethod
     def without_samples(
         cls, num_decodes: int, columns: StepColumns, seq_len_bounds: Column
     ) -> BatchLayout:
-        """Describe tokens from which nothing is sampled."""
+        """Describe the tokens of a step that samples nothing."""
         return cls(num_decodes, columns, seq_len_bounds, [], *[_NONE] * 4)
 
     @classmethod
     def of_decodes(cls, plan: StepPlan) -> BatchLayout:
-        """Describe a captured step. All its tokens are sampled, and upper bounds stay empty."""
+        """Describe a captured step, which samples after each token. Upper bounds stay empty."""
         columns = StepColumns.of_decodes(plan.slots, plan.num_scheduled)
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled)
         offsets = columns.token_offsets + 1
@@ -121,15 +121,15 @@ def build_batch_layout(
 ) -> BatchLayout:
     """Split `plan` into single generated tokens and runs of prompt tokens. With `generated_apart`,
     every generated token is a decode. A sequence may have several decodes, because a layer writes
-    all keys before it attends. Without it, a resumed sequence is one run. Without `generated_apart`
-    and `drafts_apart`, a row with draft tokens is one run.
+    all keys before it attends. Without `generated_apart`, a resumed sequence is one run. Without
+    `generated_apart` and `drafts_apart`, a row with draft tokens is one run.
     """
-    decodes: list[tuple[int, int, int]] = []  # slot, first offset, tokens
+    decodes: list[tuple[int, int, int]] = []  # slot, first offset, number of tokens
     prefills: list[tuple[int, int, int]] = []
     num_prompt_tokens = 0
     prompt_starts: list[int] = []
-    # for each row: whether its last token is in a run, and the index of this token among the tokens
-    # of all runs or, outside runs, among the single tokens
+    # For each row: whether its last token is in a run, and the index of this token. The index
+    # counts either the tokens of all runs or the single tokens.
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
     left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # remaining prompt tokens
@@ -175,7 +175,7 @@ def build_batch_layout(
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Build metadata. `active` [1] int32: tokens without padding. `host`: fields of the host."""
+    """Build metadata. `active` [1] int32: number of tokens without padding. `host`: host fields."""
     return AttentionMetadata(
         positions=inputs.positions,
         token_slots=inputs.token_slots,
@@ -224,7 +224,7 @@ def build_padding(
 def sample_inputs(
     slots: Sequence[int] | Column, offsets: Sequence[int] | Column, requests: RequestState
 ) -> SampleInputs:
-    """Return the places of sampled tokens, `offsets` after the computed tokens of `slots`."""
+    """Return the positions of sampled tokens, at `offsets` after the computed tokens of `slots`."""
     columns = np.asarray(slots, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     slots_device, offsets_device = upload(columns, requests.tokens.device)
     return SampleInputs(

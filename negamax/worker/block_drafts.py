@@ -1,11 +1,11 @@
 """Propose draft tokens with a block draft model (`models/dspark`), which stores its context in the
 KV blocks of the target model.
 
-Every step computes the draft's keys and values for its tokens from the target's residual streams.
-They depend only on tokens up to their position, so prefix-cache hits reuse them. Keys and values of
-rejected drafts are overwritten when their positions run again. A proposal runs all rows of the
-trained block, discards their keys and values, and keeps as many tokens as requested. A confidence
-head may estimate how likely each draft token is accepted.
+Every step computes the draft model's keys and values from the residual streams of the target model.
+The keys and values of a token depend only on this token and earlier tokens, so prefix-cache hits
+reuse the keys and values. Keys and values of rejected drafts are overwritten when their positions
+run again. A proposal runs all rows of the trained block, discards their keys and values, and keeps
+as many tokens as requested. A confidence head may estimate how likely each draft token is accepted.
 """
 
 import torch
@@ -21,7 +21,7 @@ from negamax.worker.request_state import RequestState
 
 
 class BlockProposer(DraftModelProposer):
-    """Proposes several tokens in one pass of the draft model, whose logits get a Markov bias."""
+    """Proposes several tokens in one pass of the draft model, with a Markov bias of the logits."""
 
     _model: BlockDraft
 

@@ -1,4 +1,4 @@
-"""Messages in MessagePack: the configuration of a rank, and the report of a started rank."""
+"""Define the configuration of a rank and the report of a started rank as MessagePack messages."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +30,7 @@ class RankAddresses:
 
     @staticmethod
     def local(folder: str, layout: ParallelLayout) -> "RankAddresses":
-        """Use Unix sockets and files: torch's TCP store would listen everywhere without a key."""
+        """Use Unix sockets and files. The TCP store of PyTorch would listen without a key."""
         return RankAddresses(
             plans=tuple(f"ipc://{folder}/rank{rank}" for rank in range(layout.world_size)),
             results=tuple(f"ipc://{folder}/results{rank}" for rank in range(layout.dp)),
@@ -41,11 +41,11 @@ class RankAddresses:
 
 @dataclass(frozen=True)
 class LaneOptions:
-    """How the ranks of an engine exchange host blocks with ranks of other engines."""
+    """Options for the exchange of KV blocks in host memory with the ranks of other engines."""
 
     kind: str  # "nixl" or "tcp"
     folder: str  # folder for the sockets of this engine
-    host: str | None  # address that other machines use; None: only engines on this machine connect
+    host: str | None  # address for other machines; None: only engines on this machine connect
 
     def reads_endpoint(self, rank: int) -> str:
         """Return the endpoint for other engines. On a network, the system assigns the port."""
@@ -106,9 +106,9 @@ class WorkerConfig:
     max_logprobs: int = 20  # largest number of log-probabilities of a token
     encoder_tokens: int = 0  # size of the encoder cache, in image tokens; 0: images are refused
     kv_offloading_size: float | None = None  # host memory for KV blocks of all ranks, in GiB
-    kv_offloading_ratio: float | None = None  # host blocks per KV block; replaces the size
+    kv_offloading_ratio: float | None = None  # host blocks per KV block; overrides the size
     kv_offloading_path: str | None = None  # folder for files of KV blocks
-    kv_offloading_path_size: float = 0.0  # maximum size of these files, in GiB
+    kv_offloading_path_size: float = 0.0  # maximum size of the files of KV blocks, in GiB
     kernels: tuple[str, ...] = ()  # arguments of `KernelTable.select`
     self_check: bool = False
     lane: LaneOptions | None = None  # None: host blocks are not exchanged with other engines
@@ -151,7 +151,7 @@ class WorkerConfig:
 
     @property
     def kv_caches(self) -> KvCacheSpecs:
-        """The cache specs of this rank's pipeline stage, followed by those of the draft model."""
+        """The cache specs of this rank's pipeline stage, then the specs of the draft model."""
         own = self.layout.layers(self.spec.num_layers)
         caches, of_index = self.spec.kv_caches()[own.start : own.stop], self.index_cache_dtype
         caches = split_over_holders(caches, self.layout.dcp)
@@ -189,9 +189,9 @@ class WorkerReady:
     step_seconds: tuple[tuple[int, int, float], ...] = ()
     num_host_blocks: int = 0  # KV blocks in host memory
     host_block_bytes: int = 0  # bytes of one host block on this rank
-    num_file_blocks: int = 0  # KV blocks that files hold
+    num_file_blocks: int = 0  # capacity of the files in KV blocks
     file_hashes: bytes = b""  # hashes of the files found at start, least recently used first
-    # endpoints where other engines read the host blocks of this rank; later of all ranks
+    # endpoints where other engines read the host blocks of this rank, or of all ranks later
     lanes: tuple[str, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)  # `worker.shape`
 
@@ -209,7 +209,7 @@ START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 
 
 class DebugCommand(msgspec.Struct, frozen=True):
-    """A benchmark's command, which the worker runs between steps. `name`: such as EXPERT_COUNTS."""
+    """A command of a benchmark, such as EXPERT_COUNTS. The worker runs commands between steps."""
 
     name: str
     argument: int = 0
@@ -224,7 +224,7 @@ class KernelTime(msgspec.Struct, frozen=True):
 
 
 class DebugResult(msgspec.Struct, frozen=True):
-    """The answer to a command, in the field that is set. Without an answer, no field is set."""
+    """The answer to a command. One field is set, or no field if there is no answer."""
 
     number: float | None = None
     kernels: list[KernelTime] | None = None

@@ -37,7 +37,7 @@ class DebugCommands:
         return self._routing is not None
 
     def run(self, command: DebugCommand) -> DebugResult:
-        """Return the result of `command`, with no field set if this worker has no answer."""
+        """Run `command` and return the result. The result is empty if this worker has no answer."""
         if command.name == OBSERVE_ROUTING:
             on = command.argument == 1
             self._routing = None

@@ -1,7 +1,7 @@
-"""Device and dtype of a rank, and transfers between host and device.
+"""Choose the device and the dtype of a rank, and transfer data between host and device.
 
-Only `HostTensor.read` waits for a GPU: uploads are copied from pinned memory, and results are
-copied to pinned memory.
+Only `HostTensor.read` waits for a GPU. Uploads and results use pinned memory, so all copies are
+asynchronous.
 """
 
 import gc
@@ -33,7 +33,7 @@ def choose_device(name: str) -> str:
         return "cpu"
     if not found:
         raise ConfigError(
-            "--device is cuda; PyTorch finds no CUDA device here", hint="use --device cpu or auto"
+            "--device is cuda, but PyTorch finds no CUDA device", hint="use --device cpu or auto"
         )
     return "cuda"
 
@@ -44,7 +44,7 @@ def num_gpus(device: str) -> int | None:
 
 
 def multiplies_blocks(device: str) -> bool:
-    """Return whether all GPUs multiply FP8 with scales per block in cuBLAS (Hopper)."""
+    """Return whether cuBLAS supports FP8 GEMMs with block scales on all GPUs (Hopper)."""
     found = (platform_of(torch.device(device, n)) for n in range(torch.cuda.device_count()))
     return all(Feature.CUBLAS_BLOCK_FP8 in each.features for each in found)
 
@@ -54,17 +54,17 @@ def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
     if name == "auto":
         name = spec.dtype
         if device == "cuda" and name == "float32":
-            logger.info("the checkpoint is in float32: computing in bfloat16 (--dtype bfloat16)")
+            logger.info("the checkpoint is in float32; the GPU uses bfloat16 (--dtype bfloat16)")
             name = "bfloat16"
         elif device == "cpu" and name != "float32" and not cpu_computes_bf16():
             logger.info(
-                "this CPU has no bfloat16 arithmetic: computing in float32 (--dtype float32)"
+                "this CPU has no bfloat16 arithmetic and computes in float32 (--dtype float32)"
             )
             name = "float32"
     if device == "cuda" and name == "float32":
         raise ConfigError(
             "--dtype is float32; on a GPU the model runs in bfloat16 or float16",
-            hint="drop --dtype, or use --device cpu",
+            hint="remove --dtype, or use --device cpu",
         )
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
@@ -72,7 +72,7 @@ def choose_dtype(name: str, *, spec: ModelSpec, device: str) -> torch.dtype:
 
 
 def kv_dtype(name: str, *, dtype: torch.dtype, device: str) -> torch.dtype:
-    """Resolve the cache dtype. Raises `ConfigError` for FP8 on a CPU and other float types."""
+    """Resolve --kv-cache-dtype. Raises `ConfigError` for FP8 on a CPU and unsupported dtypes."""
     return _cache_dtype(name, "--kv-cache-dtype", dtype=dtype, has_fp8=device == "cuda")
 
 
@@ -135,7 +135,7 @@ class GraphPool(Protocol):
     """Captures sequences of kernels as graphs that share memory."""
 
     def capture(self, step: Callable[[], None]) -> Graph:
-        """Capture `step` after one run of it, because a capture must not compile or allocate."""
+        """Run `step` once, then capture it, because a capture must not compile or allocate."""
 
     def num_bytes(self) -> int:
         """Return the memory of the graphs captured so far, in bytes."""
@@ -180,18 +180,18 @@ def pool_bytes(pool: tuple[int, int]) -> int:
 class Runtime:
     """How steps run on one kind of device."""
 
-    # Whether a launch returns before its step has run. If an asynchronous step fails, all its rows
-    # fail; events measure its time. A synchronous step is repeated row by row if it fails.
+    # Whether a launch returns before its step has run. If an asynchronous step fails, all rows of
+    # the step fail. If a synchronous step fails, the worker repeats the step row by row.
     is_asynchronous: bool
-    # captures steps of common sizes; None: no captured steps
+    # creates the pool of captured steps; None: no captured steps
     graph_pool: Callable[[], GraphPool] | None
     # Whether a token's result must be independent of the other tokens in its step. If it must,
     # generated tokens always run as decodes.
     is_batch_invariant: bool
-    samples_on_shards: bool  # whether rows are sampled from their logits shards, if possible
+    samples_on_shards: bool  # whether ranks sample from shards of logits if possible
 
     def record_event(self) -> torch.cuda.Event | None:
-        """Record an event after the launched kernels; None if launches are synchronous."""
+        """Return an event after the launched kernels, or None if launches are synchronous."""
         if not self.is_asynchronous:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -199,7 +199,7 @@ class Runtime:
         return event
 
     def seconds_of(self, run: Callable[[], None], *, repeats: int) -> float | None:
-        """Return the mean device time of `repeats` calls after a warmup; None on a CPU."""
+        """Return the mean device time of `repeats` calls after a warmup, or None on a CPU."""
         run()
         began = self.record_event()
         for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""The base class of proposers with a draft model. It loads weights and chooses draft tokens."""
+"""Define the base class of proposers with a draft model, which loads weights and chooses tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ class DraftModelProposer(Proposer):
     """
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
-        """Check the draft's files. Raises the errors of `plan_load`."""
+        """Check the files of the draft model. Raises the errors of `plan_load`."""
         assert config.speculation is not None
         self.num_draft_tokens = config.speculation.num_speculative_tokens
         self.capture = draft.spec.aux_layers
@@ -63,7 +63,7 @@ class DraftModelProposer(Proposer):
         rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
         self._starts = torch.arange(rows, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(rows * self.num_draft_tokens, dtype=torch.int64, device=device)
-        self._greedy = torch.zeros(1, len(FILTERS), device=device)  # filters of all rows
+        self._greedy = torch.zeros(1, len(FILTERS), device=device)  # sampling filters of all rows
         return f"; draft of {self.num_draft_tokens} tokens: {summary}"
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:
@@ -95,9 +95,9 @@ class DraftModelProposer(Proposer):
         place: int,
         first_id: int,
     ) -> Tensor:
-        """Choose tokens [R] int64 from logits [R, tokens of this rank] fp32; -1 for a broken row
-        (see PICK). "probabilistic" sampling uses the noise of the target's sampler at positions
-        lengths + place.
+        """Choose tokens [R] int64 from logits [R, tokens of this rank] fp32. The token is -1 if no
+        logit of a row is finite (see PICK). "probabilistic" sampling uses the noise of the target's
+        sampler at positions lengths + place.
         """
         shard: dict[str, Any] = {"first_id": first_id, "group": self._group}
         if not self._draws:

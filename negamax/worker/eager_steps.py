@@ -2,9 +2,9 @@
 
 A kernel specialization is compiled at its first launch, which takes up to a second while all
 requests wait. A step's numbers of tokens, decodes and sampled rows determine the specializations
-that it launches. The capture of steps compiles the kernels of captured steps. This module compiles
-the other kernels: they run in the proposer after captured layers, in batches of prompts with long
-sequences, and for rows that need all logits.
+that the step launches. The capture of steps compiles the kernels of captured steps. This module
+compiles the other kernels: they run in the proposer after captured layers, in batches of prompts
+with long sequences, and for rows that need all logits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from negamax.worker.warmup import cut, warming_up, warmup_layers
 if TYPE_CHECKING:
     from negamax.worker.runner import ModelRunner
 
-# Most rows of a warmup step whose logits are computed, unless `max_num_seqs` is larger. Steps that
-# compute more logits use the same specializations.
+# Maximum rows with logits in a warmup step, or `max_num_seqs` if larger. Steps with more logits use
+# the same specializations.
 _MOST_LOGITS = 128
 # `_LONG`: larger steps use the same specializations as steps of this many tokens. `_SHORT`: length
 # of a prompt that every kernel treats as short.
@@ -38,7 +38,7 @@ _LONG, _SHORT = 16_384, 1024
 
 @torch.inference_mode()
 def compile_eager_steps(runner: ModelRunner) -> None:
-    """Compile the kernels of all step shapes, by launching the first layers for warmup."""
+    """Launch the first layers for all sizes of steps, which compiles the kernels."""
     model, config, requests = runner.model, runner.config, runner.requests
     layers = warmup_layers(model.layers, config.kv_caches)
     entering = None
@@ -60,7 +60,7 @@ def compile_eager_steps(runner: ModelRunner) -> None:
 
 def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
     """Yield for each step: number of decodes, number of prompt tokens, number of tokens already
-    computed in each sequence, and most tokens of one prompt.
+    computed in each sequence, and maximum tokens of one prompt.
     """
     most, longest = config.max_num_batched_tokens, config.max_model_len
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
@@ -109,7 +109,7 @@ def _launch(
     runner.sampler.launch_all(logits[:1], sample_inputs(slots[:1], np.ones(1, np.int64), requests))
     if proposer is None or not capture:
         return
-    # a warmup of the first layers captures fewer streams
+    # a warmup of the first layers captures fewer residual streams
     streams += [hidden] * (len(capture) - len(streams))
     states = TokenStates(shard.describe_all(metadata), [shard.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)

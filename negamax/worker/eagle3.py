@@ -1,14 +1,14 @@
 """Propose draft tokens with an EAGLE3 draft model (`models/eagle3`), which keeps its own caches in
 the KV blocks of the target model.
 
-The first pass runs over every token of the step. It reads the target's residual streams and the
-next token. So the draft's caches cover the same tokens as the target's caches, also for prompt
-chunks and prefix-cache hits. Keys and values of rejected drafts are overwritten. Each further pass
-runs one token per row, and reads the hidden state of the previous pass.
+The first pass runs over every token of the step, and reads the target's residual streams and the
+next token. Therefore the caches of both models contain the same tokens, also after prompt chunks
+and prefix-cache hits. Keys and values of rejected drafts are overwritten. Each further pass runs
+one token per row, and reads the hidden state of the previous pass.
 
-The draft's keys of a position depend on the next token. If two sequences share a block, its last
-keys depend on the next token of the sequence that filled the block. Shared blocks may lower
-acceptance, but never change the output.
+The draft model's keys of a token depend on the next token. If two sequences share a block, the last
+keys of the block depend on the next token of the sequence that filled the block. Shared blocks may
+lower acceptance, but never change the output.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Eagle3Proposer(DraftModelProposer):
     _model: Eagle3Draft
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
-        """Check the draft's files. Raises the errors of `plan_load` and `read_rotation`."""
+        """Check the files of the draft. Raises the errors of `plan_load` and `read_rotation`."""
         self._rotation = None
         if draft.spec.is_rotated_back and config.folder is not None:
             self._rotation = read_rotation(Path(config.folder))
@@ -95,7 +95,7 @@ class Eagle3Proposer(DraftModelProposer):
         self, hidden: Tensor, slots: Tensor, lengths: Tensor, requests: RequestState, *, place: int
     ) -> Tensor:
         """Choose the tokens at positions lengths + place from hidden [R, hidden]. Return indices of
-        `_target_ids`, [R] int64; -1 if no logit is finite.
+        `_target_ids`, [R] int64. The index is -1 if no logit is finite.
         """
         model = self._model
         logits, first_id = model.local_logits(hidden), model.vocab_range.start

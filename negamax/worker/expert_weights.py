@@ -1,8 +1,8 @@
 """Count the selections of each expert on a rank, and move experts between slots and ranks as plans
 request.
 
-All ranks enqueue moves between two steps, in the order of the plans. So a step launched before a
-move uses the old weights and map, and a step launched after the move uses the new ones. A move
+All ranks enqueue moves between two steps, in the order of the plans. Therefore a step before a move
+uses the old weights and expert map, and a step after the move uses the new weights and map. A move
 needs two buffers and no other memory.
 """
 
@@ -52,7 +52,7 @@ class ExpertRecorder:
                 counts=self._counts[number, : 1 + max(moe.table)],
             )
             moe.use_map(self._maps[number])
-        # tensor-parallel ranks count the same tokens: use the first rank of each group
+        # tensor-parallel ranks count the same tokens, so only the first rank of a group is used
         counting = [
             rank for rank in range(layout.world_size) if layout.replace_rank(rank).tp_rank == 0
         ]
@@ -60,7 +60,7 @@ class ExpertRecorder:
         self._gather()  # open the connections before requests arrive
 
     def reset(self) -> None:
-        """Reset the counts, because warmup steps do not count."""
+        """Reset the counts to remove the selections of warmup steps."""
         self._counts.zero_()
 
     def counts(self) -> HostTensor:
@@ -69,7 +69,7 @@ class ExpertRecorder:
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Apply a plan's expert moves before its step; return counts if it requests counts."""
+        """Apply a plan's expert moves before its step. Return counts if the plan requests them."""
         assert not step.moves, "this recorder does not move experts"
         return self.counts() if step.wants_counts else None
 
@@ -93,7 +93,7 @@ class MovableExperts(ExpertRecorder):
         self._open()
 
     def apply(self, step: ExpertStep) -> HostTensor | None:
-        """Raises `EngineDeadError` if a plan with expert moves was lost or a rank is dead."""
+        """Move experts. Raises `EngineDeadError` if a plan with moves is lost or a rank is dead."""
         counts = self.counts() if step.wants_counts else None
         if not step.moves:
             return counts
@@ -110,7 +110,7 @@ class MovableExperts(ExpertRecorder):
         return counts
 
     def _move(self, layer: int, moves: Sequence[ExpertMove]) -> None:
-        """Carry out all `moves` of the layer, then update its map."""
+        """Carry out all `moves` of the layer, then update the layer's expert map."""
         moe, table, packed = self._mixtures[layer], self._tables[layer], self._layouts[layer]
         here, weights = moe.slots_here, moe.expert_weights
         sent = received = None
@@ -157,7 +157,7 @@ class MovableExperts(ExpertRecorder):
 def load_recorder(
     config: WorkerConfig, model: Decoder, context: ParallelContext, device: torch.device
 ) -> ExpertRecorder | None:
-    """Create the recorder that `config` requires; None if selections are not counted."""
+    """Return the recorder that `config` requires, or None if selections are not counted."""
     if config.experts == FIXED or config.spec.expert_sizes() is None:
         return None
     return (MovableExperts if config.experts == MOVED else ExpertRecorder)(model, context, device)

@@ -1,4 +1,4 @@
-"""Files of one rank as a third level of its KV caches, below host memory.
+"""Store KV blocks of one rank in files, as a third cache level below host memory.
 
 A file holds one block's data in all caches of one rank. The folder's name is a fingerprint of all
 settings that a block's content and layout depend on, so engines and ranks with equal settings share
@@ -9,9 +9,9 @@ deletes the file.
 A file is written under a temporary name and then renamed, but not synced to the disk. Complete
 files survive a process crash. After a power failure, the checksum detects incomplete files.
 
-Two groups of threads read and write files while steps run. The scheduler bounds the pending copies.
-The first I/O error, or a minute in which no copy ends, disables the files: later copies end at once
-and do nothing.
+Two groups of threads read and write files while steps run. The scheduler limits the pending copies.
+The first I/O error, or a minute in which no copy ends, disables the files. Later copies then end at
+once and do nothing.
 """
 
 import hashlib
@@ -46,12 +46,12 @@ logger = get_logger(__name__)
 
 READ_THREADS = 4
 SCAN_SHARE = 16  # the folder is scanned after writing 1 / SCAN_SHARE of its maximum size
-STALL_SECONDS = 60.0  # after this time without the end of a copy, the files are disabled
-MOST_FOUND = 1 << 18  # largest number of files of earlier engines that are indexed
-ABANDONED_SECONDS = 3600.0  # age from which a temporary file counts as abandoned
+STALL_SECONDS = 60.0  # the files are disabled if no copy ends for this time
+MOST_FOUND = 1 << 18  # maximum number of indexed files of earlier engines
+ABANDONED_SECONDS = 3600.0  # an older temporary file is deleted as abandoned
 FINGERPRINT_BYTES = 16
 _MAGIC = b"NMXKV01\n"
-_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # last: length, CRC
+_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # last fields: length, CRC
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _FILE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _PART = ".part"
@@ -81,7 +81,7 @@ class _StoredFile:
 
 
 class FileStore:
-    """The worker's thread calls `run`. The thread that builds results calls all other methods."""
+    """Stores KV blocks. The worker's thread calls `run`; the result thread calls other methods."""
 
     def __init__(
         self,
@@ -109,19 +109,19 @@ class FileStore:
         self._part = f".{secrets.token_hex(8)}{_PART}"  # suffix of temporary files of this object
         if not self.num_blocks:
             raise ConfigError(
-                f"--kv-offloading-path-size is {most_bytes / 2**30:.3g} (GiB): less than one KV "
+                f"--kv-offloading-path-size is {most_bytes / 2**30:.3g} GiB, less than one KV "
                 f"block of {sharing * self.file_bytes / 2**20:.2f} MiB",
                 hint=f"use {1.01 * sharing * self.file_bytes / 2**30:.3g} or more",
             )
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-read")
         self._writer = ThreadPoolExecutor(1, "kv-write")  # writes and deletes in plan order
-        self._reads: deque[_FileBatch] = deque()  # batches that are not reported yet
+        self._reads: deque[_FileBatch] = deque()  # unreported batches
         self._writes: deque[_FileBatch] = deque()
         self._read_step = self._written_step = -1
         self._active_at = 0.0  # monotonic time at which a copy last ended
         self._is_off = False
         self._lock = threading.Lock()  # protects `_counts`
-        self._counts = Counter[str]()  # totals for the fields of `FileProgress` with these names
+        self._counts = Counter[str]()  # field of `FileProgress` -> total
         self._unscanned = 0  # bytes written since the last scan
         try:
             _make_private(self._folder)
@@ -133,7 +133,7 @@ class FileStore:
             ) from None
 
     def run(self, files: FileCopies, step_id: int, ended: Ended) -> None:
-        """Start the copies of a plan. Each copy first waits in `ended`."""
+        """Start the copies of a plan. Each copy first calls `ended` to wait for earlier copies."""
         if not self.is_busy:
             self._active_at = time.monotonic()
         reads = zip(files.read_hashes, files.read_places, strict=True)
@@ -151,12 +151,12 @@ class FileStore:
 
     @property
     def is_busy(self) -> bool:
-        """Whether copies have not been reported yet."""
+        """Whether some copies have not been reported yet."""
         return bool(self._reads or self._writes)
 
     @property
     def has_news(self) -> bool:
-        """Whether complete copies have not been reported yet."""
+        """Whether some complete copies have not been reported yet."""
         return any(batches and batches[0].is_done for batches in (self._reads, self._writes))
 
     def report(self) -> FileProgress:
@@ -181,12 +181,12 @@ class FileStore:
             )
 
     def close(self) -> None:
-        """Wait for all copies. If the files are disabled, do not wait, as copies may never end."""
+        """Wait for all copies if the files are enabled. Otherwise copies may never end."""
         for threads in (self._readers, self._writer):
             threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 
     def _guard(self, copy: Callable[..., bytes | None], *arguments: object) -> bytes | None:
-        """Run a copy; return the hash of a block that was not read. An error disables the files."""
+        """Run a copy. Return the hash of a block that was not read. An error disables the files."""
         try:
             if not self._is_off:
                 return copy(*arguments)
@@ -205,14 +205,14 @@ class FileStore:
             self._counts["num_errors"] += is_new
         if is_new:
             logger.warning(
-                "rank %d: KV blocks are no longer kept in files in %s: %s",
+                "rank %d: KV blocks are no longer kept in files in folder %s: %s",
                 self._rank,
                 self._root,
                 reason,
             )
 
     def _read(self, block_hash: bytes, place: int, ended: Ended) -> bytes | None:
-        """Read a file into a host block. Return `block_hash` if there is no intact file."""
+        """Read a file into a host block. Return `block_hash` if no intact file exists."""
         if ended is not None:
             ended()
         path = self._folder / block_hash.hex()
@@ -283,7 +283,7 @@ class FileStore:
         )
         total, most, now = sum(file.num_bytes for file in files), self._most_bytes, time.time()
         if total > most - most // SCAN_SHARE and self._cleans:
-            most -= most // SCAN_SHARE  # bytes that may be written until the next scan
+            most -= most // SCAN_SHARE  # files may grow by this size until the next scan
         kept = []
         for file in files:
             is_part = file.path.name.endswith(_PART)
@@ -328,8 +328,8 @@ def open_files(
 
 
 def _list_facts(config: WorkerConfig, kernels: KernelTable, *, dtype: str) -> list[str]:
-    """List all settings that determine content and layout of this rank's blocks. Ranks with equal
-    shards in different data-parallel ranks have equal settings.
+    """List all settings that determine content and layout of this rank's blocks. Equal shards of
+    different data-parallel replicas have equal settings.
     """
     layout, draft = config.layout, config.draft
     folders = (config.folder, draft and draft.folder)
@@ -362,7 +362,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _fill(stream: RawIOBase, view: memoryview) -> bool:
-    """Read until `view` is full; return False if the file ends first."""
+    """Read until `view` is full. Return False if the file ends before."""
     done = 0
     while count := stream.readinto(view[done:]):
         done += count

@@ -1,4 +1,4 @@
-"""Grammar bitmasks on the device, applied to the logits of constrained rows."""
+"""Send grammar bitmasks to the device, and apply the bitmasks to logits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class RowBitmasks:
         )
 
     def apply(self, logits: Tensor, *, first_id: int) -> None:
-        """Set forbidden tokens of logits [R, V of this rank] fp32, from `first_id` on, to -inf."""
+        """Set logits [R, V of this rank] fp32 of forbidden tokens to -inf, from `first_id` on."""
         num_ids = logits.shape[1]
         shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
         for start in range(0, len(self.members), TILE):
@@ -54,14 +54,14 @@ class RowBitmasks:
 
 
 class PendingBitmask:
-    """The bitmask of a plan, which arrives after the plan. The first access waits until then."""
+    """The bitmask of a plan, which arrives after the plan. The first access waits for it."""
 
     def __init__(
         self,
         by_row: Callable[[], Mapping[int, Sequence[bytes | None]]],
         postponed: Callable[[], Sequence[int]] = list,
     ) -> None:
-        """`by_row`: for each row of the plan, the masks of its samples that may be kept."""
+        """`by_row` returns the masks of the first samples of each row of the plan."""
         self._by_row, self._postponed = by_row, postponed
 
     @property
@@ -95,7 +95,7 @@ class PendingBitmask:
         return cls(cache(read_rows), lambda: bitmask().postponed)
 
     def select(self, sampled_rows: Sequence[int], *, device: torch.device) -> RowBitmasks | None:
-        """Send the masks of samples of `sampled_rows` to the device; None if no sample has one."""
+        """Send the masks of `sampled_rows` to the device. Return None if no sample has a mask."""
         left = {row: iter(masks) for row, masks in self._by_row().items()}
         of_samples = [next(left[row], None) if row in left else None for row in sampled_rows]
         members = [i for i, mask in enumerate(of_samples) if mask is not None]

@@ -1,9 +1,9 @@
-"""Captured steps: CUDA graphs, one for each step shape (`StepShape`).
+"""Capture and replay steps as CUDA graphs, one graph for each size of steps (`StepShape`).
 
 A host needs several times as long to launch sixty layers kernel by kernel as a GPU needs to run
-them. A replay reads slots and token counts from a fixed buffer and everything else from the request
-state. So the host sends a few integers and one launch per step, while the previous step still runs.
-A step is padded to the next captured shape of its kind:
+these layers. A replay reads slots and token counts from a fixed buffer and everything else from the
+request state. The host therefore sends a few integers and one launch per step, while the previous
+step still runs. A step is padded to the next captured shape of its kind:
 
     kind     shape                    captured work
     rows     (n, n, 1)                decodes: the whole step, from input tokens to sampled tokens
@@ -92,7 +92,7 @@ class StepGraphs:
         num_tokens = max(shape.num_tokens for shape in every)
         num_sampled = max(shape.num_tokens for shape in every if shape.is_sampled)
         device = requests.tokens.device
-        # padded `StepColumns` of a step, then the number of its tokens
+        # padded `StepColumns` of a step, then the step's number of tokens
         self._columns = torch.zeros(
             max(sum(_widths(shape)) for shape in every), dtype=torch.int64, device=device
         )
@@ -104,7 +104,7 @@ class StepGraphs:
         self._words = torch.zeros(  # see `_words_of`
             max(2 * shape.num_seqs + 2 for shape in every), dtype=torch.int32, device=device
         )
-        # for each token: its id, and the number of tokens in its sequence up to it (0: padding)
+        # for each token: the token id, and the sequence length up to this token (0: padding)
         self._token_ids, self._ends = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
         # query starts of decodes
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
@@ -131,8 +131,8 @@ class StepGraphs:
             token_ids=torch.zeros(num_sampled, dtype=torch.int64, device=device),
             num_accepted=torch.zeros(num_sampled, dtype=torch.int64, device=device),
         )
-        # for each row of a step with drafts: known tokens after the step, index of its last
-        # accepted token, its drafts
+        # for each row of a step with drafts: number of known tokens after the step, index of the
+        # last accepted token, and the drafts
         self._lengths, self._last_tokens = torch.zeros(
             2, num_sampled, dtype=torch.int64, device=device
         )
@@ -167,7 +167,7 @@ class StepGraphs:
         )
 
     def find(self, num_tokens: int, num_seqs: int) -> StepShape | None:
-        """Return the smallest captured shape for a batch; None if the batch is too large."""
+        """Return the smallest captured shape for a batch, or None if the batch is too large."""
         shapes = self.shapes[TOKENS]
         found = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
         fits = found < len(shapes) and shapes[found].num_seqs >= num_seqs
@@ -183,7 +183,7 @@ class StepGraphs:
         return shapes[found] if found < len(shapes) else None
 
     def entering(self, shape: StepShape) -> Tensor | None:
-        """Return the buffer of the previous stage's stream; None on the first stage."""
+        """Return the buffer for the previous stage's output, or None on the first stage."""
         entering = self.buffers.entering
         return None if entering is None else entering[: shape.num_tokens]
 
@@ -194,7 +194,7 @@ class StepGraphs:
         self._send(shape, columns)
 
     def place_images(self, rows: Column | None) -> None:
-        """Set each token's image row in a prepared step; -1 or None: no image."""
+        """Set each token's image row in a prepared step. -1 and None mean no image."""
         if self._images is None or (rows is None and not self._has_images):
             return
         self._has_images, index = rows is not None, self._images.at
@@ -212,7 +212,7 @@ class StepGraphs:
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
-        """Return the inputs to sample a replay again, and restore the drafts that it replaced."""
+        """Return the inputs to resample a replay, and restore the drafts that it replaced."""
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
             self._requests.store(inputs.token_slots, inputs.positions, ran)
@@ -226,7 +226,7 @@ class StepGraphs:
         )
 
     def draw(self, shape: StepShape) -> None:
-        """Resample rows with a small top_k. With a proposer, the replay has resampled them."""
+        """Resample rows with a small top_k. With a proposer, the replay has done the resampling."""
         if self._proposer is None:
             self._graphs[shape][1].replay()
 
@@ -241,7 +241,7 @@ class StepGraphs:
             self._graphs[shape][1].replay()
 
     def replay_seconds(self, num_rows: int, *, repeats: int) -> float | None:
-        """Measure the device time of the latest decode of `num_rows` rows, None if none ran."""
+        """Return the device time of the latest decode of `num_rows` rows, or None if none ran."""
         shape = self.find_decodes(num_rows)
         if shape is None or shape not in self._latest:
             return None
@@ -335,7 +335,7 @@ class StepGraphs:
         self._store(shape, self._drawn(shape, self.buffers.token_ids[: shape.num_tokens]))
 
     def _drawn(self, shape: StepShape, otherwise: Tensor) -> Tensor:
-        """Sample the rows with a small top_k; other rows keep the tokens `otherwise`."""
+        """Sample the rows with a small top_k. Other rows keep the tokens `otherwise`."""
         logits = self.buffers.logits[: shape.num_tokens]
         token_ids: Tensor = self._draw_leading(
             logits, self._get_sampling(shape), otherwise=otherwise, **self._shard
@@ -343,7 +343,7 @@ class StepGraphs:
         return token_ids
 
     def _finish(self, shape: StepShape, metadata: AttentionMetadata | None = None) -> None:
-        """Verify the step's drafts and propose new ones. The call may be repeated."""
+        """Verify the step's drafts and propose new drafts. Callers may repeat this call."""
         if self._verifier is None:
             return
         num_tokens, num_seqs = shape[:2]

@@ -1,4 +1,4 @@
-"""The heartbeat thread of a rank process, which also aborts waits for unresponsive ranks."""
+"""Run the heartbeat thread of a rank process. It also aborts waits for unresponsive ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 BEAT_SECONDS = 0.1
-# time for the executor to detect the dead rank before this rank exits because of it
+# seconds for the executor to detect a dead rank before this rank exits
 LOST_SECONDS = 2.0
 
 
 class RankHeartbeat:
-    """Writes heartbeats to the rank's row of `beats`. The last row requests an abort of waits."""
+    """Writes heartbeats to the rank's row of `beats`. The last row of `beats` aborts all waits."""
 
     def __init__(self, beats: SharedNumbers, rank: int) -> None:
         self._rank = rank

@@ -1,10 +1,10 @@
-"""Run the copies that plans request between the KV caches of one rank and its host memory, which is
-a second level of the caches. Files may be a third level (`FileStore`).
+"""Copy blocks between the KV caches of one rank and host memory, as plans request. Host memory is a
+second cache level. Files may be a third cache level (`FileStore`).
 
 On a GPU the copies run on a separate stream, in plan order, and start after all steps that were
-launched before. On the device, a step waits for pending stores of blocks that it writes, and for
-pending loads of blocks that it uses. So no step sees half a copy, although the host does not wait
-for copies.
+launched earlier. On the device, a step waits for pending stores of blocks that it writes, and for
+pending loads of blocks that it uses. Therefore no step reads an incomplete copy, although the host
+does not wait for copies.
 
 A host block holds all caches of a KV block. Copies pass through a staging buffer on the device:
 each plan needs one gather or scatter per kind of cache, and one transfer per run of adjacent host
@@ -29,7 +29,7 @@ from negamax.worker.device import Runtime, indices
 from negamax.worker.file_store import FileStore
 from negamax.worker.kv_cache import STAGING_BYTES, zeros_on_large_pages
 
-# longest wait for a load or a file if no step can run; it is short because requests may arrive
+# longest wait for a load or a file if no step can run; short, because new requests may arrive
 AWAIT_SECONDS = 0.005
 
 
@@ -82,7 +82,7 @@ class LoadProgress:
 
 
 class HostPool:
-    """Host blocks in pinned memory (plain memory on a CPU). Methods are for the worker's thread."""
+    """Host blocks in memory that is pinned for GPUs. The worker's thread calls most methods."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class HostPool:
         self._batches.append(_Batch(step_id, ended, stored, loaded))
 
     def _record_end(self) -> Callable[[], object] | None:
-        """Return a function that waits for the launched copies; None if copies are synchronous."""
+        """Return a function that waits for the launched copies, or None for synchronous copies."""
         if self._stream is None:
             return None
         event = torch.cuda.Event(blocking=True)  # a waiting thread must not spin

@@ -1,7 +1,7 @@
-"""Compute the rows of images on one rank before a step, which reads them in place of embeddings.
+"""Encode images on one rank before a step, which reads the image rows in place of embeddings.
 
-Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. All other
-ranks use zeros for the same images, so the sum over the ranks is exact.
+Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. For each
+image, all other ranks use zeros, so the sum over the ranks is exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,20 +20,20 @@ from negamax.worker.batch import Column, StepColumns
 from negamax.worker.device import Runtime, indices, upload
 from negamax.worker.request_state import RequestState
 
-# Most image tokens (2016 x 2016 pixels) in one run of the tower; a larger image runs alone.
+# Maximum image tokens in one run of the tower (2016 x 2016 pixels). A larger image runs alone.
 _RUN_TOKENS = 5184
 
 
 @dataclass(frozen=True)
 class _Broken:
-    """Pages whose image could not be encoded, with the error."""
+    """The pages of an image that could not be encoded, and the error."""
 
     pages: frozenset[int]
     error: Exception
 
 
 class ImageEncoder:
-    """The vision tower of a rank, and the pool that holds the rows of encoded images."""
+    """The vision tower of a rank, and the pool with the rows of encoded images."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class ImageEncoder:
                         self._requests.fail(run.slot, each.error)
 
     def find_rows(self, runs: Sequence[ImageRun], columns: StepColumns) -> Column | None:
-        """Return each token's index of an image row, [T] (-1: no image); None without `runs`."""
+        """Return each token's image row, [T] (-1: no image), or None if `runs` is empty."""
         if not runs:
             return None
         rows = np.full(len(columns.token_slots), -1, dtype=np.int64)
-        # this is exact, because a prompt has no unverified drafts
+        # this bound is exact, because a prompt has no unverified drafts
         computed = self._requests.num_computed_bound[columns.token_slots]
         positions = computed + columns.token_offsets
         for run in runs:

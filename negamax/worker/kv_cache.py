@@ -38,7 +38,7 @@ def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:
     """Refuse an FP8 cache if `skipped` reports KV scales for int8 in the checkpoint."""
     if dtype == torch.float8_e4m3fn and INT8_CACHE in skipped:
         raise ConfigError(
-            "--kv-cache-dtype is fp8; the checkpoint's scales of keys and values are per channel, "
+            "--kv-cache-dtype is fp8; the checkpoint has scales of keys and values per channel, "
             "for int8",
             hint="use --kv-cache-dtype auto",
         )
@@ -98,7 +98,7 @@ def choose_blocks(
     encoding: int = 0,
     device: torch.device,
 ) -> int:
-    """Return how many blocks this rank can hold. `dtype`: default of caches. `workspace`: GPU
+    """Return how many blocks this rank can hold. `dtype`: default dtype of caches. `workspace`: GPU
     bytes of a step. `encoding`: GPU bytes of encoding the largest image before a step.
     """
     if config.num_kv_blocks:
@@ -107,7 +107,7 @@ def choose_blocks(
         budget = config.kv_cache_memory
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # Graphs keep a workspace in addition to that of eager steps.
+        # CUDA graphs and eager steps have separate workspaces.
         budget = (
             int(total * config.gpu_memory_utilization)
             - (total - free)
@@ -136,14 +136,14 @@ def draft_buffers(config: WorkerConfig) -> int:
         return 0
     rows = config.cudagraph_size * speculation.num_speculative_tokens
     logits = rows * -(-spec.vocab_size // config.layout.attention.size) * 4
-    if config.draft and config.draft.spec.most_tokens is not None:  # its logits
+    if config.draft and config.draft.spec.most_tokens is not None:  # logits of the draft
         logits *= 2
     streams = len(config.draft.spec.aux_layers) if config.draft else 0
     return logits + streams * config.max_num_batched_tokens * spec.hidden_size * 2
 
 
 def stage_buffers(config: WorkerConfig) -> int:
-    """Return the bytes of residual streams that wait to be sent or run."""
+    """Return the bytes of residual streams that wait to be sent to or run by a stage."""
     if config.layout.pp == 1:
         return 0
     streams = 1 + (len(config.draft.spec.aux_layers) if config.draft else 0)
@@ -161,7 +161,7 @@ def choose_host_blocks(
     config: WorkerConfig, num_blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Return how many blocks this rank keeps in host memory. `num_blocks`: blocks of its KV cache.
-    Raises `ConfigError` if that is less than one, `ResourceError` if the blocks do not fit.
+    Raises `ConfigError` if the result is less than one, `ResourceError` if the blocks do not fit.
     """
     size, ranks = config.kv_offloading_size, config.layout.world_size
     per_block = bytes_of_blocks(1, config, dtype=dtype)
@@ -175,7 +175,7 @@ def choose_host_blocks(
         return 0
     if not chosen:
         raise ConfigError(
-            f"{asked}: less than one KV block of {per_block / 2**20:.2f} MiB for each of {ranks} "
+            f"{asked}, less than one KV block of {per_block / 2**20:.2f} MiB for each of {ranks} "
             f"ranks",
             hint=f"use --kv-offloading-size {2 * ranks * per_block / GIB:.3g} or more",
         )
@@ -208,8 +208,8 @@ def choose_num_blocks(
         fitting = affordable * block_size
         raise ResourceError(
             f"one sequence of {max_model_len} tokens needs "
-            f"{blocks_per_sequence * block_bytes / GIB:.2f} GiB of KV cache, "
-            f"{max(0, budget) / GIB:.2f} GiB are available for it",
+            f"{blocks_per_sequence * block_bytes / GIB:.2f} GiB of KV cache; "
+            f"{max(0, budget) / GIB:.2f} GiB are available",
             hint=f"lower --max-model-len to {fitting} or raise --kv-cache-memory"
             if fitting > 1
             else "use more GPUs (--tensor-parallel-size), a smaller model, or more memory",
@@ -218,7 +218,7 @@ def choose_num_blocks(
 
 
 def bytes_of_blocks(num_blocks: int, config: WorkerConfig, *, dtype: torch.dtype) -> int:
-    """Return the bytes of `num_blocks` on this rank. `dtype`: default of caches."""
+    """Return the bytes of `num_blocks` on this rank. `dtype`: default dtype of caches."""
     return num_blocks * block_bytes(
         config.kv_caches, config.block_size, dtype=_name(dtype), ranks=config.layout.attention.size
     )
@@ -258,7 +258,7 @@ def check_rows_fit(config: WorkerConfig, *, device: torch.device) -> None:
         raise ResourceError(
             f"{config.max_num_seqs} sequences of up to {config.max_model_len} tokens need "
             f"{needed / GIB:.2f} GiB for their "
-            f"tokens alone, {free / GIB:.2f} GiB are free",
+            f"tokens alone; {free / GIB:.2f} GiB are free",
             hint="lower --max-num-seqs or --max-model-len",
         )
 
@@ -295,7 +295,7 @@ def check_weights_fit(
         where, remedy = "in main memory", "use a smaller model or a machine with more memory"
     if needed > free:
         raise ResourceError(
-            f"the weights need {needed / GIB:.1f} GiB {where} ({num_ranks} ranks), "
+            f"the weights need {needed / GIB:.1f} GiB {where} ({num_ranks} ranks); "
             f"{free / GIB:.1f} GiB are free"
             + (f"; the draft model takes {of_draft / GIB:.1f} GiB of them" if of_draft else ""),
             hint=remedy,

@@ -1,4 +1,4 @@
-"""Messages of lanes, which copy KV blocks between ranks of different engines."""
+"""Define the messages of lanes, which copy KV blocks between ranks of different engines."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ PIECE_BYTES = 16 * 2**20  # approximate size of one reply
 
 
 class HeadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Adjacent heads of one kind of cache, numbered as on the rank that stores them."""
+    """Adjacent heads of one kind of cache, numbered as on the rank that stores the heads."""
 
     kind: int
     first: int

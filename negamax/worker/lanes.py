@@ -1,6 +1,6 @@
-"""A lane connects one rank to ranks of other engines. It sends them host blocks on request, and
-fills host blocks of its rank with theirs. Lanes do not access the GPU, because plans copy between
-KV blocks and host blocks.
+"""Exchange KV blocks in host memory between engines. The lane of a rank sends host blocks to other
+engines on request, and fills host blocks with blocks of other engines. Lanes do not access the GPU,
+because plans copy between KV blocks and host blocks.
 
 A rank reads the heads that it needs from each rank of the other engine, which may have another
 tensor-parallel size. One thread answers reads of other engines. Another thread runs imports.
@@ -94,7 +94,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 4 * _AHEAD  # a reader waits for fewer replies
+        self._reads.sndhwm = 4 * _AHEAD  # a reader requests fewer replies at a time
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))
@@ -171,7 +171,7 @@ def plan_reads(
     engine. Each head is read once.
     """
     reads: dict[int, list[HeadCopy]] = {}
-    first = rank * peers // ranks  # ranks that hold copies of a head share its reads
+    first = rank * peers // ranks  # ranks with copies of a head read from different peers
     order = [(first + each) % peers for each in range(peers)]
     for index, kind in enumerate(kinds):
         own = kind.heads_of(rank, ranks)
@@ -200,8 +200,8 @@ class TcpMover:
         places: list[int],
         command: wire.ImportBlocks,
     ) -> None:
-        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. If it raises
-        `LaneError`, it writes no block afterwards.
+        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. After a
+        `LaneError`, no block is written.
         """
         words = sum(
             self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 def plan_loading(
     config: WorkerConfig, *, kernels: KernelTable, cache_dtype: torch.dtype
 ) -> LoadPlan | None:
-    """Plan how the checkpoint's files fill the model; return None for synthetic weights."""
+    """Plan how the checkpoint's files fill the model. Return None for synthetic weights."""
     if config.folder is None:
         return None
     slots = build_empty_slots(config.spec, config.layout, kernels=kernels)
@@ -38,9 +38,8 @@ def plan_loading(
 def load_model(
     model: Decoder, config: WorkerConfig, plan: LoadPlan | None, *, device: torch.device
 ) -> str:
-    """Fill the weights by `plan` (None: synthetic) and pack them. Return a line for the log.
-    Loading uses one CPU thread, because more threads would wait at barriers for seconds on busy
-    cores.
+    """Fill and pack the weights by `plan` (None: synthetic). Return a line for the log. Loading
+    uses one CPU thread, because more threads would wait at barriers for seconds on busy cores.
     """
     torch.set_num_threads(1)
     shown = config.show_progress and config.layout.rank == 0

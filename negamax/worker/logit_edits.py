@@ -1,7 +1,8 @@
-"""The sampler stage that edits the logits of single rows before a token is sampled.
+"""Edit the logits of single rows before the sampler samples a token.
 
 To add a sampling parameter that changes logits, add a field to `SamplingParams`, write a
-`LogitEdit` and append the edit to `EDITS`. The rest of worker and engine does not read the field.
+`LogitEdit` and append the edit to `EDITS`. No other code of the worker or the engine reads the
+field.
 """
 
 from collections.abc import Callable, Collection
@@ -107,7 +108,7 @@ class AllowedTokens:
 
 
 class MinTokens:
-    """`min_tokens`: forbids tokens that end a sequence. Masked rows are not edited."""
+    """`min_tokens`: forbids tokens that end a sequence, except in rows with a grammar bitmask."""
 
     def applies(self, params: SamplingParams, eos_token_ids: Collection[int]) -> bool:
         if not params.min_tokens:
@@ -130,4 +131,4 @@ class MinTokens:
         return apply
 
 
-EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # in order of use
+EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # in this order

@@ -1,10 +1,10 @@
-"""Prompt lookup (method `ngram`): find an earlier occurrence of a sequence's last tokens, and
-propose the tokens that followed there.
+"""Propose draft tokens by prompt lookup (method `ngram`): find an earlier occurrence of a
+sequence's last tokens, and propose the tokens after this occurrence.
 
 The proposer uses the longest match, and the earliest of equally long matches, as vLLM does. Only
 the last `SEARCHED_TOKENS` tokens are searched, so the cost per sequence has a constant bound. On a
 CPU, the search is also limited to the longest sequence of the step. A hash table of n-grams could
-cover all tokens, but steps would have to insert the tokens of cached prefixes, which do not run.
+cover all tokens, but steps would have to insert tokens of cached prefixes, which no step computes.
 """
 
 import torch
@@ -30,7 +30,7 @@ class NgramProposer(Proposer):
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        """Each compared token costs about 3 passes over the searched tokens."""
+        """Propose the tokens after the longest match. Each compared token costs about 3 passes."""
         slots, lengths, _ = rows
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:

@@ -22,7 +22,7 @@ _DRAM = "DRAM"
 
 
 class NixlMover:
-    """Copies blocks with NIXL. Only the import thread of its `Lane` uses it."""
+    """Copies blocks with NIXL. Only the import thread of a `Lane` uses an object."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], kinds: list[HostKind], pool: HostPool
@@ -87,7 +87,7 @@ class NixlMover:
         return self._peers[endpoint]
 
     def _read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], agent: str) -> None:
-        """Read blocks and wait. If it raises `LaneError`, it writes no block afterwards."""
+        """Read blocks and wait. After a `LaneError`, no block is written."""
         transfer = self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, _DRAM),
@@ -102,7 +102,7 @@ class NixlMover:
             if state == "PROC" and time.monotonic() > end:
                 try:
                     self._agent.release_xfer_handle(transfer)  # this cancels the transfer
-                except Exception:  # it cannot be cancelled, so wait for its end
+                except Exception:  # wait for the end of a transfer that cannot be cancelled
                     end = time.monotonic() + STALL_SECONDS
                     continue
                 raise LaneError(f"a read by NIXL took longer than {STALL_SECONDS:.0f} s")

@@ -24,7 +24,7 @@ from negamax.options.nodes import KEY_VARIABLE
 _TCP = "tcp://"
 # default limit for a frame, in bytes; frames with log-probabilities may be larger
 FRAME_BYTES = 16 * 2**20
-_CONNECT_MS = 2000  # a lost packet is repeated after 1 s, then after 2 s, then after 4 s
+_CONNECT_MS = 2000  # TCP repeats a lost packet after 1 s
 _HANDSHAKE_MS = 5000  # time in which a new connection must prove the key
 _MOST_STRANGERS = 64  # number of extra connections that a socket accepts
 
@@ -35,7 +35,7 @@ def has_key() -> bool:
 
 
 def tcp_endpoint(address: str, port: int | str) -> str:
-    """Return the ZeroMQ endpoint of an IP address. Port "*": the system assigns the port."""
+    """Return the ZeroMQ endpoint of an IP address. For port "*", the system assigns the port."""
     return f"{_TCP}[{address}]:{port}" if ":" in address else f"{_TCP}{address}:{port}"
 
 

@@ -1,4 +1,4 @@
-"""Run the largest prefill step, to measure its memory in addition to weights and cache."""
+"""Measure the memory of the largest prefill step, in addition to weights and caches."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = get_logger(__name__)
 
 @torch.inference_mode()
 def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
-    """Measure the GPU bytes of the largest prefill step and the proposer after it. The layers share
-    one cache in `dtype`, which holds only the tokens of this step.
+    """Measure the GPU bytes of the largest prefill step and of the proposer. The layers share one
+    cache in `dtype`, which holds only the tokens of this step.
     """
     model, config, requests = runner.model, runner.config, runner.requests
     proposer, device = runner.proposer, runner.device

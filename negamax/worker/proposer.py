@@ -1,4 +1,4 @@
-"""The interface of all proposers of draft tokens, and `load_proposer`, which selects one."""
+"""Define the interface of proposers of draft tokens, and select a proposer (`load_proposer`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class DraftRows(NamedTuple):
 
     slots: Tensor  # [R] int64
     lengths: Tensor  # [R] int64
-    ends: Tensor  # [R] int64, step index of each row's last token that has run
+    ends: Tensor  # [R] int64, index in the step of each row's last token
 
 
 class Proposer:
@@ -53,10 +53,10 @@ class Proposer:
     num_draft_tokens: int  # most draft tokens per row and step
     capture: tuple[int, ...] = ()  # layers whose residual streams the proposer reads
     has_gaps: bool = False  # whether proposed tokens may be missing
-    acceptance: SyntheticAcceptance | None = None  # replaces the comparison of tokens
+    acceptance: SyntheticAcceptance | None = None  # replaces the verification
     # [rows, num_draft_tokens] fp32: estimated probability that draft j of row i is accepted if
-    # drafts 0 to j - 1 are accepted. It includes the draft after the end of a shorter proposal.
-    # None: no estimate.
+    # drafts 0 to j - 1 are accepted. A shorter proposal also has an estimate for the next draft.
+    # None: no estimates.
     confidences: Tensor | None = None
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
@@ -72,16 +72,16 @@ class Proposer:
     ) -> Tensor:
         """Return draft tokens [R, num_tokens] int64 for R `rows`. A missing token and all tokens
         after it are -1. `propose` runs after every step, so that the proposer's caches receive
-        every token. It must not wait for the device, because graphs capture it. During a capture,
-        the host does not have the sequence lengths (`AttentionMetadata.is_captured`). `states` is
-        valid until the call returns. Padding rows have slot `requests.padding_slot`. A slot's block
-        table ends with padding blocks.
+        every token. `propose` must not wait for the device, because graphs capture the call. During
+        a capture, the host does not have the sequence lengths (`AttentionMetadata.is_captured`).
+        `states` is valid until the call returns. Padding rows have slot `requests.padding_slot`. A
+        slot's block table ends with padding blocks.
         """
         raise NotImplementedError
 
 
 class DistantProposer(Proposer):
-    """The proposer on stages before the last: they send residual streams and receive drafts."""
+    """The proposer on earlier stages, which send residual streams and receive drafts."""
 
     def __init__(self, config: WorkerConfig, *, dtype: torch.dtype) -> None:
         assert config.speculation is not None
@@ -112,7 +112,7 @@ def hand_down_embedding(
 
 
 def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | None:
-    """Create the proposer of `config`, if any. Raises `CheckpointError` for invalid files."""
+    """Return the proposer of `config`, or None. Raises `CheckpointError` for invalid files."""
     speculation = config.speculation
     if speculation is None:
         return None

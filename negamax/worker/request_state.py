@@ -1,17 +1,16 @@
-"""State of each running request that the worker keeps between steps, indexed by the scheduler's
-slot.
+"""Store the state of each running request between steps, indexed by the scheduler's slot.
 
-The worker is the single writer. A slot holds the known tokens, the number of computed tokens, the
+Only the worker changes the state. A slot holds the known tokens, the number of computed tokens, the
 block table and the sampling state. The device writes sampled tokens into the state, so the next
 step can run before the host has read the tokens. The last slot is for padding.
 
 Only the device has the exact number of computed tokens, because it decides which draft tokens are
-accepted. The host keeps an upper bound: it counts drafts as accepted until the results of their
-step arrive. The bound is exact if no drafts are in flight.
+accepted. The host stores an upper bound, which includes all drafts until the results of their step
+arrive. The bound is exact if no drafts are in flight.
 
 If preparing, sampling or reporting a row raises an exception, `failures` keeps the error and the
-row stays in the batch as a no-op. So the steps of all ranks keep the same shape, and the request
-ends with an error.
+row stays in the batch as a no-op. Therefore the steps of all ranks have the same shape, and the
+request ends with an error.
 """
 
 import mmap
@@ -39,7 +38,7 @@ _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetit
 
 @dataclass(frozen=True)
 class SlotState:
-    """The part of a slot's state that the device does not hold."""
+    """The part of a slot's state that is only on the host."""
 
     prompt_len: int
     sampling: SamplingParams
@@ -64,9 +63,9 @@ class RequestState:
         self.padding_slot = max_num_seqs
         num_rows = max_num_seqs + 1
         index_dtype = torch.int64 if device.type == "cpu" else torch.int32
-        # The last column holds the last sampled token of a full sequence, a token that never runs.
+        # The last column stores the last sampled token of a full sequence, which never runs.
         self.tokens = _zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
-        # tokens proposed to follow the known tokens of each slot, -1: none
+        # draft tokens that follow the known tokens of each slot; -1: none
         self.drafts = torch.full((num_rows, num_draft_tokens), -1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros(num_rows, max_blocks, dtype=index_dtype, device=device)
         self._padding_block = 0
@@ -74,7 +73,7 @@ class RequestState:
         # number of tokens whose KV is in the cache; the slot's next step starts at this position
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # upper bounds on the host
-        # number of drafts in flight, which the bound counts as accepted
+        # number of drafts in flight, which the bound includes
         self._unverified = np.zeros(num_rows, dtype=np.int64)
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
         # [rows, len(FILTERS)] fp32
@@ -91,7 +90,7 @@ class RequestState:
         self._new_failures: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply new rows and appended blocks. Record failed rows in `failures`."""
+        """Apply the new rows and appended blocks of `plan`. Record failed rows in `failures`."""
         for row in plan.new_rows:
             self._assign(row)
         if plan.appended_slots:
@@ -117,7 +116,7 @@ class RequestState:
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """Raise the bounds for launched rows. The last tokens of `postponed` rows do not count."""
+        """Raise the bounds by the launched tokens, without the last tokens of `postponed` rows."""
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens
@@ -170,9 +169,9 @@ class RequestState:
         self.block_tables[self.padding_slot] = block
 
     def fail(self, slot: int, error: Exception) -> None:
-        """End the sequence in `slot` with `error`, unless it has failed before."""
+        """End the sequence in `slot` with `error` if the sequence has not failed before."""
         if slot not in self.failures:
-            logger.error("slot %d: its request ends with an error", slot, exc_info=error)
+            logger.error("slot %d: the request ends with an error", slot, exc_info=error)
             self.failures[slot] = f"{type(error).__name__} while this request was computed"
             self._new_failures[slot] = self.failures[slot]
 

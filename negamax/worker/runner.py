@@ -1,5 +1,5 @@
-"""Long-lived state of one rank: device, model, caches, request state and captured steps. The state
-is built once, before the first step.
+"""Build the long-lived state of one rank before the first step: device, model, caches, request
+state and captured steps.
 """
 
 from collections.abc import Sequence
@@ -138,7 +138,7 @@ class ModelRunner:
         )
 
     def _open_encoder(self) -> ImageEncoder | None:
-        """Create the image encoder; return None if this rank embeds no images."""
+        """Create the image encoder. Return None if this rank embeds no images."""
         tower, spec, config = self.model.vision, self.config.spec.vision, self.config
         if tower is None or spec is None:
             return None
@@ -176,7 +176,7 @@ class ModelRunner:
         return num_blocks
 
     def _open_host_pool(self, num_blocks: int, dtype: torch.dtype) -> HostPool | None:
-        """Allocate equally many host blocks on every rank; return None if none are configured."""
+        """Allocate equally many host blocks on every rank. Return None if the config has none."""
         config, device = self.config, self.device
         if not config.has_host_blocks:
             return None
@@ -192,7 +192,7 @@ class ModelRunner:
         return pool
 
     def _open_lane(self) -> Lane | None:
-        """Open the lane to other engines; return None if none is configured."""
+        """Open the lane to other engines. Return None if the config has no lane."""
         config, options = self.config, self.config.lane
         if options is None or self.host_pool is None:
             return None
@@ -200,7 +200,7 @@ class ModelRunner:
         return Lane(self.host_pool, config.kv_caches, self.caches, options, rank=rank, ranks=ranks)
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
-        """Compile eager steps and capture common steps if possible. Return graphs and log text."""
+        """Compile eager steps and capture common steps if possible. Return graphs and a text."""
         config, pool_of = self.config, self.runtime.graph_pool
         if pool_of is None:
             return None, ""
@@ -269,7 +269,7 @@ def open_context(
 
 
 def describe_paths(layers: Sequence[DecoderLayer], kernels: KernelTable, group: Collective) -> str:
-    """Name the kernels that compute the QK norms and the all-reduce."""
+    """List the kernels that compute the QK norms and the all-reduce."""
     norms = dict.fromkeys(layer.attention.norm_kernel for layer in layers)
     named = [f"{one.provider} ({one.op})" if one else "unfused, by its definition" for one in norms]
     way = f"{kernels[ALL_REDUCE_ADD_RMS].provider} ({ALL_REDUCE_ADD_RMS}), "

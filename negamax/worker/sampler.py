@@ -1,7 +1,7 @@
 """Sample one token per row from its logits and parameters.
 
-Rare features cost time only for rows that use them. No function waits for the device: copies to the
-host may be in flight when a function returns.
+Rare features cost time only for rows that use these features. No function waits for the device:
+copies to the host may be in flight when a function returns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ class Sampled:
     token_ids: Tensor  # [R] int64, BROKEN for rows without finite logits
     # indices of the rows that request log-probabilities
     logprob_rows: list[int] = field(default_factory=list)
-    logprobs: LogprobEntries | None = None  # log-probabilities of these rows
+    logprobs: LogprobEntries | None = None  # log-probabilities of `logprob_rows`
     is_captured: bool = False  # whether a captured step has sampled and stored the tokens
 
 
@@ -62,8 +62,8 @@ class Sampler:
     """Samples from logits that are split over the ranks of `group`. With `on_shards`, ranks
     exchange only a value and an index for a row without filters, and the leading tokens for a row
     with a small top_k. Every rank gathers the whole logits for rows with edits, log-probabilities
-    or other filters. Without `on_shards`, every rank gathers them for all rows. Log-probabilities
-    are computed before edits and masks.
+    or other filters. Without `on_shards`, every rank gathers the logits of all rows.
+    Log-probabilities are computed before edits and masks.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Sampler:
         return Sampled(token_ids, asked, entries)
 
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """Sample each row from whole logits. On a GPU, sampling from shards gives equal tokens."""
+        """Sample each row from whole logits. On a GPU, sampling from shards gives the same."""
         requests, kernels = self._requests, self._kernels
         if self._on_shards:  # rows without filters are sampled with noise
             token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)

@@ -1,6 +1,7 @@
 """Check a loaded model before it serves (`--self-check`).
 
-Every rank runs single operations of three models on the same fixed inputs. It compares the results:
+Every rank runs single operations of three models on the same fixed inputs. The check compares the
+results:
 
     loaded        the model that will serve
     read again    the same kernels with weights of a few layers that are read once more; results
@@ -8,7 +9,8 @@ Every rank runs single operations of three models on the same fixed inputs. It c
     definition    the reference of each op with the same weights; results must be equal within the
                   tolerance of the ops
 
-It checks the first layer of each kind in the stage: full or sparse attention, MLP or experts.
+The check covers the first layer of each kind in the stage: full or sparse attention, MLP or
+experts.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ from negamax.worker.config import WorkerConfig
 
 logger = get_logger(__name__)
 
-_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens of a pass, its decodes, cached tokens
+_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # of a pass; cached tokens of one decode
 # extra relative error allowed for GEMMs with 8-bit activations, and for an FP8 cache
 _EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2
-_MOST_LISTED = 3  # most differences in a message
+_MOST_LISTED = 3  # maximum number of differences in a message
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class _Result:
     name: str
     value: Tensor
     ops: tuple[AnyOp, ...]
-    # [T, experts] fp32, scores of a router; its `value` is expert ids. None: not a router.
+    # [T, experts] fp32, scores of a router, whose `value` contains expert ids. None: not a router.
     scores: Tensor | None = None
 
 
@@ -267,7 +269,7 @@ def _choose_layers(layers: Sequence[DecoderLayer]) -> list[int]:
 
 
 def _compare(one: _Result, other: _Result) -> float:
-    """Return the relative error of a result; for routers, the largest difference of scores."""
+    """Return the relative error of a result, or the largest difference of scores for routers."""
     if other.scores is None:
         size = other.value.float().norm().clamp_min(1e-30)
         return float((one.value.float() - other.value.float()).norm() / size)
@@ -289,7 +291,7 @@ class _Experts:
         self._weights, self._activation = (gate_up, down), activation
 
     def dequantize(self, expert: int) -> Any:
-        """Return one dequantized expert in the form that `EXPERTS.reference` reads."""
+        """Return one dequantized expert in the format that `EXPERTS.reference` reads."""
         one = slice(expert, expert + 1)
         gate_up, down = (
             StoredWeight(each.format, {name: held[one] for name, held in each.tensors.items()})

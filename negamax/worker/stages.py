@@ -1,9 +1,9 @@
-"""Exchange streams and results of a step between a rank and other pipeline stages.
+"""Exchange residual streams and results of a step between a rank and other pipeline stages.
 
-Each stage sends the residual stream to the next stage. It also sends streams of earlier layers that
-a draft model reads. The sampled tokens go from the last stage to the first. With speculative
+Each stage sends the residual stream to the next stage, and also streams of earlier layers that a
+draft model reads. The sampled tokens go from the last stage to the first. With speculative
 decoding, all stages receive the sampled tokens, the new drafts and the number of accepted drafts.
-This number determines the position at which a row continues.
+The number of accepted drafts determines the position at which a row continues.
 
 A stage waits for the results of a step only before it runs a later step with the same rows
 (decision 41). If the slot of a row belongs to another sequence by then, the stage drops the row's
@@ -63,7 +63,7 @@ class Entering:
 
 
 class Stage:
-    """This rank's side of the exchange between stages. A single stage exchanges nothing."""
+    """Exchanges data between this rank and other stages. A single stage exchanges nothing."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Stage:
         self._expected: deque[_Expected] = deque()
 
     def begin(self, plan: StepPlan) -> list[Arrived]:
-        """Receive results of old steps and results that `plan` needs; return verifications."""
+        """Receive results of old steps and results that `plan` needs. Return verifications."""
         if not self._expected:
             return []
         assigned = {row.slot for row in plan.new_rows}
@@ -171,7 +171,7 @@ class Stage:
             link.send(message)
 
     def post(self) -> None:
-        """Start to receive all expected results: a sending GPU spins until its peer receives."""
+        """Start to receive all expected results. A sending GPU spins until its peer receives."""
         for step in self._expected:
             self._receive(step)
 
@@ -181,7 +181,7 @@ class Stage:
             self._receive(self._expected.popleft())[1].wait()
 
     def _receive(self, step: _Expected) -> tuple[Tensor, Arrival]:
-        """Start to receive the message of a step, unless a receive has already started."""
+        """Start to receive the message of a step if no receive has started before."""
         if step.message is None or step.arrival is None:
             plan, num_rows = step.plan, sum(step.plan.needs_sampling)
             per_row = any(plan.num_draft_tokens) + plan.num_proposed

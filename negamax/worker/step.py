@@ -50,7 +50,7 @@ class Batch:
 
     @property
     def replay(self) -> tuple[StepGraphs, StepShape] | None:
-        """Graphs and shape, if the graph also samples and verifies; None: it does not."""
+        """Graphs and shape if the graph also samples and verifies, else None."""
         return self.captured if self.captured and self.captured[1].is_sampled else None
 
 

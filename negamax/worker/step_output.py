@@ -1,4 +1,4 @@
-"""The outputs of a launched step, which may still be on the device. `result` reads them."""
+"""Collect the outputs of a launched step, which may still be on the device."""
 
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +24,7 @@ class StepTimes:
     previous: torch.cuda.Event | None
 
     def seconds(self) -> tuple[float, float]:
-        """Return (step time, idle time before the step). Time without requests counts as idle."""
+        """Return step time and idle time before the step. Time without requests is idle time."""
         self.ended.synchronize()  # host-sync: a step may have no other event
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
@@ -46,7 +46,7 @@ class StepOutput:
     verification: Verification | None = None  # None: the plan has no draft tokens
     # indices of grammar rows in the plan; [] if the plan proposes no tokens
     grammar_rows: list[int] = field(default_factory=list)
-    proposed: HostTensor | None = None  # [grammar rows, tokens] int64, their new drafts
+    proposed: HostTensor | None = None  # [grammar rows, tokens] int64, new drafts of grammar rows
     expert_counts: HostTensor | None = None  # see `StepResult.expert_counts`
     loads: LoadProgress | None = None  # None: no host blocks
     confidences: HostTensor | None = None  # [R, places] fp32, see `Proposer.confidences`
@@ -93,7 +93,7 @@ class StepOutput:
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
             [] if self.confidences is None else _expect_accepted(self.confidences.read()),
-            None if self.loads is None else self.loads.report_files(),  # call this last
+            None if self.loads is None else self.loads.report_files(),  # must be last
         )
 
 
@@ -111,7 +111,7 @@ def complete(
 
 
 def _expect_accepted(confidences: Tensor) -> list[float]:
-    """Return `StepResult.expected`. Confidences of failed rows are not finite and count as 0."""
+    """Return `StepResult.expected`. Confidences of failed rows are not finite and become 0."""
     shares: list[float] = confidences.nan_to_num(0.0).cumprod(dim=1).mean(dim=0).tolist()
     return shares
 

@@ -21,7 +21,7 @@ class StepShape(NamedTuple):
     num_tokens: int
     num_seqs: int
     max_query_len: int  # most tokens of one sequence
-    is_sampled: bool  # whether the graph samples after every token; False: it has only the layers
+    is_sampled: bool  # whether the graph samples after every token; False: only layers
 
     @classmethod
     def of_decodes(cls, num_rows: int, num_drafts: int) -> "StepShape":
@@ -48,8 +48,8 @@ def capture_sizes(kind: str, largest: int) -> list[int]:
 def capture_shapes(
     *, max_rows: int, max_tokens: int, max_num_seqs: int, draft_lengths: Sequence[int] = ()
 ) -> dict[str, list[StepShape]]:
-    """List shapes by kind. ROWS and DRAFTS (for each of `draft_lengths`) get shapes of up to
-    `max_rows` rows. TOKENS gets shapes of up to `max_tokens` tokens of `max_num_seqs` sequences.
+    """List shapes by kind. ROWS and DRAFTS (for each of `draft_lengths`) have shapes of up to
+    `max_rows` rows. TOKENS has shapes of up to `max_tokens` tokens of `max_num_seqs` sequences.
     """
     most_rows = {length: min(max_rows, max_tokens // (length + 1)) for length in draft_lengths}
     return {

@@ -2,7 +2,7 @@
 uses these times to choose the draft length (scheduler/draft_length.py).
 
 Rows start with random tokens, so that they use as many experts as real requests, and have no
-context. Longer contexts slow steps of similar size equally. The engine corrects for them later.
+context. Longer contexts slow steps of similar size equally. The engine later corrects for contexts.
 """
 
 from functools import partial

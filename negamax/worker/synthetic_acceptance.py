@@ -9,7 +9,7 @@ from torch import Tensor
 
 from negamax.kernels.sampling import noise
 
-# choices of one request have consecutive seeds; `_SEED_STEP` moves them far apart in the table
+# choices of one request have consecutive seeds; `_SEED_STEP` moves the choices far apart
 _DRAWS, _SEED_STEP = 2**16, 40503
 
 

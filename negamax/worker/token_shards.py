@@ -4,10 +4,10 @@ A run of prompt tokens is split into 2 * ranks pieces. Rank i gets the i-th piec
 the i-th piece from the back. This order balances the work, because a token attends to all earlier
 tokens. For attention, a piece is a sequence that ends with the last token of the piece. Earlier
 tokens may be on other ranks, because all keys of the step are in the caches before any rank
-attends. Single tokens (decodes) go to the ranks in turn.
+attends. Single tokens (decodes) are assigned to the ranks in turn.
 
-Ranks derive the sharding from the plan without communication. The plan also says whether the steps
-of all data-parallel ranks are sharded, and how many tokens the largest shard has.
+Ranks derive the sharding from the plan without communication. The plan also contains whether the
+steps of all data-parallel ranks are sharded, and how many tokens the largest shard has.
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class AllTokens:
         return rows
 
     def describe_all(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """Return the metadata of all tokens of the step. `metadata` is that of the shard."""
+        """Return the metadata of all tokens of the step. `metadata` describes the shard."""
         return metadata
 
 

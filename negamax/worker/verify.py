@@ -1,8 +1,8 @@
 """Verify draft tokens, in eager and captured steps.
 
 The sampler runs on every row that a step verifies, with the same random key as without drafts. A
-draft token is accepted if it equals the token sampled at its place and all drafts before it are
-accepted. So drafts never change the output.
+draft token is accepted if it equals the token sampled at its position and all earlier drafts are
+accepted. Therefore drafts never change the output.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class VerifiedRows(NamedTuple):
 
     slots: Tensor
     counts: Tensor  # verified tokens of the row: its last known token and its drafts; 0: padding
-    seq_lens: Tensor  # tokens of the sequence, including the verified ones
+    seq_lens: Tensor  # tokens of the sequence, including the verified tokens
     first_samples: Tensor  # index in the step of the row's first sample
-    first_tokens: Tensor  # index in the step of the token before that sample
+    first_tokens: Tensor  # index in the step of the token before the first sample
 
 
 @dataclass(frozen=True)
 class Verifier:
     """Counts accepted drafts, sets row lengths and proposes new drafts. Eager steps use PyTorch
-    ops, because their index tensors have many alignments, and Triton compiles a kernel for each.
+    ops, as their index tensors have many alignments, for which Triton would compile many kernels.
     """
 
     proposer: Proposer
@@ -55,8 +55,8 @@ class Verifier:
     ) -> None:
         """Verify `drafts` [R, K] against `sampled` [S], then propose `num_proposed` tokens per row.
 
-        `drafts` is None without drafts. `out` is filled with three [R] int64: accepted drafts,
-        known tokens after the step, index in the step of the last accepted token.
+        `drafts` is None if the step has no drafts. `out` is filled with three [R] int64: accepted
+        drafts, known tokens after the step, index in the step of the last accepted token.
         """
         accepted, lengths, ends = out
         if drafts is None or sampled is None:
@@ -112,7 +112,7 @@ class Verification:
         return cls(SampledRows.of(plan), HostTensor(accepted), host_drafts)
 
     def accepted(self) -> dict[int, int]:
-        """Wait for the device; return the accepted drafts of rows with drafts, by row."""
+        """Wait for the device. Return numbers of accepted drafts by row, for rows with drafts."""
         rows, _, num_drafts, _ = (column.tolist() for column in self.sampled)
         columns = zip(rows, num_drafts, self.num_accepted.read().tolist(), strict=True)
         return {row: accepted for row, drafts, accepted in columns if drafts}

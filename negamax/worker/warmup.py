@@ -18,8 +18,8 @@ _MOST_THREADS = 8  # limited, because compilation holds the GIL half of the time
 
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
-    """Return how many of the first `layers` must run to launch every kernel. They include a layer
-    of each kind and the layer after it, whose first norm completes the sum over ranks.
+    """Return how many of the first `layers` must run to launch every kernel. These layers include a
+    layer of each kind and the next layer, whose first norm completes the sum over ranks.
     """
     sorts = [
         (*map(type, (layer, *vars(layer).values())), *own)
@@ -52,4 +52,4 @@ def warming_up(context: ParallelContext, *, shows: bool = False) -> Iterator[Non
     ):
         yield
     context.world_min(0)  # wait until the kernels of every rank are in Triton's cache
-    torch.cuda.empty_cache()  # free memory of the warmup, which later measurements must not count
+    torch.cuda.empty_cache()  # free memory of the warmup before later measurements
