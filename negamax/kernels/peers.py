@@ -18,10 +18,10 @@ class PeerRegion:
         every rank's copy   [2 buffers, rows, senders, words] int64: flag << 32 | data
 
     The flag in a word tells the reader that the word has arrived (`collectives/triton_ll.py`). A
-    flag is the row's epoch, which counts the uses of the row. The program of row r takes epoch
-    flags[r] + 1, selects the buffer by the parity of the epoch, and stores the epoch in flags[r] at
-    the end. Two buffers suffice and are never cleared. A rank writes epoch e + 2 only after it has
-    received epoch e + 1 of every peer. A peer sends epoch e + 1 only after it has read epoch e.
+    flag is the row's epoch, which counts the uses of the row. The program of row r uses epoch
+    flags[r] + 1. The parity of the epoch selects the buffer. At the end the program stores the
+    epoch in flags[r]. Two buffers suffice and are never cleared. A rank writes epoch e + 2 only
+    after it has received epoch e + 1 of every peer. A peer sends epoch e + 1 after reading epoch e.
     """
 
     # [world + 1] int64, this rank's pointers to each rank's copy, then to `PollControl.words`

@@ -23,7 +23,7 @@ def padded_rows(num_rows: int, *, width: int, multiple: int = 1) -> int:
 
 
 def apply(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply `function` to contiguous values [rows, ..., width]; `padded_rows` returns `rows`."""
+    """Apply `function` to contiguous values [rows, ..., width]; `padded_rows` computes `rows`."""
     if values.numel() < _SERIAL_LIMIT:
         return function(values)
     rows_per_block = max(1, (_SERIAL_LIMIT - 1) // (values.shape[-1] * _STEP)) * _STEP

@@ -81,8 +81,9 @@ class BlockSparseAttention:
     """Attention to the KV blocks that index heads select, from projections to output projection.
 
     Heads are split as in `Attention`. If the index keys are sharded, every rank computes the index
-    queries of all heads. Otherwise an index head is on the rank of its KV head. RMS norm is applied
-    to each head of q, k, index q and index k; with `gemma_norm` norms scale by 1 + stored weights.
+    queries of all heads. If the index keys are replicated, an index head is on the rank of its KV
+    head. RMS norm is applied to each head of q, k, index q and index k. With `gemma_norm` the norms
+    scale by 1 + the stored weights.
     """
 
     def __init__(

@@ -32,9 +32,9 @@ _FORK_MAX_M = 32
 class SparseMoe:
     """A router in fp32 on every rank, and SwiGLU experts that are split by expert and by width.
 
-    The shared expert is one more expert that is selected for every token. If the shared expert
-    differs from other experts in format or size, or if ranks hold different experts, it is a
-    separate `Mlp`, split by width over the ranks with the same tokens.
+    The shared expert is one more expert that every token selects. The shared expert is a separate
+    `Mlp` if its format or size differs from other experts, or if ranks hold different experts. This
+    `Mlp` is split by width over the ranks with the same tokens.
     """
 
     def __init__(

@@ -286,10 +286,10 @@ def choose_kernel(
     columns: int,
     shares: Iterable[tuple[Axis, int]] = (),
 ) -> tuple[Kernel[P, R], TensorFormat, str]:
-    """Return the kernel for the matrices `names`, which share a parameter; the weights' format; and
-    the reason, for the log, if it is not the checkpoint's format. The checkpoint's format is kept
-    if all matrices have it, a kernel reads it and no shard cuts a group. `columns`: columns of one
-    matrix on this rank. `shares`: rows or columns per rank of one matrix.
+    """Return a kernel, a weight format and a reason for the matrices `names`, which share a
+    parameter. The reason is "" if the format is the checkpoint's format. The checkpoint's format is
+    kept if all matrices have it, a kernel reads it and no shard cuts a group. `columns`: columns of
+    one matrix on this rank. `shares`: rows or columns per rank of one matrix.
     """
     kernels, weights = setup.kernels, setup.weights
     if not weights.keep_quantized:

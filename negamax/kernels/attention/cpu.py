@@ -7,8 +7,8 @@ in prefill and decode. PyTorch computes each query row with the same bits if the
 rows (tests/cpu/test_batch_invariance.py), so smaller groups are padded to 4 rows.
 
 A step of 16 sequences (384 keys, 2 KV heads of 128, bf16) takes 0.82 ms on two Zen 4 cores with
-cold caches; the gathers take 0.36 ms of it. Batched GEMMs with a separate softmax took 1.44 ms for
-a step of this size. Scores and sums are fp32.
+cold caches. The gathers take 0.36 ms of this time. Batched GEMMs with a separate softmax took 1.44
+ms for a step of this size. Scores and sums are fp32.
 """
 
 from dataclasses import dataclass

@@ -79,8 +79,8 @@ class AttentionMetadata:
     # Maximum number of adjacent decodes that belong to one sequence, at consecutive positions. The
     # maximum is above 1 if only the device stores the lengths of decodes with draft tokens.
     max_decode_run: int = 1
-    # The decodes grouped by sequence, for kernels that read the keys of a sequence once. None: the
-    # groups are unknown, or each sequence has one decode.
+    # The decodes grouped by sequence, for kernels that read the keys of a sequence once. The field
+    # is None if the groups are unknown or each sequence has one decode.
     decode_runs: DecodeRuns | None = None
     # kernel plans of this step by kind of attention; all layers of one kind share a plan
     prepared: Mapping[str, Any] = field(default_factory=dict)

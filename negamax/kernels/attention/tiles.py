@@ -28,7 +28,7 @@ _FEW = 64  # a step with at most this number of queries does not fill large tile
 
 
 class AttentionTiles:
-    """Unmeasured sizes with two pipeline stages, which need at most 64 KB of shared memory."""
+    """Sizes that were not measured. Two pipeline stages need at most 64 KB of shared memory."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
         """Return launch sizes for tiles of `block_m` rows, with `cache_bytes` per cache element."""

@@ -55,7 +55,7 @@ class SplitTiles:
     """The splits of the tiles' keys, and the indices of their partial results."""
 
     # [programs, 7] int32: index of the split, the tile (4 words), number of splits of the tile,
-    # index of its first partial result; a record with 0 queries is unused
+    # index of the tile's first partial result; a record with 0 queries is unused
     work: Tensor
     merged: Tensor  # [tiles, 7] int32: the first split of each tile with several splits
     places: int  # capacity of `partials`, in partial results per head

@@ -8,7 +8,7 @@ from negamax.kernels.launch.tile import Launch, has_h200_tiles
 
 
 class SelectionTiles:
-    """Unmeasured sizes that need at most 64 KB of shared memory."""
+    """Sizes that were not measured and need at most 64 KB of shared memory."""
 
     prefill_rows = 64  # number of (query, head) rows per program
     attend_prefill = Launch(block_n=32, num_warps=4, num_stages=2)

@@ -55,7 +55,7 @@ from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_op
 MOST_QUERIES = 8  # maximum number of queries of a sequence that are scored together
 # limits of one comparison: number of blocks per row, number of scores of all rows
 MOST_COMPARED, MOST_SCORES = 2048, 4096
-_FEW = tl.constexpr(256)  # the scores of up to this number of blocks are sorted
+_FEW = tl.constexpr(256)  # maximum number of blocks whose scores are sorted
 _NUM_GROUPS = tl.constexpr(512)  # number of groups of blocks if not all blocks are compared at once
 _MOST_ROWS = tl.constexpr(4)  # maximum number of index queries processed at a time
 _MOST_MEMBERS = tl.constexpr(16)  # maximum number of blocks that all rows together read

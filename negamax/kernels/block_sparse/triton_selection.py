@@ -169,7 +169,7 @@ def store_best(best, row, head, table, is_there, ids, pages, C: tl.constexpr):
 @triton.jit
 def find_highest(order, TOPK: tl.constexpr):
     """Return whether each entry of `order` [rows, N] int32 is among the TOPK highest of its row.
-    NO_SCORE is never selected. Among equal entries the first ones are selected.
+    NO_SCORE is never selected. Among equal entries the first entries are selected.
 
     The search finds the TOPK-th value two bits at a time. An unrolled sort would need thousands of
     instructions.

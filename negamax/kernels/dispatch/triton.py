@@ -10,12 +10,12 @@
 
 A row is sent to a rank once, even if the row selected several experts of the rank. Only 4 of the 8
 bytes of a word are data, so the kernels are faster than NCCL only while latency dominates. With
-more than `PeerRegion.rows` rows NCCL gathers and sums instead.
+more than `PeerRegion.rows` rows, NCCL gathers rows and sums outputs.
 
 `dispatch` needs only the two buffers of a `PeerRegion`, because in each epoch every rank receives
 the ids of every other rank. In `combine` a rank may receive no words from another rank. Two buffers
-also suffice for `combine`: a rank writes epoch e + 2 of `combine` only after the preceding
-`dispatch`, which all ranks reach after they have read epoch e of `combine`.
+also suffice for `combine`: a rank writes epoch e + 2 only after the preceding `dispatch`. All ranks
+reach this `dispatch` after they have read epoch e of `combine`.
 """
 
 from collections.abc import Sequence

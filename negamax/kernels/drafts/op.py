@@ -67,8 +67,8 @@ def record_drafts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Store the draft tokens of a pass, and return the inputs of the next pass.
 
-    The inputs are token ids (0 for no token) and positions (at most `last`), both [R] int64, and
-    sequence lengths (0 for the padding slot), [R] int32.
+    The inputs are token ids [R] int64 (0: no token), positions [R] int64 (at most `last`) and
+    sequence lengths [R] int32 (0: padding slot).
     """
     proposed = ids[picked.clamp(-1, len(ids) - 2)]  # index -1 selects the last id, which is -1
     drafts[:, place] = proposed

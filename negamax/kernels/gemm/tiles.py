@@ -46,7 +46,7 @@ def gemv(K: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class GemmTiles:
-    """Unmeasured sizes with short pipelines, which need at most 64 KB of shared memory."""
+    """Sizes that were not measured. Short pipelines need at most 64 KB of shared memory."""
 
     multiprocessors: int
 

@@ -1,9 +1,9 @@
 """Launch and compile kernels. Define functions that kernels of all families call.
 
 Programmatic dependent launch (PDL): after an ordinary launch, a kernel starts when its predecessor
-in the stream has ended. The GPU is then idle for a few microseconds, and a decode step has hundreds
-of kernels of 3 to 30 us. On NVIDIA GPUs from Hopper on, the next kernel may start when every
-program of the running kernel has called `launch_dependents` or has ended. `wait_for_predecessor`
+in the stream has ended. The GPU is idle for a few microseconds between two kernels, and a decode
+step has hundreds of kernels of 3 to 30 us. From Hopper on, the next kernel may start when all
+programs of the running kernel have called `launch_dependents` or have ended. `wait_for_predecessor`
 blocks until the predecessor has ended and its results are visible. CUDA graphs keep these calls.
 
     kernel A  ---- launch_dependents ------------------ end
@@ -93,7 +93,7 @@ def launch_options(
 
 @triton.jit
 def launch_dependents_then_wait(PDL: tl.constexpr):
-    """Let the next kernel start, then wait for the predecessor. Most kernels use this order."""
+    """Let the next kernel start, then wait for the predecessor. Most kernels call this function."""
     launch_dependents(PDL)
     wait_for_predecessor(PDL)
 
@@ -102,9 +102,9 @@ def launch_dependents_then_wait(PDL: tl.constexpr):
 def wait_then_launch_dependents(PDL: tl.constexpr):
     """Wait for the predecessor, then let the next kernel start.
 
-    Kernels that keep the whole GPU busy use this order, because early loads of the next kernel
-    would compete for bandwidth and its programs would hold registers longer. The tiles of the
-    experts and of GEMMs with 16-bit weights were chosen with this order.
+    Kernels that keep the whole GPU busy call this function. With an earlier start, the next kernel
+    would compete for bandwidth and occupy registers longer. The tiles of the experts and of GEMMs
+    with 16-bit weights were chosen with this function.
     """
     wait_for_predecessor(PDL)
     launch_dependents(PDL)

@@ -48,7 +48,7 @@ class ExpertTiles:
 
 
 class MoeTiles:
-    """Unmeasured sizes with short pipelines, which need at most 64 KB of shared memory."""
+    """Sizes that were not measured. Short pipelines need at most 64 KB of shared memory."""
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
         block_m = 16 if M <= 16 else 64
@@ -109,7 +109,8 @@ def _tall(
 
 # Tiles for packed weights and many tokens by kind of scale: (M, tiles up to M, tiles above M). Two
 # programs with tiles of 128 tokens run on a multiprocessor if its shared memory has room for their
-# tokens, scales and codes. Otherwise one program with twice the tokens and warps is faster.
+# tokens, scales and codes. If there is no room, one program with twice the tokens and warps is
+# faster.
 _PACKED_LARGE_M = {
     "float": (2048, _tall(64, num_warps=4, num_stages=4), _tall(128, num_warps=4, num_stages=3)),
     "e8m0": (
@@ -129,7 +130,7 @@ _PACKED_LARGE_M = {
 class H200MoeTiles(MoeTiles):
     """Sizes measured at the shapes of MiniMax-M2 (hidden 3072, 256 experts, top 8). The shapes of
     MiniMax-M3 (hidden 6144, 128 experts, top 4 and a shared expert) were measured only with packed
-    8-bit weights. With other weights of M3, each program has as many columns as with M2.
+    8-bit weights. For M3 with other formats, each program has as many columns as for M2.
     """
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
@@ -140,7 +141,7 @@ class H200MoeTiles(MoeTiles):
         return 8 if width <= 384 else 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
-        if hidden > _MEASURED_HIDDEN:  # M3 has 5 choices, not a power of two, so `choices` is 1
+        if hidden > _MEASURED_HIDDEN:  # M3 selects 5 experts, so `choices` is 1
             down = Tile(1, 16, 128 if width <= 384 else 256, num_warps=4)
             return ExpertTiles(Tile(1, 2, 2048, num_warps=4), down)
         gate_up = Tile(1, 2, 1024, num_warps=2)
@@ -171,8 +172,8 @@ class H200MoeTiles(MoeTiles):
         return ExpertTiles(gate_up, Tile(64, 128, 128, num_warps=4, num_stages=3), repeat_n=8)
 
     def packed_gemv(self, *, M: int, gate_up: Packing, down: Packing) -> ExpertTiles | None:
-        """Return tiles for up to 4 tokens, else None. The limit is 2 tokens if rows have more than
-        1,536 bytes (8 bits: 3,072), and 1 if fewer than 128 4-bit codes share a 16-bit scale.
+        """Return tiles for up to 4 tokens, else None. The limit is 2 tokens for rows of over 1,536
+        bytes (8 bits: 3,072) and 1 if fewer than 128 4-bit codes share a 16-bit scale.
 
         A thread holds up to 384 bytes of gate and up, or 192 bytes if rows are long or scales and
         zero points need registers. A thread holds up to 192 bytes of down.
@@ -217,7 +218,7 @@ class H200MoeTiles(MoeTiles):
     def packed(self, *, M: int, width: int, gate_up: Packing) -> ExpertTiles:
         """Return tiles for packed weights. A multiprocessor runs three programs with 168 registers
         per thread, or four with 128. Narrow experts of wide hidden states have few programs, so
-        each program has half the rows; above 48 tokens this did not make whole runs faster.
+        each program has half the rows. Above 48 tokens, half the rows made no run faster.
         """
         if M > SMALL_M_MAX_M:
             kind = "8 bits" if gate_up.CODES == 1 else gate_up.SCALE

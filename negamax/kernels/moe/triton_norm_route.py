@@ -206,8 +206,8 @@ def norm_route(
     """Add x, or the sum of its parts, to the residual in place. Return the norm of the residual,
     topk_ids and topk_weights.
 
-    The function makes two launches if there are more tokens or parts than one launch supports, if
-    the bytes of a row are not a multiple of 4, or if the platform forbids spin waits.
+    The function needs two launches for many tokens or parts, for rows whose bytes are not a
+    multiple of 4, and on platforms that forbid spin waits.
     """
     (M, hidden), parts = residual.shape, num_parts(x)
     is_few = 0 < M <= tiles.NORM_ROUTE_MAX_M and 0 < parts <= tiles.NORM_ROUTE_MAX_PARTS

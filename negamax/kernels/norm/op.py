@@ -1,7 +1,7 @@
 """RMS norm: y = x / sqrt(mean(x^2) + eps) * weight, statistics in fp32 over the last dimension.
 
-x-hat is rounded to the dtype of x before it is multiplied by the weight, as in transformers. The
-norms of Gemma and MiniMax-M3 multiply by 1 + weight in fp32 and round once.
+The normalized x is rounded to the dtype of x and then multiplied by the weight, as in transformers.
+The norms of Gemma and MiniMax-M3 multiply by 1 + weight in fp32 and round once.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def add_rms(x: Tensor, residual: Tensor, norm: Prepared, /) -> Hidden:
     return quantize_activations(normed) if norm.quantize else normed
 
 
-WIDE_ERROR = 5e-3  # bf16 keeps 8 bits, and three roundings add up
+WIDE_ERROR = 5e-3  # bf16 has 8 significant bits, and the errors of three roundings add up
 
 ADD_RMS = op(
     "norm.add_rms",

@@ -89,8 +89,8 @@ def _largest(matrix: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _spread(scale: Tensor, block: tuple[int, int], matrix: Tensor) -> Tensor:
-    """Repeat the entry of each block for the elements of the block, or only for its rows if the
-    block is as wide as the matrix.
+    """Repeat the entry of each block for the rows of the block, and also for the columns of the
+    block if a row has several blocks.
     """
     height, width = matrix.shape
     scale = scale.repeat_interleave(block[0], 0)[:height] if block[0] > 1 else scale

@@ -7,9 +7,8 @@ but the operand of the tensor cores has 16 rows per warp. Rows are therefore loa
 
 On NVIDIA GPUs bit operations convert codes to pairs of bf16 (instructions per weight: uint4 1.4,
 e2m1 1.6, e4m3 2.2, int8 1.8, uint8 2). The bits of e2m1 and e4m3 are moved to their positions in
-bf16, which makes the value too small by a power of two. The scale includes this power divided by
-2^_POST, and the final sum is multiplied by 2^_POST, so that scales and values stay in the range of
-bf16.
+bf16, which makes the value too small by a power of two. The scale includes this power, divided by
+2^_POST to stay in the range of bf16. The final sum is multiplied by 2^_POST.
 
 If all columns of a tile have one scale, the scale multiplies the tile's product in fp32. Scales of
 smaller groups multiply the weights. The scaled weights are rounded to the activations' dtype, which
@@ -229,8 +228,8 @@ def load_side(
 @triton.jit
 def load_words(w, first, rows, inside, num_rows, k, P: tl.constexpr):
     """Load the words of the span at column k -> [BLOCK_N, 16]; `rows` count from row `first`. The
-    pointer includes the part of the address that all threads share. The offsets of one thread then
-    differ by constants, which fit into the load instructions.
+    pointer includes the part of the address that all threads share. The offsets of one thread
+    therefore differ by constants, which fit into the load instructions.
     """
     row_words, span_words = strides(num_rows, P)
     q_ptr = w[0] + first.to(tl.int64) * row_words + k // (BYTES * P.CODES) * span_words
