@@ -1,1 +1,1 @@
-"""Formats of stored weights and kinds of devices, as data. This package does not import torch."""
+"""Descriptions of weight formats and devices. This package does not import torch."""

@@ -1,9 +1,8 @@
-"""Formats of plain, FP8 and FP4 values, with the tensor names of the tools that write them.
+"""Formats of unquantized, FP8 and FP4 values, with the tensor names that tools write.
 
 NVFP4 has E2M1 values, an E4M3 scale per 16 columns and one scale per matrix. MXFP4 has E2M1 values
 and MXFP8 has E4M3 values. In the OCP Microscaling formats MXFP4 and MXFP8, 32 columns share a
-scale, which is a power of two (E8M0). The low nibble of a byte holds the FP4 code of an even
-column.
+scale, which is a power of two (E8M0). The low nibble of a byte is the FP4 code of an even column.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3 = "float8_e4m3fn"
-E4M3_FNUZ = "float8_e4m3fnuz"  # E4M3 of MI300: the same bits mean half the value, and 0x80 is NaN
+E4M3_FNUZ = "float8_e4m3fnuz"  # E4M3 of MI300: the same bits have half the value, and 0x80 is NaN
 E4M3_MAX = 448.0  # largest value of E4M3, which has no infinity
-E4M3_GROUP = 128  # a scale covers 128 columns of activations, or 128 rows x 128 columns of weights
+E4M3_GROUP = 128  # a scale applies to 128 columns of activations, or to 128 x 128 weights
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
 E2M1 = "float4_e2m1"
 E8M0 = ("uint8", "float8_e8m0fnu")  # checkpoints store E8M0 exponents in one of these dtypes
 NVFP4_GROUP, MX_GROUP = 16, 32  # number of columns that share a scale
 PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)
-# The largest value of E4M3_FNUZ is 240. With 224, half of E4M3's largest value 448, both dtypes
-# round a block to the same bits.
+# The largest value of E4M3_FNUZ is 240. Blocks are scaled to 224, which is half of E4M3's largest
+# value, because both dtypes then round a block to the same bits.
 FNUZ_LARGEST = 224.0
 
 PLAIN = TensorFormat(
@@ -69,8 +68,8 @@ def fp8(
 ) -> TensorFormat:
     """Make an E4M3 format. `scale` gives the dimensions of the tensor of scales.
 
-    `input_scale` is the name of a scale of the activations. With `fnuz` the bits are read as
-    MI300's E4M3, even if the files state float8_e4m3fn.
+    `input_scale` is the name of a scale of the activations. With `fnuz`, the bits are E4M3 of
+    MI300, even if the files declare float8_e4m3fn.
     """
     dtypes, also = ((E4M3_FNUZ, E4M3), ()) if fnuz else ((E4M3,), (E4M3_FNUZ,))
     return TensorFormat(
@@ -86,7 +85,7 @@ def fp8(
 
 
 def add_input_scale(stored: TensorFormat, name: str) -> TensorFormat:
-    """Add a scale of the activations, which kernels do not use, to the format `stored`."""
+    """Return `stored` with an additional tensor: a scale of activations that kernels ignore."""
     return replace(stored, tensors=(*stored.tensors, *_input_scale(name)))
 
 
@@ -111,14 +110,14 @@ def e4m3_blocks(values: Tensor, scale: Tensor) -> StoredWeight:
 
 
 def mxfp8(*, scale_name: str = "weight_scale") -> TensorFormat:
-    """Make the format of E4M3 with an E8M0 scale per 32 columns."""
+    """Return the format of E4M3 values with an E8M0 scale per 32 columns."""
     values = StoredTensor("weight", Role.VALUES, (E4M3,), (ROWS, COLUMNS))
     scales = StoredTensor(scale_name, Role.SCALE, E8M0, (ROWS, Dim(Axis.COLUMNS, MX_GROUP)))
     return TensorFormat("mxfp8", E4M3, (values, scales), rounding=Rounding(to_powers=True))
 
 
 def mxfp4(*, values: str = "weight") -> TensorFormat:
-    """Make the format of E2M1 with an E8M0 scale per 32 columns."""
+    """Return the format of E2M1 values with an E8M0 scale per 32 columns."""
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),
         StoredTensor("weight_scale", Role.SCALE, E8M0, (ROWS, Dim(Axis.COLUMNS, MX_GROUP))),
@@ -134,10 +133,10 @@ def nvfp4(
     divides: bool = False,
     input_scale: str | None = None,
 ) -> TensorFormat:
-    """Make the format of E2M1 with an E4M3 scale per 16 columns and one scale per matrix.
+    """Return the format of E2M1 values with an E4M3 scale per 16 columns and one per matrix.
 
-    `global_scale` names the scale of the matrix. This scale multiplies the E4M3 scales, or divides
-    the E4M3 scales if `divides` is set.
+    `global_scale` is the tensor name of the scale of the matrix. The E4M3 scales are multiplied by
+    this scale, or divided by it if `divides` is set.
     """
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),
@@ -158,7 +157,7 @@ def nvfp4(
 def use_rounded_activations(stored: TensorFormat) -> TensorFormat:
     """Return `stored` with activations rounded to the element type of the weights.
 
-    Only int8 and E4M3 with scales per row or per matrix support this. Other formats are unchanged.
+    Formats other than int8 and E4M3 with scales per row or matrix are returned unchanged.
     """
     scales = [tensor for tensor in stored.tensors if tensor.role is Role.SCALE]
     is_grouped = any(scale.axis(Axis.COLUMNS) is not None for scale in scales)

@@ -1,4 +1,4 @@
-"""Kinds of devices, their features, and the check that Negamax supports a device."""
+"""Devices, their features, and the check whether Negamax supports a device."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,7 +15,7 @@ class Feature(StrEnum):
     INT8 = "int8"  # tensor cores multiply int8
     FP8 = "fp8"  # tensor cores multiply e4m3fn or e4m3fnuz
     E4M3FN = "e4m3fn"  # tensor cores multiply e4m3fn, the FP8 type of checkpoints
-    SPIN_WAIT = "spin_wait"  # programs of a launch can wait for writes of each other
+    SPIN_WAIT = "spin_wait"  # programs of one launch can wait for each other's writes
     PEER_MEMORY = "peer_memory"  # kernels can write to the memory of other GPUs
     PDL = "pdl"  # the device has programmatic dependent launch
     TMA = "tma"  # the device has a tensor memory accelerator
@@ -92,11 +92,11 @@ class Platform:
         if fp8_cache and Feature.E4M3FN not in self.features:
             raise ConfigError(
                 f"{self.label} cannot use an FP8 KV cache; compute capability 8.9 is needed",
-                hint="drop --kv-cache-dtype",
+                hint="remove --kv-cache-dtype",
             )
 
 
-# Warp size and multiprocessors of the small GPU that Triton's interpreter simulates.
+# Warp size and multiprocessors are those of the small GPU that Triton's interpreter simulates.
 CPU = Platform("cpu", "CPU", "cpu", 32, 2, 2**20, frozenset({Feature.CPU}))
 
 

@@ -1,15 +1,15 @@
-"""Functions that decide whether a kernel reads a format without conversion (`Kernel.reads`)."""
+"""Functions for `Kernel.reads`, which decide whether a kernel reads a format directly."""
 
 from negamax.formats.floats import E2M1, E4M3, E4M3_BLOCKS
 from negamax.formats.platform import Feature, Platform
 from negamax.formats.tensor_format import ActivationFormat, Axis, Role, TensorFormat
 
 _PACKED = ("uint4", "int4", E2M1, "uint8", "int8", E4M3)
-_PACKED_GROUPS = frozenset({16, 32, 64, 128})  # readable numbers of columns per scale
+_PACKED_GROUPS = frozenset({16, 32, 64, 128})  # supported numbers of columns per scale
 
 
 def reads_e4m3_blocks(stored: TensorFormat) -> bool:
-    """Return whether a format is E4M3 with an fp32 scale per 128 x 128 block, under any names."""
+    """Return whether a format is E4M3 with an fp32 scale per 128 x 128 block. Names are ignored."""
     return stored.element == E4M3 and [
         (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors if tensor.is_kept
     ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]
@@ -28,7 +28,7 @@ def reads_packed(stored: TensorFormat) -> bool:
 
 
 def reads_w8a8(stored: TensorFormat, *, element: str) -> bool:
-    """Return whether weights (scale per row) and activations (scale per token) are `element`."""
+    """Return whether weights with row scales and activations with token scales are `element`."""
     return stored.activation == ActivationFormat(element, 0) and reads_packed(stored)
 
 

@@ -1,8 +1,8 @@
 """`TensorFormat` describes the tensors that a checkpoint stores for one matrix [rows, columns].
 
-Along each of its dimensions, one entry of a stored tensor covers a fixed number of rows or columns
-of the matrix. From these numbers the loader, the layers and the synthetic weights derive shapes,
-shards of ranks and parts of fused matrices. `kernels.quantize.stored` reads and writes entries.
+Along each dimension, one entry of a stored tensor covers a fixed number of rows or columns of the
+matrix. The loader, the layers and the synthetic weights use these numbers to compute shapes, shards
+of ranks and parts of fused matrices. `kernels.quantize.stored` reads and writes entries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Axis(Enum):
 
     ROWS = 0
     COLUMNS = 1
-    FIXED = 2  # neither rows nor columns: every rank holds the whole dimension
+    FIXED = 2  # neither rows nor columns; every rank stores the whole dimension
 
 
 class Role(Enum):
@@ -41,11 +41,11 @@ class Role(Enum):
     ZERO_POINT = "zero point"
     PERMUTATION = "permutation"  # group index of each column
     SHAPE = "shape"
-    ACTIVATION = "activation"  # scale of activations, which kernels do not use
+    ACTIVATION = "activation"  # scale of activations, which kernels ignore
 
 
 class Known(Enum):
-    """Content that a format requires of a tensor. The loader checks and drops the tensor."""
+    """Content that a format prescribes for a tensor. The loader checks and drops the tensor."""
 
     ZEROS = "zeros"
     SHAPE = "shape"  # the shape of the matrix
@@ -72,18 +72,18 @@ class GlobalScale(Enum):
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a plain matrix is quantized to a format."""
+    """How an unquantized matrix is quantized to a format."""
 
-    # the scale maps a block's largest magnitude to this value; 0: to the element's largest value
+    # value to which the scale maps the largest magnitude of a block; 0: the element's largest value
     largest: float = 0.0
-    to_powers: bool = False  # scales are rounded to powers of two
+    to_powers: bool = False  # True: scales are rounded to powers of two
 
 
 @dataclass(frozen=True)
 class Dim:
     """A dimension of a stored tensor, with one entry for `unit` rows or columns of the matrix.
 
-    A dimension over `Axis.FIXED` has `unit` entries.
+    A dimension of axis `Axis.FIXED` has `unit` entries.
     """
 
     axis: Axis
@@ -107,13 +107,13 @@ ROWS, COLUMNS, ONE = Dim(Axis.ROWS), Dim(Axis.COLUMNS), Dim(Axis.FIXED)
 class StoredTensor:
     """One tensor of a stored matrix."""
 
-    name: str  # the tensor's name in a checkpoint without the module's name
+    name: str  # last part of the tensor's name in a checkpoint, after the module's name
     role: Role
-    # PyTorch's names of the allowed dtypes; the loader keeps the tensor in the first of the names
+    # allowed dtypes, by their PyTorch names; the loader converts the tensor to the first dtype
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
-    also: tuple[str, ...] = ()  # dtypes with another encoding, only for dequantizing
-    level: int = 1  # of a scale; 1: the scale of values; 2: the scale of level-1 scales
+    also: tuple[str, ...] = ()  # other dtypes that the loader can only dequantize
+    level: int = 1  # level of a scale; 1: scale of values; 2: scale of level-1 scales
     optional: bool = False  # a checkpoint may lack this tensor
     known: Known | None = None
     group: int = 0  # columns per group of a permutation; -1: all columns are one group
@@ -125,7 +125,7 @@ class StoredTensor:
 
     @property
     def is_number(self) -> bool:
-        """Whether the tensor holds one number per matrix."""
+        """Whether the tensor is a single number per matrix."""
         return all(dim == Dim(Axis.FIXED) for dim in self.dims)
 
     def held(self) -> StoredTensor:
@@ -140,7 +140,7 @@ class StoredTensor:
         return tuple(dim.part(region) for dim in self.dims)
 
     def axis(self, axis: Axis) -> int | None:
-        """Return the index of the dimension that runs over `axis`, or None."""
+        """Return the index of the dimension for `axis`, or None if there is no such dimension."""
         return next((n for n, dim in enumerate(self.dims) if dim.axis is axis), None)
 
 
@@ -152,15 +152,15 @@ class TensorFormat:
     element: str  # element type of the values: "float8_e4m3fn", "uint4"
     tensors: tuple[StoredTensor, ...]  # the tensor of values is first
     packing: CodePacking = CodePacking.ENTRIES
-    zero_offset: int = 0  # number that is added to stored zero points
+    zero_offset: int = 0  # number to add to stored zero points
     global_scale: GlobalScale = GlobalScale.MULTIPLIES
-    # how to quantize a matrix to this format; None: Negamax only reads this format
+    # how Negamax quantizes a matrix to this format; None: Negamax can only read this format
     rounding: Rounding | None = field(default=None, compare=False)
     # returns this format with fewer columns per scale; None: the number cannot change
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
     # how activations are rounded; None: activations are not rounded
     activation: ActivationFormat | None = None
-    # format in the checkpoint if the loader quantizes matrices to this format, else None
+    # checkpoint format from which the loader quantizes to this format; None: it reads this format
     made_of: TensorFormat | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class TensorFormat:
         return self.tensors[0]
 
     def is_held_as(self, other: TensorFormat) -> bool:
-        """Return whether both formats have equal kept tensors and names of dropped tensors."""
+        """Return whether both formats keep equal tensors, and drop tensors of equal names."""
         return (
             all(
                 getattr(self, name) == getattr(other, name)
@@ -200,7 +200,7 @@ class TensorFormat:
 
     @property
     def permuted(self) -> bool:
-        """Whether a stored permutation assigns columns to groups. Then ranks read all scales."""
+        """Whether a stored permutation assigns columns to groups. If so, ranks read all scales."""
         return any(t.role is Role.PERMUTATION and t.is_kept for t in self.tensors)
 
     @property
@@ -228,7 +228,7 @@ class TensorFormat:
 
     @property
     def width_unit(self) -> int:
-        """Number that must divide the split of a width: rows of one matrix, columns of the next."""
+        """Unit for splitting a width: the rows of one matrix and the columns of the next."""
         return math.lcm(self.unit(Axis.ROWS), self.unit(Axis.COLUMNS))
 
     def split_width(
@@ -236,9 +236,9 @@ class TensorFormat:
     ) -> tuple[TensorFormat, int]:
         """Split a width to `columns` per rank: rows of one matrix, and columns of the next.
 
-        Returns the format of the next matrix, and the number that must divide the split. If the
-        split would divide the columns of a scale and the kernel `reads` fewer columns per scale,
-        the scale is copied for each part of the columns.
+        Returns the format of the next matrix, and the unit of the split. A split may divide the
+        columns of a scale. If the kernel `reads` fewer columns per scale, the scale is then copied
+        for each part of its columns.
         """
         held = self
         if self.regroup is not None and columns % self._group:
@@ -267,7 +267,7 @@ class TensorFormat:
     def quantized_alone(self, region: Region, shape: tuple[int, int]) -> Region:
         """Return the smallest part of a matrix that contains `region` and can be quantized alone.
 
-        The values of the quantized part equal its values in the quantized matrix.
+        Quantizing this part alone gives the same values as quantizing the whole matrix.
         """
         scales = [tensor for tensor in self.tensors if tensor.role is Role.SCALE]
         rows, columns = (
@@ -279,7 +279,7 @@ class TensorFormat:
         return rows, columns
 
     def bytes_per_weight(self, shape: tuple[int, int]) -> float:
-        """Return the bytes of all kept tensors of a matrix of `shape`, divided by its elements."""
+        """Return the bytes of all kept tensors per element of a matrix of `shape`."""
         stored = sum(
             math.prod(t.held().shape(shape)) * ITEM_BYTES[t.dtypes[0]]
             for t in self.tensors
@@ -293,19 +293,19 @@ class ActivationFormat:
     """Rounded activations with an fp32 scale per token and group of columns."""
 
     element: str
-    group: int  # number of columns that share a scale; 0: all columns
+    group: int  # number of columns per scale; 0: all columns
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Matrices [..., rows, columns] in memory, with their tensors by name in the checkpoint."""
+    """Matrices [..., rows, columns] in memory, with their tensors by name in checkpoints."""
 
     format: TensorFormat
     tensors: Mapping[str, Tensor]
 
     @property
     def values(self) -> Tensor:
-        """The tensor of values. A plain weight has no other tensor."""
+        """The tensor of values. An unquantized weight has no other tensor."""
         return self.tensors[self.format.values.name]
 
     @property

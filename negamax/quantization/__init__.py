@@ -1,1 +1,1 @@
-"""Quantization methods, one file each. A method finds the stored format of every module."""
+"""Quantization methods, one file per method. A method returns the stored format of each module."""

@@ -1,7 +1,7 @@
 """Method "auto-round" (Intel).
 
 Integers have the layouts of GPTQ or AWQ. FP4 and MX formats have the layouts of compressed-tensors.
-FP8 has a scale per row, matrix or block. A module may have its own number of bits.
+FP8 has a scale per row, matrix or block. The number of bits may differ between modules.
 """
 
 import re
@@ -35,7 +35,8 @@ from negamax.quantization.integers import (
 from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse, spellings
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
-# Layout -> its allowed bits and its format. "auto_round" means GPTQ with unshifted zero points.
+# Layout -> allowed bits, and function that makes the format. The layout "auto_round" is GPTQ with
+# unshifted zero points.
 _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat]]] = {
     _GPTQ: (PACKED_BITS, lambda bits, size: gptq(bits, size, version=1)),
     _AWQ: ((4,), lambda bits, size: awq(size)),
@@ -54,7 +55,7 @@ _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("nv_fp", 4): (PACKED_NVFP4, NVFP4_GROUP),
 }
 _PLAIN_BITS = 16  # A module with this many bits or more is not quantized.
-# Characters that occur in regular expressions but not in names of modules.
+# Special characters of regular expressions, which module names do not contain.
 _META = frozenset("*+?^$|()[]{}\\")
 
 

@@ -25,15 +25,15 @@ from negamax.quantization.integers import (
 from negamax.quantization.scheme import Scheme, check_fields, read_modules
 
 _VERSIONS = (None, "gemm", "GEMM")
-_WORD = Dim(Axis.ROWS, 8)  # a word holds eight 4-bit numbers
+_WORD = Dim(Axis.ROWS, 8)  # a 32-bit word contains eight 4-bit numbers
 
 
 @cache
 def awq(size: int) -> TensorFormat:
     """Return AWQ's format, with a scale per row and group of `size` columns (-1: all columns).
 
-    A value is (number - zero point) * scale. All tensors are transposed. A 32-bit word holds values
-    of eight rows in AWQ's order.
+    A value is (number - zero point) * scale. All tensors are transposed. A 32-bit word contains the
+    values of eight rows in AWQ's order.
     """
     group = make_group_dim(size)
     return TensorFormat(
@@ -64,5 +64,5 @@ def read(spec: QuantizationSpec) -> Scheme:
         ),
     )  # fmt: skip
     stored = awq(group_size(spec))
-    # The head is never packed. If `zero_point` is false, all stored zero points are 8.
+    # The head is always unquantized. If `zero_point` is false, all stored zero points are 8.
     return Scheme.uniform(stored, (*read_modules(spec, "modules_to_not_convert"), "lm_head"))

@@ -2,11 +2,11 @@
 
   - float-quantized: E4M3 with a scale per output row, block or matrix
   - nvfp4-pack-quantized, mxfp4-pack-quantized, mxfp8-quantized
-  - pack-quantized: 2, 4 or 8 bit integers in words, in groups of columns or per row
-  - int-quantized: integers of up to 8 bits, one in a byte, in groups of columns or per row
-  - dense: only the KV cache has scales
+  - pack-quantized: 2, 4 or 8 bit integers in words, with a scale per group of columns or per row
+  - int-quantized: integers of up to 8 bits, one per byte, with a scale per group or per row
+  - dense: weights are not quantized, and only the KV cache has scales
 
-Some kernels round activations, with a scale per token, if the description rounds them to 8 bits.
+If the description rounds activations to 8 bits, some kernels round them with a scale per token.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ from negamax.quantization.scheme import (
     refuse,
 )
 
-_GROUP_ORDERS = ("group", "dynamic", True)  # with these values, a tensor stores each column's group
+_GROUP_ORDERS = ("group", "dynamic", True)  # `actorder` values with a tensor of group numbers
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -86,7 +86,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         refuse(spec, "config_groups", groups, "an object of groups")
     read_groups = [_group(spec, f"config_groups.{name}", group) for name, group in groups.items()]
     by_class = next((stored for names, stored in read_groups if "Linear" in names), PLAIN)
-    # As in the compressed-tensors library, names precede patterns, and patterns are sorted.
+    # As in the compressed-tensors library, names apply before patterns, and patterns are sorted.
     targets = sorted(
         ((name, stored) for names, stored in read_groups for name in names),
         key=lambda each: each[0] if each[0].startswith("re:") else "",
@@ -128,7 +128,7 @@ _IN_THE_WEIGHTS = "weight_input, weight_output (rotations of activations are not
 
 
 def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ...], TensorFormat]:
-    """Return the targets of a group (modules and classes of modules) and their format."""
+    """Return the targets of a group, which are modules or module classes, and their format."""
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         refuse(spec, name, group, "an object with weights")
     fields = QuantizationSpec(spec.method, {"format": None, **group}, name)
@@ -153,12 +153,12 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
     return read_modules(fields, "targets"), stored
 
 
-# Other fields of a group's weights. Values that are not listed here mean other formats.
+# Fields of a group's weights, and the values that are supported for every format.
 _WEIGHTS = {
     "symmetric": (True,), "dynamic": (None, False), "block_structure": (None,),
     "actorder": (None, False), "zp_dtype": (None,),
 }  # fmt: skip
-# These fields only describe how the scales were found.
+# These fields describe how the scales were computed and do not affect the format.
 _OBSERVED = ("observer", "observer_kwargs", "scale_dtype")
 
 
@@ -210,8 +210,8 @@ def packed(
 ) -> TensorFormat:
     """Return the format of integers in 32-bit words along columns, stored as number + 2^(bits - 1).
 
-    Each group of `size` columns of a row (-1: all columns) has a scale and, unless `symmetric`, a
-    zero point.
+    Each group of `size` columns of a row (-1: all columns) has a scale. If `symmetric` is false,
+    each group also has a zero point.
     """
     group, word = make_group_dim(size), 32 // bits
     tensors = [

@@ -36,7 +36,7 @@ METHODS: dict[str, Callable[[QuantizationSpec], Scheme]] = {
 
 
 def detect(spec: QuantizationSpec | None) -> Scheme | None:
-    """Return a checkpoint's scheme; None if unquantized. Raises `ConfigError` for other methods."""
+    """Return a checkpoint's scheme, or None without `spec`. Unknown methods raise `ConfigError`."""
     if spec is None:
         return None
     if (stored := spec.fields.get("blocks_of")) and spec.source == online.SOURCE:
@@ -48,7 +48,7 @@ def detect(spec: QuantizationSpec | None) -> Scheme | None:
         raise ConfigError(
             f"the checkpoint is quantized by {spec.method!r} ({spec.source}); supported: "
             f"{', '.join(METHODS)}",
-            hint="use MiniMax's own FP8 checkpoint or a BF16 checkpoint",
+            hint="use MiniMax's FP8 checkpoint or a BF16 checkpoint",
         )
     scheme = read(spec)
     return replace(scheme, format_of=cache(scheme.format_of))

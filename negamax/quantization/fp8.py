@@ -1,9 +1,9 @@
 """Methods "fp8" and "mxfp8" (MiniMax). Modules in the description's list are not quantized.
 
 FP8 is E4M3 with a scale per block, usually of 128 x 128, or per matrix. A kernel that reads the
-stored weights also rounds activations, with a scale per 128 columns for blocks and otherwise per
-token. MXFP8 has a power-of-two scale per 32 columns. Activations of MXFP8 stay in the compute
-dtype. With `moe_quant_algo` (MiniMax-M3.1) the routed experts are in NVFP4.
+stored weights also rounds activations. Blocks need an activation scale per 128 columns, and whole
+matrices need one per token. MXFP8 has a power-of-two scale per 32 columns. Activations of MXFP8
+stay in the compute dtype. With `moe_quant_algo` (MiniMax-M3.1), routed experts are NVFP4.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ PACKED_NVFP4 = nvfp4(
     input_scale="input_global_scale",
 )  # fmt: skip
 _EXPERTS = ("block_sparse_moe.experts",)
-_PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # never quantized, even if not in the list
+_PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # never quantized, listed in config.json or not
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -49,9 +49,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def read_mxfp8(spec: QuantizationSpec) -> Scheme:
-    """Read the scheme of MXFP8 weights. M3.1 also rounds queries, keys, values and index keys; here
-    the options set their dtypes.
-    """
+    """Read the scheme of MXFP8 weights. Options, not these fields, set the dtypes of KV caches."""
     has_nvfp4 = spec.fields.get("moe_quant_algo") is not None
     mixed: dict[str, tuple[object, ...]] = {
         "moe_quant_algo": ("NVFP4",),

@@ -1,4 +1,4 @@
-"""Method "gptq" (AutoGPTQ, GPTQModel): 2, 4 or 8 bits with a zero point per group of columns.
+"""Method "gptq" (AutoGPTQ, GPTQModel): 2, 4 or 8 bits with zero points per group of columns.
 
 Version 1 stores each zero point minus 1. Version 2 stores zero points unchanged.
 """
@@ -39,8 +39,8 @@ _VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
 def gptq(bits: int, size: int, *, version: int, is_stored_order: bool = False) -> TensorFormat:
     """Return GPTQ's format, with a scale per row and group of `size` columns (-1: all columns).
 
-    A value is (number - zero point) * scale. All tensors are transposed. Words of 32 bits hold
-    the values of adjacent columns, or the zero points of adjacent rows. With `is_stored_order`
+    A value is (number - zero point) * scale. All tensors are transposed. A 32-bit word contains the
+    values of adjacent columns, or the zero points of adjacent rows. With `is_stored_order`
     (desc_act), g_idx assigns columns to groups.
     """
     group, word = make_group_dim(size), 32 // bits
@@ -109,10 +109,10 @@ def _format(spec: QuantizationSpec, version: int) -> TensorFormat:
 
 
 def _rules(spec: QuantizationSpec) -> Iterator[tuple[bool, re.Pattern[str], QuantizationSpec]]:
-    """Yield (is skipped, pattern, changed description) for each rule in GPTQModel's `dynamic`.
+    """Yield (is excluded, pattern, changed description) for each rule in GPTQModel's `dynamic`.
 
-    The first rule that matches a module applies. Modules that match a rule with the prefix "-:" are
-    not quantized.
+    Only the first rule that matches a module applies. Modules that match a rule with the prefix
+    "-:" are not quantized.
     """
     rules = spec.fields.get("dynamic") or {}
     if not isinstance(rules, Mapping):

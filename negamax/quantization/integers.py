@@ -1,4 +1,4 @@
-"""Shared parts of methods that store small integers with a scale per group of columns."""
+"""Functions for all methods that store small integers with a scale per group of columns."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from negamax.quantization.scheme import refuse
 
 P = ParamSpec("P")
 
-PACKED_BITS = (2, 4, 8)  # A 32-bit word holds a whole number of integers of these bits.
+PACKED_BITS = (2, 4, 8)  # bits per integer; these numbers divide 32
 # Fields of AutoAWQ, GPTQModel and AutoRound that do not change the stored tensors.
 OF_THE_QUANTIZER = (
     "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",
@@ -35,7 +35,7 @@ OF_THE_QUANTIZER = (
     "static_attention_granularity", "static_groups", "static_kv_dtype", "static_kv_granularity",
     "supported_types", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
-# Allowed values of fields that all three tools write. Other values mean quantized activations,
+# Allowed values of fields that all three tools write. Other values declare quantized activations,
 # rotated weights or scales of scales.
 UNLESS_MORE: Mapping[str, Sequence[object]] = {
     "adapter": (None,), "act_bits": (None, 16, 32), "data_type": (None, "int"),
@@ -48,7 +48,7 @@ ACTIVATIONS = ("act_data_type", "act_dynamic", "act_group_size", "act_sym")
 
 
 def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
-    """Cache `make`. Calls with equal arguments, passed or by default, return one object."""
+    """Cache `make`, so that calls with equal arguments, passed or default, return one object."""
     signature, known = inspect.signature(make), cache(make)
 
     @wraps(make)
@@ -61,7 +61,7 @@ def cache_format(make: Callable[P, TensorFormat]) -> Callable[P, TensorFormat]:
 
 
 def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
-    """Return how many columns share a scale, or -1 for all. Raises `ConfigError`."""
+    """Return the number of columns per scale; -1 means all columns. Raises `ConfigError`."""
     size = spec.fields.get(name)
     if type(size) is not int or not (size == -1 or (size >= 8 and size % 8 == 0)):
         refuse(spec, name, size, "-1 and multiples of 8")
@@ -91,7 +91,7 @@ def group_name(size: int) -> str:
 def make_group_index(
     name: str, size: int, *, is_stored_order: bool, optional: bool
 ) -> StoredTensor:
-    """Return the tensor of each column's group number; it is known unless `is_stored_order`."""
+    """Return the tensor of group numbers of columns. `is_stored_order`: groups in any order."""
     return StoredTensor(
         name,
         Role.PERMUTATION,

@@ -1,12 +1,11 @@
 """Method "modelopt" (NVIDIA Model Optimizer).
 
-One algorithm applies to all modules that are not excluded. With the algorithm MIXED_PRECISION, the
-description lists an algorithm for each module. If the algorithm is null, no module is quantized,
-but the KV cache may have scales. The fields are in config.json, or under "quantization" in
-hf_quant_config.json.
+One algorithm applies to all modules that are not excluded. For MIXED_PRECISION, the description
+lists an algorithm per module. If the algorithm is null, no module is quantized, but the KV cache
+may have scales. The fields are in config.json, or under "quantization" in hf_quant_config.json.
 
 Most algorithms also round activations. For FP8 per matrix or row, kernels may round activations
-with a scale per token. For other formats activations stay in the compute dtype.
+with a scale per token. For other formats, activations stay in the compute dtype.
 """
 
 from collections.abc import Mapping
@@ -40,7 +39,7 @@ from negamax.quantization.scheme import (
 )
 
 _BLOCKS = Dim(Axis.ROWS, E4M3_GROUP), ONE, Dim(Axis.COLUMNS, E4M3_GROUP), ONE
-# Algorithm -> its format and its allowed group sizes.
+# Algorithm -> format and allowed group sizes.
 ALGORITHMS: Mapping[str, tuple[TensorFormat, tuple[int | None, ...]]] = {
     "FP8": (
         use_rounded_activations(fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale")),

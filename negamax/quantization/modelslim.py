@@ -1,10 +1,10 @@
-"""Method "modelslim" (Ascend): quant_model_description.json names the format of each tensor.
+"""Method "modelslim" (Ascend): quant_model_description.json lists the format of each tensor.
 
 Kernels may round activations to 8 bits as the method does, but with a scale per token, so the
 stored scales of activations are not needed. `quant_bias` and `deq_scale` only undo the rounding of
 activations: `quant_bias` is the layer's bias (M2 has none) minus the contribution of
-`input_offset`. QuaRot's rotation is folded into the weights. Only a draft model that was trained on
-the unrotated model needs the rotation (`checkpoint/quarot.py`).
+`input_offset`. QuaRot's rotation is folded into the weights. Only draft models trained on the
+unrotated model need the rotation (`checkpoint/quarot.py`).
 """
 
 from functools import cache
@@ -30,7 +30,7 @@ from negamax.quantization.integers import group_name, group_size, make_group_dim
 from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse
 
 _INT8 = StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS))
-# tensors of static activations
+# tensors for static quantization of activations
 _STATIC = (
     StoredTensor("input_offset", Role.ACTIVATION, (*FLOATS, "int8"), (ONE,)),
     StoredTensor("quant_bias", Role.ACTIVATION, ("int32",), (ROWS,)),
@@ -61,7 +61,7 @@ def int8(size: int, *, is_static: bool) -> TensorFormat:
     )
 
 
-# deq_scale is input_scale * weight_scale; weight_scale is not stored.
+# deq_scale is input_scale * weight_scale. These checkpoints do not store weight_scale.
 INT8_DEQ_SCALE = TensorFormat(
     "modelslim_int8_deq_scale",
     "int8",
@@ -79,7 +79,7 @@ INT8_DEQ_SCALE = TensorFormat(
 def int4(parts: int) -> TensorFormat:
     """Return int4 with a weight_scale per row. The low half of a byte belongs to the even row.
 
-    scale_bias, a sum for each of `parts` parts of the columns, corrects rounded activations.
+    scale_bias has a sum for each of `parts` ranges of columns, to correct rounded activations.
     """
     return TensorFormat(
         f"modelslim_int4_channel_{parts}",
@@ -120,7 +120,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     if not formats and spec.source == "config.json":
         raise ConfigError(
             f"the checkpoint is quantized by {spec.method!r} and has no {DESCRIPTION}",
-            hint="download this file, which names the format of each tensor",
+            hint="download this file, which lists the format of each tensor",
         )
     if not formats:
         refuse(spec, "*.weight", None, ", ".join(_TYPES))

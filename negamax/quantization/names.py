@@ -1,4 +1,4 @@
-"""Check `--quantization` against the checkpoint. Names are those of vLLM 0.33 and SGLang 0.5.23."""
+"""Check `--quantization` against the checkpoint. Names are from vLLM 0.33 and SGLang 0.5.23."""
 
 from collections.abc import Mapping
 
@@ -8,12 +8,12 @@ from negamax.config.spellings import METHODS, find_method, plain
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 
-# names that are also allowed for other checkpoints with MXFP8 matrices
+# names that are allowed for all checkpoints with MXFP8 matrices
 _BLOCKS, _AS_STORED = ("fp8", "fp8-per-block"), "mxfp8"
 
 
 def check_name(name: str | None) -> str | None:
-    """Return the normalized `name`, or None to detect the format. Raises `ConfigError`."""
+    """Return the normalized `name`; None selects detection. Raises `ConfigError`."""
     spelled = plain(name or "")
     if spelled in ("", "auto", "none"):
         return None
@@ -21,7 +21,7 @@ def check_name(name: str | None) -> str | None:
     if spelled not in map(plain, known):
         raise ConfigError(
             f"--quantization is {name!r}; allowed: {', '.join(sorted(known))}",
-            hint="omit the option: the format of a checkpoint is detected in its files",
+            hint="omit the option: Negamax detects the format from the checkpoint",
         )
     return spelled
 
@@ -29,10 +29,10 @@ def check_name(name: str | None) -> str | None:
 def quantized(
     name: str | None, spec: QuantizationSpec | None, *, is_drawn: bool = False
 ) -> tuple[QuantizationSpec | None, str | None]:
-    """Return the description of the weights under `--quantization NAME`, and a log line or None.
+    """Return the description of the loaded weights, and a log line or None.
 
-    `spec` describes the checkpoint. Synthetic weights (`is_drawn`) can have any format. Raises
-    `ConfigError` if the checkpoint has another format.
+    `name` is the value of --quantization, and `spec` describes the checkpoint. Synthetic weights
+    (`is_drawn`) can have any format. Raises `ConfigError` if the checkpoint has another format.
     """
     wanted = check_name(name)
     if wanted is None:
@@ -59,7 +59,7 @@ def quantized(
 
 
 def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
-    """Return the description that holds MXFP8 matrices as FP8 blocks; None without MXFP8."""
+    """Return the description for loading MXFP8 matrices as FP8 blocks, or None without MXFP8."""
     try:
         scheme = detect(spec)
     except ConfigError:  # the loader reports this error
@@ -70,7 +70,7 @@ def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
 def _names(spec: QuantizationSpec) -> list[str]:
     """Return the checkpoint's normalized method, and the names of its format."""
     method = find_method(spec.method)
-    fields = spec.fields.get("quantization")  # only hf_quant_config.json has this field
+    fields = spec.fields.get("quantization")  # a field of hf_quant_config.json
     fields = fields if isinstance(fields, Mapping) else spec.fields
     kinds = ("", fields.get("format"), fields.get("quant_algo"))
     return [method, *(name for name, kind in METHODS.get(method, {}).items() if kind in kinds)]

@@ -1,7 +1,7 @@
 """Method "online": `--quantization` quantizes matrices while they are read.
 
-In an unquantized checkpoint, all matrices except embedding, router and head are quantized. In other
-checkpoints, MXFP8 matrices become FP8 blocks.
+In an unquantized checkpoint, all matrices except embedding, router and head are quantized. In an
+MXFP8 checkpoint, MXFP8 matrices become FP8 blocks.
 """
 
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ _FORMATS: Mapping[str, TensorFormat] = {
     "nvfp4": nvfp4(),
 }
 NAMES = tuple(_FORMATS)
-SOURCE = "--quantization"  # marks descriptions that come from the option instead of a file
+SOURCE = "--quantization"  # source of descriptions that the option defines
 _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")
 
 
 def spec(name: str) -> QuantizationSpec:
-    """Return the description of an unquantized checkpoint that is quantized to format `name`."""
+    """Return the description for quantizing an unquantized checkpoint to the format `name`."""
     return QuantizationSpec("online", {"format": name.replace("-", "_")}, source=SOURCE)
 
 
@@ -42,7 +42,7 @@ def make_head_spec(name: str) -> QuantizationSpec:
 
 
 def read(spec: QuantizationSpec) -> Scheme:
-    """Return the quantization scheme for the result of `spec` or `make_head_spec`."""
+    """Return the scheme of a description that `spec` or `make_head_spec` returned."""
     stored = replace(_FORMATS[spec.fields["format"]], made_of=PLAIN)
     if only := spec.fields.get("only"):
         return Scheme((stored,), lambda module: stored if module == only else PLAIN)
@@ -54,13 +54,13 @@ def has_mxfp8(scheme: Scheme) -> bool:
 
 
 def make_blocks_spec(stored: QuantizationSpec) -> QuantizationSpec:
-    """Return the description of checkpoint `stored` that holds MXFP8 matrices as FP8 blocks."""
+    """Return the description for loading the MXFP8 matrices of `stored` as FP8 blocks."""
     fields = {"method": stored.method, "fields": stored.fields, "source": stored.source}
     return QuantizationSpec("online", {"blocks_of": fields}, source=SOURCE)
 
 
 def convert_to_blocks(scheme: Scheme) -> Scheme:
-    """Return `scheme` with MXFP8 matrices as FP8 blocks of 128 x 128.
+    """Return `scheme` with FP8 blocks of 128 x 128 instead of MXFP8.
 
     Scales stay powers of two. Values below 2^-13.8 of the largest value of their block may change,
     by at most 2^-17.8 of the largest value, because half a step of E4M3's subnormals is 2^-10 and

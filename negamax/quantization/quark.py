@@ -1,6 +1,6 @@
 """Method "quark" (AMD): one format for all modules, and other formats for named modules.
 
-Some kernels round activations, with a scale per token, if the description rounds them to 8 bits.
+If the description rounds activations to 8 bits, some kernels round them with a scale per token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ _FP8 = {"dtype": (_E4M3,), "qscheme": ("per_tensor", "per_channel"), "ch_axis": 
 _INT8 = {**_FP8, "dtype": ("int8",)}
 # The scales must be stored. Scales that are computed at run time are not supported.
 _STORED = {"is_dynamic": (None, False), "symmetric": (None, True), "block_size": (None,)}
-# Algorithms that are folded into the stored weights and need no support.
+# Algorithms whose effect is part of the stored weights.
 _FOLDED = ("awq", "autosmoothquant", "gptq", "gptaq", "smooth", "smoothquant")
 
 
@@ -68,7 +68,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     layers = spec.fields.get("layer_quant_config") or {}
     if not isinstance(layers, Mapping):
         refuse(spec, "layer_quant_config", layers, "an object of modules")
-    # Some descriptions name the modules with cached outputs in only one of these fields.
+    # Some descriptions list the modules with cached outputs in only one of these fields.
     cached = (*read_modules(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
 
     def is_cached(name: str) -> bool:
@@ -90,7 +90,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False) -> TensorFormat:
-    """Return the format that `said` describes. `cached`: the KV cache holds its outputs."""
+    """Return the format that `said` describes. `cached`: the KV cache stores the outputs."""
     if said is None:
         return PLAIN
     if not isinstance(said, Mapping):
@@ -137,7 +137,7 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
 def _check(
     spec: QuantizationSpec, name: str, said: Any, allowed: Mapping[str, Sequence[object]]
 ) -> None:
-    """Raise `ConfigError` if fields of `said` do not have `allowed` values."""
+    """Raise `ConfigError` if a field of `said` has a value that is not in `allowed`."""
     if not isinstance(said, Mapping):
         refuse(spec, name, said, "an object")
     check_fields(QuantizationSpec(spec.method, dict(said), f"{spec.source}.{name}"), allowed)

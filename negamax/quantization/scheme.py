@@ -1,4 +1,4 @@
-"""`Scheme` maps modules to stored formats. `WeightFormat` defines how a rank holds weights.
+"""`Scheme` maps modules to stored formats. `WeightFormat` defines how a rank stores weights.
 
 This module does not import torch.
 """
@@ -48,10 +48,10 @@ class Scheme:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How one rank holds its weights.
+    """How one rank stores its weights.
 
-    Unquantized weights have `dtype`. Matrices stay as `scheme` stores them if a kernel reads that
-    format and `keep_quantized` is set. Otherwise the loader dequantizes matrices.
+    Unquantized weights have `dtype`. With `keep_quantized`, matrices keep the format in `scheme` if
+    a kernel reads this format. The loader dequantizes all other matrices.
     """
 
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class WeightFormat:
     keep_quantized: bool = True
 
     def stored(self, name: str) -> TensorFormat:
-        """Return the stored format of matrix `name`, spelled as in an unquantized checkpoint."""
+        """Return the stored format of a matrix, whose `name` is that in unquantized checkpoints."""
         if self.scheme is None:
             return PLAIN
         return self.scheme.format_of(name.removesuffix(f".{PLAIN.values.name}"))
@@ -74,7 +74,7 @@ def check_fields(
 ) -> None:
     """Raise `ConfigError` if a field of `spec` does not have one of its `allowed` values.
 
-    With `beside`, a field that is neither in `allowed` nor in `beside` is also an error.
+    If `beside` is given, fields outside `allowed` and `beside` are also errors.
     """
     for name, value in spec.fields.items():
         if beside is not None and name not in (*allowed, *beside):
@@ -82,11 +82,11 @@ def check_fields(
     for name, values in allowed.items():
         if spec.fields.get(name) not in values:
             words = ", ".join(repr(value) for value in values if value is not None)
-            refuse(spec, name, spec.fields.get(name), f"{words} (others are not supported yet)")
+            refuse(spec, name, spec.fields.get(name), f"{words} (no other value is supported)")
 
 
 def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
-    """Return the module names in the fields `names`, each a list or null. Raises `ConfigError`."""
+    """Return the module names in the fields `names` (lists or null). Raises `ConfigError`."""
     modules: list[str] = []
     for name in names:
         found = spec.fields.get(name) or ()
@@ -97,7 +97,7 @@ def read_modules(spec: QuantizationSpec, *names: str) -> tuple[str, ...]:
 
 
 def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
-    """Raise `ConfigError` unless field `name` is null or describes an FP8 KV cache with scales."""
+    """Raise `ConfigError` if field `name` describes anything except an FP8 KV cache with scales."""
     said = spec.fields.get(name)
     if said is None:
         return
@@ -113,11 +113,11 @@ def check_kv_cache(spec: QuantizationSpec, name: str) -> None:
 
 
 def is_within(module: str, names: Sequence[str]) -> bool:
-    """Return whether `module` is inside one of `names`, in any spelling.
+    """Return whether `module` is one of `names` or a submodule of one, in any spelling.
 
-    The name "gate" contains "mlp.gate" but not "mlp.gate_up". In a name, * matches any
-    characters. A name that starts with "re:" is a regular expression. A fused name such as
-    "gate_up_proj" stands for each of its matrices.
+    The name "gate" contains "mlp.gate" but not "mlp.gate_up". In a name, * matches any characters.
+    A name that starts with "re:" is a regular expression. A fused name such as "gate_up_proj"
+    selects each of its matrices.
     """
     names = _unfused(tuple(names))
     known = _canonical(names)
@@ -137,7 +137,7 @@ def matches(module: str, patterns: Sequence[str]) -> bool:
 
 
 def make_lookup(table: Mapping[str, V]) -> Callable[[str], V | None]:
-    """Return a function that finds the value of a module or of its nearest parent in `table`."""
+    """Return a function that returns the value in `table` for a module or its nearest parent."""
     spelled = {
         canonicalize(part): value for name, value in table.items() for part in _unfused((name,))
     }
@@ -151,10 +151,10 @@ def make_lookup(table: Mapping[str, V]) -> Callable[[str], V | None]:
 
 
 def spellings(module: str, pattern: re.Pattern[str]) -> Iterator[str]:
-    """Yield the names that checkpoints use for a module, its own name first.
+    """Yield all names that checkpoints use for a module, beginning with `module`.
 
-    Tools differ in prefixes and in the name of the MoE block. If `pattern` names experts or
-    projections of the MLP, the result includes the names that tools use for matrices of experts.
+    Tools differ in prefixes and in the name of the MoE block. If `pattern` mentions experts or MLP
+    projections, the names also include those that tools use for matrices of experts.
     """
     return _spell(module, tells_experts=_tells_experts(pattern.pattern))
 
@@ -196,16 +196,16 @@ _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sp
 
 
 _PROJECTION = re.compile(r"(?<=\.)(?:gate|up|down)_proj$")
-_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # The indexer's name in transformers.
-_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Of experts.
+_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # Name of the indexer in transformers.
+_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Names in experts.
 _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PROJECTIONS.items()}
 
 
 @cache
 def _tells_experts(pattern: str) -> bool:
-    """Return whether `pattern` names experts, or projections together with "mlp".
+    """Return whether `pattern` mentions experts, or projections together with "mlp".
 
-    "down_proj" alone names dense and shared MLPs, because experts have w1, w2 and w3.
+    "down_proj" alone selects dense and shared MLPs, because the matrices of experts are w1, w2, w3.
     """
     return re.search(r"experts|mlp.*(?:gate|up|down)(?:[|\w]*\))*_proj", pattern) is not None
 
@@ -242,7 +242,7 @@ def _match_any(module: str, patterns: tuple[str, ...]) -> bool:
 
 @cache
 def _expressions(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], bool], ...]:
-    """Join patterns that name experts into one expression, and all other patterns into another.
+    """Join patterns that mention experts into one expression, and all other patterns into another.
 
     Raises `ConfigError` for an invalid pattern.
     """
@@ -255,7 +255,7 @@ def _expressions(patterns: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], bool
                 found.append((compile_pattern(joined), tells_experts))
         except re.error as error:
             raise ConfigError(
-                f"the checkpoint names modules by {', '.join(alike)}, which cannot be "
+                f"the checkpoint selects modules by {', '.join(alike)}, which cannot be "
                 f"used as a regular expression: {error}"
             ) from None
     return tuple(found)

@@ -71,7 +71,7 @@ def test_an_a100_runs_with_a_warning_no_fp8(gpu: FakeGpu, caplog: pytest.LogCapt
     assert "A100" in record.message and "not been tested" in record.message
     with pytest.raises(
         ConfigError,
-        match=r"cannot use an FP8 KV cache; compute capability 8.9 is needed .drop --kv-cache",
+        match=r"cannot use an FP8 KV cache; compute capability 8.9 is needed .remove --kv-cache",
     ):
         check_platform(found, cache_dtypes=(BF16, FP8))
 
