@@ -309,8 +309,7 @@ class LLM:
         waiting = deque(self._sequences(prompts, params, parsers, images))
         running: dict[str, tuple[int, ChoiceStream]] = {}
         updates: deque[SequenceUpdate] = deque()
-        # Choices that wait until their first choice has filled the prefix cache, by id of the
-        # first.
+        # Choices that wait until choice 0 has filled the prefix cache, by request id of choice 0.
         held: dict[str, list[_Sequence]] = {}
 
         def start(sequence: _Sequence) -> None:

@@ -2,8 +2,7 @@
 
 The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
 interrupted. The first process loads the compiler and forks other processes. One forked process
-handles most grammars. Each of the other processes compiles one risky grammar with limits and low
-priority.
+handles most grammars. Each other process compiles one risky grammar with limits and low priority.
 """
 
 from __future__ import annotations

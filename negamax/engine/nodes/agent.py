@@ -52,7 +52,7 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share` describes this machine. Unless `waits_again`, the agent ends with its ranks."""
+        """`share` describes this machine. If not `waits_again`, the agent ends with its ranks."""
         self._health = health
         self._options = options
         self._facts = facts
@@ -152,7 +152,7 @@ class Agent:
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS
             self._log_waiting(self._why_no_answer())
-            self._disconnect()  # Resolve the name of node 0 again.
+            self._disconnect()  # The next connection resolves the name of node 0 again.
 
     def _why_no_answer(self) -> str:
         address = (self._node_0, self._options.master_port)
@@ -282,7 +282,7 @@ class Agent:
         self._session, self._death = "", None
 
     def _end_ranks(self, *, timeout: float = ABORT_SECONDS, death: str | None = None) -> None:
-        """Wait at most `timeout` s for the ranks, then kill them. Report `death` to node 0."""
+        """Wait at most `timeout` s for ranks to end, then kill them. Report `death` to node 0."""
         if self._ranks is not None:
             if timeout < SHUTDOWN_SECONDS:
                 self._ranks.abort()
@@ -304,7 +304,7 @@ def run_agent(
 ) -> None:
     """Run the agent of node `options.node_rank` and answer probes at `health_address`. Raises
     `ConfigError` or `CheckpointError` for a missing key, wrong model files, or a split that does
-    not fit this machine, and raises the errors of `NodeHealth` and `Agent.run`.
+    not fit this machine. Also raises the errors of `NodeHealth` and `Agent.run`.
     """
     network.check_key(options.nodes)
     health = None if health_address is None else NodeHealth(*health_address)

@@ -1,4 +1,4 @@
-"""Start and watch the ranks of other nodes on node 0, through the agents of these nodes."""
+"""Let node 0 start and watch the ranks of other nodes, through the agents of these nodes."""
 
 import contextlib
 import itertools
@@ -42,7 +42,7 @@ class _Node:
     number: int
     ranks: range
     route: bytes = b""  # ZeroMQ identity of the node's agent.
-    connection: int = -1  # File descriptor of the connection that carried the latest message.
+    connection: int = -1  # File descriptor of the latest message's connection.
     disconnected_at: float = float("-inf")
     udp_address: Address | None = None
     join: wire.Join | None = None  # The latest `Join`; None if the node is not joined.
@@ -113,7 +113,7 @@ class NodeGroup:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
-        self._num_peers = 4 * layout.world_size  # Includes old connections of restarted ranks.
+        self._num_peers = 4 * layout.world_size  # This includes old connections of restarted ranks.
         self._limits: list[ConnectionLimit] = []  # The agents' socket comes first.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
@@ -213,7 +213,7 @@ class NodeGroup:
         self._is_ending = True
 
     def stop(self, *, timeout: float, restarts: bool) -> None:
-        """Let the agents end their ranks and, if `restarts` is set, wait for the next engine."""
+        """Let the agents end their ranks. If `restarts` is set, agents wait for the next engine."""
         self.expect_end()
         reason = self.death() or ("the engine is started again" if restarts else "node 0 ends")
         self._stop = wire.StopRanks(reason, for_good=not restarts)
@@ -242,7 +242,7 @@ class NodeGroup:
                     self._lost(node, wrong)
         for node in self._nodes:
             self._send(node.route, self._stop)
-        # Closing the connection drops messages that agents have not read, so wait for their answer.
+        # Closing the connection drops messages that agents have not read, so wait for answers.
         wait = _LEAVE_SECONDS if self._stop.for_good else _POLL_SECONDS
         deadline = time.monotonic() + wait
         while any(node.join for node in self._nodes) and time.monotonic() < deadline:
@@ -325,7 +325,7 @@ class NodeGroup:
                 self._handle_heartbeat(node, beat)
 
     def _handle_heartbeat(self, node: _Node, beat: wire.AgentHeartbeat) -> None:
-        """Store a heartbeat of this session, unless a heartbeat with a higher number is stored."""
+        """Store a heartbeat of this session if no later heartbeat is stored."""
         if beat.number <= node.last_beat:
             return
         node.last_beat = beat.number
@@ -352,7 +352,7 @@ class NodeGroup:
                 return  # The join is outdated: the ranks have sent heartbeats.
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
-            else:  # `StartRanks` may be lost: send it again.
+            else:  # The message `StartRanks` may be lost: send it again.
                 node.num_signs += 1
                 self._send_start(node)
             return

@@ -21,7 +21,7 @@ _PATHS = ("/livez", "/readyz", "/health")
 
 
 class NodeHealth:
-    """Answers HTTP requests in a thread, without an API key: answers contain only node states."""
+    """Answers HTTP requests in a thread. Answers contain only node states and need no API key."""
 
     def __init__(self, host: str, port: int) -> None:
         """Listen at `port`; 0 selects a free port. Raises `ConfigError` or `ResourceError`."""
@@ -33,7 +33,7 @@ class NodeHealth:
         threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def watch(self, missing: Callable[[], str]) -> None:
-        """Let `missing` answer readiness probes: it returns why the node is not ready, or ""."""
+        """Answer readiness probes by `missing`, which returns why the node is not ready, or ""."""
         self._missing = missing
 
     def turn(self) -> None:

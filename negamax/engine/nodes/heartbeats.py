@@ -1,5 +1,5 @@
 """Send heartbeats between nodes as UDP datagrams, in addition to TCP. TCP doubles its retry delay
-after each lost packet: in an outage of 1.6 s, it delivers the next message after 3 s.
+after each lost packet. In an outage of 1.6 s, TCP delivers the next message after 3 s.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from negamax.engine.nodes import wire
 from negamax.worker.node_sockets import shared_key
 
 _MAC_BYTES = 16
-_MOST_AT_ONCE = 1000  # Most datagrams that one `receive` call reads.
-_MOST_BYTES = 2048  # Longest valid datagram. Longer datagrams are truncated and fail the check.
+_MOST_AT_ONCE = 1000  # Largest number of datagrams that one `receive` call reads.
+_MOST_BYTES = 2048  # Longest valid datagram, in bytes; longer datagrams fail the check.
 
 Address = tuple[Any, ...]  # Host and port, and further fields with IPv6.
 
@@ -36,7 +36,7 @@ class Datagrams:
             self.close()
             raise ResourceError(
                 f"UDP port {port} on {address} cannot be used: {error.strerror}",
-                hint="end the program that uses it, or set another --master-port on all nodes",
+                hint="end the program on this port, or set another --master-port on all nodes",
             ) from None
 
     @property

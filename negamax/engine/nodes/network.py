@@ -14,7 +14,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.worker.node_sockets import has_key
 
-# Variables that name interfaces for gloo and NCCL. A value may be a list or start with "=".
+# Environment variables that select interfaces for gloo and NCCL, as a list, perhaps after "=".
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -24,7 +24,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 class Place:
     address: str
     interface: str
-    reason: str  # Why this address was chosen.
+    reason: str  # Reason why this address was chosen.
 
     def __str__(self) -> str:
         return f"{self.address} on {self.interface} ({self.reason})"
@@ -44,7 +44,7 @@ def resolve(host: str) -> str:
 
 
 def check_key(options: NodeOptions) -> None:
-    """Raise `ConfigError` if there is no key, unless all nodes are on this machine."""
+    """Raise `ConfigError` if other machines run nodes and no key is set."""
     host = options.master_addr or ""
     if options.nnodes == 1 or has_key():
         return
@@ -66,7 +66,7 @@ def find_place_of_node_0(options: NodeOptions) -> Place:
         address = resolve(host)
     except UnreachableError as error:
         raise ConfigError(
-            f"--master-addr: {error}", hint="set it to an address of this machine"
+            f"--master-addr: {error}", hint="set --master-addr to an address of this machine"
         ) from None
     own = _addresses()
     named, reason = _named_interface(options)
@@ -130,7 +130,7 @@ def check_ports(address: str, ports: Sequence[int]) -> None:
                 raise ResourceError(
                     f"port {port} on {address} cannot be used: {why}; the nodes need "
                     f"{len(ports)} ports, from --master-port {ports[0]} on",
-                    hint="end the program that uses it, or set another --master-port on all nodes",
+                    hint="end the program on this port, or set another --master-port on all nodes",
                 ) from None
 
 
@@ -143,7 +143,7 @@ def ephemeral_ports() -> str:
 
 
 def _named_interface(options: NodeOptions) -> tuple[str | None, str]:
-    """Return (interface, option) as set by the user, or (None, ""). Raises `ConfigError`."""
+    """Return (interface, option that selects it) or (None, ""). Raises `ConfigError`."""
     found = [("--interface", options.interface or "")]
     found += [(name, env.get(name) or "") for name in _VARIABLES]
     for reason, value in found:

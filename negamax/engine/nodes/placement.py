@@ -1,4 +1,4 @@
-"""Choose machines of a Ray cluster for the ranks of an engine. Imports no Ray."""
+"""Choose machines of a Ray cluster for the ranks of an engine, without importing Ray."""
 
 import ipaddress
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.engine import EngineOptions
 from negamax.options.nodes import MOST_NODES
 
-_SHOWN_NODES = 16  # Most machines that an error message lists.
+_SHOWN_NODES = 16  # Largest number of machines that an error message lists.
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RayPlacement:
         return ipaddress.ip_address(self.own.address).is_loopback
 
     def share(self, count: int) -> Resources:
-        """Return the needs of one of `count` nodes: a GPU and CPU per rank, or a CPU per thread."""
+        """Return what each of `count` nodes needs: a GPU and CPU per rank, or a CPU per thread."""
         ranks = self.options.parallel.num_ranks // count
         if self.device == "cuda":
             return Resources(gpus=ranks, cpus=ranks)
@@ -77,7 +77,7 @@ class RayPlacement:
         return next((count for count in self.counts() if self._fits(count)), None)
 
     def refusal(self, seconds: float) -> ResourceError:
-        """Return the error of an engine for which Ray had no room for `seconds`."""
+        """Return the error of an engine for which Ray found no free machines within `seconds`."""
         return ResourceError(
             f"Ray has found no room for {self.options.parallel.num_ranks} ranks in {seconds:g} s; "
             f"needed: {self.demand}; available: {self.available}",
@@ -115,7 +115,7 @@ class RayPlacement:
         return None
 
     def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Return whether `count` nodes have room. `one_day` treats resources in use as free."""
+        """Return whether `count` nodes have the resources. `one_day`: include resources in use."""
         share = self.share(count)
         room = [
             node.id

@@ -33,15 +33,15 @@ logger = get_logger("negamax.engine.nodes.ray_driver")  # Here `__name__` may be
 
 _CURRENT = "ray/ray_current_cluster"  # File in which `ray start` stores the cluster's address.
 _PROBE_SECONDS = 5.0
-_POLL_SECONDS = 0.5  # Time between attempts to find room.
+_POLL_SECONDS = 0.5  # Time between attempts to find free machines.
 _GROUP_SECONDS = 5.0  # Longest wait for Ray to reserve free resources.
 _REMINDER_SECONDS = 10.0
 _LEAVE_SECONDS = 1.0  # Longest wait for the agents to end.
 _END_SECONDS = 10.0  # Longest time from the end of standard input to exit.
 # Options for a cluster that this process starts; such a cluster stores few objects.
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
-_MAX_MESSAGE = 300  # Longest part of Ray's message that is shown, in characters.
-_PIN = 0.001  # Requested amount of this machine's "node:" resource, which pins node 0 here.
+_MAX_MESSAGE = 300  # Messages of Ray are truncated to this number of characters.
+_PIN = 0.001  # Amount of this machine's Ray resource "node:" to request, so that node 0 runs here.
 
 
 class Driver:
@@ -165,7 +165,7 @@ class Driver:
         ray.shutdown()
 
     def _reserve(self) -> tuple[RayPlacement, int]:
-        """Wait for room and reserve machines. Raises `ResourceError` if there is no room."""
+        """Wait for free machines and reserve them. Raises `ResourceError` at the time limit."""
         import ray
 
         seconds = self._options.ray_placement_timeout
@@ -285,7 +285,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals that the parent handles. Call this again after Ray has set its handlers."""
+    """Ignore signals that the parent handles. Repeat the call after Ray has set its handlers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -300,7 +300,7 @@ def _watch_parent(driver: Driver, stop: threading.Event) -> None:
 
 
 def main(fd: int) -> int:
-    """Hold the reserved machines until standard input ends. Return the exit code."""
+    """Keep the reserved machines until standard input ends. Return the exit code."""
     _ignore_signals()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints output of workers to stdout.
     log.setup_as_parent()
