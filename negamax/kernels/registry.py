@@ -110,7 +110,7 @@ class KernelTable:
     def __getitem__(self, op: Op[P, R]) -> Kernel[P, R]:
         """Return the preferred kernel of `op`, for plain weights if the op has weights."""
         kernel = self.choose(op, PLAIN)
-        assert kernel is not None, f"no kernel of {op}"
+        assert kernel is not None, f"no kernel for plain weights of {op}"
         return kernel
 
     def choose(
@@ -186,8 +186,8 @@ class KernelTable:
         ]
         if packed:
             lines.append(
-                f"weights in {', '.join(packed)} stay packed and are used weight-only: their "
-                f"products are in {str(self.dtype).removeprefix('torch.')}"
+                f"weights in {', '.join(packed)} stay packed; GEMMs dequantize the weights "
+                f"and compute in {str(self.dtype).removeprefix('torch.')}"
             )
         return "\n".join(lines)
 

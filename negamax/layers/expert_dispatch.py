@@ -85,7 +85,7 @@ class TokenExchange:
             ids, weights, x = self._gather(own, [x], num_rows)
             return Dispatched(x, ids, weights, self)
         if num_rows * self._group.size <= UNQUANTIZED_ROWS:
-            assert not isinstance(x, ShardedActivations), f"{num_rows} rows are not sharded"
+            assert not isinstance(x, ShardedActivations), f"{num_rows} rows must not be sharded"
             ids, weights, q, scale, hidden = self._gather(own, [x.q, x.scale, x.hidden], num_rows)
             return Dispatched(QuantizedActivations(hidden, q, scale), ids, weights, self)
         ids, weights, q, scale = self._gather(own, [x.q, x.scale], num_rows)
@@ -119,7 +119,7 @@ class ReplicatedTokens:
         slots = context.layout.experts.experts(len(self.table))
         self.first, self._group = slots.start, context.expert_group
         self.experts = [self.table[slot] for slot in slots]
-        assert len(set(self.experts)) == len(self.experts), "a rank has an expert once at start"
+        assert len(set(self.experts)) == len(self.experts), "a rank has two copies of an expert"
         self._place = setup.kernels[PLACE].run
         self._map: ExpertMap | None = None
         if self.table != tuple(range(len(self.table))):

@@ -168,7 +168,7 @@ class SparseMoe:
     @property
     def expert_weights(self) -> ExpertWeights:
         """Loaded expert weights in the slots of this rank."""
-        assert self._prepared is not None, "the experts are not loaded"
+        assert self._prepared is not None, "load the expert weights first"
         return self._prepared
 
     def use_map(self, experts: ExpertMap) -> None:

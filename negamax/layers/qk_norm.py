@@ -17,7 +17,7 @@ class FullWidthNorm:
     def __init__(
         self, names: AttentionNames, sizes: AttentionSizes, *, gemma: bool, setup: LayerSetup
     ) -> None:
-        assert not gemma, "gemma norms (weights stored minus 1) are per head"
+        assert not gemma, "norms over all heads do not support gemma; set norm_per_head"
         view, self._group = setup.context.layout.attention, setup.context.attention_group
         heads, kv_heads = view.cache_heads(sizes.heads), view.kv_heads(sizes.kv_heads)
         q, kv = sizes.rows(heads), sizes.rows(kv_heads)

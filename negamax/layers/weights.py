@@ -247,7 +247,7 @@ class MatrixWeight:
         held, own = self._tensors[tensor.name][at[:-1]], tensor.held()
         for n, (dim, part) in enumerate(zip(own.dims, own.part(region), strict=True)):
             row = at[-1] if dim.axis is Axis.ROWS else 0
-            assert row % dim.unit == 0, f"{tensor.name} at row {row}"
+            assert row % dim.unit == 0, f"{tensor.name} cuts a group at row {row}"
             held = held.narrow(n, row // dim.unit, len(part))
         return held
 
@@ -293,7 +293,7 @@ def choose_kernel(
     """
     kernels, weights = setup.kernels, setup.weights
     if not weights.keep_quantized:
-        return kernels[op], PLAIN, "this dtype is used on every device"
+        return kernels[op], PLAIN, "this layer uses the compute dtype on every device"
     source, *others = dict.fromkeys(weights.stored(name) for name in names)
     if not all(source.is_held_as(other) for other in others):
         return kernels[op], PLAIN, "fused with weights in another format"
@@ -301,7 +301,7 @@ def choose_kernel(
     if source.stacks and not source.permuted:
         kernel = kernels.choose(op, source, columns=columns)
     if kernel is None:
-        return kernels[op], PLAIN, "no kernel here reads this format"
+        return kernels[op], PLAIN, "no kernel of this platform reads this format"
     if any(length % source.unit(axis) for axis, length in shares):
         return kernels[op], PLAIN, "the split over ranks cuts blocks or groups with one scale"
     return kernel, source, ""

@@ -83,7 +83,7 @@ class DecodeBucket:
 
 def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[DecodeBucket, ...]:
     """Plan one query per sequence, at position seq_len - 1."""
-    assert not shape.quantize, "FP8 output is made on the GPU only"
+    assert not shape.quantize, "CPU kernels have no FP8 output; set quantize=False"
     tables, seq_lens = queries.used_tables(shape.block_size).numpy(), queries.host_seq_lens
     members: dict[int, list[int]] = {}
     for row, length in enumerate(seq_lens):
@@ -111,7 +111,7 @@ def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[DecodeBu
 
 def decode(q: Tensor, cache: KvCache, plan: tuple[DecodeBucket, ...]) -> Tensor:
     """Attend with q [S, heads, head_dim] and return [S, heads * head_dim]."""
-    assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
+    assert cache.is_unscaled(q.dtype), "CPU kernels cannot read caches with KV scales"
     num_seqs, heads, head_dim = q.shape
     if len(plan) == 1 and plan[0].rows is None:
         return _decode_bucket(q, cache, plan[0])
@@ -166,7 +166,7 @@ class PrefillRun:
 
 def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> tuple[PrefillRun, ...]:
     """Plan prefills; the queries of a sequence are its last tokens."""
-    assert not shape.quantize, "FP8 output is made on the GPU only"
+    assert not shape.quantize, "CPU kernels have no FP8 output; set quantize=False"
     tables, runs, first = queries.used_tables(shape.block_size).numpy(), [], 0
     for table, end, count in zip(
         tables, queries.host_seq_lens, queries.host_query_lens, strict=True
@@ -198,7 +198,7 @@ def _plan_tiles(
 
 def prefill(q: Tensor, cache: KvCache, plan: tuple[PrefillRun, ...]) -> Tensor:
     """Attend with q [T, heads, head_dim] and return [T, heads * head_dim]."""
-    assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
+    assert cache.is_unscaled(q.dtype), "CPU kernels cannot read caches with KV scales"
     num_tokens, heads, head_dim = q.shape
     out = q.new_empty(num_tokens, heads * head_dim)
     for run in plan:

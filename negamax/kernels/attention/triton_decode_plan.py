@@ -63,7 +63,7 @@ def workspace(words: int, device: torch.device) -> Tensor:
     key = threading.get_ident(), device, triton.next_power_of_2(words)
     if key not in WORKSPACES:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        assert not capturing, "run a step once before a graph captures it"
+        assert not capturing, "run a step of this size before graph capture"
         WORKSPACES[key] = torch.full((key[2],), EMPTY.value, dtype=torch.int32, device=device)
     return WORKSPACES[key][:words]
 

@@ -258,7 +258,7 @@ def attention_kernels(
 ) -> tuple[AnyKernel, AnyKernel]:
 
     def plan_decode(queries: AttentionMetadata, shape: SparseShape) -> BlockSparseDecodePlan:
-        assert not shape.quantize, "FP8 output is made on the GPU only"
+        assert not shape.quantize, "CPU kernels have no FP8 output; set quantize=False"
         lengths = attended_tokens(torch.tensor(queries.host_seq_lens) - 1, shape)
         lengths = lengths.repeat_interleave(shape.kv_heads)
         return BlockSparseDecodePlan(decode.plan(lengths, shape), shape)
@@ -266,11 +266,11 @@ def attention_kernels(
     def run_decode(
         q: Tensor, cache: KvCache, choice: BlockSelection, plan: BlockSparseDecodePlan
     ) -> Tensor:
-        assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
+        assert cache.is_unscaled(q.dtype), "CPU kernels cannot read caches with KV scales"
         return _attend_to_pages(decode, q, cache, choice.pages, plan.paged, shape=plan.shape)
 
     def plan_prefill(queries: AttentionMetadata, shape: SparseShape) -> BlockSparsePrefillPlan:
-        assert not shape.quantize, "FP8 output is made on the GPU only"
+        assert not shape.quantize, "CPU kernels have no FP8 output; set quantize=False"
         positions = queries.positions
         is_dense = positions < shape.dense_tokens
         dense_rows, paged_rows = (rows.nonzero().flatten() for rows in (is_dense, ~is_dense))
@@ -289,7 +289,7 @@ def attention_kernels(
     def run_prefill(
         q: Tensor, cache: KvCache, choice: BlockSelection, plan: BlockSparsePrefillPlan
     ) -> Tensor:
-        assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
+        assert cache.is_unscaled(q.dtype), "CPU kernels cannot read caches with KV scales"
         if plan.paged is None and plan.dense is not None:
             return dense.prefill(q, cache, plan.dense)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])

@@ -460,7 +460,7 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
     begin = -(-(x.q.numel() + 4 * x.scale.numel()) // 16) * 16
     size = -(-4 * num_tokens * width // 16) * 16
     assert begin + 2 * size <= 2 * x.q.numel(), (
-        f"{width} values a row do not fit into the region after rows of {x.q.shape[1]} columns"
+        f"{width} values per row do not fit into the region after rows of {x.q.shape[1]} columns"
     )
     at = begin // 4 + x.first * width
     if first.numel():

@@ -166,7 +166,7 @@ def attend_block(
     is_causal: bool,
 ) -> Tensor:
     num_blocks, kv_heads, rows, head_dim = own.k.shape
-    assert cache.scales == (1.0, 1.0), f"the scales of a draft's cache are 1, not {cache.scales}"
+    assert cache.scales == (1.0, 1.0), f"draft caches need scales of 1, not {cache.scales}"
     assert all(each.is_contiguous() for each in (q, *own[:2], *cache[:2], *context[1:]))
     out = q.new_empty(q.shape[0], q.shape[1] * head_dim)
     if not num_blocks:

@@ -468,7 +468,7 @@ def _route_rows(
         f"{M} tokens need {tiles_m} tiles; the limit of a call is {tiles.ROUTE_MAX_TILES}"
     )
     assert programs <= _ROUND.value, (
-        f"{num_experts} experts need {programs} programs a tile; the limit is {_ROUND.value}"
+        f"{num_experts} experts need {programs} programs per tile; the limit is {_ROUND.value}"
     )
     partials = torch.empty(tile.split_k, M, num_experts, dtype=torch.float32, device=device)
     _route_large_m_kernel[(tiles_m * programs,)](

@@ -161,7 +161,7 @@ def _write_heads(
 
 def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[Tensor, Tensor]:
     """Return block tables [S, max_blocks] int64 and lengths [S] int64; one query per sequence."""
-    assert not shape.quantize, "FP8 output is made on the GPU only"
+    assert not shape.quantize, "CPU kernels have no FP8 output; set quantize=False"
     lengths = torch.tensor(queries.host_seq_lens, dtype=torch.int64)
     return queries.used_tables(shape.block_size), lengths
 
@@ -169,7 +169,7 @@ def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[Tensor, 
 def decode(q: Tensor, cache: KvCache, plan: tuple[Tensor, Tensor]) -> Tensor:
     """Attend with q [S, heads, head_dim] to the cache; a gather would move 3 times the bytes."""
     assert q.is_contiguous()
-    assert cache.is_unscaled(q.dtype), "scaled caches are read on the GPU only"
+    assert cache.is_unscaled(q.dtype), "CPU kernels cannot read caches with KV scales"
     tables, lengths = plan
     num_seqs, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = cache.k.shape
@@ -217,7 +217,7 @@ def route(
 
 def swiglu(gate_up: Tensor, *, activation: SwiGlu, quantize: bool = False) -> Tensor:
     """Activate gate_up [T, 2 * width], gate first, to [T, width]."""
-    assert not quantize, "FP8 output is made on the GPU only"
+    assert not quantize, "CPU kernels have no FP8 output; set quantize=False"
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)

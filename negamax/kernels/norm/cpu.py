@@ -17,7 +17,7 @@ def prepare(
     weight: Tensor, eps: float, *, quantize: bool = False, gemma: bool = False
 ) -> NormTensors:
     """Make the constants of a norm with weight [width]."""
-    assert not quantize, "FP8 output is made on the GPU only"
+    assert not quantize, "CPU kernels have no FP8 output; set quantize=False"
     return weight, torch.tensor(float(weight.shape[0])), torch.tensor(eps), gemma
 
 

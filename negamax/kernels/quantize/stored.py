@@ -187,7 +187,7 @@ def _scale(stored: TensorFormat, spec: StoredTensor, tensors: Mapping[str, Tenso
 def _round(stored: TensorFormat, matrix: Tensor) -> Codes:
     """Round a matrix [rows, columns] fp32 to the nearest codes."""
     rounding, spec = stored.rounding, stored.find(Role.SCALE)
-    assert rounding is not None and spec is not None, f"{stored.name} is only read"
+    assert rounding is not None and spec is not None, f"{stored.name} cannot be written"
     rows, columns = (size or whole for size, whole in zip(_block(spec), matrix.shape, strict=True))
     if stored.element == E2M1:
         return to_e2m1_powers(matrix, columns) if rounding.to_powers else to_e2m1(matrix, columns)
