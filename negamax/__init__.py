@@ -1,7 +1,6 @@
 """Negamax: a serving engine for the MiniMax model family.
 
-`from negamax import LLM, SamplingParams` runs the engine in this process; `negamax serve MODEL`
-runs it behind HTTP.
+`LLM` runs the engine in this process. `negamax serve MODEL` runs the engine behind HTTP.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names on first use, so that a part of the package imports only what it needs."""
+    """Import a public name on first use, so that `import negamax` does not import torch."""
     if name == "LLM":
         from negamax.base import env
 
-        env.set_openmp_defaults()  # before torch is imported
+        env.set_openmp_defaults()  # must precede the import of torch
         from negamax.engine.llm import LLM
 
         return LLM

@@ -57,7 +57,7 @@ def accuracy(
     ),
     count: int | None = setting(
         None,
-        "Solve this many problems per suite. Default: 1000 math, 500 tools, 200 retrieval.",
+        "Solve this many problems per suite (default: math 1000, tools 500, retrieval 200).",
         min=1,
     ),
     temperature: float = setting(0.0, "Set the temperature; 0 is greedy.", min=0.0, max=2.0),

@@ -1,4 +1,4 @@
-"""`negamax bench compare`: results of several serving benchmarks in one table and one picture."""
+"""`negamax bench compare`: compare serving benchmarks in a table and a plot."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ def command(
     plot: Path | None = picture("Plot throughput over latency into this file (png, svg, pdf)."),
     allow_different_shapes: bool = setting(
         False,
-        "Allow results of different models, splits, formats, kernels or versions.",
+        "Compare results even if models, splits, formats, kernels or versions differ.",
         "--allow-different-shapes",
     ),
-    title: str | None = setting(None, "Set the title of the plot (default: the model)."),
+    title: str | None = setting(None, "Set the title of the plot (default: the model's name)."),
 ) -> None:
     """Print a table. Runs with the same label or backend form one series, sorted by load."""
     from negamax.bench import serve_compare

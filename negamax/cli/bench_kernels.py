@@ -1,4 +1,4 @@
-"""`negamax bench kernels`: microseconds and percent of the roofline of every kernel."""
+"""`negamax bench kernels`: measure microseconds and percent of the roofline of every kernel."""
 
 import importlib
 import sys
@@ -13,17 +13,17 @@ from negamax.cli.options import setting
 from negamax.options.engine import DEVICES, DTYPES
 
 HELP = (
-    "Time every kernel with cold caches at the sizes of the published models (CPU: small sizes) "
-    "and compare with the machine's limits. Needs a clone of the repository."
+    "Time every kernel with cold caches, and compare the times with the machine's limits. GPUs "
+    "use sizes of published models; CPUs use small sizes. Needs a clone of the repository."
 )
 
 
 def command(
     op: list[str] | None = setting(
-        None, "Time this op, such as norm.add_rms; may be repeated. Default: all."
+        None, "Time this op, such as norm.add_rms; may be repeated. Default: all ops."
     ),
     provider: str | None = setting(
-        None, "Time only this provider. 'reference' is timed only if it is named here."
+        None, "Time only this provider. The provider 'reference' is not timed by default."
     ),
     dtype: str = setting(
         "bfloat16", "Compute in bfloat16, float16 or float32.", choices=DTYPES[1:]

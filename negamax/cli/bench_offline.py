@@ -1,4 +1,4 @@
-"""`negamax bench offline MODEL`: prefill and decode speed by batch size, with its limit."""
+"""`negamax bench offline MODEL`: measure prefill and decode speed by batch size."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,8 +15,8 @@ from negamax.cli.options import add_options, setting
 from negamax.options.engine import EngineOptions
 
 HELP = (
-    "Time batches of random prompts: prefill, time to first token, time per output token, and "
-    "the share of the physical limit that decoding reaches."
+    "Time batches of random prompts. Print the prefill speed, the time to first token, the time "
+    "per output token, and the percentage of the physical limit that decoding reaches."
 )
 
 
@@ -29,11 +29,11 @@ def command(
         "1,4,16,64,100", "Set the batch sizes, separated by commas.", panel=WORKLOAD
     ),
     json_file: Path | None = json_option(),
-    compare: Path | None = setting(None, "Compare with the JSON file of an earlier run."),
+    compare: Path | None = setting(None, "Compare with the results in this JSON file."),
     plot: Path | None = picture("Plot the times into this file (png, svg, pdf)."),
     bandwidth: float | None = setting(
         None,
-        "Set the memory bandwidth of one GPU in TB/s for the limit. Default: measured with a copy.",
+        "Set the memory bandwidth of a GPU in TB/s for the limit. By default, a copy measures it.",
         "--bandwidth-tb-s",
         min=0.001,
     ),

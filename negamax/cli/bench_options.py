@@ -59,7 +59,7 @@ def picture(help: str) -> Any:
 
 
 def json_option() -> Any:
-    help = "Write the raw results to this file."
+    help = "Write the raw results to this JSON file."
     return setting(None, help, "--json", panel=OUTPUT, callback=_check_file)
 
 
@@ -71,12 +71,12 @@ def write_json(file: Path | None, document: object) -> None:
 
 
 def parse_counts(text: str, *, flag: str) -> tuple[int, ...]:
-    """Read '1,4,16' as numbers, without repetitions. Raises `ConfigError` with `flag`."""
+    """Read text such as '1,4,16' as different numbers. Raises `ConfigError` with `flag`."""
     return tuple(dict.fromkeys(parse_numbers(text, flag=flag)))
 
 
 def parse_numbers(text: str, *, flag: str) -> tuple[int, ...]:
-    """Read '8,8,32' as numbers, in the given order. Raises `ConfigError` with `flag`."""
+    """Read text such as '8,8,32' as a list of numbers. Raises `ConfigError` with `flag`."""
     words = [word.strip() for word in text.split(",")]
     if not all(
         word.isascii() and word.isdigit() and 0 < int(word[:9]) <= MAX_COUNT and len(word) < 9

@@ -1,4 +1,4 @@
-"""`negamax bench profile MODEL`: microseconds and launches per layer of a decode step."""
+"""`negamax bench profile MODEL`: measure microseconds and launches per layer of a decode step."""
 
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,8 @@ from negamax.cli.options import add_options, setting
 from negamax.options.engine import EngineOptions
 
 HELP = (
-    "Record the kernels of decode steps (on a CPU, the operators) and print microseconds and "
-    "launches per layer, by operation."
+    "Record the kernels of decode steps, or on a CPU the operators. Print the microseconds and "
+    "launches per layer for each operation."
 )
 
 

@@ -36,11 +36,11 @@ def command(
     goodput_words: list[str] | None = typer.Argument(None, hidden=True, metavar=""),
     num_prompts: str = setting(
         str(BenchOptions.num_prompts),
-        "Time this many requests; a sweep takes one number, or one number per run.",
+        "Send this many timed requests; for a sweep, pass one number, or one number per run.",
         panel=LOAD,
     ),
     max_concurrency: str | None = setting(
-        None, "Limit the concurrent requests. Each of several limits (1,4,16) gets its own run."
+        None, "Limit the concurrent requests. With several limits (1,4,16), each limit is one run."
     ),
     percentile_metrics: str | None = setting(
         None, "Print these metrics. Default: ttft,tpot,itl,e2el.", panel=OUTPUT
@@ -52,10 +52,10 @@ def command(
     metadata: list[str] | None = setting(None, "Add KEY=VALUE to the result; may be repeated."),
     save_result: bool = setting(False, "Write the result as JSON.", "--save-result"),
     save_detailed: bool = setting(
-        False, "Add lists of all requests and token gaps to the result.", "--save-detailed"
+        False, "Add the figures of each request and token gap to the result.", "--save-detailed"
     ),
-    result_dir: Path | None = setting(None, "Set the folder of results (default: current folder)."),
-    result_filename: str | None = setting(None, "Set the file name (default: made from settings)."),
+    result_dir: Path | None = setting(None, "Set the result folder (default: the current folder)."),
+    result_filename: str | None = setting(None, "Set the result's file name (default: generated)."),
     plot: Path | None = picture("Plot distributions and timelines into this file (png, svg, pdf)."),
     disable_tqdm: bool = setting(False, "Hide the progress.", "--disable-tqdm", "--no-progress"),
 ) -> None:
@@ -127,7 +127,7 @@ def _run_all(
 
 
 def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[str, Any]]:
-    """Run once and summarize. `shown` displays the progress on standard error."""
+    """Run the benchmark once and summarize the result. `shown` displays the progress."""
     from negamax.bench import serve, serve_report
 
     progress = serve.RunProgress()
@@ -137,7 +137,7 @@ def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[s
 
 
 def _compare(documents: Sequence[dict[str, Any]], *, plot: Path | None) -> None:
-    """Print and plot the runs of a sweep, unless a run lacks a metric (single tokens: TPOT)."""
+    """Print and plot the runs of a sweep. Do nothing if a run lacks a needed metric."""
     from negamax.bench import plots, serve_compare
 
     if not all(name in document for document in documents for name in serve_compare.NEEDED):
@@ -158,7 +158,7 @@ def _loads(concurrency: str | None, num_prompts: str) -> list[tuple[int | None, 
     else:
         limits = [*parse_counts(concurrency, flag="--max-concurrency")]
     if len(counts) not in (1, len(limits)):
-        refusal = f"--num-prompts has {len(counts)} numbers and --max-concurrency {len(limits)}"
+        refusal = f"--num-prompts has {len(counts)} numbers; --max-concurrency has {len(limits)}"
         raise ConfigError(refusal, hint="pass one number of prompts, or one for each concurrency")
     return list(zip(limits, counts * (len(limits) if len(counts) == 1 else 1), strict=True))
 
@@ -188,7 +188,7 @@ def _write(file: Path, text: str) -> None:
 def _sorted_words(
     words: list[str], *, goodput: bool, metadata: bool
 ) -> tuple[list[str], list[str]]:
-    """Sort words that follow the first value of --goodput or --metadata, as in vLLM."""
+    """Assign the words after the first value of --goodput or --metadata to these options."""
     found: tuple[list[str], list[str]] = ([], [])
     for word in words:
         if goodput and word.partition(":")[0] in METRICS:
@@ -256,7 +256,7 @@ def _loop_factory() -> Any:
 
 @contextmanager
 def _display(progress: RunProgress, *, shown: bool) -> Iterator[None]:
-    """Show `progress` on standard error from a thread until the block ends."""
+    """Show `progress` on standard error from a thread until the `with` block ends."""
     if not shown or not sys.stderr.isatty():
         yield
         return

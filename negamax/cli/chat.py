@@ -29,14 +29,14 @@ def command(
     engine: EngineOptions,
     url: str | None = setting(
         None,
-        "Chat with the OpenAI-compatible server at this address. MODEL is then a model of the "
-        "server (default: its first model), and options of the engine have no effect.",
+        "Chat with the OpenAI-compatible server at this address. With --url, MODEL is a model of "
+        "the server (default: its first model), and engine options have no effect.",
         panel=CHAT,
     ),
     api_key: str | None = setting(None, f"Send this key to the server. {KEY_VARIABLE} is safer."),
     system: str | None = setting(None, "Set the system message."),
     tools: str | None = setting(
-        None, "Declare the tools in this JSON file; you type their results."
+        None, "Declare the tools in this JSON file; you type the results of calls."
     ),
     max_tokens: int | None = setting(None, "Limit the tokens of an answer."),
     temperature: float | None = setting(None, "Set the temperature (default: set by the model)."),

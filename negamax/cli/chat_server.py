@@ -20,7 +20,7 @@ class ServerBackend:
     """A running server that answers one chat."""
 
     def __init__(self, address: str, *, api_key: str | None, model: str) -> None:
-        """Use `connect`."""
+        """Create the backend; callers use `connect`."""
         self.model = model
         self._address = address
         self._headers = _headers(api_key)
@@ -93,7 +93,7 @@ def _delta_events(delta: dict[str, Any], open_calls: set[int]) -> Iterator[event
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the JSON of server-sent events. Raises `UnavailableError` for an early end."""
+    """Yield the JSON of server-sent events. Raises `UnavailableError` if they end early."""
     while line := response.readline():
         if not line.startswith(b"data:"):
             continue
@@ -114,13 +114,13 @@ def _first_model(address: str, headers: dict[str, str]) -> str:
         with _answered(f"{address}/v1/models", headers=headers) as response:
             if response.status in (401, 403):
                 hint = "pass --api-key, or set NEGAMAX_API_KEY"
-                raise ConfigError(f"{address} asks for a key: {_error_text(response)}", hint=hint)
+                raise ConfigError(f"{address} requires a key: {_error_text(response)}", hint=hint)
             if response.status != 200:
                 raise ConfigError(f"{address}/v1/models answers: {_error_text(response)}")
             return str(json.loads(response.read())["data"][0]["id"])
     except (OSError, http.client.HTTPException) as error:
         refusal = f"--url is {address}, where no server answers: {error}"
-        raise ConfigError(refusal, hint="start one with `negamax serve MODEL`") from None
+        raise ConfigError(refusal, hint="start a server with `negamax serve MODEL`") from None
     except (ValueError, LookupError, TypeError):
         hint = "pass the model's name as MODEL, or another --url"
         raise ConfigError(f"{address}/v1/models lists no model", hint=hint) from None

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 HISTORY_LINES = 1000
 _HELP = """\
-/help          this list
+/help          show this list
 /system TEXT   set the system message, or show it without TEXT
 /save FILE     write the conversation to a JSON file
 /load FILE     continue a saved conversation
 /clear         clear the conversation (also /reset)
-/exit          end (also Ctrl-D)
+/exit          end the chat (also Ctrl-D)
 Ctrl-C stops an answer. Put a space before a message that begins with a slash."""
 
 
 class TokenCounts(NamedTuple):
-    """Tokens of one answer."""
+    """Token counts of one answer."""
 
     prompt: int
-    cached: int  # part of the prompt that was cached
+    cached: int  # prompt tokens that were cached
     output: int
 
 
@@ -107,7 +107,7 @@ class ChatSession:
 
     @property
     def awaited_call(self) -> str | None:
-        """Name of the tool whose result the next line gives, or None."""
+        """Name of the tool whose result the user types next, or None."""
         return self._open_calls[0]["function"]["name"] if self._open_calls else None
 
     def clear(self) -> None:
@@ -163,7 +163,7 @@ class ChatSession:
         view.figures(clock.figures(counts))
 
     def run_command(self, line: str, view: ChatView) -> bool:
-        """Run a line with a slash; return False if it ends the chat."""
+        """Run a chat command; return False if the command ends the chat."""
         name, _, argument = line.strip().partition(" ")
         argument = argument.strip()
         match name:

@@ -1,4 +1,4 @@
-"""The output of a chat: dimmed thinking, Markdown as it arrives, tool calls, figures."""
+"""Display a chat: dimmed thinking, Markdown as it arrives, tool calls and token counts."""
 
 import re
 import secrets
@@ -19,7 +19,7 @@ _REFRESH_SECONDS = 0.08
 
 
 class ChatView:
-    """The terminal or the pipe of a chat. Control codes from a model never reach the terminal."""
+    """Writes to a terminal or a pipe. Control codes from a model never reach the terminal."""
 
     def __init__(self, *, show_thinking: bool, is_plain: bool) -> None:
         self.console = Console(highlight=False, markup=False)

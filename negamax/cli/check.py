@@ -1,4 +1,4 @@
-"""`negamax check URL`: one request to each endpoint of a server, for probes and scripts."""
+"""`negamax check URL`: send one request to each endpoint of a server."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def command(
     url: str = url_argument(),
     model: str | None = model_option(),
     api_key: str | None = api_key_option(),
-    timeout: float = setting(10.0, "Limit the time of all requests, in seconds.", min=0.1),
+    timeout: float = setting(10.0, "Limit the total time of all requests, in seconds.", min=0.1),
     require: list[str] | None = setting(
-        None, "Fail if this endpoint (a name in the output) is absent; may be repeated."
+        None, "Fail if the server lacks this endpoint of the output; may be repeated."
     ),
     json_file: Path | None = json_option(),
 ) -> None:

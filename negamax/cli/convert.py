@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 HELP = f"""Write a checkpoint in another weight format.
 
-SRC is a folder, a hub id, or {QUOTED_NAMES}; DST is a new folder. Each layer becomes one file. An
-interrupted conversion continues where it stopped. Tokenizer, chat template and generation config
-are copied. Quantized weights are rounded a second time only with `--allow-lossy`.
+SRC is a folder, a hub id, or {QUOTED_NAMES}; DST is a new folder. Each layer becomes one file. The
+same command continues an interrupted conversion. Tokenizer, chat template and generation config are
+copied. Quantized weights are rounded a second time only with `--allow-lossy`.
 """
 _WORST = 10
 
@@ -41,10 +41,10 @@ def command(
     source: str = typer.Argument(
         ..., metavar="SRC", help=f"A local folder, a hub id, or {QUOTED_NAMES}."
     ),
-    destination: Path = typer.Argument(..., metavar="DST", help="The folder to write."),
+    destination: Path = typer.Argument(..., metavar="DST", help="The folder for the result."),
     to: str | None = setting(
         None,
-        f"Write this format: {', '.join(TARGETS)}. Default: the stored format.",
+        f"Write this format: {', '.join(TARGETS)}. Default: the format of SRC.",
         choices=TARGETS,
     ),
     tensor_parallel_size: int = setting(
@@ -55,7 +55,7 @@ def command(
     ),
     expert_parallel_size: int = setting(
         1,
-        "Split the experts over this many of the ranks, as when the model is served.",
+        "Split the experts over this many ranks; `negamax serve` needs the same size.",
         *("--expert-parallel-size", "--ep-size", "--ep"),
         min=1,
     ),
@@ -63,7 +63,7 @@ def command(
         False, "Allow rounding of weights that are already quantized.", "--allow-lossy"
     ),
     verify: bool = setting(
-        False, "Compare the written weights with SRC and print a table.", "--verify"
+        False, "Compare the written weights with SRC and print the errors.", "--verify"
     ),
     revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
     hub: str = setting(

@@ -86,12 +86,12 @@ def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
-        return {"error": f"its import and a query of the driver took over {_PROBE_SECONDS:g} s"}
+        return {"error": f"PyTorch's import and driver query took over {_PROBE_SECONDS:g} s"}
     lines = output.strip().splitlines()
     if child.returncode == 0 and lines:
         return dict(json.loads(lines[-1]))
     last = (errors.strip().splitlines() or ["no message"])[-1]
-    return {"error": f"the import ended with exit code {child.returncode}: {last}"}
+    return {"error": f"the import of PyTorch ended with exit code {child.returncode}: {last}"}
 
 
 def _judge_models(probe: dict[str, Any]) -> list[ModelVerdict]:
@@ -114,7 +114,7 @@ def _print(found: list[Check], models: list[ModelVerdict]) -> None:
         print_line(f"  {_MARKS[check.status]:4}  {check.name:18} {check.detail}", indent=27)
         if check.remedy:
             print(f"  {'':4}  {'':18} -> {check.remedy}")
-    print("\nWhat can be served here")
+    print("\nModels that this machine can serve")
     width = max((len(verdict.model) for verdict in models), default=0)
     for verdict in models:
         mark = "yes" if verdict.runs else "no"
@@ -122,7 +122,7 @@ def _print(found: list[Check], models: list[ModelVerdict]) -> None:
         if verdict.runs:
             print(f"  {'':4}  {'':{width}} -> {verdict.command}")
     if not models:
-        print("  nothing: see the lines marked FAIL")
+        print("  none: see the lines marked FAIL")
 
 
 # Checks
@@ -140,7 +140,7 @@ class Check:
 
 
 def check_software(probe: dict[str, Any]) -> Iterator[Check]:
-    """Check the versions of required packages. `probe` holds the findings of `doctor_probe`."""
+    """Check the versions of required packages. `probe` is the output of `doctor_probe`."""
     check = partial(Check, "Software")
     if broken := probe.get("negamax_error"):
         detail = f"{__version__}, cannot be imported: {broken}"
@@ -211,7 +211,7 @@ def free_disk(folder: Path) -> int:
 
 
 def check_caches() -> Iterator[Check]:
-    """Check the cache folders: place, size, free disk."""
+    """Check the paths, sizes and free disk space of the cache folders."""
     check, home = partial(Check, "Caches"), Path.home()
     triton = Path(env.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
     native = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "negamax" / "native"
@@ -221,7 +221,7 @@ def check_caches() -> Iterator[Check]:
         ("CPU kernels", native, "XDG_CACHE_HOME"),
     ):
         existing, disk = _existing(folder), free_disk(folder)
-        detail = f"{folder}, {_size(folder)}, {disk / GIB:.1f} GiB of disk free"
+        detail = f"{folder}, {_size(folder)}, {disk / GIB:.1f} GiB of disk space free"
         if not env.is_writable(existing):
             remedy = f"make {existing} writable, or set {variable}"
             yield check(name, "warn", f"{detail}, not writable", remedy)
@@ -303,7 +303,7 @@ def _cpu(probe: dict[str, Any]) -> Check:
 
 
 def _links(gpus: list[dict[str, Any]]) -> Check:
-    """Check how GPUs reach each other: peer access by PyTorch, link types by the driver."""
+    """Check the peer access between GPUs (from PyTorch) and the link types (from the driver)."""
     pairs = [(index, other) for index in range(len(gpus)) for other in range(index)]
     missing = [f"{index}-{other}" for index, other in pairs if other not in gpus[index]["peers"]]
     rows = (_output("nvidia-smi", "topo", "-m") or "").splitlines()
@@ -322,7 +322,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _output(*command: str) -> str | None:
-    """Run a command and return its output, or None if it is missing or fails."""
+    """Run a command and return its output, or None if the command is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -333,7 +333,7 @@ def _output(*command: str) -> str | None:
 def _size(folder: Path) -> str:
     """Format a folder's size, or a lower bound if counting takes too long."""
     if not folder.is_dir():
-        return "not there yet"
+        return "does not exist yet"
     total, deadline = 0, time.monotonic() + _SIZE_SECONDS
     for path in folder.rglob("*"):
         try:

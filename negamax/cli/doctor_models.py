@@ -64,7 +64,7 @@ def verdicts(machine: Machine) -> list[ModelVerdict]:
 
 
 def verdict(name: str, machine: Machine) -> ModelVerdict:
-    """Judge the model `name`. Mention the download if the disk has no room for it."""
+    """Judge the model `name`. Mention the download if the disk has too little space."""
     if name in EMBEDDED:
         return _embedded(name, machine)
     found = _verdict(name, machine)
@@ -72,7 +72,7 @@ def verdict(name: str, machine: Machine) -> ModelVerdict:
     if not found.runs or size < machine.disk_bytes:
         return found
     free = format_gib(machine.disk_bytes)
-    download = f"a download needs {format_gib(size)} of disk, {free} are free"
+    download = f"a download needs {format_gib(size)} of disk space, but {free} are free"
     return replace(found, detail=f"{found.detail}; {download}")
 
 

@@ -1,4 +1,4 @@
-"""Print findings of imports and of PyTorch as JSON. `negamax doctor` runs this module."""
+"""Print import errors and the GPUs of this machine as JSON, for `negamax doctor`."""
 
 import json
 from importlib import import_module
@@ -8,7 +8,7 @@ _MODULES = ("negamax.cli.main", "negamax.api.server")  # modules that import all
 
 
 def main() -> None:
-    """Print the findings, which include import errors."""
+    """Print the findings and import errors."""
     found: dict[str, Any] = {}
     try:
         found |= _look()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from negamax.engine.llm import Generation
 
 HELP = (
-    "Answer prompts with MODEL, without a server. Each prompt is one user message; with `--raw` "
-    "the model continues the text itself."
+    "Answer prompts with MODEL, without a server. Each prompt is one user message. With `--raw`, "
+    "the model continues the text of the prompt."
 )
 
 SAMPLING = "Sampling"
@@ -36,25 +36,25 @@ def command(
         show_default=False,
     ),
     prompt: list[str] | None = setting(
-        None, "Add this prompt, like PROMPT; may be repeated.", "--prompt", "-p", panel=SAMPLING
+        None, "Answer this prompt, like PROMPT; may be repeated.", "--prompt", "-p", panel=SAMPLING
     ),
     raw: bool = setting(
         False,
-        "Continue the prompt without the chat template. Chat models, such as nano, expect their "
-        "own control tokens in such a prompt.",
+        "Continue the prompt without the chat template. Chat models, such as nano, expect "
+        "control tokens in a raw prompt.",
         "--raw",
     ),
-    max_tokens: int = setting(1024, "Limit the tokens of a choice, thinking included."),
-    n: int = setting(1, "Generate this many choices per prompt.", "--n", "-n"),
+    max_tokens: int = setting(1024, "Limit the tokens of each answer, thinking included."),
+    n: int = setting(1, "Generate this many answers per prompt.", "--n", "-n"),
     temperature: float | None = setting(
         None, "Set the temperature; 0 is greedy (default: set by the model)."
     ),
     top_p: float | None = setting(None, "Set the nucleus probability (default: set by the model)."),
-    top_k: int | None = setting(None, "Sample from this many top tokens (default: set by model)."),
+    top_k: int | None = setting(None, "Sample from the k best tokens (default: set by the model)."),
     stop: list[str] | None = setting(None, "End the output before this text; may be repeated."),
     ignore_eos: bool = setting(False, "Always generate --max-tokens tokens.", "--ignore-eos"),
     as_json: bool = setting(
-        False, "Print one JSON object per choice and line.", "--json", panel="Output"
+        False, "Print one line of JSON for each answer.", "--json", panel="Output"
     ),
     chat_template: str | None = template_option(),
 ) -> None:

@@ -1,4 +1,4 @@
-"""Print and read texts of the commands, and show a line while a model loads."""
+"""Read the input and print the output of commands."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ANY_VOCABULARY = 2**31  # limit of token ids before the model is known
 
 
 def print_line(text: str, *, indent: int = 0) -> None:
-    """Print a line, wrapped to the width of a terminal. Other outputs are not wrapped.
+    """Print a line, and wrap the line if the output is a terminal.
 
-    Further lines begin with `indent` spaces, at most a third of the width. Words stay whole.
+    Wrapped lines begin with `indent` spaces, at most a third of the width. Words stay whole.
     """
     if not sys.stdout.isatty():
         print(text)
@@ -68,9 +68,9 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         return tools
     is_list = isinstance(tools, list)
-    found = "a list with other values in it" if is_list else f"a JSON {type(tools).__name__}"
+    found = "a list of other values" if is_list else f"a JSON {type(tools).__name__}"
     hint = "write a list such as `tools` in a request"
-    raise ConfigError(f"--tools {path} holds {found}; a list of tool objects is needed", hint=hint)
+    raise ConfigError(f"--tools {path} is {found}; a list of tool objects is needed", hint=hint)
 
 
 def check_sampling(sampling: SamplingParams, engine: EngineOptions) -> None:
@@ -80,7 +80,7 @@ def check_sampling(sampling: SamplingParams, engine: EngineOptions) -> None:
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Show a line on a terminal until the model is loaded or `base.progress` replaces it."""
+    """Show a line on a terminal until the model is loaded or `base.progress` replaces the line."""
     is_shown = sys.stderr.isatty()
     if is_shown:
         print(f"loading {model} ...", end="", file=sys.stderr, flush=True)

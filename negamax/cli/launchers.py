@@ -22,7 +22,7 @@ _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
-    """Return a launcher's settings, or [] if the line has --nnodes 1 or starts nodes with Ray.
+    """Return a launcher's settings, or [] if the command has --nnodes 1 or uses Ray.
 
     Raises `ConfigError` if the launcher starts more than one process on a machine.
     """
@@ -51,7 +51,7 @@ def _slurm() -> Mapping[str, tuple[str, str]]:
     if (tasks := env.get("SLURM_STEP_NUM_TASKS")) not in (None, found["--nnodes"][0]):
         raise ConfigError(
             f"srun starts {tasks} tasks on {found['--nnodes'][0]} machines; "
-            f"Negamax needs one task per machine, which starts all its ranks",
+            f"Negamax needs one task per machine",
             hint="use --ntasks-per-node=1",
         )
     return found | {"--master-addr": (first_host(hosts), "SLURM_STEP_NODELIST")}
@@ -76,14 +76,14 @@ def _torchrun() -> Mapping[str, tuple[str, str]]:
 
 
 def _given(names: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
-    """Return each option with its value and variable; {} unless all variables are set."""
+    """Return each option with its value and variable, or {} if a variable is missing."""
     values = {option: (env.get(variable), variable) for option, variable in names.items()}
     found = {option: (value, name) for option, (value, name) in values.items() if value}
     return found if len(found) == len(names) else {}
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a Slurm list: node3 of "node[3-5,9],other"."""
+    """Return the first host of a Slurm list, such as node3 for "node[3-5,9],other"."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
     assert match is not None
     return "".join(part or "" for part in match.groups())

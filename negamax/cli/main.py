@@ -1,4 +1,4 @@
-"""The entry point: commands, --version, and errors in one line with an exit code."""
+"""The entry point, which prints errors as one line and returns an exit code."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def root(
         False, "--version", callback=_show_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
-    """Define the options before the command."""
+    """Define the options that precede the command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 2 for a refusal, 141 for a closed pipe."""
+    """Run the command line and return the exit code (2: refusal, 141: closed pipe)."""
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -141,7 +141,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup) -> str:
-    """Reword Typer's message as one line, with a bad value's source or the nearest command."""
+    """Reword Typer's message as one line. Add the source of a bad value or a similar command."""
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
     if bad is not None:

@@ -1,4 +1,4 @@
-"""Turn dataclasses of options into options of a command."""
+"""Turn dataclasses of options into command-line options."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from negamax.options.key_file import keys_of_file
 from negamax.options.server import ServerOptions
 
 AUTO = "auto"
-_NEEDED_FILES = 128  # open files of a process with a model and a few connections
+_NEEDED_FILES = 128  # open files that a process with a model and a few connections needs
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {unit + "i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
@@ -34,10 +34,10 @@ _COUNT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?)\s*([kKmMgG]?)")
 # choices that the model families define
 _CHOICES = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS}
 
-_CONFIG = "Read options by name from this TOML file. Flags and NEGAMAX_... variables override it."
-_EXPLAIN = "Check the command line, show each option and where its value comes from, and exit."
+_CONFIG = "Read options from this TOML file. Flags and NEGAMAX_... variables override the file."
+_EXPLAIN = "Check the command line, print the value and its source for each option, and exit."
 _MODEL_FLAG = Flag(
-    "Set the model instead of MODEL.", ("--model",), ("--model-path",), field="model_option"
+    "Set the model, like the argument MODEL.", ("--model",), ("--model-path",), field="model_option"
 )
 
 
@@ -51,10 +51,10 @@ def add_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command whose parameters include dataclasses of options.
 
-    A dataclass parameter becomes one option per field. With `EngineOptions` the command also gets
-    MODEL and --model (optional if not `needs_model`) and other servers' options. If `explains`, the
-    command gets --config and --explain, which calls `check`. `defaults` replaces default values.
-    `foreign` is the table of other servers' options for a command without `EngineOptions`.
+    A dataclass parameter becomes one option per field. A command with `EngineOptions` also has
+    MODEL, --model and the options of other servers. Without `needs_model`, the model is optional.
+    With `explains`, the command has --config and --explain, which calls `check`. `defaults`
+    replaces default values. `foreign` selects the foreign options of a command without a model.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -162,7 +162,7 @@ def _flags(options: type) -> tuple[Flag, ...]:
 
 
 def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Build the dataclass from `values` and remove its fields there. Raises `ConfigError`."""
+    """Build the dataclass and remove its fields from `values`. Raises `ConfigError`."""
     chosen = dict(fixed)
     for flag in _flags(options):
         value, name = values.pop(flag.field), flag.names[0]
@@ -245,24 +245,24 @@ def parse_bytes(text: str | int) -> int | None:
 
 
 def parse_count(text: str | int) -> int | None:
-    """Read a count as vLLM does: '131072', '128k' (thousands), '128K' (of 1024) or 'auto'."""
+    """Read a count as in vLLM: '131072', '128k' (times 1000), '128K' (times 1024) or 'auto'."""
     if isinstance(text, int):
         return text
     if text == AUTO:
         return None
     match = _COUNT.fullmatch(text.strip())
-    value = 0.5  # refused below if `text` is not a number
+    value = 0.5  # 0.5 is refused below if `text` is not a number
     if match is not None:
         unit = match[2].lower() + "i" * match[2].isupper()
         value = float(match[1]) * (_UNITS | _BINARY_UNITS)[unit]
     if not value.is_integer():
-        allowed = "such as 131072, 128k (thousands), 128K (of 1024), auto"
+        allowed = "numbers such as 131072, 128k (times 1000) and 128K (times 1024), and auto"
         raise typer.BadParameter(f"{text[:60]!r} is not a number; allowed: {allowed}")
     return int(value)
 
 
 def json_object(flag: str, text: str | None) -> dict[str, Any]:
-    """Return the JSON object in the value of a flag, or {} without one. Raises `ConfigError`."""
+    """Return the JSON object in a flag's value, or {} without a value. Raises `ConfigError`."""
     try:
         found = json.loads(text or "{}")
     except ValueError as error:
@@ -293,7 +293,7 @@ def template_option() -> Any:
 
 
 def add_command(app: typer.Typer, name: str, module: Any, *, group: str = "") -> None:
-    """Add the command of a module. A setting without a panel joins the panel before it."""
+    """Add the command of a module. A setting without a panel joins the previous panel."""
     panel = None
     for parameter in inspect.signature(module.command).parameters.values():
         if isinstance(parameter.default, OptionInfo):

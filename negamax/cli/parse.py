@@ -14,10 +14,10 @@ from negamax.text.parser.output_parser import OutputParser
 
 HELP = """Parse a generated text from standard input, as the server does.
 
-Prints a line of JSON with reasoning and content (null if missing) and tool_calls, a list of names
-and arguments. Arguments are an object, or a string if the call is truncated. Tags are recognized by
-their text, and calls are found without `--tools`, too. Pass the model's text without the prompt.
-M2 answers begin inside thinking. M3 answers do so only with `--thinking-mode enabled`.
+The command prints a line of JSON with `reasoning`, `content` and `tool_calls`; a missing text is
+null. `tool_calls` lists names and arguments. Arguments are an object, or a string if the call is
+truncated. The parser finds calls with and without `--tools`. Pass the model's text without the
+prompt. M2's texts begin inside the thinking, and M3's only with `--thinking-mode enabled`.
 """
 
 THINKING_MODES = ("enabled", "disabled", "adaptive")
@@ -31,11 +31,11 @@ def command(
     tools: Path | None = setting(None, "Read the list of declared tools from this JSON file."),
     thinking_mode: str = setting(
         "adaptive",
-        "Set enabled, disabled or adaptive thinking; M2 always thinks.",
+        "Set the thinking mode: enabled, disabled or adaptive. M2 always thinks.",
         choices=THINKING_MODES,
     ),
     stream: int | None = setting(
-        None, "Parse pieces of this many characters and merge the results.", min=1
+        None, "Parse the text in pieces of this many characters, and merge the results.", min=1
     ),
 ) -> None:
     """Print reasoning, content and tool calls."""

@@ -28,7 +28,7 @@ from negamax.quantization import online
 
 HELP = """Show how to split MODEL over GPUs: memory, predicted times, and the command to run.
 
-Only configuration files are read, and no GPU is needed. docs/parallelism.md compares predicted
+The command reads only configuration files and needs no GPU. docs/parallelism.md compares predicted
 times with measurements.
 """
 _MOST_GPUS = 64
@@ -52,19 +52,19 @@ def command(
     gpus: int | None = setting(
         None, "Set the number of GPUs. Default: all GPUs of this machine.", panel=_HARDWARE
     ),
-    nodes: int = setting(1, "Set the number of machines that hold the GPUs."),
+    nodes: int = setting(1, "Set the number of machines that contain the GPUs."),
     gpu: str | None = setting(
         None,
-        f"Choose the GPU: {', '.join(_GPU_NAMES)}. Default: this machine's, or {MEASURED.name}.",
+        f"Choose the GPU: {', '.join(_GPU_NAMES)}. Default: the GPU here, or {MEASURED.name}.",
         choices=_GPU_NAMES,
     ),
     gpu_memory: float | None = setting(None, "Set the GiB of each GPU (default: memory of --gpu)."),
     gpu_memory_utilization: float = setting(
-        EngineOptions.gpu_memory_utilization, "Limit the share of a GPU's memory that is used."
+        EngineOptions.gpu_memory_utilization, "Limit the fraction of a GPU's memory that is used."
     ),
     max_model_len: int | None = setting(
         None,
-        "Require that a request of this many tokens fits. Default: the largest that fits.",
+        "Require that a request of this many tokens fits. Default: the largest request that fits.",
         panel=_MODEL,
         parser=parse_count,
         metavar="NUMBER",
@@ -77,12 +77,12 @@ def command(
     index_cache_dtype: str = setting(
         "auto", "Store MiniMax-M3's index keys in this type.", choices=KV_CACHE_DTYPES
     ),
-    quantization: str | None = setting(None, "Quantize like `negamax serve --quantization`."),
+    quantization: str | None = setting(None, "Quantize as `negamax serve --quantization`."),
     revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
     concurrency: str = setting(
         "1,16,64,100",
-        "Set one or several numbers of concurrent requests. The smallest number selects the best "
-        "latency, and the largest one selects the best throughput.",
+        "Set one or several numbers of concurrent requests. The best latency is computed for the "
+        "smallest number, and the best throughput for the largest number.",
         panel=_LOAD,
     ),
     input_len: int | None = setting(
@@ -151,13 +151,13 @@ def _lengths(
     if prompt + answer > context_length:
         limit = "--max-model-len" if asked else "the model's context length"
         refusal = f"--input-len and --output-len make requests of {prompt + answer} tokens"
-        hint = "lower one, or raise --max-model-len" if asked else "lower one of them"
+        hint = "lower one length, or raise --max-model-len" if asked else "lower one length"
         raise ConfigError(f"{refusal}; {limit} is {context_length}", hint=hint)
     return prompt, answer
 
 
 def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
-    """Return the model, and the layouts that its files are split for. Raises `ConfigError`."""
+    """Return the model, and the layouts for which its files are split. Raises `ConfigError`."""
     from negamax.engine.core.source import locate
     from negamax.quantization.names import quantized
 
@@ -170,7 +170,7 @@ def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
 
 
 def _bundled(model: str) -> str:
-    """Return the bundled name of a hub id, which needs no download, or else `model`."""
+    """Return the bundled name of a hub id, which needs no download, or `model`."""
     same = (name for name in bundled_names() if format_hub_id(name).lower() == model.lower())
     return next(same, model) if not Path(model).exists() else model
 
@@ -192,7 +192,7 @@ def _list_formats(spec: ModelSpec, planned: Callable[[ModelSpec], Plan]) -> str:
     ]
     return (
         f"The model fits in other formats: {', '.join([*same, *found])}. Choose a checkpoint in "
-        "such a format, or add --quantization NAME to a checkpoint in BF16."
+        "one of these formats, or add --quantization NAME to a checkpoint in BF16."
     )
 
 
@@ -206,7 +206,7 @@ def _is_bundled(model: str) -> bool:
 def commands(
     each: Candidate, engine: EngineOptions, spec: ModelSpec, hardware: Hardware
 ) -> list[str]:
-    """Return the commands that start a server: one, or one for each machine."""
+    """Return the command that starts a server, or one command for each machine."""
     model, start = engine.model, []
     if _is_bundled(model) and engine.quantization is not None:
         start = ["--load-format", "synthetic"]
@@ -218,7 +218,7 @@ def commands(
     sharding = "on" if each.shards_index else "off"
     words = ["negamax", "serve", model, *start, *each.topology.flags]
     nodes = each.topology.nodes(per_node=hardware.per_node)
-    # Replicas on one machine share a command. A replica on several machines needs one per machine.
+    # Replicas on one machine share a command. A replica on several machines needs several commands.
     replicas = each.topology.replicas // hardware.nodes if nodes == 1 else 1
     for name, value, default in (
         ("num-replicas", replicas or each.topology.replicas, 1),
@@ -329,11 +329,12 @@ def _print(plan: Plan, engine: EngineOptions, spec: ModelSpec, *, remedy: str | 
         console.print()
         console.print(table)
         left_out = len(ordered) - _MOST_ROWS
-        slower = f"{left_out} slower ones are not shown; --json lists all. " if left_out > 0 else ""
+        slower = f"{left_out} slower topologies are shown by --json. " if left_out > 0 else ""
         print_line(
-            f"{slower}Columns: weights and KV cache per token of a GPU; tokens of all caches, and "
-            "longest request; time to first token, and prompt tokens/s; for each number of "
-            "requests, ms per token and tokens per second (*: the cache holds fewer requests)."
+            f"{slower}The first columns show the weights and the KV cache per token of a GPU, the "
+            "tokens of all caches and of the longest request, and the speed of prompts. The last "
+            "columns show ms per token and tokens per second by number of requests; * marks a "
+            "number of requests that does not fit into the caches."
         )
     _print_refused(plan)
 
@@ -348,12 +349,12 @@ def _print_refused(plan: Plan) -> None:
     num_short = len(_by_reason(short))
     shown = [*reasons[: min(1, num_short)], *reasons[num_short : num_short + _MOST_REASONS]]
     if shown:
-        print("\nWhat does not run")
+        print("\nTopologies that do not run")
     for reason, labels in shown:
         more = f" and {len(labels) - 4} more" if len(labels) > 5 else ""
         print_line(f"  {', '.join(labels[: 4 if more else 5])}{more}: {reason}", indent=4)
     if len(reasons) > len(shown):
-        print_line(f"  {len(reasons) - len(shown)} more reasons; --json lists all.")
+        print_line(f"  {len(reasons) - len(shown)} more reasons; --json lists all reasons.")
 
 
 def _row(each: Candidate, plan: Plan) -> Iterator[str]:
@@ -371,15 +372,15 @@ def _notes(plan: Plan) -> Iterator[str]:
     gpu, per_node = plan.hardware.gpu, plan.hardware.per_node
     best = {each.topology for each in _best(plan).values() if each is not None}
     if any(each.ranks > per_node for each in best):
-        yield f"Run a command on each machine; {FIRST_NODE} is an address of the first machine."
+        yield f"Run one command on each machine; {FIRST_NODE} is an address of the first machine."
     if not plan.candidates:
         yield "No topology fits and runs."
     elif not gpu.platform.is_measured:
-        yield f"Never measured on {gpu.name}: times are scaled from those of {MEASURED.name}."
+        yield f"Times on {gpu.name} were never measured; they are scaled from {MEASURED.name}."
     if any(each.ranks > MEASURED_RANKS or each.tp < each.ranks or each.ep > 1 for each in best):
         yield (
-            f"Measured on up to {MEASURED_RANKS} GPUs: tensor parallelism, and PP2, PP2 TP2, DP2 "
-            f"EP2 and DP4 EP4 of MiniMax-M2 (docs/performance.md)."
+            f"Only these splits were measured, on up to {MEASURED_RANKS} GPUs: tensor parallelism, "
+            f"and PP2, PP2 TP2, DP2 EP2 and DP4 EP4 of MiniMax-M2 (docs/performance.md)."
         )
 
 

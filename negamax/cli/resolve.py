@@ -1,8 +1,8 @@
-"""Resolve a command line: aliases, other servers' options, the environment, a file, a launcher.
+"""Find the value of each option in the command line, the environment, a file and a launcher.
 
 An option's value comes from the first of these sources that sets the option: its flag,
-`NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. The result holds
-the words for typer, with one name for each option, and the source of each value.
+`NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. The result
+contains the words for typer and the source of each value. Each option has one name in these words.
 """
 
 import itertools
@@ -42,7 +42,7 @@ _ONLY_FLAGS = frozenset({"help", "explain", "version", "config"})
 
 @dataclass(frozen=True)
 class OptionValue:
-    """An option's words for typer, and their source: a flag, a variable, a key of a file."""
+    """An option's words for typer, and their source: a flag, a variable or a key of a file."""
 
     words: tuple[str, ...]
     source: str
@@ -92,7 +92,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
 def find_command(
     root: TyperGroup, words: Sequence[str]
 ) -> tuple[TyperCommand | TyperGroup, list[str], list[str]]:
-    """Return the innermost command in `words`, the words up to it, and the rest."""
+    """Return the innermost command in `words`, the words up to the command, and the others."""
     command: Any = root
     for place, word in enumerate(words):
         if not isinstance(command, TyperGroup):
@@ -201,7 +201,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 def _translated(
     levels: Sequence[Sequence[Given]], names: OptionNames, model: str | None, notes: list[str]
 ) -> list[list[Given]]:
-    """Replace other servers' options by Negamax's. Given options of Negamax take precedence."""
+    """Replace foreign options by options of Negamax. Given options of Negamax take precedence."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
@@ -244,7 +244,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Choose an option's words from the last level that sets it. If it adds up, join all levels."""
+    """Use the words of the last level that sets an option, or of all levels if the words add up."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

@@ -12,10 +12,10 @@ from negamax.options.route import RouteOptions, list_servers
 
 HELP = """Route requests to one of several servers.
 
-A request goes to the server that has received most of its prompt before. If that server is too
-busy, the request goes to the least busy server. A server that does not answer gets no requests, and
-a request that it did not begin to answer goes to another server. For prefill/decode pairs, pass
---prefill and --decode instead of URL.
+The router sends a request to the server that has received the longest prefix of its prompt before.
+If this server is too busy, the least busy server gets the request. A server that does not answer
+gets no requests. If a server fails before it begins to answer a request, another server gets the
+request. For prefill/decode pairs, pass --prefill and --decode instead of URL.
 """
 
 
@@ -23,7 +23,7 @@ a request that it did not begin to answer goes to another server. For prefill/de
 def command(
     *,
     urls: list[str] | None = typer.Argument(
-        None, metavar="URL...", help="Addresses of servers.", show_default=False
+        None, metavar="URL...", help="The addresses of the servers.", show_default=False
     ),
     route: RouteOptions,
 ) -> None:

@@ -53,7 +53,7 @@ def _check_line(*, engine: EngineOptions, server: ServerOptions) -> None:
 
 @add_options(check=_check_line)
 def command(*, engine: EngineOptions, server: ServerOptions) -> None:
-    """Serve until SIGINT or SIGTERM. NEGAMAX_API_KEY may hold keys."""
+    """Serve until SIGINT or SIGTERM. NEGAMAX_API_KEY may contain API keys."""
     started = time.monotonic()
     log.setup(engine.log_level, engine.log_format)
     if engine.node_rank:
@@ -88,7 +88,7 @@ def _serve(engine_options: EngineOptions, server_options: ServerOptions, *, star
 
 
 def announce_ready(line: str) -> None:
-    """Print that the server is ready, or log it if standard output cannot be written."""
+    """Print `line`, or log the line if standard output cannot be written."""
     try:
         print(line, flush=True)
     except OSError as error:

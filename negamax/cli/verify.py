@@ -15,13 +15,13 @@ from negamax.cli.options import setting
 
 _THINKING = ("auto", "switchable", "forced", "any")
 HELP = (
-    "Check a running server against MiniMax's demands on deployments: tool calls, schemas, "
-    "thinking, key order, streams, usage."
+    "Check whether a running server meets MiniMax's requirements for tool calls, schemas, "
+    "thinking, key order, streams and usage."
 )
 
 
 def api_key_option() -> Any:
-    return setting(None, "Send this key. Default: NEGAMAX_API_KEY, or OPENAI_API_KEY.")
+    return setting(None, "Send this API key. Default: NEGAMAX_API_KEY, or OPENAI_API_KEY.")
 
 
 def url_argument() -> Any:
@@ -30,11 +30,11 @@ def url_argument() -> Any:
 
 
 def model_option() -> Any:
-    return setting(None, "Set the model's name. Default: the first of /v1/models.")
+    return setting(None, "Set the model's name. Default: the first model in /v1/models.")
 
 
 def find_key(option: str | None) -> str | None:
-    """Return the key to send, which is the first one if NEGAMAX_API_KEY holds several keys."""
+    """Return the key to send: the first key if NEGAMAX_API_KEY contains several keys."""
     return (option or env.get("OPENAI_API_KEY") or "").partition(",")[0].strip() or None
 
 
@@ -43,16 +43,16 @@ def command(
     model: str | None = model_option(),
     api_key: str | None = api_key_option(),
     concurrency: int = setting(4, "Limit the concurrent requests.", min=1, max=1000),
-    timeout: float = setting(120.0, "Count a request as failed after this many seconds.", min=0.1),
-    repeat: int = setting(1, "Repeat all checks N times; MiniMax's own runs use 10.", min=1),
+    timeout: float = setting(120.0, "Treat a request as failed after this many seconds.", min=0.1),
+    repeat: int = setting(1, "Repeat all checks this often; MiniMax uses 10.", min=1),
     thinking: str = setting(
         "auto",
-        "Set the expected thinking: switchable (M3), forced (M3.1), any (both pass). "
-        "Default: derived from the model's name.",
+        "Expect that requests can disable thinking (switchable: M3), that thinking stays on "
+        "(forced: M3.1), or either (any). auto decides by the model's name.",
         choices=_THINKING,
     ),
     suite: Path | None = setting(
-        None, "Read the rated cases from this JSONL file, such as MiniMax's sample.jsonl."
+        None, "Read the cases that are rated from this JSONL file, such as MiniMax's sample.jsonl."
     ),
     json_file: Path | None = json_option(),
 ) -> None:

@@ -13,24 +13,24 @@ from negamax.options.foreign import Foreign
 _TRUTHS = {"true": True, "false": False}
 _SECRETS = ("-key", "-token", "-password")  # name endings of options with secret values
 _SECRET_FLAGS = ("--api-key", "--admin-api-key")
-_SHORTEST = 5  # Abbreviations must be longer than this, dashes included.
-_SIMILARITY = 0.8  # Suggested names have at least this similarity.
+_SHORTEST = 5  # An abbreviation has more characters than this, dashes included.
+_SIMILARITY = 0.8  # Suggested names have at least this similarity to a given name.
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of Negamax. Flags in `names` set a switch, and flags in `opposites` clear it."""
+    """An option of Negamax. Flags in `names` set a switch; flags in `opposites` clear a switch."""
 
     name: str  # Name of the parameter.
-    key: str  # Name in files and environment variables.
-    flag: str  # Flag for typer.
+    key: str  # Name of the option in files and environment variables.
+    flag: str  # Flag that typer parses.
     kind: Kind
     names: tuple[str, ...]
     opposites: tuple[str, ...]
     turns_off: bool
     adds_up: bool
     is_secret: bool
-    takes_many: bool  # several values may follow one flag
+    takes_many: bool  # whether several values may follow one flag
 
     @classmethod
     def of(cls, parameter: Any, flag: Flag | None) -> "Option":
@@ -92,7 +92,7 @@ class Given:
 
 
 def merged(first: Given, second: Given, kind: Kind) -> Given:
-    """Merge two items of one name: join lists, merge JSON objects, or else take `second`."""
+    """Merge two items of one name: join lists, merge JSON objects, otherwise use `second`."""
     if kind is Kind.LIST:
         return replace(second, values=(*first.values, *second.values))
     if kind is not Kind.JSON:
@@ -111,7 +111,7 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
 
 
 class OptionNames:
-    """All option names that a command accepts: its own names and those of other servers."""
+    """All option names that a command accepts, including the names of other servers."""
 
     def __init__(self, options: Sequence[Option], foreign: Mapping[str, Foreign]) -> None:
         self.options = options
@@ -175,7 +175,7 @@ def take_model(line: Line, names: OptionNames) -> Line:
 
 
 class _Reader:
-    """Takes options from the front of `words`. Only `split` uses this class."""
+    """Removes options from the front of `words`. Only `split` uses this class."""
 
     def __init__(self, words: list[str], names: OptionNames) -> None:
         self.words = words
@@ -185,7 +185,7 @@ class _Reader:
         self.after_dashes: list[str] = []
 
     def read(self) -> None:
-        """Take one option with its values, or one word."""
+        """Remove one option with its values, or one word."""
         word = self.words.pop(0)
         if word == "--":
             self.after_dashes = ["--", *self.words]
@@ -230,7 +230,7 @@ class _Reader:
         return name if name in self.names.own or name in self.names.foreign else None
 
     def _values(self, kind: Kind, *, own: bool, name: str = "") -> list[str]:
-        """Take an option's values. An own option also takes a word with a leading dash."""
+        """Remove an option's values. Options of Negamax accept a value with a leading dash."""
         many = kind is Kind.LIST and (not own or self.names.own[name].takes_many)
         values = [self.words.pop(0)] if self.words and (own or _is_value(self.words[0])) else []
         while many and self.words and _is_value(self.words[0]):

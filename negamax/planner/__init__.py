@@ -1,1 +1,1 @@
-"""Find ways to split a model over given GPUs, with the memory and predicted speed of each."""
+"""Find the ways to split a model over given GPUs, and predict their memory and speed."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from negamax.planner.cost import Costs
 from negamax.scheduler.chunk_length import ChunkLength, EvenTimes
 
-# No chunk is shorter than the tokens of a step divided by LEAST_SHARE. Shorter chunks read the
-# weights more often, which takes longer than it saves in later stages.
+# The shortest chunk has the token budget of a step divided by LEAST_SHARE. Shorter chunks would
+# read the weights more often, which costs more time than short chunks save in later stages.
 LEAST_SHARE = 4
 _POINTS = 64  # approximate number of context lengths for which costs are computed
 
@@ -14,7 +14,7 @@ _POINTS = 64  # approximate number of context lengths for which costs are comput
 def plan_even_times(
     costs: Costs, *, max_num_batched_tokens: int, block_size: int, max_model_len: int
 ) -> EvenTimes:
-    """Return chunk sizes that keep the slowest stage busy as long as a prompt's first chunk."""
+    """Return chunk sizes that take as long in the slowest stage as a prompt's first chunk."""
     most = max_num_batched_tokens
     every = max(most, -(-max_model_len // _POINTS))
     least = min(most, max(block_size, most // LEAST_SHARE))
@@ -35,7 +35,7 @@ def chunks(length: ChunkLength, num_tokens: int, *, budget: int) -> Iterator[int
 
 
 def _longest(costs: Costs, after: int, limit: float, *, least: int, most: int) -> int:
-    """Return the longest chunk of `least` to `most` tokens in `limit` seconds, else `least`."""
+    """Return the longest chunk within `limit` seconds, of at least `least` and at most `most`."""
     while least < most:
         middle = (least + most + 1) // 2
         if costs.chunk_seconds(middle, after=after) <= limit:

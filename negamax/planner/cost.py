@@ -8,7 +8,7 @@
 All constants were measured on an H200 (docs/performance.md, docs/results). Other GPUs should reach
 the same fractions of the vendor's figures. LAYER_SECONDS and ROW_SECONDS are fitted to times
 per token on one, two and four GPUs, and TOKEN_SECONDS is fitted to prompts. The other constants
-were measured one by one. docs/parallelism.md gives the prediction error.
+were measured one by one. docs/parallelism.md states the prediction error.
 """
 
 from collections import Counter
@@ -31,17 +31,17 @@ from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
 # Fractions of the vendor's figures. Copies, and GEMMs with FP8 blocks or unquantized weights, reach
-# 4.25 of 4.8 TB/s. GEMMs with other formats reach less, which depends on the bits per element.
+# 4.25 of 4.8 TB/s. GEMMs with other formats reach less, depending on the bits per element.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
 DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
-# Time of a layer in addition to reads: for nine dependent kernels, per row, and per token. One or
-# two rows on one rank run eight kernels and take about 1 us less than the fit predicts.
+# Time of a layer in addition to its reads: for nine dependent kernels, per row, and per token. A
+# batch of one or two rows on one rank runs eight kernels, which takes about 1 us less.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
 MOST_ROWS = 256  # Rows beyond this number add no time.
-# Sums over ranks of a machine. For few tokens, each value has a flag, which doubles the bytes.
+# Sums over the ranks of a machine. Sums of few tokens send flags, which double the bytes.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
 SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Times of a sum in a fused norm, and of a QK norm.
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
@@ -70,7 +70,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Model:
-    """A model in the form that GPUs hold: weights, caches and dtypes."""
+    """A model as GPUs store it: weights, caches and dtypes."""
 
     weights: ModelWeights
     kept: Kept
@@ -82,7 +82,7 @@ class Model:
     def of(
         spec: ModelSpec, gpu: GpuModel, *, kv_dtype: str = "auto", index_dtype: str = "auto"
     ) -> "Model":
-        """Return the model in the form that `gpu` holds. "auto" selects the dtype of the model."""
+        """Return the model as `gpu` stores it. "auto" selects the dtype of the model."""
         dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
         caches = set_index_dtype(spec.kv_caches(), dtype if index_dtype == "auto" else index_dtype)
         return Model(
@@ -127,7 +127,7 @@ class Costs:
             for layers in (stage.layers(model.weights.spec.num_layers) for stage in self._stages)
         ]
         self._kinds_of_caches = [Counter(map(tuple, caches)) for caches in self._caches]
-        self._row_bytes = [  # cache bytes of a token in all layers
+        self._row_bytes = [  # cache bytes of a token in all layers of each stage
             block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp) for caches in self._caches
         ]
         self._held = [
@@ -223,13 +223,13 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs of one kind. Experts have `tokens` rows, others `own` rows."""
+        """Return the time of GEMMs of one kind: with `tokens` rows for experts, otherwise `own`."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
         rows = float(own)
         if weight.used is not None:
-            # Load of the busiest of `ep` ranks, relative to the mean.
+            # The busiest of `ep` ranks reads more experts than the mean.
             deviation = sqrt(hit * (1 - hit) * layout.ep / weight.count)
             hit = min(1.0, hit + _beyond_mean(layout.ep) * deviation)
             rows = tokens * weight.used / weight.count
@@ -284,7 +284,7 @@ class Costs:
             return 0.0
         heads = spec.num_heads / layout.tp * layout.dcp
         received = (layout.dcp - 1) * own * heads * (2 * spec.head_dim + 4)
-        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # a rank receives only its own heads
+        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # only the results of own heads
             return MERGE_SECONDS + received / layout.dcp / (SMALL_SUM_SHARE * self._gpu.link)
         return MESSAGE_SECONDS + received / self._gather_link
 

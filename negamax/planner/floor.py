@@ -26,9 +26,9 @@ def step_bytes(
 ) -> float:
     """Return the fewest bytes that each of `ranks` GPUs can read in a decode step.
 
-    `context` is the mean number of tokens of the `batch` sequences, and `dtype` is that of
+    `context` is the mean number of tokens of the `batch` sequences, and `dtype` is the dtype of
     unquantized weights. Each rank reads 1 / `ranks` of the KV cache, even if there are more ranks
-    than heads, because ranks may shard its tokens.
+    than heads, because ranks may split the tokens of the cache.
     """
     caches = set_index_dtype(spec.kv_caches(), index_dtype)
     cached = cached_bytes(caches, context, dtype=kv_dtype, ranks=1)

@@ -1,4 +1,4 @@
-"""Figures of known GPUs, for plans that need no GPU.
+"""Figures of known GPUs, so that `negamax plan` needs no GPU.
 
 Memory is the size that the driver reports. Bandwidth and rates (without sparsity) are from the data
 sheet named above each GPU. Link rates are for one direction, summed over all other GPUs.
@@ -35,18 +35,18 @@ class GpuModel:
 def _gpu(
     platform: Platform, mib: int, terabytes: float, bf16: float, fp8: float, link: float
 ) -> GpuModel:
-    """Build a `Gpu` from `bf16` and `fp8` in TFLOP/s, and `link` in GB/s."""
+    """Build a `GpuModel` from `bf16` and `fp8` in TFLOP/s, and `link` in GB/s."""
     figures = (mib * MIB, terabytes * 1e12, bf16 * 1e12, fp8 * 1e12, link * 1e9)
     return GpuModel(platform.name, *figures, has_fabric=link > 64, platform=platform)
 
 
 def _nvidia(name: str, *figures: Any) -> GpuModel:
-    """Build a `Gpu`. The last argument is its compute capability."""
+    """Build a `GpuModel`. The last argument is the compute capability."""
     return _gpu(nvidia(figures[-1], name=name), *figures[:-1])
 
 
 def _amd(name: str, *figures: Any) -> GpuModel:
-    """Build a `Gpu`. The last argument is its architecture."""
+    """Build a `GpuModel`. The last argument is the architecture."""
     platform = amd(figures[-1], name=name, multiprocessors=304, shared_memory=65_536)
     return _gpu(platform, *figures[:-1])
 
@@ -88,7 +88,7 @@ def format_gib(num_bytes: float) -> str:
 
 
 def find_gpu(name: str) -> GpuModel:
-    """Return the GPU named in `GPUS` or by a driver ("NVIDIA H200"). Raises `ConfigError`."""
+    """Return the GPU with a name of `GPUS` or of a driver ("NVIDIA H200"). Raises `ConfigError`."""
     words = set(re.findall("[a-z0-9]+", name.lower()))
     found = [key for key in GPUS if words.issuperset(key.split("-"))]
     if not found:
@@ -96,7 +96,7 @@ def find_gpu(name: str) -> GpuModel:
             f"--gpu is {name[:60]!r}; known: {', '.join(gpu.name for gpu in GPUS.values())}",
             hint="for another GPU, pass the most similar known GPU and --gpu-memory",
         )
-    return GPUS[max(found, key=len)]  # an H100 NVL differs from an H100
+    return GPUS[max(found, key=len)]  # H100-NVL matches better than H100
 
 
 def visible_gpus() -> Sequence[GpuModel]:

@@ -1,4 +1,4 @@
-"""Plan how a model runs on given GPUs: list topologies that run (best first) and refused ones."""
+"""List the topologies with which a model runs on given GPUs, best first, and the refused ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +96,7 @@ class Plan:
         return self._plainest_of_best(lambda each: 1 / each.predictions[-1].tokens_per_second)
 
     def _plainest_of_best(self, cost: Callable[[Candidate], float]) -> Candidate | None:
-        """Return the candidate with the fewest split axes among those within `TIE` of the best."""
+        """Return the candidate with the fewest axes whose cost is at most `TIE` above the least."""
         least = min(map(cost, self.candidates), default=0.0)
         alike = [each for each in self.candidates if cost(each) <= (1 + TIE) * least]
         return min(alike, key=lambda each: (each.topology.num_axes, cost(each)), default=None)
@@ -123,9 +123,9 @@ def make_plan(
     `workloads` are in order of concurrency. A request of `max_model_len` tokens must fit. If
     `max_model_len` is None, the longest request of `workloads` must fit, and the context length is
     the largest that fits. Each data-parallel rank has `max_num_seqs` slots. The default is the
-    number of its concurrent requests, or the engine's default if that is larger. With `one_engine`,
-    unneeded GPUs stay idle. Index keys are sharded if DCP is used, or if a required request does
-    not fit without it. `split_for` lists the layouts for which the checkpoint's files are split.
+    larger of the engine's default and the rank's concurrent requests. With `one_engine`, unneeded
+    GPUs stay idle. Index keys are sharded with DCP, and if a required request does not fit without
+    sharding. `split_for` lists the layouts for which the checkpoint's files are split.
 
     Raises `ConfigError` if `max_model_len` exceeds the model's context length.
     """
@@ -201,7 +201,7 @@ def _describe_shortage(hardware: Hardware, memory: Fit, num_tokens: int, missing
         f"{format_gib(memory.weights)} of weights, {format_gib(num_tokens * memory.token)} of "
         f"cache for {num_tokens} tokens and {format_gib(num_tokens * memory.slots)} of request "
         f"slots need {format_gib(missing)} more per GPU than --gpu-memory-utilization "
-        f"{hardware.utilization:g} allows; fits in {format_gib(needed)} per GPU{shorter}"
+        f"{hardware.utilization:g} allows; the model fits in {format_gib(needed)} per GPU{shorter}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Topologies: ways to split a model over GPUs, and conditions for them."""
+"""Topologies, which are ways to split a model over GPUs, and their conditions."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ def gpu_reserve(hidden_size: int) -> int:
     """Return the bytes to reserve on each GPU for a step's workspace, CUDA graphs and the driver.
 
     On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
-    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result is slightly larger than that.
+    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result exceeds these sizes slightly.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
@@ -85,10 +85,10 @@ class Topology:
 
     @property
     def options(self) -> ParallelOptions:
-        """Return the options that start one engine. Raises `ConfigError` if none do."""
+        """Return the options that start one engine. Raises `ConfigError` if no options do."""
         options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
         if ParallelLayout.of(options) != self.layout:
-            raise ConfigError(f"no options start {replace(self, replicas=1).label}")
+            raise ConfigError(f"no options of Negamax start {replace(self, replicas=1).label}")
         return options
 
     @property
@@ -117,7 +117,7 @@ class Topology:
 def topologies(gpus: int, *, per_node: int, kv_heads: int | None = None) -> Iterator[Topology]:
     """Yield all topologies for up to `gpus` GPUs, each with as many replicas as fit.
 
-    An engine uses some GPUs of one machine, or all GPUs of several machines. DCP needs `kv_heads`.
+    An engine uses GPUs of one machine, or all GPUs of several machines. `kv_heads` enables DCP.
     """
     for ranks in (*range(1, per_node + 1), *range(2 * per_node, gpus + 1, per_node)):
         replicas = per_node // ranks * (gpus // per_node) or gpus // ranks
@@ -137,7 +137,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes on a GPU, in the pipeline stage with the least room for its cache."""
+    """Bytes on a GPU, in the pipeline stage with the least memory for its cache."""
 
     weights: int
     room: int  # Bytes for cache and request slots; negative if memory is missing.

@@ -137,7 +137,7 @@ def test_broken_torch_is_a_finding(
     assert found["HF_TOKEN"]["detail"] == "set"
     assert found["hub"]["detail"].startswith(str(tmp_path / "hub" / "hub"))
     text = capsys.readouterr().out
-    assert "FAIL  torch" in text and "nothing: see the lines marked FAIL" in text
+    assert "FAIL  torch" in text and "none: see the lines marked FAIL" in text
     assert "hf_verysecret" not in text + json.dumps(report)
 
 

@@ -90,7 +90,7 @@ def test_bytes_that_are_no_utf8_are_refused(run: Run) -> None:
 
 def test_refuses_bad_tools_of_a_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tools = tmp_path / "tools.json"
-    for text, says in (("[" * 100_000, "is not JSON"), ("[1]", "other values in it")):
+    for text, says in (("[" * 100_000, "is not JSON"), ("[1]", "a list of other values")):
         tools.write_text(text, encoding="utf-8")
         assert main(["chat", "--url", "http://127.0.0.1:9", "--tools", str(tools)]) == 2
         assert says in capsys.readouterr().err
