@@ -72,7 +72,7 @@ class PeerMemory:
     reduce: PeerRegion  # rows of hidden states, two bf16 values per word
     stats: PeerRegion  # two fp32 sums per token
     pick: PeerRegion  # best value and token of a sampled row, or the leading values and tokens
-    shards: ShardRegion | None = None  # None: large sums use the group's collectives
+    shards: ShardRegion | None = None  # memory for large sums; None: large sums use collectives
     tokens: PeerRegion | None = None  # rows dispatched to experts; None: dispatch uses collectives
     owner: object = None  # object that owns the memory behind the addresses
 
@@ -82,7 +82,7 @@ class Collective(Protocol):
 
     size: int
     rank: int
-    peers: PeerMemory | None  # None: the ranks share no memory
+    peers: PeerMemory | None  # shared memory of the ranks; None: the ranks share no memory
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, in memory that the next call may overwrite."""

@@ -64,7 +64,7 @@ _PAIRS = (
     (block_sparse.BLOCK_SPARSE_DECODE, block_sparse.BLOCK_SPARSE_PREFILL),
 )
 
-# kernels for the CPU, preferred first; the reference of every op is the fallback
+# CPU kernels in order of preference; the reference of every op is the fallback
 KERNELS: tuple[AnyKernel, ...] = (
     *gemm_cpu.KERNELS,
     *(kernel for linear in gemm_cpu.ONEDNN for kernel in native_rows.kernels(linear)),

@@ -54,7 +54,7 @@ class GroupedQueryStep:
     decode: Any
     # plan of the attention.prefill kernel for the other tokens; None if all tokens are decodes
     prefill: Any
-    exchange: KeyExchange | None  # None: the tokens are not sharded over ranks
+    exchange: KeyExchange | None  # None if the tokens are not sharded over ranks
 
 
 class PagedKind:
@@ -138,7 +138,7 @@ class Attention:
         self._qk_norm: FullWidthNorm | PerHeadNorm = norm(
             names, sizes, gemma=gemma_norm, setup=setup
         )
-        # None: norm, rope and cache write are separate kernels
+        # a fused kernel, or None if norm, rope and cache write are separate kernels
         self.norm_kernel = kernels.fusion(self._qk_norm.op, "rope.half_split", "kvcache.write")
         self.kv_scales = KvScales(names)
         self.slots = [

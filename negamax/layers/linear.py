@@ -109,7 +109,7 @@ class ColumnParallels:
         ]
         self.slots = [slot for product in self._products for slot in product.slots]
         wanted = {product.activation for product in self._products}
-        # None: x stays plain, and each GEMM quantizes it
+        # if GEMMs need different formats, x stays plain, and each GEMM quantizes x
         self.activation = wanted.pop() if len(wanted) == 1 else None
 
     def finish_loading(self) -> None:

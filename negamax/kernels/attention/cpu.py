@@ -33,7 +33,7 @@ from negamax.kernels.kvcache.op import KvCache, TokenPlaces, write
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.peers import Collective
 
-QUERY_TILE = 64  # number of positions per prefill tile; padded lengths are multiples of it
+QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of this number
 _ROW_MULTIPLE = 4  # query rows are padded to a multiple of this number
 _GATHER_ROWS = 64  # number of sequences whose keys are gathered at a time; limits the memory
 

@@ -39,7 +39,7 @@ class SharedTokens:
 class StepTokens:
     """Input of a mixture of experts: data about the T tokens of a step."""
 
-    num_actual_tokens: Tensor | None = None  # see `AttentionMetadata` for all fields
+    num_actual_tokens: Tensor | None = None  # `AttentionMetadata` documents all fields
     # a token's position selects the copy of an expert for the token; None: all positions are 0
     positions: Tensor | None = None
     most_tokens: int | None = None

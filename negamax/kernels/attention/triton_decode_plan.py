@@ -49,7 +49,7 @@ class DecodePlan:
     programs: int  # number of programs per KV head
     split_kv: bool
     reduce_later: bool  # whether a second launch reduces the partial results
-    runs: DecodeRuns | None  # None: each sequence of the plan has one query
+    runs: DecodeRuns | None  # queries by sequence; None: each sequence has one query
     num_queries: int  # maximum number of queries of a sequence per program
     dependent: bool = True  # see `launch_options`
 

@@ -70,7 +70,7 @@ class PrefillPlan:
     block_m: int  # maximum number of queries per tile
     # [tiles, 4] int32: index of the first query, number of queries, first position, sequence
     tiles: Tensor
-    split: SplitTiles | None = None  # None: each tile has one program
+    split: SplitTiles | None = None  # splits of the tiles; None: each tile has one program
     # `OwnBlocks.held` if the block tables list only the blocks of this rank; None: all blocks
     held: Tensor | None = None
 
@@ -94,7 +94,7 @@ def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) 
     places = programs // shape.kv_heads
     rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
     work, merged = rows.split([len(tiles) + places, places // 2])
-    most = max(512, triton.next_power_of_2(len(tiles)))  # few compilations
+    most = max(512, triton.next_power_of_2(len(tiles)))  # larger sizes need fewer compilations
     _split_tiles_kernel[(1,)](
         tiles, work, merged, len(tiles), programs, shape.group, shape.kv_heads, size, most
     )

@@ -122,7 +122,7 @@ def _plan_queries_kernel(
     arrivals,  # [S] int32, set to 0
     num_seqs,
     DENSE_TOKENS: tl.constexpr,
-    MERGE: tl.constexpr,  # at most this number of single-query "sequences" are merged into one
+    MERGE: tl.constexpr,  # maximum number of single-query "sequences" that become one
     SEQS_POW2: tl.constexpr,
 ):
     """Write the queries of each sequence and how many of its tokens are scored. Grid (1,)."""

@@ -65,8 +65,8 @@ def dispatch(
 
 
 def combine(
-    # [ranks * num_rows, width] or [ranks * num_rows, P, width], outputs of this rank's experts; 0
-    # in rows that selected no expert of this rank
+    # [ranks * num_rows, width] or [ranks * num_rows, P, width], outputs of this rank's experts, or
+    # 0 in rows that selected no expert of this rank
     out: Tensor,
     ids: Tensor,  # [ranks * num_rows, top_k] int32, result of `dispatch`
     /,

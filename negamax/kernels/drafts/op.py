@@ -55,7 +55,7 @@ def advance_rows(
 
 def record_drafts(
     picked: Tensor,  # [R] int64, -1: no token
-    ids: Tensor,  # [n + 1] int64, the target model's id of each of n draft-model tokens, then -1
+    ids: Tensor,  # [n + 1] int64, target-model ids of the n tokens of the draft model, then -1
     slots: Tensor,  # [R] int64
     lengths: Tensor,  # [R] int64, number of known tokens per row; the draft model has read them all
     /,

@@ -201,7 +201,7 @@ class H200GemmTiles(GemmTiles):
 
 def tiles_for(device: torch.device) -> GemmTiles:
     here = platform.platform_of(device)
-    if here.vendor == "cpu":  # the interpreter
+    if here.vendor == "cpu":  # Triton's interpreter
         return H200GemmTiles()
     return (H200GemmTiles if has_h200_tiles(device) else GemmTiles)(here.multiprocessors)
 

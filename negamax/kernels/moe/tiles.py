@@ -141,7 +141,7 @@ class H200MoeTiles(MoeTiles):
         return 8 if width <= 384 else 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
-        if hidden > _MEASURED_HIDDEN:  # M3 selects 5 experts, so `choices` is 1
+        if hidden > _MEASURED_HIDDEN:  # M3 selects 5 experts (no power of two), so `choices` is 1
             down = Tile(1, 16, 128 if width <= 384 else 256, num_warps=4)
             return ExpertTiles(Tile(1, 2, 2048, num_warps=4), down)
         gate_up = Tile(1, 2, 1024, num_warps=2)

@@ -82,7 +82,7 @@ def _norm_route_kernel(
     values_ptr,  # [M, 2 * WORDS] e4m3, written only if QUANTIZE
     scales_ptr,  # [M, 2 * WORDS / 128] fp32, written only if QUANTIZE
     eps,
-    gate_ptr,  # this pointer and the next ones are as in `_route_small_m_kernel`
+    gate_ptr,  # this pointer and all later pointers are as in `_route_small_m_kernel`
     bias_ptr,
     num_active_ptr,
     logits_ptr,

@@ -55,7 +55,7 @@ def _choose_for_tokens(
         logits += tl.load(rows, mask=inside, other=0.0, cache_modifier=".cg")
     score = 1.0 / (1.0 + tl.exp(-logits))
     key = score + bias[None, :]
-    # ranks NaN first, as torch.topk does; a finite key selects each expert once
+    # sort NaN first, as torch.topk does; a finite key selects each expert once
     key = tl.where(key == key, key, 1e30)
     key = tl.where((expert < NUM_EXPERTS)[None, :], key, float("-inf"))
     rank = tl.full([TOPK_M, EXPERTS_POW2], -1, tl.int32)
@@ -101,13 +101,13 @@ def choose_for_token(
     NUM_GROUPS: tl.constexpr = logits.shape[0]
     score = 1.0 / (1.0 + tl.exp(-logits))
     biased = score + bias
-    biased = tl.where(biased == biased, biased, 1e30)  # ranks NaN first, as torch.topk does
+    biased = tl.where(biased == biased, biased, 1e30)  # sort NaN first, as torch.topk does
     biased = tl.where(expert < NUM_EXPERTS, biased, float("-inf"))
     bits = biased.to(tl.int32, bitcast=True)
     bits ^= (bits >> 31) & 0x7FFFFFFF  # the integers sort like the fp32 values
     # among experts with equal scores, the expert with the lower id has the larger key
     key = (bits.to(tl.int64) << 32) | (EXPERTS_POW2 - 1 - expert).to(tl.int64)
-    # the summed axis is the first one, so that each thread sums its own values
+    # the first axis is summed, so that each thread sums its own values
     key_of = tl.trans(key)[:, :, None]
     rank = tl.sum((key_of > key[None, :, :]).to(tl.int32), 0)
     has_rank = tl.trans(rank)[:, :, None] == tl.arange(0, TOP_K_POW2)[None, None, :]

@@ -70,7 +70,7 @@ def _multiply_gate_up(
     """Compute the result of `multiply_packed_gate_up` from weights that are not packed."""
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
-    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # the gate's scales precede up's scales
+    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # gate scales precede the up scales
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)

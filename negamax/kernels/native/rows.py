@@ -141,7 +141,7 @@ def _write_heads(
     caches: tuple[Tensor, Tensor, Tensor | None],
     q: Tensor,
     index_q: Tensor | None,
-    of_index: tuple[int, int, int] = (0, 0, 1),  # heads, rank, ranks
+    of_index: tuple[int, int, int] = (0, 0, 1),  # number of index heads, rank, number of ranks
 ) -> None:
     assert at.cos.is_contiguous() and at.sin.is_contiguous()
     projected = projected.contiguous()

@@ -214,7 +214,7 @@ def load_side(
     `rows` [BLOCK_N] count from row `first` of a packed weight with `num_rows` rows. Entries outside
     `inside` are 0.
     """
-    tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # sizes that `_select_span` splits
+    tl.static_assert(BLOCK_K == _SIDE or BLOCK_K == 2 * _SIDE)  # `_select_span` needs these sizes
     COLUMNS: tl.constexpr = max(P.GROUP, _SIDE)
     ENTRIES: tl.constexpr = side_entries(P, IN_WORDS)
     offs = tl.arange(0, max(1, BLOCK_K // COLUMNS) * ENTRIES)

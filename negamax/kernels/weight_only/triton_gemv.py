@@ -146,7 +146,7 @@ def _load_side(
     k += tl.arange(0, 4)[None, None, None, :, None] * 0
     offsets = k // max(P.GROUP, SPAN) * num_rows + rows[:, None, :, None, None]
     offsets = offsets * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, None, :]
-    # adjacent entries are loaded by one instruction
+    # one instruction loads adjacent entries
     SIZE: tl.constexpr = ENTRIES * ptr.dtype.element_ty.primitive_bitwidth // 8
     ptrs = add_last_first(ptr, offsets, ENTRIES, SIZE)
     inside = (k < P.K_PACKED) | _fills_steps(P.K_PACKED, WARPS)
