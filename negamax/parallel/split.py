@@ -1,8 +1,7 @@
 """Check whether a model can be split over ranks.
 
 The engine calls `check_split` before it starts a process; `negamax doctor` lists valid sizes.
-Weight formats do not limit the sizes: `layout.share` gives each rank whole quantization groups,
-padded with zeros.
+Weight formats do not limit the sizes, because `layout.share` pads quantization groups with zeros.
 """
 
 from collections.abc import Iterator

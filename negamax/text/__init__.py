@@ -1,1 +1,1 @@
-"""Tokenizer, chat template, detokenizer, output parser and grammars, for all model families."""
+"""Tokenize, render, detokenize and parse text, and write grammars, for all model families."""

@@ -12,7 +12,7 @@ class ChatFamily:
     output: OutputFormat  # tags in answers, and the parser of call blocks
     call_style: type[CallStyle]  # class that writes the grammar of tool calls
     closing_text: str  # text that the models write to end their reasoning
-    # Grammars match these tags only as tokens. They match all other tags as tokens or as text.
+    # Grammars match these tags only as tokens, and all other tags as tokens or as text.
     token_tags: frozenset[str] = frozenset()
     always_thinks: bool = False  # whether every prompt ends inside the reasoning
     parser_names: tuple[str, ...]  # names of the family's parsers in vLLM and SGLang

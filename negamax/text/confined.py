@@ -103,7 +103,7 @@ class Confined:
         return _unpack(answer, InvalidRequestError)
 
     def _take(self) -> Connection:
-        """Return the connection to an idle or new child process. Raises the errors of `_load`."""
+        """Return a connection to an idle or new child. Raises `OSError`, `CheckpointError`."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()

@@ -23,8 +23,8 @@ _whole_pieces: WeakKeyDictionary[Tokenizer, dict[int, TextPiece]] = WeakKeyDicti
 class Detokenizer:
     """Converts the token ids of one answer to text, incrementally and in linear time.
 
-    The joined pieces are `tokenizer.decode` of all ids, truncated at the first stop string. A stop
-    string may begin and end within tokens. If two stop strings end at the same character, the
+    The joined pieces equal `tokenizer.decode` of all ids, truncated at the first stop string. A
+    stop string may begin and end within tokens. If two stop strings end at the same character, the
     longer stop string is the match. A stop string that ends before token number `min_tokens` is
     ignored. The detokenizer holds back text that may be the start of a stop string.
     """

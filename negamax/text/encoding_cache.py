@@ -1,4 +1,4 @@
-"""Cache of token ids, so that only the new part of a conversation is tokenized.
+"""Cache token ids, so that only the new part of a conversation is tokenized.
 
 The prompt of a turn repeats all earlier turns. No token crosses the start or end of a control
 token, so the token ids of the parts between control tokens can be cached separately.
@@ -31,7 +31,7 @@ class EncodingCache:
         """`max_bytes` limits the memory of all entries."""
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()  # in order of last use
+        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()  # ordered by last use
         self._lock = threading.Lock()
         self.num_bytes = 0
 

@@ -86,7 +86,7 @@ def normalize_messages(
     - Tool results follow their calls in the order of the calls. Instructions between tool results
       are moved after the last result.
 
-    Raises `InvalidRequestError` with the path of a message that a template cannot render like this.
+    Raises `InvalidRequestError` with the path of a message that templates cannot render.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise InvalidRequestError(
@@ -240,8 +240,7 @@ def _check_message(
     checked = {key: value for key, value in message.items() if key not in _REASONING}
     given = message.get("content")
     if role != "assistant":
-        # Templates separate the parts of a tool result, so notes in tool results need no line
-        # breaks.
+        # Templates separate parts of tool results, so notes in tool results need no line breaks.
         joins = role != "tool"
         checked["content"] = _read_content(
             given, i, family, joins_notes=joins, takes_images=takes_images

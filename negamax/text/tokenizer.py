@@ -32,7 +32,7 @@ STRUCTURE_TOKENS = frozenset({
 # Normalizers and pre-tokenizers that process each text between added tokens separately.
 _LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
 _LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
-_POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # these change no ids
+_POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # never change token ids
 
 # Limits of added tokens, because each text of a conversation is compared with each added token.
 MAX_ADDED_TOKENS, MAX_ADDED_CHARS = 4096, 65_536
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether `encode` waits for another process. Event loops then run `encode` in a thread."""
+        """Whether `encode` waits for another process, and event loops must call it in a thread."""
         return self._confined is not None
 
     def encode(
@@ -231,7 +231,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Pattern of all added tokens, longest first. Without added tokens, it matches nothing."""
+        """Pattern of all added tokens, longest first. If none exist, the pattern never matches."""
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

@@ -76,7 +76,7 @@ class BatchLayout:
 
     @classmethod
     def of_decodes(cls, plan: StepPlan) -> BatchLayout:
-        """Describe a captured step, which samples after each token. Upper bounds stay empty."""
+        """Describe a captured step, which samples after each token. `seq_len_bounds` is empty."""
         columns = StepColumns.of_decodes(plan.slots, plan.num_scheduled)
         rows = np.arange(len(plan.slots)).repeat(plan.num_scheduled)
         offsets = columns.token_offsets + 1
@@ -175,7 +175,7 @@ def build_batch_layout(
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Build metadata. `active` [1] int32: number of tokens without padding. `host`: host fields."""
+    """Build metadata. `active` [1] int32 counts tokens without padding. `host`: other fields."""
     return AttentionMetadata(
         positions=inputs.positions,
         token_slots=inputs.token_slots,

@@ -184,21 +184,22 @@ class WorkerReady:
     load_summary: str
     paths: str = ""  # the kernels of the QK norm and of the all-reduce, for the log
     memory_summary: str = ""  # GPU memory of weights, cache and graphs
-    num_draft_tokens: int = 0  # most draft tokens per row and step
+    num_draft_tokens: int = 0  # maximum draft tokens per row and step
     # (rows, draft tokens per row, seconds) of captured steps
     step_seconds: tuple[tuple[int, int, float], ...] = ()
     num_host_blocks: int = 0  # KV blocks in host memory
     host_block_bytes: int = 0  # bytes of one host block on this rank
     num_file_blocks: int = 0  # capacity of the files in KV blocks
     file_hashes: bytes = b""  # hashes of the files found at start, least recently used first
-    # endpoints where other engines read the host blocks of this rank, or of all ranks later
+    # endpoints at which other engines read the host blocks of one rank or, once merged, of all
+    # ranks
     lanes: tuple[str, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)  # `worker.shape`
 
 
 # argument 1: run steps without graphs and record expert ids; argument 0: use graphs again
 OBSERVE_ROUTING = "observe_routing"
-# argument: most rows of a step; result: experts selected since the last command
+# argument: maximum rows of a step; result: experts selected since the last command
 DISTINCT_EXPERTS = "distinct_experts"
 # result: [layers, experts] int64, selections of each expert by tokens of all ranks
 EXPERT_COUNTS = "expert_counts"

@@ -1,7 +1,7 @@
 """Choose the device and the dtype of a rank, and transfer data between host and device.
 
-Only `HostTensor.read` waits for a GPU. Uploads and results use pinned memory, so all copies are
-asynchronous.
+Only `HostTensor.read` waits for a GPU. Uploads and results use pinned memory for asynchronous
+copies.
 """
 
 import gc
@@ -185,8 +185,8 @@ class Runtime:
     is_asynchronous: bool
     # creates the pool of captured steps; None: no captured steps
     graph_pool: Callable[[], GraphPool] | None
-    # Whether a token's result must be independent of the other tokens in its step. If it must,
-    # generated tokens always run as decodes.
+    # Whether a token's result must be independent of other tokens in the step. With this
+    # independence, generated tokens always run as decodes.
     is_batch_invariant: bool
     samples_on_shards: bool  # whether ranks sample from shards of logits if possible
 

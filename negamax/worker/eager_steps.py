@@ -28,8 +28,8 @@ from negamax.worker.warmup import cut, warming_up, warmup_layers
 if TYPE_CHECKING:
     from negamax.worker.runner import ModelRunner
 
-# Maximum rows with logits in a warmup step, or `max_num_seqs` if larger. Steps with more logits use
-# the same specializations.
+# A warmup step computes logits of up to max(_MOST_LOGITS, max_num_seqs) rows. Steps with more
+# logits use the same specializations.
 _MOST_LOGITS = 128
 # `_LONG`: larger steps use the same specializations as steps of this many tokens. `_SHORT`: length
 # of a prompt that every kernel treats as short.

@@ -160,7 +160,7 @@ class FileStore:
         return any(batches and batches[0].is_done for batches in (self._reads, self._writes))
 
     def report(self) -> FileProgress:
-        """Return the progress. Each missing block is reported once, so send every report."""
+        """Return the progress. Send every report, as each missing block is reported only once."""
         missing: list[bytes] = []
         while self._reads and self._reads[0].is_done:
             batch = self._reads.popleft()
@@ -181,7 +181,7 @@ class FileStore:
             )
 
     def close(self) -> None:
-        """Wait for all copies if the files are enabled. Otherwise copies may never end."""
+        """Wait for all copies if the files are enabled. Copies of disabled files may never end."""
         for threads in (self._readers, self._writer):
             threads.shutdown(wait=not self._is_off, cancel_futures=self._is_off)
 
@@ -227,7 +227,7 @@ class FileStore:
         if is_complete and bytes(header) == self._header(block_hash, views):
             self._count("bytes_read", self.file_bytes)
             return None
-        logger.warning("the KV block file %s is damaged; it is deleted", path)
+        logger.warning("the KV block file %s is damaged; the worker deletes it", path)
         path.unlink(missing_ok=True)
         self._count("num_errors", 1)
         return block_hash
@@ -362,7 +362,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _fill(stream: RawIOBase, view: memoryview) -> bool:
-    """Read until `view` is full. Return False if the file ends before."""
+    """Read until `view` is full. Return False if the file is too short."""
     done = 0
     while count := stream.readinto(view[done:]):
         done += count

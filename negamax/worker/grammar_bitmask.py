@@ -54,7 +54,7 @@ class RowBitmasks:
 
 
 class PendingBitmask:
-    """The bitmask of a plan, which arrives after the plan. The first access waits for it."""
+    """The bitmask of a plan, which may arrive late. The first access waits for the bitmask."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PendingBitmask:
     def of_plan(
         cls, plan: StepPlan, wait: WaitForBitmask, *, vocab_size: int, requests: RequestState
     ) -> "PendingBitmask":
-        """`wait` returns the bitmask and is called once. A row with a mask of wrong size fails."""
+        """`wait` returns the bitmask and is called once. Rows with a mask of wrong size fail."""
         bitmask = cache(wait)
 
         def read_rows() -> dict[int, list[bytes | None]]:

@@ -381,7 +381,7 @@ class StepGraphs:
         return StepInputs.of(self._columns, self._places, shape.num_tokens, shape.num_seqs)
 
     def _words_of(self, shape: StepShape) -> tuple[Tensor, ...]:
-        """Return sequence lengths [S], query starts [S + 1], tokens without padding [1], int32."""
+        """Return int32 sequence lengths [S], query starts [S + 1] and number of real tokens [1]."""
         parts = shape.num_seqs, shape.num_seqs + 1, 1
         return self._words[: sum(parts)].split(parts)
 

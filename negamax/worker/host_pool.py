@@ -49,7 +49,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Progress of the loads of all plans up to a launch. Any thread may read it."""
+    """Progress of the loads of all plans up to a launch. Any thread may read this progress."""
 
     loaded_step: int  # loads of plans up to this step id were complete at the launch
     pending: tuple[_Batch, ...]  # batches of later plans, in plan order

@@ -143,7 +143,7 @@ def draft_buffers(config: WorkerConfig) -> int:
 
 
 def stage_buffers(config: WorkerConfig) -> int:
-    """Return the bytes of residual streams that wait to be sent to or run by a stage."""
+    """Return the bytes of residual streams that wait between pipeline stages."""
     if config.layout.pp == 1:
         return 0
     streams = 1 + (len(config.draft.spec.aux_layers) if config.draft else 0)
@@ -297,7 +297,7 @@ def check_weights_fit(
         raise ResourceError(
             f"the weights need {needed / GIB:.1f} GiB {where} ({num_ranks} ranks); "
             f"{free / GIB:.1f} GiB are free"
-            + (f"; the draft model takes {of_draft / GIB:.1f} GiB of them" if of_draft else ""),
+            + (f"; the draft model needs {of_draft / GIB:.1f} GiB" if of_draft else ""),
             hint=remedy,
         )
 

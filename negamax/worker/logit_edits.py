@@ -1,8 +1,7 @@
 """Edit the logits of single rows before the sampler samples a token.
 
 To add a sampling parameter that changes logits, add a field to `SamplingParams`, write a
-`LogitEdit` and append the edit to `EDITS`. No other code of the worker or the engine reads the
-field.
+`LogitEdit` and append the edit to `EDITS`. No other code reads the field.
 """
 
 from collections.abc import Callable, Collection
@@ -131,4 +130,4 @@ class MinTokens:
         return apply
 
 
-EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # in this order
+EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # applied in order

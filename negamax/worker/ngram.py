@@ -30,7 +30,7 @@ class NgramProposer(Proposer):
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        """Propose the tokens after the longest match. Each compared token costs about 3 passes."""
+        """Propose the tokens after the longest match. A compared token costs about 3 passes."""
         slots, lengths, _ = rows
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:

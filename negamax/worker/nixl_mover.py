@@ -22,7 +22,7 @@ _DRAM = "DRAM"
 
 
 class NixlMover:
-    """Copies blocks with NIXL. Only the import thread of a `Lane` uses an object."""
+    """Copies blocks with NIXL. Only the import thread of a `Lane` may use a mover."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], kinds: list[HostKind], pool: HostPool

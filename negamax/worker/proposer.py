@@ -50,7 +50,7 @@ class DraftRows(NamedTuple):
 class Proposer:
     """Proposes draft tokens. All ranks must propose the same tokens."""
 
-    num_draft_tokens: int  # most draft tokens per row and step
+    num_draft_tokens: int  # maximum draft tokens per row and step
     capture: tuple[int, ...] = ()  # layers whose residual streams the proposer reads
     has_gaps: bool = False  # whether proposed tokens may be missing
     acceptance: SyntheticAcceptance | None = None  # replaces the verification
@@ -81,7 +81,7 @@ class Proposer:
 
 
 class DistantProposer(Proposer):
-    """The proposer on earlier stages, which send residual streams and receive drafts."""
+    """The proposer on earlier pipeline stages, which send residual streams and receive drafts."""
 
     def __init__(self, config: WorkerConfig, *, dtype: torch.dtype) -> None:
         assert config.speculation is not None
@@ -100,7 +100,7 @@ class DistantProposer(Proposer):
 def hand_down_embedding(
     target: Decoder, context: ParallelContext, weights: WeightFormat
 ) -> VocabEmbedding:
-    """Copy embedding rows from the first stage to the last. Both stages must call this."""
+    """Copy embedding rows from the first stage to the last. Both stages must call this function."""
     if target.is_first_stage:
         embedding = target.embedding
     else:

@@ -2,8 +2,9 @@
 
 The executor's socket at ENDPOINT first sends a WorkerConfig, which contains all other addresses.
 Then the executor sends StepPlans and DebugCommands. A plan with grammar rows is followed by its
-GrammarBitmask. The first byte of these frames is their type. An empty frame stops the rank. The
-rank answers with a WorkerReady or a RankFailed, then with one DebugResult per command.
+GrammarBitmask. The first byte of a frame with a plan, a bitmask or a command is its type. An empty
+frame stops the rank. The rank answers with a WorkerReady or a RankFailed, then with one DebugResult
+per command.
 
 The first of the ranks that run a plan sends the StepResult to the results socket. Other ranks send
 RowFailures and FileProgress. A separate thread waits for the device, so that the next plan can be
@@ -77,7 +78,7 @@ class _Stopped(BaseException):
 
 
 def main(endpoint: str, rank: int) -> int:
-    """Serve the executor at `endpoint` until it requests a stop; return the exit code."""
+    """Serve the executor at `endpoint` until it requests a stop. Return the exit code."""
     exit_with_parent()
     log.setup_as_parent()
     with (
@@ -108,7 +109,7 @@ def main(endpoint: str, rank: int) -> int:
             # wait until the executor ends all ranks; an early exit would look like a failure
             socket.recv()
             return error.exit_code
-        # later collections skip the objects of the start, which live as long as the process
+        # garbage collection skips the objects from the start, which live as long as the process
         gc.freeze()
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         sender = None

@@ -210,7 +210,7 @@ class RequestState:
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
-        """Record how the row is sampled. This depends only on the plan, so all ranks agree."""
+        """Record how the row is sampled, which depends only on the plan, so all ranks agree."""
         assert params.temperature is not None and params.top_k is not None
         edited = any(edit.applies(params, self._eos_token_ids) for edit in logit_edits.EDITS)
         is_drawn = params.temperature > 0.0

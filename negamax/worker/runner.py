@@ -200,7 +200,7 @@ class ModelRunner:
         return Lane(self.host_pool, config.kv_caches, self.caches, options, rank=rank, ranks=ranks)
 
     def _capture_graphs(self) -> tuple[StepGraphs | None, str]:
-        """Compile eager steps and capture common steps if possible. Return graphs and a text."""
+        """Compile eager steps and capture common steps. Return graphs, if any, and a log text."""
         config, pool_of = self.config, self.runtime.graph_pool
         if pool_of is None:
             return None, ""
@@ -249,7 +249,7 @@ def take_device(config: WorkerConfig) -> torch.device:
 def open_context(
     config: WorkerConfig, device: torch.device, num_draft_tokens: int
 ) -> ParallelContext:
-    """Open the process groups of this rank. This waits for the other ranks."""
+    """Wait for the other ranks, and open the process groups of this rank."""
     if config.layout.world_size == 1:
         return ParallelContext.single()
     assert config.addresses is not None, "several ranks need addresses to meet at"

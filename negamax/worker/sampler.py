@@ -164,7 +164,7 @@ class Sampler:
         return Sampled(token_ids, asked, entries)
 
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
-        """Sample each row from whole logits. On a GPU, sampling from shards gives the same."""
+        """Sample each row from whole logits. On a GPU, sharded sampling returns equal tokens."""
         requests, kernels = self._requests, self._kernels
         if self._on_shards:  # rows without filters are sampled with noise
             token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)

@@ -9,8 +9,7 @@ results:
     definition    the reference of each op with the same weights; results must be equal within the
                   tolerance of the ops
 
-The check covers the first layer of each kind in the stage: full or sparse attention, MLP or
-experts.
+The check covers the first layer of each kind (full or sparse attention, MLP or experts).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from negamax.worker.config import WorkerConfig
 
 logger = get_logger(__name__)
 
-_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # of a pass; cached tokens of one decode
+_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens, decodes and cached tokens
 # extra relative error allowed for GEMMs with 8-bit activations, and for an FP8 cache
 _EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2
 _MOST_LISTED = 3  # maximum number of differences in a message
@@ -65,7 +64,7 @@ class _Result:
     name: str
     value: Tensor
     ops: tuple[AnyOp, ...]
-    # [T, experts] fp32, scores of a router, whose `value` contains expert ids. None: not a router.
+    # [T, experts] fp32, scores of a router, or None. The `value` of a router contains expert ids.
     scores: Tensor | None = None
 
 

@@ -1,8 +1,8 @@
 """Before the first request, measure captured steps for numbers of rows and draft tokens. The engine
 uses these times to choose the draft length (scheduler/draft_length.py).
 
-Rows start with random tokens, so that they use as many experts as real requests, and have no
-context. Longer contexts slow steps of similar size equally. The engine later corrects for contexts.
+Rows have no context, and start with random tokens, which use as many experts as real requests.
+Longer contexts slow steps of similar size equally, and the engine corrects for contexts later.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ def measure_steps(
     graphs: StepGraphs | None, requests: RequestState, runtime: Runtime, config: WorkerConfig
 ) -> tuple[StepSeconds, ...]:
     """Measure step times for each number of drafts. Return () if graphs, adaptive drafts or GPU
-    events are missing. No slot may be in use, and all ranks must call this together.
+    events are missing. No slot may be in use, and all ranks must call this function.
     """
     speculation, width = config.speculation, requests.drafts.shape[1]
     if graphs is None or speculation is None or not speculation.adaptive or not width:

@@ -413,7 +413,7 @@ def test_the_memory_of_a_draft_is_counted_and_refused_with_numbers(
     monkeypatch.setattr(kv_cache, "GIB", 1)
     room = weight_bytes(config.spec, dtype="float32") + of_draft
     monkeypatch.setattr(env, "available_memory", lambda: room - 1)
-    with pytest.raises(ResourceError, match=f"the draft model takes {of_draft}.0 GiB of them"):
+    with pytest.raises(ResourceError, match=f"the draft model needs {of_draft}.0 GiB"):
         engine(folder, path)
 
 

@@ -111,8 +111,7 @@ class Rules:
         """Add a rule for the texts of `language`, followed by `after`, and return the rule's name.
 
         The rules form an automaton with one rule per state. The compiler computes masks of such
-        rules quickly. Long runs of one character class are written as repeated blocks, which need
-        fewer rules.
+        rules quickly. Repeated blocks represent long runs of one character class.
         """
         key = (language.ended, after)
         if key in self._written:
@@ -391,8 +390,7 @@ class JsonRules:
             skipped = name_of(place + 1, count)
             return ways if is_required else [*ways, _Alternative(skipped, (skipped,))]
 
-        # The first rule lists all possible first entries. A chain of optional rules compiles
-        # slowly.
+        # The first rule lists all first entries. A chain of optional rules would compile slowly.
         first = next((place for place, (_, needed) in enumerate(entries) if needed), length)
         begin = [] if is_tuple or most == 0 else [write_entry(place, 0) for place in range(first)]
         rules.define(name_of(0, 0), [*begin, *write_rest(0 if is_tuple else first, 0)])

@@ -205,7 +205,7 @@ class Schemas:
         return (*branch, made)
 
     def _made_of(self, kind: str, origin: Any, make: Callable[[], Any]) -> Any:
-        """Return the schema that `make` derives from `origin`. Repeated calls return one object."""
+        """Return the schema that `make` derives from `origin`. The schema is made once."""
         parts = origin if isinstance(origin, tuple) else (origin,)
         key = (kind, *(frozenset(map(id, p)) if isinstance(p, tuple) else id(p) for p in parts))
         if key not in self._made:
@@ -312,7 +312,7 @@ class Schemas:
         return bool(states)
 
     def _read_pattern(self, pattern: str) -> Language | None:
-        """Return the language of `pattern`. Without `strict`, unsupported patterns return None."""
+        """Return the language of `pattern`, or None for an unsupported pattern without `strict`."""
         if pattern not in self._patterns:
             self.budget.spend(1 + len(pattern) // 16)
             try:
@@ -380,7 +380,7 @@ class Schemas:
         allowed = [node["propertyNames"] for node in branch if "propertyNames" in node]
 
         def choose(name: str | None, matched: Iterable[str]) -> Nodes:
-            """Return the schemas of member `name`. `matched` are the patterns that match it."""
+            """Return the schemas of member `name`. `matched` are patterns that match `name`."""
             return _conjoin(find_members(node, name, matched) for node in branch)
 
         listed: dict[str, Nodes] = {}

@@ -12,7 +12,7 @@ NEVER: Nodes = (False,)
 
 @dataclass(frozen=True, eq=False)
 class LiteralShape:
-    """A shape of one value."""
+    """A shape that allows exactly one value."""
 
     value: Any
 

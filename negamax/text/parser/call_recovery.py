@@ -75,7 +75,7 @@ def read_value(text: str, schema: ValueSchema) -> str:
 
 
 def may_hold_argument(text: str, schema: ValueSchema) -> bool:
-    """Return whether `text` looks like an argument. Otherwise `text` is probably prose."""
+    """Return whether `text` looks like an argument and not like prose."""
     if text.lstrip().startswith(("{", "[", "<")):
         return True
     return any(name == "name" or schema.lists(name) for name in _NAMED.findall(text))

@@ -31,7 +31,7 @@ class ToolArgumentsDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The call is complete, and its arguments are a JSON object. A truncated call emits no end."""
+    """A call ends with a whole JSON object as arguments. A truncated call has no such event."""
 
     index: int
 

@@ -67,7 +67,7 @@ class TagPattern:
 class TagBeginnings:
     """Texts that may still become a tag, in addition to the beginnings of literal tags.
 
-    Such a text is a word of `words`, the beginning of such a word, or a match of `growing`.
+    The beginning of a tag is a word of `words`, the beginning of a word, or a match of `growing`.
     `growing` must match the beginnings of all tags. Each match of `growing` contains one of the
     `anchors`. A match of `inside` may become a tag of up to MAX_ATTRIBUTE_CHARS characters, unless
     `<` or `>` follows.
@@ -134,9 +134,8 @@ class TagLexer:
 
     `literals` are tags with a fixed text that ends with `>`. The lexer recognizes tags in
     `token_ids` only as tokens. The text is searched for all other tags and for the `patterns`.
-    `list_named` returns tags whose names contain angle brackets or quotes. These tags have a
-    literal `rest` and take precedence over the patterns. The lexer calls `list_named` at the first
-    anchor.
+    `list_named` returns tags whose names contain angle brackets or quotes. Such named tags have a
+    literal `rest` and precede the patterns. The lexer calls `list_named` at the first anchor.
     """
 
     __slots__ = ("_held", "_is_inside", "_is_tag", "_list_named", "_tables", "_tables_with")
