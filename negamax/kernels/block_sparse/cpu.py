@@ -77,7 +77,7 @@ class PartialSelection:
 
 @dataclass(frozen=True)
 class SelectShardPlan:
-    """The tokens for which a rank computes scores of its blocks."""
+    """The tokens for which a rank scores its blocks."""
 
     scored: tuple[ScoredShard, ...]
     shape: SparseShape

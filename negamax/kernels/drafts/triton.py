@@ -34,7 +34,7 @@ def _count_accepted_kernel(
     stride,
     ROOM_POW2: tl.constexpr,
 ):
-    """Count the draft tokens of a row before the first rejected one. Grid (rows,)."""
+    """Count the draft tokens of a row before the first rejected draft token. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     count, first = tl.load(num_drafts + row), tl.load(firsts + row)
     place = tl.arange(0, ROOM_POW2)

@@ -93,7 +93,8 @@ def place(
 
     positions [T] int64 are the tokens' positions. Expert e has copies in slots[e, : copies[e]]
     (slots [E, max_copies], copies [E], int32). A token's position and ids select the copy,
-    independent of the batch composition. Each selection of e adds 1 to counts[e] ([E] int64).
+    independent of the batch composition. Each selection of expert e adds 1 to counts[e] ([E]
+    int64).
     """
     is_chosen = ids >= 0
     expert = ids.clamp_min(0).long()

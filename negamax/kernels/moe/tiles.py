@@ -35,7 +35,7 @@ class RouteTile(Tile):
 @dataclass(frozen=True)
 class ExpertTiles:
     """Tiles of the two GEMMs of the experts. With FP8, gate_up.block_n (large_m, small_m) and
-    down.block_k are the 128 columns of h that share a scale.
+    down.block_k are 128, the columns of h per scale.
     """
 
     gate_up: Tile  # a tile has block_n gate rows and block_n up rows

@@ -190,7 +190,8 @@ def _route_small_m_kernel(
     The flag in a word shows whether this launch has written the word. Because of these flags, the
     kernel needs no counter, no fence and no reset. With PARALLEL_TOPK program t waits for the
     logits of token t and selects its experts. Without PARALLEL_TOPK the last program selects
-    experts for all tokens, because the interpreter runs one program after another.
+    experts for all tokens. The interpreter needs this mode, because it runs one program after
+    another.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
     STEPS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
