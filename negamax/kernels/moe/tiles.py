@@ -109,8 +109,7 @@ def _tall(
 
 # Tiles for packed weights and many tokens by kind of scale: (M, tiles up to M, tiles above M). Two
 # programs with tiles of 128 tokens run on a multiprocessor if its shared memory has room for their
-# tokens, scales and codes. If there is no room, one program with twice the tokens and warps is
-# faster.
+# tokens, scales and codes. Otherwise one program with twice the tokens and warps is faster.
 _PACKED_LARGE_M = {
     "float": (2048, _tall(64, num_warps=4, num_stages=4), _tall(128, num_warps=4, num_stages=3)),
     "e8m0": (
