@@ -172,7 +172,7 @@ def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 def handle_client_gone(request: Request, error: Exception) -> Response:
-    logger.debug("request %s: the client hung up", request.state.request_id)
+    logger.debug("request %s: the client disconnected", request.state.request_id)
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 

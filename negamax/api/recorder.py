@@ -66,7 +66,7 @@ class RequestRecord:
         return self.error is None or isinstance(self.error, GeneratorExit | asyncio.CancelledError)
 
     def started(self, at: float) -> None:
-        if self.start is None:  # Use the first choice's start.
+        if self.start is None:  # Only the start of the first choice counts.
             self.start = at
             self.measured.histograms["queue"].observe(max(0.0, at - self.arrival))
 

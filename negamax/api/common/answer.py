@@ -33,7 +33,7 @@ from negamax.engine.client.output import RequestOutput
 from negamax.text.parser.events import ParserEvent
 from negamax.text.parser.packets import PacedPackets
 
-_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # Estimated sizes in the JSON text.
+_BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 4, 64  # Estimated JSON bytes of a token and of a logprob.
 Ping = tuple[bytes, float]  # A ping event, and the idle seconds before a stream sends a ping.
 _KEEP_ALIVE = b": keep-alive\n\n"  # An SSE comment, which clients ignore.
 
@@ -104,7 +104,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     @property
     def usage(self) -> Usage:
         """The token counts so far. A prompt's cached tokens are the minimum over the choices."""
-        prompts: dict[int, tuple[int, int]] = {}  # Token and cached token count of each prompt.
+        prompts: dict[int, tuple[int, int]] = {}  # Tokens and cached tokens per prompt index.
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
             if (output := choice.latest) is None:

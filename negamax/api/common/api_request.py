@@ -92,7 +92,7 @@ def generate(
 ) -> OpenRequest:
     """Send prompt number `index` of the request to the engine.
 
-    The client may abort the request by its ids `names`. The time limits of the request and of the
+    The client may abort the request by any id in `names`. The time limits of the request and of the
     server both apply. Raises the errors of `AsyncEngine.generate`, and `InvalidRequestError` for a
     priority or a rank that the server does not support.
     """

@@ -125,7 +125,7 @@ class ChoiceReader(_CountingReader):
         # Whether the reader drops or delays events of the parser.
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         placed = _place_reasoning(rules.reasoning, chat_format)
-        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # Content has no reasoning.
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # The content has no reasoning.
         self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,

@@ -13,7 +13,7 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # Matched text is dropped if it has more characters.
+_COMPACT_CHARS = 65_536  # Matched text above this number of characters is dropped.
 _SPACE = re.compile(r"\s*")
 
 
@@ -61,7 +61,7 @@ class ContentLogprobs:
             self._tokens.append((first, self._end + self._is_mid_character, entry))
 
     def take(self, block: Block, text: str) -> list[ChatLogprob]:
-        """Match the block's next part `text`. Return its tokens if the block is content."""
+        """Match the next part `text` of `block`. Return the part's tokens if it is content."""
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
         if block.kind is BlockKind.CALL:
             return []

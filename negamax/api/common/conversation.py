@@ -26,7 +26,7 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # A longer text is probed with this many characters per token.
+_PROBE_CHARS_PER_TOKEN = 8  # A probe of a long text has this many characters per token.
 _LEAST_TOKENS = 2**18  # Minimum of the token limit, because some requests only count tokens.
 
 

@@ -162,7 +162,7 @@ class PlainPrompt:
     prompt: str | list[int]
     sampling: SamplingParams
     form: Callable[[], Grammar | None]  # Slow function that builds the grammar of the answer.
-    reasoning_budget: int | None  # Limit of reasoning, if the prompt ends within reasoning.
+    reasoning_budget: int | None  # Limit of reasoning tokens, if the prompt ends within reasoning.
     request_id: str
     names: Sequence[str]  # Ids by which the client may abort the prompt.
     stream_interval: int | None
@@ -298,7 +298,7 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
         return reason if isinstance(reason, str) else None
 
     def take_logprobs(self) -> list[TokenLogprobs]:
-        """Return and clear the collected logprobs. The list is empty if none were requested."""
+        """Return and clear the collected logprobs. The list is empty without requested logprobs."""
         taken, self._logprobs = self._logprobs, []
         return taken
 

@@ -1,1 +1,1 @@
-"""Each API dialect has a folder with `schema` and `routes`, and some folders have `history`."""
+"""Each client API has a folder with `schema` and `routes`, and some folders have `history`."""

@@ -16,7 +16,7 @@ SENDER = ContextVar("sender", default="")
 # A thread either shares the GIL with the event loop, or waits for a child process of `Confined`.
 _NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
 _NUM_LARGE = _NUM_THREADS // 2  # Limit of threads that run large work.
-_SIZES = (128 * 1024, 2**20)  # Work on more bytes is large, or very large.
+_SIZES = (128 * 1024, 2**20)  # Limits in bytes above which work is large, or very large.
 INLINE_BYTES = 8192  # Larger work runs in a thread.
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 async def run_off_loop(
     work: Callable[[], T], *, num_bytes: int, inline_bytes: int = INLINE_BYTES
 ) -> T:
-    """Run `work` on `num_bytes` of a request. Use a thread above `inline_bytes`."""
+    """Run `work`. Use a thread if `num_bytes` of the request exceed `inline_bytes`."""
     if num_bytes <= inline_bytes:
         return work()
     return await asyncio.wrap_future(_THREADS.submit(work, SENDER.get(), num_bytes=num_bytes))
@@ -42,7 +42,7 @@ class _Flow:
 
 
 class RequestThreads:
-    """Runs work in threads, next for the sender and size class that used the least time.
+    """Runs work in threads. The sender and size class that used the least time are next.
 
     Large work leaves threads free for small work. Large work of one named sender leaves a thread
     free for large work of other senders. Any thread may call `submit`.

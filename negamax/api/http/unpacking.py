@@ -51,7 +51,7 @@ _DECODERS: dict[bytes, Callable[[], Any]] = {
 
 
 def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """Return a body's encoding, or None without one. Raises `UnsupportedMediaTypeError`."""
+    """Return the encoding of a body or None. Raises `UnsupportedMediaTypeError`."""
     values = b",".join(value for name, value in headers if name == b"content-encoding")
     given = [name.strip() for name in values.lower().split(b",")]
     encodings = [name for name in given if name not in (b"", b"identity")]

@@ -29,7 +29,7 @@ class PeerClient:
     async def relay(self, request: Request, *, to: int, body: bytes = b"") -> Response:
         """Relay a request and its `body` to process `to`, and return the answer.
 
-        Raises `UnavailableError` without the process, and `ClientGoneError` without the client.
+        Raises `UnavailableError` if the process is down, `ClientGoneError` if the client is gone.
         """
         method, target = request.method.encode(), read_target(request.scope)
         begin = self._begin(to, method, target, headers=list_headers(request.scope), body=body)

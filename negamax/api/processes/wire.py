@@ -1,4 +1,4 @@
-"""Define the messages of the first process to another server process: JSON lines on its stdin."""
+"""Define the JSON lines that the first process writes to the standard input of other processes."""
 
 import msgspec
 

@@ -10,7 +10,7 @@ from negamax.api.router.servers import RoutedServer
 
 _METRICS = (  # Kind, name, attribute of `RoutedServer`, help text.
     (CounterMetricFamily, "requests", "num_requests", "Requests sent to a server."),
-    (CounterMetricFamily, "retries", "num_retries", "Requests that another server failed."),
+    (CounterMetricFamily, "retries", "num_retries", "Requests sent after another server failed."),
     (CounterMetricFamily, "failures", "num_failures", "Refused requests, and incomplete answers."),
     (CounterMetricFamily, "prefix_hits", "num_prefix_hits", "Requests with a known prefix."),
     (GaugeMetricFamily, "up", "is_up", "1 if a server gets requests."),

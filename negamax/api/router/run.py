@@ -46,7 +46,7 @@ async def serve_router(
     listener: socket.socket,
     announce: Callable[[str, int], None],
 ) -> None:
-    """Route requests until SIGINT or SIGTERM. `announce` receives the URL and the healthy servers.
+    """Route until SIGINT or SIGTERM. Call `announce` with the URL and the number of ready servers.
 
     A server that is down at the start gets requests as soon as it answers.
     """

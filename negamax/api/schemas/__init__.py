@@ -1,1 +1,1 @@
-"""Schemas that dialects share. Requests are pydantic models, and answers are msgspec structs."""
+"""Define requests of several APIs as pydantic models, and answers as msgspec structs."""

@@ -139,7 +139,7 @@ class ReplicaHealth(Struct, frozen=True):
 
 class HealthAnswer(Struct, frozen=True):
     status: str  # `ok`, or `degraded` if a replica does not answer.
-    replicas: list[ReplicaHealth] | UnsetType = UNSET  # State of each replica, if not single.
+    replicas: list[ReplicaHealth] | UnsetType = UNSET  # States of several replicas.
 
 
 class VersionAnswer(Struct, frozen=True):

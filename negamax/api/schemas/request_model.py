@@ -59,7 +59,9 @@ def refuse(param: str, message: str) -> NoReturn:
 def check_choice(value: object, allowed: Collection[str], param: str, *, what: str = "") -> str:
     """Return `value` if `allowed` contains it, else raise `InvalidRequestError` about `param`."""
     if not isinstance(value, str) or value not in allowed:
-        refuse(param, f"{what}{describe(value)} is none of {', '.join(map(repr, allowed))}")
+        refuse(
+            param, f"{what}{describe(value)} is not valid; allowed: {', '.join(map(repr, allowed))}"
+        )
     return value
 
 

@@ -108,7 +108,7 @@ class SamplingFields(RequestModel):
     """Sampling parameters that have the same name in all APIs."""
 
     stream_interval: int | None = Field(default=None, ge=1)  # Tokens per event of a stream.
-    temperature: float | None = None  # Sampling temperature; 0 selects the likeliest token.
+    temperature: float | None = None  # Sampling temperature; 0 is greedy.
     top_p: float | None = None  # Sample from the likeliest tokens with this total probability.
     top_k: int | None = None  # Sample from this many of the likeliest tokens; 0 and -1 mean all.
     min_p: float | None = None  # Least probability of a token, relative to the likeliest token.

@@ -45,7 +45,7 @@ class ThinkingChoice:
         return "disabled" if self.effort == "minimal" and template.reads("thinking_mode") else None
 
     def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return the variables that `template` reads. Disabled thinking omits the effort."""
+        """Return the variables that `template` reads. Omit the effort if thinking is disabled."""
         mode = self.mode_for(template)
         variables = {
             "thinking_mode": mode,

@@ -41,7 +41,7 @@ def _check_tool_choice(choice: object) -> object:
         "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}}, "
         "or {'type': 'allowed_tools', ...}"
     )
-    refuse("tool_choice", f"the value {describe(kind)} is not allowed; send {allowed}")
+    refuse("tool_choice", f"the value {describe(kind)} is not valid; allowed: {allowed}")
 
 
 def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
@@ -98,7 +98,7 @@ class ChatRequest(StructuredRequest):
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
-    top_logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
+    top_logprobs: int | None = Field(default=None, ge=0)  # Number of likely tokens per position.
     tools: Tools | None = None  # Functions that the model may call; at most 1,024.
     # Whether the model may or must call tools, and which tools it may call.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
@@ -110,7 +110,7 @@ class ChatRequest(StructuredRequest):
     continue_final_message: bool = False  # Requires add_generation_prompt=false.
     echo: bool = False  # Return also the text that continue_final_message continues.
     thinking: ThinkingParam | None = None  # Whether the model thinks, and the token limit.
-    # Thinking mode of M3's chat template: enabled, disabled or adaptive.
+    # Selects whether the model thinks, as in M3's chat template.
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # True sets thinking_mode to enabled, false to disabled.
     # How much the model thinks, if the template uses the effort. "none" disables thinking.
@@ -229,7 +229,7 @@ class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion"
     choices: list[ChatChoice]  # The `n` choices in the order of `index`.
     usage: Usage  # Token counts.
-    # Logprobs of each prompt token, by token id. The first prompt token has null.
+    # Logprobs at each prompt position, with token ids as keys. The first entry is null.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # Sent if return_token_ids is set.
 
@@ -248,14 +248,14 @@ class ChatChunkChoice(Struct, frozen=True):
     delta: Delta  # New part of the choice.
     logprobs: ChatLogprobs | None = None  # Logprobs of the tokens since the last chunk.
     finish_reason: str | None = None  # `stop`, `length`, `tool_calls` or `abort` in the last chunk.
-    stop_reason: int | str | UnsetType | None = UNSET  # Stop string or id, in the last chunk.
+    stop_reason: int | str | UnsetType | None = UNSET  # Stop string or token id, in the last chunk.
     token_ids: list[int] | UnsetType = UNSET  # New token ids, if return_token_ids is set.
 
 
 class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion.chunk"
     choices: list[ChatChunkChoice]  # One choice, or none in the chunk with token counts.
-    usage: Usage | UnsetType | None = UNSET  # Counts, or null; sent only with include_usage.
+    usage: Usage | UnsetType | None = UNSET  # Token counts or null, if include_usage is set.
     prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, in the first chunk only.
 
 

@@ -62,7 +62,7 @@ class CompletionRequest(StructuredRequest):
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
     max_tokens: int | None = Field(default=16, ge=0)  # Limit of generated tokens; 0 requires echo.
-    logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
+    logprobs: int | None = Field(default=None, ge=0)  # Number of likely tokens per position.
     echo: bool = False  # Return the prompt and its logprobs before the generated text.
 
     @property
@@ -82,7 +82,7 @@ class TextChoice(Struct, frozen=True):
     finish_reason: str | None  # `stop`, `length` or `abort`; null before the last chunk.
     stop_reason: int | str | UnsetType | None = UNSET  # Stop string or token that ended the text.
     token_ids: list[int] | UnsetType = UNSET  # Token ids of the text, with return_token_ids.
-    # Logprobs of each prompt token, by token id. The first prompt token has null.
+    # Logprobs at each prompt position, with token ids as keys. The first entry is null.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # Sent if return_token_ids is set.
 
@@ -93,5 +93,5 @@ class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "text_completion"
     # `n` choices per prompt, in prompt order. A stream chunk contains one choice or none.
     choices: list[TextChoice]
-    # Token counts. In a stream, include_usage adds the field; it is null in chunks without counts.
+    # Token counts. With include_usage, a stream has counts in some chunks and null in the others.
     usage: Usage | UnsetType | None = UNSET

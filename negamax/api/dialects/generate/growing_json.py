@@ -41,7 +41,7 @@ class RepeatPacing:
         self._next = 0.0
 
     def is_due(self, num_bytes: int, *, now: float) -> bool:
-        """Return True and count the event's bytes if it may be sent at time `now`, in seconds."""
+        """Return True and count the bytes of an event that may be sent at `now`, in seconds."""
         if now < self._next:
             return False
         self._next = now + num_bytes / self._rate

@@ -89,8 +89,8 @@ class NativeRequest(EngineRequest):
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
     rid: RequestId | list[RequestId] | None = None  # Id of the request, or one id per prompt.
     return_logprob: bool = False  # Return the log-probability of each token in meta_info.
-    logprob_start_len: int = Field(default=-1, ge=-1)  # First position with logprobs, or -1.
-    top_logprobs_num: int = Field(default=0, ge=0)  # Likely tokens to list per position.
+    logprob_start_len: int = Field(default=-1, ge=-1)  # First position with logprobs; -1 for none.
+    top_logprobs_num: int = Field(default=0, ge=0)  # Number of likely tokens per position.
     return_text_in_logprobs: bool = False  # Add the text of the token to each logprob.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
 
@@ -137,7 +137,7 @@ class NativeRequest(EngineRequest):
 class AbortRequest(RequestModel):
     """Selects the requests to abort."""
 
-    rid: RequestId | None = None  # Id that a request or its answer contains.
+    rid: RequestId | None = None  # Id of the request, from the request or from its answer.
     abort_all: bool = False  # Abort the requests of all clients.
 
 
@@ -148,7 +148,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     """Metadata of an answer, with logprobs if the client requested logprobs."""
 
     id: str  # The client's rid, or a random id.
-    finish_reason: dict[str, Any] | None  # Object with `type` stop, length or abort; else null.
+    finish_reason: dict[str, Any] | None  # Null, then an object with `type` stop, length or abort.
     prompt_tokens: int  # Prompt tokens, including cached tokens.
     completion_tokens: int  # Generated tokens.
     cached_tokens: int  # Prompt tokens found in the prefix cache.
@@ -183,7 +183,7 @@ class NativeModelInfo(Struct, frozen=True, kw_only=True):
     model_path: str  # Folder or hub id of the model.
     tokenizer_path: str  # Same value as model_path.
     is_generation: bool = True  # The model generates text.
-    preferred_sampling_params: None = None  # Always null; /server_info returns these defaults.
+    preferred_sampling_params: None = None  # Always null; /server_info has the sampling defaults.
     weight_version: str = "default"  # Always `default`.
     has_image_understanding: bool = False  # Always false; this API reads no images.
     has_audio_understanding: bool = False  # The model reads no audio.

@@ -1,6 +1,6 @@
 """Convert Anthropic's conversations into messages of chat completions without losing content.
 
-The messages of a growing conversation start with unchanged messages, which the prefix cache serves.
+When a conversation grows, its earlier messages stay unchanged, so that the prefix cache applies.
 """
 
 import re
@@ -21,7 +21,7 @@ _CLEAR_AT = ("never", "next_user_message")
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip
-# Claude Code begins each request with a different line, which would prevent prefix caching.
+# The first line of Claude Code differs in each request, which would prevent prefix caching.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)

@@ -202,7 +202,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
             case BlockClosed():
-                if self._has_own_item(block):  # The item's type is known only at its end.
+                if self._has_own_item(block):  # Only a complete call has a known type.
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")
@@ -234,7 +234,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
                 yield self._text(
                     block, "output_text.delta", content_index=0, delta=text, logprobs=logprobs
                 )
-            # Only the whole JSON of a custom tool's call can be decoded, at the end of the call.
+            # The input of a custom tool is sent at the end, because decoding needs the whole JSON.
             case BlockKind.CALL if not (self._is_custom(block) or self._has_own_item(block)):
                 yield self._text(block, "function_call_arguments.delta", delta=text)
 

@@ -129,8 +129,7 @@ def _get_called_name(item: Mapping[str, Any]) -> Any:
 def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
     """Return the id of the call that a result belongs to.
 
-    The result of a local shell call may have the item id of the call instead of the call id.
-    `local_calls` maps these item ids to call ids.
+    A local shell result may contain an item id instead, which `local_calls` maps to the call id.
     """
     call_id, item_id = item.get("call_id"), item.get("id")
     if call_id is not None or item.get("type") != "local_shell_call_output":

@@ -31,7 +31,7 @@ class Item(Struct, frozen=True, tag_field="type"):
 
 
 class ReasoningItem(Item, frozen=True, tag="reasoning"):
-    summary: list[SummaryText]  # One part if reasoning.summary is set, else empty.
+    summary: list[SummaryText]  # The list has one part if reasoning.summary is set.
     content: list[ReasoningText]  # The list always has one part.
     encrypted_content: str | UnsetType | None = UNSET  # The reasoning, if `include` requests it.
 

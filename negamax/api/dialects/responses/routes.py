@@ -251,7 +251,7 @@ class _Responses:
     async def cancel(self, response_id: str, tenant: str) -> bytes:
         """Cancel a background response and return its last state.
 
-        Raises `NotFoundError` for an unknown id, and `InvalidRequestError` without `background`.
+        Raises `NotFoundError` for an unknown id. `InvalidRequestError` refuses other responses.
         """
         response = msgspec.json.decode(self.kept(response_id, tenant).body)
         if not response["background"]:
@@ -325,7 +325,7 @@ class _Responses:
     async def _given(
         self, params: ResponsesRequest, tenant: str, *, num_bytes: int
     ) -> tuple[list[Item], int]:
-        """Return the input items and the request's bytes, both with all referenced items."""
+        """Return the input items with all referenced items, and the request's size in bytes."""
         if isinstance(params.input, str):
             return [{"type": "message", "role": "user", "content": params.input}], num_bytes
         references = {
@@ -355,7 +355,7 @@ class _Responses:
         return given, num_bytes
 
     async def _items(self, item_ids: set[str], tenant: str) -> dict[str, Item]:
-        """Return output items of stored responses by id. Other processes send items they store."""
+        """Return output items of stored responses by id, also items that other processes store."""
         rank = self._context.server_rank
         by_owner: dict[int, set[str]] = {}
         for item_id in item_ids:

@@ -98,7 +98,7 @@ class TextConfig(RequestModel):
 
 
 class ResponsesRequest(TurnRequest):
-    """A request to answer a list of items, which may continue a stored response."""
+    """A request to answer a list of items. The request may continue a stored response."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset(
         {
@@ -129,7 +129,7 @@ class ResponsesRequest(TurnRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # A mode, a tool, or an allowed_tools object.
     parallel_tool_calls: bool = True  # False allows at most one call.
-    reasoning: ReasoningConfig = ReasoningConfig()  # Effort, and whether to add a summary.
+    reasoning: ReasoningConfig = ReasoningConfig()  # Reasoning effort, and whether to summarize.
     text: TextConfig = TextConfig()  # Format of the answer.
     # The values reasoning.encrypted_content and message.output_text.logprobs add output fields.
     include: list[str] = Field(default_factory=list)
@@ -235,7 +235,7 @@ def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> li
             allowed = "the name of a type, such as 'function'"
             refuse(f"{where}.type", f"{describe(kind)} is not allowed; send {allowed}")
         return []
-    described = tool.get("function", tool)  # Some clients use the format of chats.
+    described = tool.get("function", tool)  # Some clients use the format of chat completions.
     if not isinstance(described, dict):
         refuse(f"{where}.function", "must be an object with a name")
     called = build_shown_name(namespace, described.get("name"))
