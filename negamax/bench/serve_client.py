@@ -59,8 +59,8 @@ class ClientConnection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._now = 0.0  # Arrival time of the latest bytes.
         self._num_framing = 0  # Bytes since the head or the last piece of the body ended.
-        self._until_close = False  # True: the body ends when the connection closes.
-        self._untouched = True  # True: no byte of the answer has arrived.
+        self._until_close = False  # Whether the body ends when the connection closes.
+        self._untouched = True  # Whether no byte of the answer has arrived.
         self._keep = True
 
     @property
@@ -150,8 +150,8 @@ class ResponseRecord:
     arrivals: array[float] = field(default_factory=lambda: array("d"))
     # reported number of output tokens at each arrival; 0 if not reported
     running_tokens: array[int] = field(default_factory=lambda: array("q"))
-    prompt_tokens: int | None = None  # None: unknown.
-    prompt_reported: bool = True  # False: the workload, not the server, gave the count.
+    prompt_tokens: int | None = None  # None if unknown.
+    prompt_reported: bool = True  # Whether the server reported the count of prompt tokens.
     output_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -395,7 +395,7 @@ class ServingClient:
             "user-agent": "negamax-bench",
         } | headers
         if any(c in text for pair in lines.items() for text in pair for c in "\r\n"):
-            hint = "pass --header NAME=VALUE on one line"
+            hint = "write --header NAME=VALUE on one line"
             raise ConfigError("a header contains a line break", hint=hint)
         self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[ClientConnection] = []

@@ -36,7 +36,7 @@ def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
         if missing:
             raise ConfigError(
                 f"{str(file)!r} is not a benchmark result: {missing[0]} is missing",
-                hint="pass files of `bench serve --save-result`; answers need two or more tokens",
+                hint="use files of `bench serve --save-result` with answers of two or more tokens",
             )
         results.append(found)
     return results

@@ -25,8 +25,8 @@ from negamax.bench.verify_checks import (
     read_own_cases,
 )
 
-MAX_ATTEMPTS = 10  # attempts per request, as in MiniMax's published suite
-SHOWN_FAILURES = 5  # number of failures that the report shows per row
+MAX_ATTEMPTS = 10  # Attempts per request, as in MiniMax's published suite.
+SHOWN_FAILURES = 5  # Number of failures that the report shows per row.
 # Minimum pass rates of the published suite. Every other row of the report allows no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
 _CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # case keys that are not sent

@@ -19,7 +19,7 @@ from negamax.checkpoint.reader import CheckpointReader, TensorEntry
 from negamax.formats.floats import E4M3_FNUZ
 from negamax.formats.tensor_format import Role, TensorFormat
 
-_MAX_NAMED = 5  # a message names at most this number of tensors
+_MAX_NAMED = 5  # A message names at most this number of tensors.
 # NaN and infinity have all exponent bits set. E4M3FN has no infinity, and NaN is 0x7F or 0xFF.
 _SPECIAL_BITS = {
     torch.float32: (torch.int32, 0x7F800000),
@@ -60,7 +60,7 @@ class FiniteCheck:
 
     _parts: list[_Part] = field(default_factory=list)
     _scales: dict[str, BrokenScale] = field(default_factory=dict)
-    # name of a matrix -> the matrix if all its parts so far hold only zeros, else None
+    # name of a matrix -> the matrix if all its parts so far contain only zeros, else None
     _zeros: dict[str, ZeroMatrix | None] = field(default_factory=dict)
 
     def add(self, values: Tensor, *sources: TensorEntry) -> None:
@@ -69,7 +69,7 @@ class FiniteCheck:
             self._parts.append(_Part(sources, values.dtype, _largest_exponent(values)))
 
     def add_matrix(self, name: str, zeros: ZeroMatrix | None) -> None:
-        """Record a part of the matrix `name`. `zeros` is None if a value is not 0."""
+        """Record a part of the matrix `name`. `zeros` is None if the part has a nonzero value."""
         self._zeros[name] = zeros and self._zeros.get(name, zeros)
 
     def add_scale(self, scale: BrokenScale) -> None:
@@ -79,8 +79,8 @@ class FiniteCheck:
     def finish(self, reader: CheckpointReader) -> None:
         """Raise `CheckpointError` if a tensor is broken.
 
-        The message gives names, the number of broken values and the index of the first broken
-        value. The errors of `check_zeros` are raised too.
+        The message lists tensor names, the number of broken values and the index of the first
+        broken value. `check_zeros` may also raise this error.
         """
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, part in enumerate(self._parts):
@@ -112,7 +112,7 @@ _BROKEN = "download the files again; if they are complete, the checkpoint itself
 
 
 def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorFormat) -> None:
-    """Check `values` on the CPU, read from `entry`. `role` is their role in the format `stored`.
+    """Check `values`, read from `entry` to the CPU, with the role `role` in the format `stored`.
 
     Raises `CheckpointError` for invalid scales, and for values that are NaN or infinite.
     """
@@ -121,7 +121,7 @@ def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorF
         with CheckpointReader() as reader:
             text = _describe_scales(reader, [scale])
         raise CheckpointError(text, hint=_BROKEN)
-    # FNUZ has another NaN, and files may declare FNUZ as E4M3FN, so FNUZ values are not checked.
+    # Files may declare FNUZ as E4M3FN, which encodes NaN differently, so FNUZ is not checked.
     if role is Role.VALUES and values.dtype in _SPECIAL_BITS and stored.element != E4M3_FNUZ:
         places = find_non_finite(values).nonzero()
         if len(places):

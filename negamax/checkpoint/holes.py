@@ -59,7 +59,7 @@ def check_zeros(reader: CheckpointReader, zeros: Mapping[str, ZeroMatrix]) -> No
             )
     if zeros:
         logger.warning(
-            "%d matrices hold only zeros: %s; if you do not expect that, download the files again",
+            "%d matrices hold only zeros: %s; if this is unexpected, download the files again",
             len(zeros), list_first(list(zeros)),
         )  # fmt: skip
 

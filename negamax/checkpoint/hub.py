@@ -40,7 +40,7 @@ def check_model_name(model: str, also: Collection[str] = ()) -> Path | None:
             raise _refuse_gguf(model)
         if folder.is_file():
             raise ConfigError(
-                f"model {model!r} is a file; a folder is needed", hint=f"give {folder.parent}"
+                f"model {model!r} is a file; a folder is needed", hint=f"use {folder.parent}"
             )
     except (OSError, RuntimeError):  # the name is too long for a path, or "~name" is unknown
         pass
@@ -77,7 +77,7 @@ def _check_folder(folder: Path) -> None:
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
             f"{folder} holds an adapter; adapters are not supported",
-            hint="merge the adapter into its checkpoint, and give the folder of the result",
+            hint="merge the adapter into its checkpoint, and use the folder of the result",
         )
 
 
@@ -129,7 +129,8 @@ def resolve_model(
         )
     except NegamaxError:
         raise
-    # Each version of the client raises exceptions of another HTTP library, so all are caught.
+    # Each version of the client raises exceptions of another HTTP library, so all exceptions are
+    # caught.
     except Exception as error:
         # ModelScope's client lists the errors of all failed files; the first error is reported.
         cause = next(iter(getattr(error, "failed_files", {}).values()), error)

@@ -134,7 +134,7 @@ def failure(error: Exception, where: str) -> NegamaxError:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        hint = "accept its terms on huggingface.co and run `hf auth login`"
+        hint = "accept the model's terms on huggingface.co and run `hf auth login`"
         return ConfigError(f"{where} is gated on the hub", hint=hint)
     if isinstance(error, errors.RevisionNotFoundError):
         return ConfigError(f"{where} does not exist on the hub", hint="check --revision")

@@ -1,4 +1,4 @@
-"""Hash of a checkpoint folder. Caches and conversions recognize their source by this hash."""
+"""Hash of a checkpoint folder, by which caches and conversions recognize their source."""
 
 import hashlib
 import re
@@ -15,7 +15,7 @@ def compute_identity(folder: Path) -> str:
     """Return a hash that identifies a checkpoint.
 
     The hash covers names and sizes of the weight files, and the content of the files that describe
-    the checkpoint. It also covers the hub's commit, or the modification times of local files.
+    the checkpoint. The hash also covers the hub's commit, or the modification times of local files.
     """
     commit = find_commit(folder)
     described = [path for name in _DESCRIPTIONS for path in sorted(folder.glob(name))]

@@ -30,11 +30,11 @@ logger = get_logger(__name__)
 class CheckpointReport:
     """Numbers of tensors and bytes that the loader read, and the tensors that it skipped."""
 
-    num_tensors: int  # number of tensors in the checkpoint, minus skipped tensors
-    num_bytes: int  # number of bytes that this rank read
-    num_dequantized: int  # number of weights that were dequantized
-    num_kept: int  # number of weights that were kept as stored
-    dequantized_formats: str  # names of the stored formats of these weights
+    num_tensors: int  # Number of tensors in the checkpoint, minus skipped tensors.
+    num_bytes: int  # Number of bytes that this rank read.
+    num_dequantized: int  # Number of weights that were dequantized.
+    num_kept: int  # Number of weights that were kept as stored.
+    dequantized_formats: str  # Stored formats of the dequantized weights.
     kept_formats: str
     # largest relative error of a converted matrix: RMS(error) / RMS(matrix); None: no conversion
     change: float | None

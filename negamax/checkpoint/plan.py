@@ -41,13 +41,13 @@ PLAIN_DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a checkpoint, or a slice of a fused tensor. The slice holds one matrix."""
+    """A tensor of a checkpoint, or a slice of a fused tensor. The slice contains one matrix."""
 
     entry: TensorEntry
     shape: tuple[int, ...]
-    index: tuple[int, ...] = ()  # indices into the leading dimensions of `entry`
-    start: tuple[int, ...] = ()  # offsets in the other dimensions of `entry`; (): all 0
-    # the shape that a tensor of role SHAPE must contain; None: the shape of the slot's matrix
+    index: tuple[int, ...] = ()  # Indices into the leading dimensions of `entry`.
+    start: tuple[int, ...] = ()  # Offsets in the other dimensions of `entry`; (): all 0.
+    # The shape that a tensor of role SHAPE must contain; None: the shape of the slot's matrix.
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
@@ -91,7 +91,7 @@ class Move:
 
     @property
     def is_of_values(self) -> bool:
-        """Whether the slot stores the values of a matrix. Other slots store its scales."""
+        """Whether the slot stores the values of a matrix, not scales."""
         return self.slot.stored in (None, self.slot.source.values)
 
     @property
@@ -130,7 +130,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this rank reads. Only one of the moves that quantize a matrix counts them."""
+        """Bytes that this rank reads, or 0 for scales of a matrix that the loader quantizes."""
         if self.is_quantized and not self.is_of_values:
             return 0
         return sum(source.num_bytes(part) for _, source, part in self.parts())
@@ -154,8 +154,8 @@ class LoadPlan:
     """All moves of one rank in reading order, and the skipped tensors."""
 
     moves: list[Move]
-    skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
-    num_tensors: int  # tensors in the checkpoint, without skipped tensors
+    skipped: Mapping[str, tuple[str, ...]]  # Reason -> tensor names.
+    num_tensors: int  # Tensors in the checkpoint, without skipped tensors.
 
     @property
     def needed(self) -> list[Move]:
@@ -407,9 +407,9 @@ _UNLISTED = (
 class _Problems:
     """Mismatches between a checkpoint and a model. Single writer: `plan_tensors`."""
 
-    misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # tensor -> message, hint
-    missing: dict[str, None] = field(default_factory=dict)  # names of missing tensors, in order
-    unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # name in `Places` -> source
+    misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # Tensor -> message, hint.
+    missing: dict[str, None] = field(default_factory=dict)  # Names of missing tensors, in order.
+    unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # Name in `Places` -> source.
     lost_files: str | None = None
 
     def check(
@@ -420,7 +420,7 @@ class _Problems:
         num_layers: int,
         is_empty: bool,
     ) -> None:
-        """Raise `CheckpointError` if there are mismatches. It lists at most ten of each kind."""
+        """Raise `CheckpointError` for mismatches. The error lists at most ten of each kind."""
         texts, hints = [], []
         if self.misfits:
             texts.append(next(iter(self.misfits.values()))[0])

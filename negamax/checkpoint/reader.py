@@ -1,7 +1,7 @@
 """Reader of safetensors checkpoints: find tensors, check file headers, read data.
 
-The index lists the files. Without an index, all files of the folder are read. The file count that
-file names state is not trusted: MiniMax-M2 has 125 files with names that end in "of-00130".
+The index lists the files. Without an index, all files of the folder are read. The file count in
+file names may be wrong: MiniMax-M2 has 125 files with names that end in "of-00130".
 """
 
 import json
@@ -29,9 +29,9 @@ from negamax.parallel.layout import ParallelLayout
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100 * 10**6  # limit of the safetensors format
-MAX_DIMENSIONS = 64  # largest number of dimensions in PyTorch
-MAX_NAME_CHARS = 1024  # limit for tensor names, because messages contain them
+MAX_HEADER_BYTES = 100 * 10**6  # Limit of the safetensors format.
+MAX_DIMENSIONS = 64  # Largest number of dimensions in PyTorch.
+MAX_NAME_CHARS = 1024  # Limit for tensor names, because messages contain them.
 
 _SHARD_OF = re.compile(r"-of-(\d+)\.safetensors$")
 
@@ -101,8 +101,8 @@ class Span:
     start: int
     num_bytes: int
     dtype: torch.dtype
-    shape: tuple[int, ...]  # shape of the tensor that the bytes contain
-    part: tuple[slice, ...]  # the part within `shape`
+    shape: tuple[int, ...]  # Shape of the tensor that the bytes contain.
+    part: tuple[slice, ...]  # The part within `shape`.
 
     @staticmethod
     def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> "Span":
@@ -261,7 +261,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         end += entry.num_bytes
     if size != end:
         raise CheckpointError(
-            f"{file} is truncated or damaged: it has {size} bytes, but its header says {end}",
+            f"{file} is truncated or damaged: it has {size} bytes, but its header declares {end}",
             hint=_AGAIN,
         )
     return entries
@@ -274,7 +274,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
     """Return the weight files, and the map from tensor name to file name if there is an index."""
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is not a folder", hint="give the folder of a Hugging Face checkpoint"
+            f"{folder} is not a folder", hint="use the folder of a Hugging Face checkpoint"
         )
     index_path = folder / INDEX_NAME
     if is_split(folder):
@@ -335,7 +335,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         if any(name.endswith(".safetensors") for name in found):
             hint = f"copy the {INDEX_NAME} of these files into the folder, or rename the files"
         elif found:
-            hint = "use a checkpoint in safetensors; other formats are not supported"
+            hint = "use a checkpoint in the safetensors format; other formats are not supported"
         raise CheckpointError(
             f"{folder} has no model.safetensors, no {INDEX_NAME} and no model-*.safetensors"
             + (f"; it has {list_first(found)}" if found else ""),

@@ -22,7 +22,7 @@ def is_split(folder: Path) -> bool:
 def read_ranks(folder: Path) -> list[ParallelLayout]:
     """Return the ranks for which a checkpoint is split, or an empty list if it is not split.
 
-    Raises `CheckpointError` if the index does not give the sizes of the split.
+    Raises `CheckpointError` if the index does not contain the sizes of the split.
     """
     if not is_split(folder):
         return []

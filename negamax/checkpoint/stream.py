@@ -29,8 +29,8 @@ from negamax.kernels.quantize.stored import dequantize, encode
 THREADS = 8
 BUFFERS = 16
 PIECE_BYTES = 32 * 2**20
-GAP_BYTES = 256 * 2**10  # parts with a gap of up to this size are read in one request
-_ALIGNMENT = 64  # modulo this number, a piece has the same address in its buffer and in the file
+GAP_BYTES = 256 * 2**10  # Parts with a gap of up to this size are read in one request.
+_ALIGNMENT = 64  # Modulo this number, a piece has the same address in its buffer and in the file.
 
 
 class Part(NamedTuple):
@@ -43,9 +43,9 @@ class Part(NamedTuple):
     move: Move
     tensor: Tensor
     broken: list[BrokenScale]
-    zeros: bool  # all bytes of the part's values are 0 in the file
-    plain: Tensor | None = None  # values before the loader quantized the part
-    change: Tensor | None = None  # [] fp32
+    zeros: bool  # All bytes of the part's values are 0 in the file.
+    plain: Tensor | None = None  # Values before the loader quantized the part.
+    change: Tensor | None = None  # [] fp32.
 
 
 GiveParts = Callable[[], Sequence[Part]]
@@ -223,7 +223,7 @@ class _Stream:
 
 
 def _kept(move: Move, there: Sequence[_Found]) -> dict[str, Tensor]:
-    """Check the tensors of a matrix with `check_entries`, and return those with its contents."""
+    """Check the tensors of a matrix with `check_entries`; return those that affect its values."""
     tensors = {}
     for wanted, tensor, *_ in there:
         stored, part = wanted.stored, wanted.stored.part(move.read_region)

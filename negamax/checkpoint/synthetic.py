@@ -27,8 +27,8 @@ from negamax.models.family import Initializer
 from negamax.models.registry import import_init
 
 # Constants for E4M3 with scales per block. `weight_only/draw.py` draws other formats.
-VALUE_STD = 90.0  # standard deviation of E4M3 values; the largest is 448
-SCALE_SPREAD = 0.1  # standard deviation of scales, relative to their mean
+VALUE_STD = 90.0  # Standard deviation of E4M3 values; the largest is 448.
+SCALE_SPREAD = 0.1  # Standard deviation of scales, relative to their mean.
 # Elements per draw. Weights depend on this number, because each draw seeds the generator.
 DRAW_ELEMENTS = 2**27
 

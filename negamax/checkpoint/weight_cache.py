@@ -1,10 +1,10 @@
-"""Cache of sharded weights (`--weight-cache DIR`): parameters after the load, before packing.
+"""Cache of sharded weights (`--weight-cache DIR`): loaded parameters, before packing.
 
-Each rank has one safetensors file, which it reads from start to end. The file holds the bytes of
-the parameters in model order. The file's header holds a key (`_key`), which identifies the source,
-and a CRC-32 per chunk. CRC-32 detects damage by disks and transfers, and is several times as fast
-as a cryptographic hash. If the key differs, the file is stale. The rank then loads the checkpoint
-and replaces the file. A writer gives the file its final name when the file is complete.
+Each rank has one safetensors file, which it reads from start to end. The file contains the bytes of
+the parameters in model order. The file's header contains a CRC-32 per chunk and a key (`_key`),
+which identifies the source. CRC-32 detects damage by disks and transfers, and is several times as
+fast as a cryptographic hash. If the key differs, the file is stale. The rank then loads the
+checkpoint and replaces the file. A writer gives the file its final name when the file is complete.
 """
 
 import errno
@@ -109,7 +109,7 @@ def _name(checkpoint: Path, layout: ParallelLayout) -> str:
 def _key(
     slots: Mapping[str, WeightSlot], checkpoint: Path, layout: ParallelLayout
 ) -> dict[str, str]:
-    """Return the parts of a file's key by name. The log gives the names of parts that differ."""
+    """Return the parts of a file's key by name. The log lists the names of parts that differ."""
     needed = [slot for slot in slots.values() if slot.target is not None]
     formats = {slot.source.name + ("" if slot.stored is None else " as stored") for slot in needed}
     return {

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from negamax.base.errors import ConfigError
 from negamax.config.quantization import PROVENANCE, read_quantization
 
-MAX_TOKEN_IDS = 1024  # largest number of ids in a list of end tokens
+MAX_TOKEN_IDS = 1024  # Largest number of ids in a list of end tokens.
 # Size in config.json -> field of `ModelSpec`. A missing size is an error.
 _SIZES = {
     "vocab_size": "vocab_size",

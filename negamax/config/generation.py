@@ -26,17 +26,17 @@ _LIMITS = {  # sampling field -> (default, lowest value, highest value)
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Values of the sampling fields that a request omits."""
 
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0 selects greedy sampling
     top_p: float = 1.0
-    top_k: int = 0  # 0: off
+    top_k: int = 0  # 0 turns top-k off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
-    eos_token_ids: tuple[int, ...]  # the end tokens of the tokenizer are first
-    warning: str | None = None  # set if the files have different end tokens
+    eos_token_ids: tuple[int, ...]  # The end tokens of the tokenizer are first.
+    warning: str | None = None  # Set if the files have different end tokens.
 
 
 def read_generation_defaults(

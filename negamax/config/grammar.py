@@ -18,8 +18,8 @@ GrammarKind = Literal[
 ]
 
 MAX_TEXT_BYTES = 512 * 1024
-MAX_NESTING = 100  # allowed depth of nested objects and arrays
-MAX_CALLS_NESTING = MAX_NESTING + 5  # a tool_calls grammar contains schemas 5 levels deeper
+MAX_NESTING = 100  # Allowed depth of nested objects and arrays.
+MAX_CALLS_NESTING = MAX_NESTING + 5  # A tool_calls grammar contains schemas 5 levels deeper.
 MAX_CHOICES = 2000
 MAX_GROUPS = 200  # allowed depth of nested groups in an expression
 
@@ -152,9 +152,9 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["open", "optional"]
     opener: Marker
     closer: Marker
-    call_opener: Marker  # tag that begins a block of tool calls, and also ends reasoning
-    closing_ids: tuple[int, ...]  # tokens that end the reasoning when its budget is spent
-    max_newlines: int  # limit of newlines between `closer` and the content
+    call_opener: Marker  # Tag that begins a block of tool calls, and also ends reasoning.
+    closing_ids: tuple[int, ...]  # Tokens that end the reasoning when its budget is spent.
+    max_newlines: int  # Limit of newlines between `closer` and the content.
 
     def check(self, *, vocab_size: int) -> None:
         """Refuse token ids outside the vocabulary. Raises `InvalidRequestError`."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from negamax.base.errors import CheckpointError
 
-LFS_POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
-MAX_BYTES = 64 * 2**20  # limit; the largest files are checkpoint indexes below 20 MiB
+LFS_POINTER = b"version https://git-lfs"  # First bytes of a Git LFS pointer.
+MAX_BYTES = 64 * 2**20  # Limit; the largest files are checkpoint indexes below 20 MiB.
 
 
 def check_pointer(path: Path, data: bytes) -> None:

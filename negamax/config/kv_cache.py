@@ -25,19 +25,19 @@ _BYTES_PER_SECOND = 4.25e12  # memory bandwidth of an H200
 class KvCacheSpec:
     """One cache of one layer: `heads` vectors of `width` elements for each token."""
 
-    name: str  # name by which the layer finds the cache
-    heads: int  # number of heads, summed over the ranks
-    width: int  # number of elements per head and token
-    dtype: str | None = None  # None: the dtype of --kv-cache-dtype or --index-cache-dtype
-    block_tokens: int = 1  # the block size must be a multiple of this number
-    replicated: bool = False  # every rank stores all heads
-    is_sharded: bool = False  # rank r of n stores only the blocks b with b % n = r
-    # number n of ranks that store one head together. If n > 1, rank r of n stores a padding block,
+    name: str  # Name by which the layer finds the cache.
+    heads: int  # Number of heads, summed over the ranks.
+    width: int  # Number of elements per head and token.
+    dtype: str | None = None  # None selects --kv-cache-dtype or --index-cache-dtype.
+    block_tokens: int = 1  # The block size must be a multiple of this number.
+    replicated: bool = False  # Every rank stores all heads.
+    is_sharded: bool = False  # Rank r of n stores only the blocks b with b % n = r.
+    # Number n of ranks that store one head together. If n > 1, rank r of n stores a padding block,
     # followed by the blocks b with b % n = r.
     holders: int = 1
-    is_index: bool = False  # the cache stores the keys of top-k block selection
-    unread_tokens: int = 0  # decode steps of sequences up to this length do not read the cache
-    most_read_tokens: int | None = None  # limit of tokens that a decode step reads; None: no limit
+    is_index: bool = False  # The cache stores the keys of top-k block selection.
+    unread_tokens: int = 0  # Decode steps of sequences up to this length do not read the cache.
+    most_read_tokens: int | None = None  # Limit of tokens that a decode step reads; None: no limit.
 
     def local_heads(self, ranks: int) -> int:
         """Return the number of heads per rank. If `ranks` > `heads`, several ranks store a head."""
@@ -110,7 +110,7 @@ def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float
 def shards_index(
     caches: KvCacheSpecs, asked: str, *, dtype: str, ranks: int, max_model_len: int
 ) -> bool:
-    """Return whether ranks shard the index keys: on, off or, with auto, for long contexts."""
+    """Return whether ranks shard the index keys. "auto" shards them for long contexts."""
     if asked != "auto":
         return asked == "on" and ranks > 1
     return max_model_len >= sharding_crossover(caches, dtype=dtype, ranks=ranks)

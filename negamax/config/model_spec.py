@@ -25,13 +25,13 @@ class ModelSpec:
     rotary_dim: int  # number of rotated dimensions, which are the first of each head
     rope_theta: float
     rms_norm_eps: float
-    max_position_embeddings: int  # longest sequence, in tokens
-    dtype: str  # dtype of the unquantized weights: bfloat16, float16 or float32
+    max_position_embeddings: int  # Longest sequence, in tokens.
+    dtype: str  # Dtype of the unquantized weights: bfloat16, float16 or float32.
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationSpec | None
-    vision: VisionSpec | None = None  # None: the model does not read images
-    # log messages about fields of config.json that are ignored or assumed
+    vision: VisionSpec | None = None  # None if the model does not read images.
+    # Log messages about fields of config.json that are ignored or assumed.
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     # whether decode context parallelism can shard the KV caches of the family

@@ -13,9 +13,9 @@ from negamax.config.json_file import check_regular, read_file, read_json_object
 # Files next to config.json in which ModelOpt and ModelSlim describe the quantization.
 MODELOPT_FILE, DESCRIPTION = "hf_quant_config.json", "quant_model_description.json"
 
-_OF_MLX = {"bits", "group_size"}  # MLX writes these fields without quant_method
-PROVENANCE = "negamax_conversion"  # key in config.json under which a conversion is recorded
-# path of keys in ModelSlim's description to the file name of the rotation
+_OF_MLX = {"bits", "group_size"}  # MLX writes these fields without quant_method.
+PROVENANCE = "negamax_conversion"  # Key in config.json under which a conversion is recorded.
+# Path of keys in ModelSlim's description to the file name of the rotation.
 _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."

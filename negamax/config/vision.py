@@ -16,16 +16,16 @@ class VisionSpec:
     num_layers: int
     num_heads: int
     intermediate_size: int
-    patch_size: int  # height and width of a patch in pixels
-    spatial_merge_size: int  # height and width in patches that an image token covers
-    temporal_patch_size: int  # number of frames per patch; an image is repeated for all frames
+    patch_size: int  # Height and width of a patch in pixels.
+    spatial_merge_size: int  # Height and width in patches that an image token covers.
+    temporal_patch_size: int  # Number of frames per patch; an image is repeated for all frames.
     projector_hidden_size: int
     text_hidden: int  # hidden size of the text model
     rope_theta: float
     layer_norm_eps: float
     image_token_id: int
-    image_start_id: int  # token before the first image token of an image
-    image_end_id: int  # token after the last image token of an image
+    image_start_id: int  # Token before the first image token of an image.
+    image_end_id: int  # Token after the last image token of an image.
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:

@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 # Files that are not copied, because they describe the stored weights of the source.
 _NOT_CARRIED = (
     "config.json", "*.index.json", ConversionRecord.NAME, "hf_quant_config.json",
-    "quant_model_description*",  # ModelSlim
+    "quant_model_description*",  # ModelSlim.
     "quantize_config.json", "quant_config.json", "quantization_config.json",  # GPTQ, AWQ, AutoRound
 )  # fmt: skip
 _CARRIED = (".json", ".jinja", ".txt", ".model")
@@ -50,10 +50,10 @@ _SPARE_BYTES = 64 * 2**20  # disk space for tokenizer, index and file system, in
 
 @dataclass(frozen=True)
 class Conversion:
-    model: str  # MODEL as the user wrote it
-    folder: Path  # local folder of MODEL
+    model: str  # MODEL as the user wrote it.
+    folder: Path  # Local folder of MODEL.
     destination: Path
-    target: Target | None  # None: keep the formats of the source
+    target: Target | None  # None keeps the formats of the source
     tp: int = 1
     ep: int = 1
     revision: str | None = None
@@ -154,7 +154,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 class _LayerStep:
     """The files of one layer or of the tensors outside the layers, with one file per rank."""
 
-    layer: int | None  # None: the tensors outside the layers
+    layer: int | None  # layer number, or None for the tensors outside the layers
     pieces: list[Piece]
     files: list[tuple[Path, Shard]]
 

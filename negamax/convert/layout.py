@@ -26,12 +26,12 @@ from negamax.quantization.scheme import Scheme
 class Piece:
     """Tensors of the target that `make` computes together from the result of `read`."""
 
-    slot: str | None  # name of the weight slot; None: every rank stores the whole tensor
-    shape: tuple[int, ...]  # shape of the weight
+    slot: str | None  # Name of the weight slot; None: every rank stores the whole tensor.
+    shape: tuple[int, ...]  # Shape of the weight.
     format: TensorFormat
-    tensors: tuple[Planned, ...]  # the tensors of `format`
-    read: Callable[[CheckpointReader], Any]  # reads the tensors that `make` converts
-    make: Callable[[Any], Mapping[str, Tensor]]  # returns tensors by name; any thread may call it
+    tensors: tuple[Planned, ...]  # The tensors of `format`.
+    read: Callable[[CheckpointReader], Any]  # Reads the tensors that `make` converts.
+    make: Callable[[Any], Mapping[str, Tensor]]  # Returns tensors by name; any thread may call it.
     source_bytes: int
 
 

@@ -79,7 +79,7 @@ def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
         raise ConfigError(
             f"{weights[0].name} is {rows} x {columns}; the Neuron layout needs multiples of "
             f"{E4M3_GROUP}",
-            hint="choose another --to",
+            hint="choose another format for --to",
         )
 
     def make(read: list[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

@@ -32,8 +32,8 @@ Parts = tuple[range, ...]
 class Shard:
     """The part of a checkpoint that a rank stores."""
 
-    layout: ParallelLayout | None = None  # None: the checkpoint is not split
-    # slot name -> region that the rank stores; None: the rank stores all tensors in full
+    layout: ParallelLayout | None = None  # None if the checkpoint is not split.
+    # Slot name -> region that the rank stores; None: the rank stores all tensors in full.
     regions: Mapping[str, Parts] | None = None
 
     def file_name(self, number: int, count: int) -> str:

@@ -26,9 +26,9 @@ class Difference:
     """The change of one weight W to W' by a conversion."""
 
     name: str
-    format: str  # format of W'
-    error: float  # |W' - W| / |W| by the Frobenius norm; |W'| if W is 0
-    is_copy: bool  # True: W and W' have the same format and dtype
+    format: str  # Format of W'.
+    error: float  # |W' - W| / |W| by the Frobenius norm; |W'| if W is 0.
+    is_copy: bool  # Whether W and W' have the same format and dtype.
 
     @property
     def kind(self) -> str:

@@ -34,8 +34,8 @@ class Planned:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    count: int = 0  # number of entries in the stack; 0: not stacked
-    index: int = 0  # index of this entry in the stack
+    count: int = 0  # Number of entries in the stack; 0: not stacked.
+    index: int = 0  # Index of this entry in the stack.
 
     @property
     def num_bytes(self) -> int:
@@ -115,7 +115,7 @@ class ConversionRecord:
         if others:
             raise CheckpointError(
                 f"{folder} contains another conversion (different: {', '.join(others)})",
-                hint="remove the folder, or set another one",
+                hint="remove the folder, or set another DST",
             )
         self._files = found["files"]
 

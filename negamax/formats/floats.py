@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3 = "float8_e4m3fn"
-E4M3_FNUZ = "float8_e4m3fnuz"  # E4M3 of MI300: the same bits have half the value, and 0x80 is NaN
-E4M3_MAX = 448.0  # largest value of E4M3, which has no infinity
-E4M3_GROUP = 128  # a scale applies to 128 columns of activations, or to 128 x 128 weights
+E4M3_FNUZ = "float8_e4m3fnuz"  # E4M3 of MI300: the same bits have half the value, and 0x80 is NaN.
+E4M3_MAX = 448.0  # Largest value of E4M3, which has no infinity.
+E4M3_GROUP = 128  # A scale applies to 128 columns of activations, or to 128 x 128 weights.
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)
 E2M1 = "float4_e2m1"
-E8M0 = ("uint8", "float8_e8m0fnu")  # checkpoints store E8M0 exponents in one of these dtypes
-NVFP4_GROUP, MX_GROUP = 16, 32  # number of columns that share a scale
+E8M0 = ("uint8", "float8_e8m0fnu")  # Checkpoints store E8M0 exponents in one of these dtypes.
+NVFP4_GROUP, MX_GROUP = 16, 32  # Number of columns that share a scale.
 PER_ROW, PER_MATRIX = (ROWS, ONE), (ONE,)
 # The largest value of E4M3_FNUZ is 240. Blocks are scaled to 224, which is half of E4M3's largest
 # value, because both dtypes then round a block to the same bits.

@@ -9,17 +9,17 @@ from negamax.base.errors import ConfigError
 class Feature(StrEnum):
     """A device feature that a kernel may require (`Kernel.requires`)."""
 
-    CPU = "cpu"  # the device runs oneDNN and the C functions of `kernels/native`
-    TRITON = "triton"  # Triton compiles kernels for the device
-    BF16 = "bf16"  # tensor cores multiply bf16
-    INT8 = "int8"  # tensor cores multiply int8
-    FP8 = "fp8"  # tensor cores multiply e4m3fn or e4m3fnuz
-    E4M3FN = "e4m3fn"  # tensor cores multiply e4m3fn, the FP8 type of checkpoints
-    SPIN_WAIT = "spin_wait"  # programs of one launch can wait for each other's writes
-    PEER_MEMORY = "peer_memory"  # kernels can write to the memory of other GPUs
-    PDL = "pdl"  # the device has programmatic dependent launch
-    TMA = "tma"  # the device has a tensor memory accelerator
-    CUBLAS_BLOCK_FP8 = "cublas_block_fp8"  # cuBLAS multiplies FP8 with scales per block
+    CPU = "cpu"  # The device runs oneDNN and the C functions of `kernels/native`.
+    TRITON = "triton"  # Triton compiles kernels for the device.
+    BF16 = "bf16"  # Tensor cores multiply bf16.
+    INT8 = "int8"  # Tensor cores multiply int8.
+    FP8 = "fp8"  # Tensor cores multiply e4m3fn or e4m3fnuz.
+    E4M3FN = "e4m3fn"  # Tensor cores multiply e4m3fn, the FP8 type of checkpoints.
+    SPIN_WAIT = "spin_wait"  # Programs of one launch can wait for each other's writes.
+    PEER_MEMORY = "peer_memory"  # Kernels can write to the memory of other GPUs.
+    PDL = "pdl"  # The device has programmatic dependent launch.
+    TMA = "tma"  # The device has a tensor memory accelerator.
+    CUBLAS_BLOCK_FP8 = "cublas_block_fp8"  # cuBLAS multiplies FP8 with scales per block.
 
 
 # feature -> lowest compute capability of NVIDIA GPUs with this feature

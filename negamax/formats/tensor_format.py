@@ -48,8 +48,8 @@ class Known(Enum):
     """Content that a format prescribes for a tensor. The loader checks and drops the tensor."""
 
     ZEROS = "zeros"
-    SHAPE = "shape"  # the shape of the matrix
-    GROUPS_IN_ORDER = "groups in order"  # the group index of column c is c // `StoredTensor.group`
+    SHAPE = "shape"  # The shape of the matrix.
+    GROUPS_IN_ORDER = "groups in order"  # The group index of column c is c // `StoredTensor.group`.
 
 
 class CodePacking(Enum):
@@ -76,7 +76,7 @@ class Rounding:
 
     # value to which the scale maps the largest magnitude of a block; 0: the element's largest value
     largest: float = 0.0
-    to_powers: bool = False  # True: scales are rounded to powers of two
+    to_powers: bool = False  # whether scales are rounded to powers of two
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class StoredTensor:
     # allowed dtypes, by their PyTorch names; the loader converts the tensor to the first dtype
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
-    also: tuple[str, ...] = ()  # other dtypes that the loader can only dequantize
-    level: int = 1  # level of a scale; 1: scale of values; 2: scale of level-1 scales
-    optional: bool = False  # a checkpoint may lack this tensor
+    also: tuple[str, ...] = ()  # Other dtypes that the loader can only dequantize.
+    level: int = 1  # Level of a scale; 1: scale of values; 2: scale of level-1 scales.
+    optional: bool = False  # A checkpoint may lack this tensor.
     known: Known | None = None
     group: int = 0  # columns per group of a permutation; -1: all columns are one group
 
@@ -149,8 +149,8 @@ class TensorFormat:
     """A format of stored matrices. `name` states the element type and the columns per scale."""
 
     name: str
-    element: str  # element type of the values: "float8_e4m3fn", "uint4"
-    tensors: tuple[StoredTensor, ...]  # the tensor of values is first
+    element: str  # Element type of the values: "float8_e4m3fn", "uint4".
+    tensors: tuple[StoredTensor, ...]  # The tensor of values is first.
     packing: CodePacking = CodePacking.ENTRIES
     zero_offset: int = 0  # number to add to stored zero points
     global_scale: GlobalScale = GlobalScale.MULTIPLIES

@@ -25,9 +25,9 @@ def build_model(
 ) -> Decoder:
     """Build this rank's part of the model, without weights.
 
-    If `keep_quantized` is true, matrices whose stored format a kernel reads keep this format. All
-    other matrices are dequantized during loading. Raises `ConfigError` for an unknown architecture,
-    and if the ranks of `context.layout` cannot split the sizes of the model.
+    With `keep_quantized`, a matrix stays quantized if a kernel reads its format. The loader
+    dequantizes all other matrices. Raises `ConfigError` for an unknown architecture, and if the
+    ranks of `context.layout` cannot split the sizes of the model.
     """
     family = find_family(spec.architecture)
     weights = WeightFormat(kernels.dtype, device, detect(spec.quantization), keep_quantized)
@@ -39,7 +39,7 @@ def build_model(
 def build_empty_slots(
     spec: ModelSpec, layout: ParallelLayout, *, kernels: KernelTable, keep_quantized: bool = True
 ) -> dict[str, WeightSlot]:
-    """Return the weight slots of rank `layout` without memory for weights, to plan the loading."""
+    """Return the weight slots of rank `layout`, without memory for weights, to plan a load."""
     return build_model(
         spec, context=ParallelContext(layout), device=torch.device("meta"), kernels=kernels,
         keep_quantized=keep_quantized,

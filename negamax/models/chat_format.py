@@ -45,19 +45,19 @@ REASONING_PARSERS = (AUTO, NONE, *_REASONING_FAMILIES)
 
 _MAX_NEWLINES = 3  # line breaks allowed between reasoning and content
 
-# Reasoning has begun before the answer (open), may begin the answer (optional), or is absent.
+# open: the answer begins inside reasoning. optional: the answer may begin with reasoning.
 ReasoningState = Literal["open", "optional", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Prompt template and output parser of a model. `reads_calls` false leaves calls as text."""
+    """Prompt template and output parser of a model. Without `reads_calls`, calls stay text."""
 
     family: ChatFamily
     thinking: Thinking
     reads_calls: bool
-    template: ChatTemplate | None = None  # None: prompts are plain text.
-    # Token ids of tags. The parser finds tags that have no token id by their text.
+    template: ChatTemplate | None = None  # None if prompts are plain text.
+    # Token ids of tags. The parser finds tags without a token id by their text.
     tag_ids: Mapping[str, int] = field(default_factory=dict)
     closing_ids: tuple[int, ...] = ()  # tokens that end the reasoning
 

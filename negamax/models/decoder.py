@@ -39,7 +39,7 @@ class AttentionBlock(Protocol):
 
     @property
     def activation(self) -> ActivationFormat | None:
-        """The quantized format in which the attention accepts `x`. None: only unquantized `x`."""
+        """The quantized format in which the attention accepts `x`; None if `x` is unquantized."""
 
     @property
     def gives_quantized(self) -> bool:
@@ -205,9 +205,9 @@ class Decoder:
 
         `capture` lists layer numbers. For each number, the residual stream [T, hidden] that enters
         the layer is summed over the ranks, returned, and also written to the tensor in `out` if it
-        is given. The number of layers selects the output of the last layer. For a layer of another
-        stage, the tensor in `out` is returned unchanged. `images` are the image embeddings for the
-        first stage.
+        is given. If `capture` contains the number of layers, the output of the last layer is
+        captured. For a layer of another stage, the tensor in `out` is returned unchanged. `images`
+        are the image embeddings for the first stage.
 
         Stages after the first run on `entering` [T, hidden] instead of tokens. The sum of
         `entering` over the ranks is the residual stream of the previous stage. The call overwrites
@@ -245,8 +245,9 @@ class Decoder:
     ) -> tuple[Partial, Tensor]:
         """Run the first `len(kv)` layers of this rank.
 
-        `x` and `residual` [T, hidden] are the inputs of the first layer. Returns both after the
-        last layer. Sets streams[k] to the stream before layer k, for each key k of `streams`.
+        `x` and `residual` [T, hidden] are the inputs of the first layer. Returns `x` and `residual`
+        after the last layer. Sets streams[k] to the stream before layer k, for each key k of
+        `streams`.
         """
         metadata = self.prepare(metadata, kv)
         for number, layer, caches in zip(self._numbers, self.layers, kv, strict=False):

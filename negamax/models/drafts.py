@@ -1,7 +1,7 @@
 """Define the spec of draft models, and the errors that all families of draft models share.
 
-A draft model proposes tokens for its target model. It reads the residual streams of some layers of
-the target. Layer number L selects the residual stream after L layers.
+A draft model proposes tokens for its target model from the residual streams of some target layers.
+Layer number L selects the residual stream after L layers.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -14,7 +14,7 @@ from negamax.config.model_spec import ModelSpec
 from negamax.models.family import ModelFamily, WeightNames
 
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-LAYERS_HINT = f"list the layers whose input it was trained on in --speculative-config: {LAYERS_KEY}"
+LAYERS_HINT = f"list the layers that the draft was trained on in --speculative-config: {LAYERS_KEY}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,13 @@ class DraftSpec(ModelSpec):
     copies_embedding: ClassVar[bool] = False
 
     target_hidden_size: int
-    # numbers of the target layers whose inputs the draft reads; (): `default_layers`
+    # numbers of the target layers whose inputs the draft reads; empty: use `default_layers`
     aux_layers: tuple[int, ...] = ()
     num_aux: int  # Number of target layers that the draft reads.
-    own_embedding: bool = False  # False: the draft uses the target's embedding.
+    own_embedding: bool = False  # Whether the draft has its own embedding.
     own_head: bool = True
-    is_rotated_back: bool = False  # True: only the target's weights are rotated (QuaRot).
-    # Properties of the target, as the draft's files state them.
+    is_rotated_back: bool = False  # Whether only the target's weights are rotated (QuaRot).
+    # Properties of the target that the draft's files state.
     target_model_type: str | None = None
     target_num_layers: int | None = None
     speculative_tokens: int | None = None  # Draft tokens per step, from the draft's files.
@@ -57,7 +57,7 @@ class DraftSpec(ModelSpec):
         raise ConfigError("the draft's files list no layers of the target", hint=LAYERS_HINT)
 
     def adapt_to(self, target: ModelSpec, layers: tuple[int, ...] | None) -> Self:
-        """Return the spec to read `layers` of `target`. Raises `ConfigError` on a mismatch."""
+        """Return this spec with `layers` of `target`. Raises `ConfigError` if sizes differ."""
         for name, found, wanted in (
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
@@ -103,7 +103,7 @@ class DraftModel:
     """A draft model and the folder of its weights."""
 
     spec: DraftSpec
-    folder: str | None  # None: synthetic weights
+    folder: str | None  # None for synthetic weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class ModelFamily:
     package: str
     spec: type[ModelSpec]
     read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # Reads a parsed config.json.
-    chat: ChatFamily | None = None  # None: the family has no chat format.
+    chat: ChatFamily | None = None  # None if the family has no chat format.
     # Fields of `SamplingDefaults`; used if a checkpoint has no generation_config.json.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     # returns the config.json of the served model from the config.json of a checkpoint
@@ -47,7 +47,7 @@ class Placement:
 
     If the `slots` do not exist and there is a `skip_reason`, the loader skips the tensor. A tensor
     with several `slots` contains their matrices one after the other, concatenated along the rows. A
-    `*` in a slot's name stands for the expert number, the first dimension of the tensor.
+    `*` in a slot's name stands for the expert number, which is the first index of the tensor.
     """
 
     slots: tuple[str, ...]
@@ -60,7 +60,7 @@ class Spellings:
     def __init__(
         self, aliases: _Pairs, fused: Sequence[tuple[str, tuple[str, ...]]], skipped: _Pairs
     ) -> None:
-        """Each argument pairs patterns: with replacements, with joined slots, with skip reasons."""
+        """Arguments are pairs of a pattern and a replacement, slots to join, or a skip reason."""
         self._aliases = [(re.compile(pattern), text) for pattern, text in aliases]
         self._fused = [(re.compile(pattern), slots) for pattern, slots in fused]
         self._skipped = [(re.compile(pattern), reason) for pattern, reason in skipped]
@@ -98,14 +98,14 @@ class WeightSpec:
     shape: tuple[int, ...]
     count: int = 1
     used: int | None = None  # Number of the `count` tensors that one token uses; None: all.
-    joins_experts: bool = False  # True: sharded like experts if every rank shards all experts.
-    parts: int | None = None  # Largest number of shards. More ranks store copies. None: no limit.
-    is_query: bool = False  # True: ranks that shard one KV cache (DCP) store the same part.
+    joins_experts: bool = False  # Whether ranks that shard all experts also shard the tensor.
+    parts: int | None = None  # Largest number of shards; other ranks store copies. None: no limit.
+    is_query: bool = False  # Whether ranks that shard one KV cache (DCP) store the same part.
     splits: Axis | None = None  # The axis along which ranks shard the matrix.
     dtype: str | None = None  # Dtype in memory; None: the stored format or the compute dtype.
-    is_table: bool = False  # True: an embedding, from which tokens read rows.
-    is_head: bool = False  # True: the head, which stays in the compute dtype.
-    is_vision: bool = False  # True: vision weights, neither quantized nor sharded.
+    is_table: bool = False  # Whether the tensor is an embedding, from which tokens read rows.
+    is_head: bool = False  # Whether the tensor is the head, which stays in the compute dtype.
+    is_vision: bool = False  # Whether the tensor is in the vision tower, which is unquantized.
 
     def names(self) -> Iterator[str]:
         """Yield the names of all `count` tensors."""

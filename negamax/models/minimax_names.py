@@ -74,7 +74,7 @@ def moe_weights(names: MoeNames, spec: MoeSpec) -> Iterator[WeightSpec]:
 
 
 _MTP = "multi-token prediction, not used"
-# Tensors that only multi-token prediction layers have, which may follow the model's own layers.
+# Tensors of multi-token prediction layers, which may follow the model's own layers.
 _MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
 _OF_EXPERTS = "gate|router|experts|shared_experts|e_score_correction_bias"
 SPELLINGS = Spellings(
@@ -138,7 +138,7 @@ SPELLINGS = Spellings(
 
 
 def place(names: Iterable[str], *, num_layers: int) -> dict[str, Placement]:
-    """Return the placement of each checkpoint tensor. Prediction layers are to be skipped."""
+    """Return the placement of each checkpoint tensor. Prediction layers get a skip reason."""
     slots = {name: SPELLINGS.respell(name) for name in names}
     own = map(_MTP_OWN.match, slots.values())
     mtp = {layer for match in own if match and (layer := int(match[1])) >= num_layers}

@@ -36,7 +36,7 @@ TOKEN_TAGS = frozenset[str]().union(*(family.token_tags for family in CHAT_FAMIL
 
 
 def find_family(architecture: str) -> ModelFamily:
-    """Return the family of `architecture`. Raises `ConfigError` for other architectures."""
+    """Return the family of `architecture`. Raises `ConfigError` if it is unknown."""
     if architecture in DRAFTS:
         return DRAFTS[architecture]
     if architecture not in FAMILIES:
@@ -74,7 +74,7 @@ def list_model_types(architecture: str) -> list[str]:
 def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpec:
     """Read the spec from config.json, whose `architectures` or `model_type` select the family.
 
-    `folder` may hold other files that describe the quantization. Raises `IsDraft` for a draft,
+    `folder` may contain other files that describe the quantization. Raises `IsDraft` for a draft,
     and `ConfigError` with the field, its value and the allowed values.
     """
     eagle3.check_no_draft(config)

@@ -56,7 +56,7 @@ class WeightFormat:
 
     dtype: torch.dtype
     device: torch.device
-    scheme: Scheme | None = None  # None: no weights are quantized
+    scheme: Scheme | None = None  # None if no weights are quantized
     keep_quantized: bool = True
 
     def stored(self, name: str) -> TensorFormat:

@@ -293,7 +293,7 @@ def test_invalid_names_are_refused_without_asking_the_hub(model: str) -> None:
 def test_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"is a file; a folder is needed .give /"):
+    with pytest.raises(ConfigError, match=r"is a file; a folder is needed .use /"):
         resolve_model(str(path))
 
 

@@ -1,8 +1,8 @@
 """Block drafts (DSpark, DFlash): the spec, the reader of config.json, and the published draft.
 
 A field with the prefix `dspark_` replaces the field of the same name without the prefix. If one
-config.json describes draft and target, fields without the prefix describe the target. In these
-files, layer number L means the output of target layer L, counted from 0.
+config.json describes draft and target, fields without the prefix describe the target. In
+config.json, layer number L is the output of target layer L, counted from 0.
 """
 
 from collections.abc import Mapping
@@ -69,14 +69,14 @@ class BlockDraftSpec(DraftSpec):
     own_head: bool = False
     block_size: int  # tokens per block: the last known token, then mask tokens
     mask_token_id: int
-    samples_anchor: bool  # block token j proposes the token after (True) or at (False) j
+    samples_anchor: bool  # Whether block token j proposes the token at position j + 1, not j.
     markov_rank: int = 0  # Rank of the matrices for the bias by the previous token; 0: no bias.
     confidence_width: int = 0  # Input width of the head that estimates acceptance; 0: no head.
     windows: tuple[int, ...]  # Sliding window of each layer, in tokens; 0: full attention.
-    is_causal: bool = False  # True: tokens of a block do not attend to later ones.
+    is_causal: bool = False  # Whether tokens of a block do not attend to later tokens.
     intermediate_size: int
     swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # Arguments of `SwiGlu`.
-    is_gemma: bool = False  # True: norms multiply by 1 + w.
+    is_gemma: bool = False  # Whether norms multiply by 1 + w.
 
     def __post_init__(self) -> None:
         super().__post_init__()

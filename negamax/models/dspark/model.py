@@ -7,8 +7,8 @@
   logits of a token = head(rms(h)) + markov_w2 markov_w1[previous token]
   confidence of a token = sigmoid(proj [rms(h), markov_w1[previous token]] + bias)
 
-The tokens of a block attend to the context and to one another. Their keys and values are not
-cached. Token j of a DSpark block proposes the token at position L + 1 + j. Token j of a DFlash
+The tokens of a block attend to the context and to one another. Keys and values of block tokens are
+not cached. Token j of a DSpark block proposes the token at position L + 1 + j. Token j of a DFlash
 block proposes the token at position L + j. DFlash has no Markov matrices.
 """
 
@@ -185,7 +185,7 @@ class BlockDraft:
         self._slots = slots_by_name(slots)
 
     def _make_confidence_slots(self, device: torch.device) -> list[WeightSlot]:
-        """Return the slots of the confidence head. They are optional if `spec` has no such head."""
+        """Return the slots of the confidence head. Without such a head, the slots are optional."""
         used = self.spec.confidence_width
         width = used or self.spec.hidden_size + self.spec.markov_rank
         parts = {names.CONFIDENCE: (1, width), names.CONFIDENCE_BIAS: (1,)}
@@ -278,7 +278,7 @@ class BlockDraft:
     def local_bias(self, previous: Tensor) -> Tensor:
         """Return the Markov bias [R, len(vocab_range)] that `previous` [R] int64 adds to logits.
 
-        A row whose previous token is missing (-1) gets an undefined bias.
+        If the previous token is missing (-1), the bias is undefined.
         """
         assert self._markov_out is not None
         return self._markov_out(self._embed_markov(previous), LinearOutput(torch.float32))

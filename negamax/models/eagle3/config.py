@@ -51,10 +51,10 @@ class Eagle3Spec(DraftSpec):
     num_aux: int = NUM_AUX
     draft_vocab_size: int  # number of tokens that the draft can propose
     intermediate_size: int
-    fc_norm: bool = False  # True: each stream has its own norm before fc.
-    norm_before_fc: bool = False  # True: the concatenated streams have one norm before fc.
-    norm_output: bool = False  # True: the next pass reads the normed hidden state.
-    norm_before_residual: bool = False  # True: the residual starts as the normed hidden state.
+    fc_norm: bool = False  # Whether each stream has its own norm before fc.
+    norm_before_fc: bool = False  # Whether the concatenated streams have one norm before fc.
+    norm_output: bool = False  # Whether the next pass reads the normed hidden state.
+    norm_before_residual: bool = False  # Whether the residual starts as the normed hidden state.
     attention_bias: bool = False
 
     def __post_init__(self) -> None:

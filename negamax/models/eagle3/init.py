@@ -7,7 +7,7 @@ from negamax.models.family import Initializer
 
 
 def draw(name: str, spec: Eagle3Spec) -> Initializer:
-    """Return the distribution of a slot. The factor 1 / sqrt(columns) bounds activations."""
+    """Return the distribution of a slot. The factor 1 / sqrt(columns) preserves magnitudes."""
     if "norm" in name:
         return Initializer(std=0.05, mean=1.0)
     columns = {

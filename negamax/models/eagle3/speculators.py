@@ -1,7 +1,7 @@
 """Read the config.json of drafts that vLLM's speculators library wrote.
 
-`transformer_layer_config` holds the draft's sizes, and `speculators_config` describes its use. The
-other fields of EAGLE3 are at the top level.
+`transformer_layer_config` contains the draft's sizes, and `speculators_config` describes its use.
+The other fields of EAGLE3 are at the top level.
 """
 
 from collections.abc import Mapping
@@ -89,7 +89,7 @@ def use(config: Mapping[str, Any]) -> Use:
 
 
 def _choose_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the default proposal method, else the first. Other methods than "greedy" fail."""
+    """Return the default proposal method, else the first. Only "greedy" is supported."""
     methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
     if (
         not isinstance(methods, list)

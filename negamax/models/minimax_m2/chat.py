@@ -104,7 +104,7 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # of the open call and value
+        self._arguments = self._schema = self._schemas.arguments("")  # schemas of call and value
         self._is_declared = False
         self._keys: set[str] = set()  # Names of the parameters of the open call so far.
         self._stray: list[str] = []  # Text after the last parameter.
@@ -112,7 +112,7 @@ class MiniMaxM2Block(CallBlock):
         self._waiting: list[WaitingMember] = []  # Values that may be items of one array.
         self._key = ""
         self._value: list[str] = []  # Text of the open value that is not written yet.
-        self._is_written = False  # True: the open value is streamed as a string.
+        self._is_written = False  # Whether the open value is streamed as a string.
         self._closer: Lexeme | None = None  # Last closer, if it may be data.
         self._space: list[str] = []  # Text after `_closer`, which may be data.
         self._forms: tuple[str, ...] = ()  # Prefixes of arguments in another syntax.
@@ -210,7 +210,7 @@ class MiniMaxM2Block(CallBlock):
         self._write(lexeme.text)
 
     def _decide(self, closer: Lexeme, *, before: Lexeme) -> None:
-        """Decide whether `closer` ends the value. `before` is the lexeme after it."""
+        """Decide whether `closer` ends the value. `before` is the lexeme after `closer`."""
         follows = before.kind is TagKind.CUT or before.kind in _CLOSES_BEFORE[closer.kind]
         if before.kind is TagKind.PARAMETER_OPEN:
             follows = (
@@ -218,15 +218,15 @@ class MiniMaxM2Block(CallBlock):
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
         if follows and not self._words:
-            self._close_value()  # if `closer` also ends the call, the next lexeme ends it
+            self._close_value()  # the next lexeme ends the call if `closer` closes the call
         else:
             self._keep_closer()
 
     def _may_follow(self, text: str) -> bool:
         """Read text after a closer that may be data. Return False if the closer is data.
 
-        White space decides nothing. If `text` begins a missing argument of the tool in a form of
-        `_OTHER_FORMS`, the closer ends the value.
+        After white space, the closer may still be data. If `text` begins a missing argument of the
+        tool in a form of `_OTHER_FORMS`, the closer ends the value.
         """
         assert self._closer is not None
         if not self._words and text.isspace():
@@ -278,7 +278,7 @@ class MiniMaxM2Block(CallBlock):
         return True
 
     def _end_call(self) -> None:
-        """End the open call. It stays text if one of its arguments cannot be read."""
+        """End the open call. A call with an unreadable argument stays text."""
         if not self._read_stray(is_last=True):
             return
         if self._unnamed:

@@ -176,7 +176,7 @@ class MiniMaxM3Block(CallBlock):
         return True
 
     def _end_call(self, closer: str = "") -> None:
-        """End the open call. It stays text if one of its arguments cannot be read."""
+        """End the open call. A call with an unreadable argument stays text."""
         if self._arguments is None:
             return
         if self._arguments.end():
