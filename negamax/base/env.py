@@ -1,4 +1,4 @@
-"""Read environment variables, versions, cores and memory. Only this module reads variables."""
+"""Read environment variables, versions, cores and memory sizes for all other modules."""
 
 import hashlib
 import math
@@ -58,7 +58,7 @@ def raise_file_limit() -> int:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set an environment variable of this process and its children unless it is already set."""
+    """Set an environment variable of this process and its children if the variable is unset."""
     os.environ.setdefault(name, value)
 
 
@@ -68,7 +68,7 @@ def set_variable(name: str, value: str) -> None:
 
 
 def set_openmp_defaults() -> None:
-    """Let OpenMP threads sleep at barriers instead of spinning, unless the user chose otherwise.
+    """Let OpenMP threads sleep at barriers instead of spinning. Settings of the user win.
 
     On a busy machine, spinning threads occupy cores that other threads need. Call this function
     before PyTorch is imported, because libgomp reads the variables at import. Child processes

@@ -151,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of engines, except `ranks`. Return those of a single engine unchanged."""
+    """Sum the statistics of several engines without `ranks`. Return a single entry unchanged."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]

@@ -60,7 +60,7 @@ class EncoderCache:
 
     def acquire(self, sequence: Sequence, count: int, step_id: int) -> int:
         """Reserve pages for the images among the next `count` tokens of a sequence. Return how many
-        of these tokens may run in plan `step_id`, which ends before an image that does not fit.
+        of these tokens may run in plan `step_id`: tokens before an image that does not fit.
         """
         start = sequence.num_computed
         for number, image in enumerate(sequence.request.images):

@@ -10,7 +10,7 @@ copies of blocks that it reads or writes. Thus the index may change before the c
   of a load stay allocated until the worker reports the end of the load. Then the KV blocks are
   cached like computed blocks, and the request waits for its admission again.
 
-A new block replaces the least recently used one. When a sequence leaves the batch, its blocks are
+A new block replaces the least recently used block. When a sequence leaves the batch, its blocks are
 marked as used, from the last to the first. The last block of a sequence is therefore evicted first.
 Files may be a third level (`FileTier`): their blocks are read into host memory and then loaded.
 """
@@ -117,7 +117,7 @@ class HostTier:
         return bool(self._new_stores)
 
     def take_queued(self) -> None:
-        """Store queued blocks with the next plan. Call this before it allocates blocks."""
+        """Store queued blocks with the next plan. Call this method before the plan is built."""
         for block_hash in self._queue:
             if not self.blocks.num_free:
                 break
@@ -175,7 +175,7 @@ class HostTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Remove a sequence from its load, which continues. Return False if it has no load."""
+        """Detach a sequence from its load, which continues. Return False if no load is found."""
         for load in self._loads:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)

@@ -2,9 +2,9 @@
 
 Steps overlap: `plan` may be called before the last plan is committed. The worker executes plans in
 order and stores each sampled token in the slot of its row. A later plan may therefore reuse freed
-blocks and slots. It may also contain a decode row whose input token the scheduler has not received
-yet. A row whose next token depends on a grammar mask is planned like other rows. If the mask is
-late, `postpone` removes the row's last token from the computed tokens.
+blocks and slots. A later plan may also contain a decode row whose input token the scheduler has not
+received. A row whose next token depends on a grammar mask is planned like other rows. If the mask
+is late, `postpone` removes the row's last token from the computed tokens.
 
 A row with k draft tokens yields 1 to k+1 tokens. Until the row's step is committed, the scheduler
 assumes that all drafts are accepted, and keeps their blocks. The commit subtracts rejected drafts.
@@ -153,7 +153,7 @@ class Scheduler:
             sequence.num_total -= 1
 
     def plan(self) -> StepPlan | None:
-        """Return the next plan; None if nothing can run before a commit, `add` or pipeline turn."""
+        """Return the next plan; None if no row can run before a commit, `add` or pipeline turn."""
         self._turns.begin()
         self.shared.take_queued()
         first = self._waiting.first(self._requests.num_rows)
@@ -175,7 +175,7 @@ class Scheduler:
                 continue
             new_row = None if first is None else self._admit(first)
             if first is None or new_row is None:
-                break  # no request may overtake the first one
+                break  # no request may overtake the first request
             builder.new_rows.append(new_row)
             self._waiting.remove(first)
             builder.add_chunk(first)
@@ -217,7 +217,7 @@ class Scheduler:
 
     def cost_of(self, sequence: Sequence) -> int | None:
         """Return the cost of admitting a waiting sequence to this rank: the number of tokens that
-        run before its first output, plus the cost of the batch in tokens. None means to wait.
+        run before its first output, plus the cost of the batch in tokens. None: it must wait.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)

@@ -90,8 +90,8 @@ class SharedBlocks:
         return bool(self._unsettled)
 
     def lend(self, sequence: Sequence, *, step_id: int) -> None:
-        """Lease the prompt of a sequence that leaves the batch with the commit of `step_id`, unless
-        the prompt exceeds the host memory.
+        """Lease the prompt of a sequence that leaves the batch with the commit of `step_id`. A
+        prompt that exceeds the host memory is not leased.
         """
         request, size = sequence.request, self._block_size
         num_blocks = (sequence.prompt_len - 1) // size
@@ -178,7 +178,7 @@ class SharedBlocks:
         self._blocks.release(blocks.places)
 
     def hold(self, hashes: Items[bytes]) -> list[int]:
-        """Hold the host blocks with these hashes, if they exist, until `release`."""
+        """Hold the existing host blocks with these hashes until `release`."""
         places = [place for each in hashes if (place := self._blocks.find(each)) is not None]
         self._blocks.share(places)
         return places

@@ -7,7 +7,7 @@ A plan states only how many tokens a slot runs; the worker counts the computed t
 The worker writes each sampled token into the slot, so a plan can run before the previous step's
 tokens have reached the host.
 
-A row may verify *draft tokens* from the worker's proposer: the row runs its last known token and
+A row may verify *draft tokens* from the worker's proposer. The row runs its last known token and
 the drafts after it, and samples after each of these tokens. A draft is accepted if this draft and
 all earlier drafts equal the tokens sampled at their positions. The sequence keeps the accepted
 drafts and one bonus token.
@@ -70,7 +70,7 @@ class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class FileCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies between host blocks and files. A file is named by the hash of its block."""
+    """Copies between host blocks and files. The name of a file is the hash of its block."""
 
     written_places: list[int]  # host blocks to write
     written_hashes: list[bytes]  # the file for each written host block
@@ -244,7 +244,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # only in the first update
+    prompt_logprobs: list[TokenLogprobs] | None = None  # only set in the first update of a request
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"; None: not finished
     stop_reason: int | None = None  # stop token id, if one of `stop_token_ids` ended the request
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache

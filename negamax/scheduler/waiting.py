@@ -45,8 +45,8 @@ class WaitingQueue:
     ) -> Sequence | None:
         """Return the next sequence to admit, or None if no sequence waits.
 
-        `num_rows`: running rows of each tenant that has any. `after`: tenant -> order of its first
-        unfinished prompt; the tenant's later requests are skipped.
+        `num_rows`: number of running rows of each tenant with such rows. `after`: tenant -> order
+        of its first unfinished prompt; the tenant's later requests are skipped.
         """
         heads = [queue[0] for queue in self._by_tenant.values()]
         if after:

@@ -243,7 +243,7 @@ class EngineConnection:
         return found
 
     async def _find_last(self, look: Callable[[], T]) -> T:
-        """Wait for the last message of an ended process. A killed process sends no such message."""
+        """Wait for the last message of an ended process. Killed processes send no last message."""
         was_killed = (self._process.exit_code or 0) < 0
         deadline = time.monotonic() + (0.0 if was_killed else _LAST_WORDS_SECONDS)
         while not (found := look()) and time.monotonic() < deadline:

@@ -48,7 +48,7 @@ class SharedQueue:
     def of(
         cls, num_replicas: int, *, num_servers: int = 1, folder: Path | None = None
     ) -> "SharedQueue":
-        """Share the tables through files in `folder`. None: only this process uses the tables."""
+        """Share the tables through files in `folder`; None keeps the tables in this process."""
 
         def shared(name: str, num_columns: int, num_rows: int) -> SharedNumbers:
             path = None if folder is None else folder / name

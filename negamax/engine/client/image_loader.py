@@ -112,7 +112,7 @@ class ImageLoader:
         if count != len(images):
             raise InvalidRequestError(
                 f"the prompt has {count} image tokens for {len(images)} images",
-                hint="the template must add one per image, and texts must not contain image tokens",
+                hint="use a template that adds each image once, and texts without image tokens",
                 param="messages",
                 code="image_count",
             )

@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice. Its first output starts the others, which reuse its prompt."""
+        """Send the first choice. Its first output starts the other choices."""
         if self._has_started:
             return
         self._has_started = True

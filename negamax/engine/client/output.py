@@ -33,7 +33,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     index: int  # Index of the choice, 0 to n - 1.
     token_ids: list[int]
     pieces: list[TextPiece]  # Printable text; a piece of a single token has its token id.
-    logprobs: list[TokenLogprobs] | None  # One entry for each token in token_ids.
+    logprobs: list[TokenLogprobs] | None  # Logprobs of the tokens in token_ids.
     # Logprobs of all prompt tokens after the first token; only in the first output.
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None: not finished.
@@ -177,7 +177,7 @@ class ChoiceStream:
 
 
 def check_served(update: SequenceUpdate) -> None:
-    """Raise `InvalidRequestError` if a request was refused, `UnavailableError` if it was lost."""
+    """Raise `InvalidRequestError` for a refused request, `UnavailableError` for a lost request."""
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="no_grammar_process", retry_after=1.0)
     if update.lacks_prompt:

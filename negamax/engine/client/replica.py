@@ -20,7 +20,7 @@ State = Literal["ok", "silent", "restarting", "failed"]
 
 
 class Replica:
-    """One engine and the sequences that this process sent to it. Only the event loop may use it."""
+    """One engine, and this process's sequences on it. Only the event loop may use an instance."""
 
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
         self.index = index
@@ -78,7 +78,7 @@ class Replica:
         return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
-        """Add sequences with `tokens[i]` prompt tokens; the first one computes `pending` tokens."""
+        """Add sequences of `tokens[i]` prompt tokens. The first must compute `pending` tokens."""
         for sequence, num_tokens in zip(request.requests, tokens, strict=True):
             self.open[sequence.request_id] = request
             self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)

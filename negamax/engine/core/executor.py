@@ -108,7 +108,7 @@ class InProcessExecutor(Executor):
     def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._bitmask.cancel()  # This fails a step that waits for the bitmask.
+            self._bitmask.cancel()  # cancel() fails a step that waits for the bitmask.
             self._thread.submit(self._worker.close).result()
             self._thread.shutdown(wait=True)
 
@@ -261,7 +261,7 @@ class MultiProcessExecutor:
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
-        # These lists have one entry for each data-parallel rank.
+        # The following lists have one entry for each data-parallel rank.
         self._row_failures = [RowFailureLog() for _ in addresses.results]
         self._file_progress = [
             FileProgressLog([at for at, of in enumerate(self._dp_ranks) if of == dp_rank])

@@ -85,7 +85,7 @@ class _Run:
 
 
 class CacheMirror:
-    """The cached blocks of a rank that were announced to subscribers. Only one thread may use it.
+    """The blocks of a rank that were announced to subscribers. Only one thread may use an instance.
 
     Per-block work uses built-in functions, to hold the GIL briefly.
     """
@@ -301,7 +301,7 @@ class EventPublisher:
         self.num_batches += 1
 
     def _answer_replays(self) -> None:
-        """Answer each request with the stored batches from a given number on, then an end mark."""
+        """Answer each request with the stored batches from its number on, and then an end mark."""
         with self._replays, suppress(zmq.ContextTerminated):
             while True:
                 *route, first = self._replays.recv_multipart()

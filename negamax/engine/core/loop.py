@@ -98,7 +98,7 @@ class EngineLoop:
     def await_request(self, requests: zmq.Socket[bytes]) -> bool:
         """Wait for work. Return whether the work is a request that the caller should receive."""
         if self._sockets is None:
-            return True  # The caller waits while it receives a request.
+            return True  # The caller waits when it reads the socket.
         has_request = self._sockets.wait(requests)
         self._sockets.poll()
         return has_request
@@ -301,7 +301,7 @@ class EngineLoop:
         }
 
     def _take_in(self, request: GenerateRequest, take: Callable[[GenerateRequest], object]) -> None:
-        """Pass a request to `take`. An error of `take` ends this request alone."""
+        """Pass a request to `take`. An error of `take` ends only this request."""
         try:
             take(request)
         except Exception as error:

@@ -79,7 +79,7 @@ def _serve(
     gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
-    restarts = True  # A requested stop sets this to False.
+    restarts = True  # Whether an engine follows; False after a requested stop.
     try:
         with pulse.beating(context, address, num_servers=start.num_servers):
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)

@@ -179,7 +179,7 @@ def _open_transfers(
         copy=sockets.copy,
     )
     where = f"{transfer.host}:{transfer.port}"
-    logger.info("this engine exchanges prompts at %s in role %s", where, transfer.role)
+    logger.info("the engine exchanges prompts with other engines at %s as %s", where, transfer.role)
     logger.info("ranks send KV blocks by %s, on %d lanes", transfer.lane, len(ready.lanes))
     engine_id = sockets.transfers.engine_id
     return sockets, TransferInfo(
@@ -324,9 +324,9 @@ def _count_encoder_tokens(options: EngineOptions, device: str) -> int:
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Record whether `draft` has its own embedding and head. Otherwise it uses the target's tensors
-    in `folder`. Raises `CheckpointError`, or `ConfigError` if these tensors have another width or
-    are rotated.
+    """Record whether `draft` has its own embedding and head. A draft without them uses the target's
+    tensors in `folder`. Raises `CheckpointError`, or `ConfigError` if these tensors have another
+    width or are rotated.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 

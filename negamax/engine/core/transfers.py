@@ -131,7 +131,7 @@ class Transfers:
         return [one.request_id for pull in self._pulls.values() for one in pull.requests]
 
     def begin(self, request: GenerateRequest, *, now: float) -> None:
-        """Begin a new request. Append it to `ready` or `failed`, at once or after a pull."""
+        """Begin a request: append the request to `ready` or `failed`, at once or after a pull."""
         remote, size = request.remote, self.block_size
         if request.lease_id:
             self._prefills[request.request_id] = request.lease_id

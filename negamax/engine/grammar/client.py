@@ -18,7 +18,7 @@ RECONNECT_MS = 10  # Time between attempts to connect to a grammar process.
 START_SECONDS = 60.0  # Longest wait for the first answer of a grammar process.
 SILENT_SECONDS = 10.0  # Time without a heartbeat until a process with work counts as hung.
 STOPPED_SECONDS = 1.0  # Time after which a process that a signal has stopped counts as hung.
-LOOK_SECONDS = 0.1  # Time without an answer until the engine checks for such a stop.
+LOOK_SECONDS = 0.1  # Time without an answer until the engine looks for a stop by a signal.
 
 
 class GrammarHost:
@@ -62,7 +62,7 @@ class GrammarClient:
         self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
-        self._channel, theirs = socket.socketpair()  # It closes when one of the processes ends.
+        self._channel, theirs = socket.socketpair()  # The channel closes when a process ends.
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -141,6 +141,6 @@ class GrammarClient:
         self._clear_away()
 
     def _clear_away(self) -> None:
-        self._channel.close()  # This also ends a process that is forked later.
+        self._channel.close()  # Closing the channel also ends a process that is forked later.
         self._context.destroy(linger=0)
         self._folder.remove()

@@ -163,7 +163,7 @@ class GrammarManager:
         return self._client
 
     def _fork(self, spec: wire.GrammarSpec | None = None) -> GrammarClient:
-        """Fork a process from the host process. Start a new host if it has ended."""
+        """Fork a process from the host process. If the host has ended, first start a new host."""
         if self._host is not None and self._host.is_alive:
             with contextlib.suppress(ConnectionError):
                 return GrammarClient(self._host, spec=spec)
@@ -505,7 +505,7 @@ class GrammarManager:
             self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, cause: str) -> None:
-        """End a dead or hung process. Fail its running outputs; compile its new grammars again."""
+        """End a dead or hung process, fail the running outputs, and compile new grammars again."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:

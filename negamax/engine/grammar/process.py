@@ -326,7 +326,7 @@ class GrammarServer:
 
 
 def load_compiler(setup: wire.Setup) -> GrammarCompiler | None:
-    """Load the compiler, which takes seconds. Return None if it is not installed."""
+    """Load the compiler, which takes seconds. Return None if xgrammar is not installed."""
     try:
         with large_imports():
             from negamax.text.grammar.matcher import GrammarCompiler

@@ -21,7 +21,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host to fork a process. The message contains its standard input."""
+    """Asks the host to fork a process. The message includes the process's standard input."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.

@@ -52,7 +52,7 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share` describes this machine. If not `waits_again`, the agent ends with its ranks."""
+        """`share` describes this machine. `waits_again`: the agent outlives its ranks."""
         self._health = health
         self._options = options
         self._facts = facts
@@ -163,7 +163,7 @@ class Agent:
         return f"another program uses the port, or {KEY_VARIABLE} differs from node 0's value"
 
     def _what_is_missing(self) -> str:
-        """Return why this node is not ready, or "". The thread of `NodeHealth` calls this."""
+        """Return why this node is not ready, or "". `NodeHealth` calls this method in a thread."""
         return self._waiting if self._ranks is None else ""
 
     def _log_waiting(self, reason: str) -> None:

@@ -113,7 +113,7 @@ class NodeGroup:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
-        self._num_peers = 4 * layout.world_size  # This includes old connections of restarted ranks.
+        self._num_peers = 4 * layout.world_size  # Includes connections of earlier ranks.
         self._limits: list[ConnectionLimit] = []  # The agents' socket comes first.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
@@ -312,7 +312,7 @@ class NodeGroup:
                 self._lost(node, f"{node.name} was stopped")
             node.join = None
         else:
-            node.route, node.connection = route, connection  # Both change if the agent reconnects.
+            node.route, node.connection = route, connection  # The agent may have reconnected.
             node.num_frames += 1
             self._handle_heartbeat(node, message)
 

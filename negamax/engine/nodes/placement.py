@@ -147,6 +147,6 @@ def make_placement(
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(
-            "this machine is not in the Ray cluster", hint="run `ray start --address` on it"
+            "this machine is not in the Ray cluster", hint="run `ray start --address` here"
         )
     return RayPlacement(options, tuple(nodes), own)

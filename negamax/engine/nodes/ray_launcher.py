@@ -51,7 +51,7 @@ def check_installed(options: EngineOptions) -> None:
 
 
 class RayLauncher:
-    """The machines that Ray reserves for one start of an engine. `close` releases them."""
+    """The machines that Ray reserves for one start of an engine. `close` releases the machines."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Reserve machines and hide unreserved GPUs. Raises `ConfigError` or `ResourceError`."""
