@@ -55,7 +55,7 @@ _TOOLS: tuple[tuple[str, str, str], ...] = (
     ("fetch_page", "Read a page of documentation.", "url question"),
     ("note_tasks", "Keep a list of what is to be done.", "tasks:array"),
     ("ask_user", "Ask the user one question.", "question choices:array"),
-)  # name, description, fields as name:type (a field without a type is a string)
+)  # (name, description, fields as name:type). Fields without a type are strings.
 
 
 @dataclass(frozen=True)

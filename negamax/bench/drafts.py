@@ -39,7 +39,7 @@ class DraftCounts:
     @staticmethod
     def of_metrics(text: str) -> "DraftCounts":
         """Read the counters in Negamax's or vLLM's /metrics, summed over models and engines."""
-        from prometheus_client.parser import text_string_to_metric_families  # slow to import
+        from prometheus_client.parser import text_string_to_metric_families  # this import is slow
 
         sums: dict[str, float] = {}
         positions: dict[int, float] = {}

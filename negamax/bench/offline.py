@@ -2,8 +2,8 @@
 
 For each batch size, the command runs four batches: a short untimed batch, a batch that counts
 experts, a batch of one output token (the prefill time), and a batch of `output_len` tokens. The
-time per output token is measured in the last batch, from the moment when all requests have a token
-to the end, and divided by `output_len - 1`.
+time per output token is the time of the last batch after all requests have their first token,
+divided by `output_len - 1`.
 
 With `cached_prompts`, the last batch repeats prompts whose KV cache is stored, to measure decode
 steps after long contexts.
@@ -148,7 +148,7 @@ def _warm_up(
     *,
     num_requests: int,
 ) -> float | None:
-    """Run short batches. Return the number of distinct experts per layer and step if counted."""
+    """Run short batches. Return the distinct experts per layer and step, or None if not counted."""
     seen: list[float] = []
 
     def observe() -> None:

@@ -23,7 +23,7 @@ from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
 
-# (operation, prefixes of the names of its kernels). The first matching operation is used.
+# (operation, prefixes of kernel names). The first operation that matches a kernel is used.
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
     ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
@@ -178,7 +178,7 @@ def _profile(
 def table_rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows: microseconds and launches per layer, by operation and batch size.
 
-    The time of operations that run once per step, such as sampling, is divided by the layers too.
+    Times of operations that run once per step are also divided by the number of layers.
     """
     runs, layers = result["runs"], result["num_layers"]
     by_batch = [{entry["operation"]: entry for entry in run["operations"]} for run in runs]

@@ -43,7 +43,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) -> float:
-    """Return the bytes per second of a large copy on a CUDA device. The best round is used."""
+    """Return the bytes per second of a large copy on a CUDA device, in the fastest round."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / min(gpu_seconds(lambda: target.copy_(source), rounds=COPY_ROUNDS))
@@ -52,7 +52,7 @@ def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) 
 def gpu_seconds(
     call: Callable[[], object], *, rounds: int, between: Callable[[], object] | None = None
 ) -> list[float]:
-    """Time `rounds` calls with CUDA events after a warm-up call. Call `between` before each."""
+    """Time `rounds` calls with CUDA events after a warm-up call. `between` runs before each."""
     call()
     seconds: list[float] = []
     for _ in range(rounds):

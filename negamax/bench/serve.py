@@ -48,8 +48,8 @@ class Measurement:
     seconds: float  # Time from the first request to the end of the last request.
     notes: tuple[str, ...]
     interrupted: bool = False
-    drafts: DraftCounts = NO_DRAFTS  # Counts in the server's /metrics.
-    shape: dict[str, Any] | None = None  # Shape from /server_info; None if not reported.
+    drafts: DraftCounts = NO_DRAFTS  # Draft tokens counted in the server's /metrics.
+    shape: dict[str, Any] | None = None  # Serving shape from /server_info; None if not reported.
 
 
 @dataclass
@@ -115,7 +115,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
 
 
 async def _drafts(client: ServingClient) -> DraftCounts:
-    """Read the counts of draft tokens. They are 0 if the server has no /metrics."""
+    """Read the counts of draft tokens, which are 0 if the server has no /metrics."""
     text = await _ask(client, "/metrics")
     return DraftCounts.of_metrics(text if isinstance(text, str) else "")
 

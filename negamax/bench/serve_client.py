@@ -2,7 +2,7 @@
 
 The client reads the clock and parses each chunk inside asyncio's `data_received`. No task has to
 wake up, so recorded times are arrival times even with hundreds of streams in one loop. A connection
-sends one request at a time, and is reused after the response.
+is used for one request at a time, and reused after the response.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sink(Protocol):
 
 
 class ExchangeError(Exception):
-    """Raised if a request got no usable answer. `fresh` is True if no byte of it arrived."""
+    """Raised if a request got no usable answer. `fresh` is True if no byte arrived."""
 
     def __init__(self, reason: str, *, fresh: bool = False) -> None:
         super().__init__(reason)
@@ -79,7 +79,7 @@ class ClientConnection(asyncio.Protocol):
         await self._ended
 
     def close(self) -> None:
-        """Drop the connection at once."""
+        """Close the connection without waiting."""
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
@@ -106,7 +106,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = {}
-        self._keep = self._keep and self._sink is not None  # False after unrequested bytes
+        self._keep = self._keep and self._sink is not None  # false after unrequested bytes
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -211,9 +211,9 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseReader:
-    """Reads one streamed answer into a `ResponseRecord`. `collect` also stores its message.
+    """Reads one streamed answer into a `ResponseRecord`. `collect` also stores the message.
 
-    With `running_usage`, a chunk has output if it reports a higher token count than before. If
+    With `running_usage`, a chunk has output if its reported token count is higher than before. If
     there is no count, a chunk with text, reasoning, a tool call or token ids has output.
     """
 

@@ -1,6 +1,6 @@
 """Compare results of `negamax bench serve`: read files, group them, print a table.
 
-A result is the JSON file of `--save-result`. Negamax and vLLM use the same names in this file.
+A result is the JSON file of `--save-result`. Negamax and vLLM use the same names in result files.
 """
 
 import json
@@ -43,7 +43,7 @@ def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` if the `results` have different serving shapes, and list the fields.
+    """Raise `ConfigError` if `results` have different serving shapes. The error lists the fields.
 
     Results of other servers have no shape and are accepted.
     """
@@ -56,13 +56,13 @@ def check_shapes(results: Sequence[Mapping[str, Any]]) -> None:
             differing.append(f"{field} ({', '.join(value[:60] for value in values)})")
     if differing:
         raise ConfigError(
-            f"the servers of the results have different settings: {'; '.join(differing)}",
-            hint="add --allow-different-shapes to compare them anyway",
+            f"the results are from servers with different settings: {'; '.join(differing)}",
+            hint="add --allow-different-shapes to compare the results anyway",
         )
 
 
 def group(results: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """Group results by model and label, or backend without label. Series are sorted by load."""
+    """Group results by model and label (default: backend). Series are sorted by load."""
     models = {result.get("model_id") for result in results}
     found: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:

@@ -65,7 +65,7 @@ def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[
     return {name: float(value) for name, value in found.items()} | {"max": max(values)}
 
 
-# One request, in seconds
+# Metrics of one request, in seconds
 
 
 def ttft(record: ResponseRecord) -> float:
@@ -79,7 +79,7 @@ def e2el(record: ResponseRecord) -> float:
 
 
 def output_tokens(record: ResponseRecord) -> int:
-    """Return the server's count of output tokens, or the number of output chunks without it."""
+    """Return the output tokens that the server reported, or else the number of output chunks."""
     return len(record.arrivals) if record.output_tokens is None else record.output_tokens
 
 
@@ -199,7 +199,7 @@ def concurrency_steps(records: Sequence[ResponseRecord]) -> list[tuple[float, in
 
 
 def output_per_second(records: Sequence[ResponseRecord]) -> list[float]:
-    """Return the output tokens per second of the run. All chunks get equal shares of tokens."""
+    """Return the output tokens in each second of the run. A request's chunks count equally."""
     begin = min((record.started for record in records), default=0.0)
     bins: list[float] = []
     for record in records:

@@ -52,7 +52,7 @@ class Session:
 
     num_turns: int
     start: Callable[[], Turns]
-    wants_responses: bool = False  # whether `start` reads the answers
+    wants_responses: bool = False  # whether the generator of `start` reads the answers
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ class Prompts:
     """Makes prompts of given lengths: token ids, or text whose length `scale` determines."""
 
     options: BenchOptions
-    scale: TextScale | None  # None selects token ids
+    scale: TextScale | None  # None selects prompts of token ids
     vocabulary: Sequence[int] = COMMON_IDS
 
     def part(self, rng: random.Random, num_tokens: int, *, whole_prompt: bool = False) -> Any:
-        """Make a part of a prompt. `turn` concatenates parts."""
+        """Make a part of a prompt. The method `turn` concatenates parts."""
         if self.scale is None:
             return rng.choices(self.vocabulary, k=num_tokens)
         if not num_tokens:
@@ -286,7 +286,7 @@ def read_requests(path: str, options: BenchOptions) -> list[Session]:
 def file_workload(
     sessions: Sequence[Session], options: BenchOptions, *, notes: Iterable[str] = ()
 ) -> BenchWorkload:
-    """Use `num_prompts` requests in file order, repeated if needed. Warm up with the last ones."""
+    """Use `num_prompts` requests in file order, repeated if needed. The last ones warm up."""
     timed = take_turns(cycle(sessions), options.num_prompts)
     repeated = sum(session.num_turns for session in sessions)
     notes = [*notes]

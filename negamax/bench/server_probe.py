@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"[!-~]+")
 
 
 class CheckFailure(Exception):
-    """Raised if an answer violates the protocol. `status`: HTTP status of a refusal, or 0."""
+    """Raised if an answer violates the protocol. `status` is the HTTP status, or 0 if unknown."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -123,7 +123,7 @@ class ServerProbe:
 
 
 def read_chat(answer: dict[str, Any]) -> JudgedAnswer:
-    """Parse an answer that is not streamed. Raises `CheckFailure` if it is malformed."""
+    """Parse an answer without streaming. Raises `CheckFailure` for a malformed answer."""
     try:
         choice = answer["choices"][0]
         message = choice["message"]

@@ -57,7 +57,7 @@ class VerifyRow:
         return asdict(self) | {"threshold": self.threshold, "is_met": self.is_met}
 
     def add(self, failure: str | None, about: str = "") -> None:
-        """Count a result. It has passed if `failure` is None."""
+        """Count a result, which is a pass if `failure` is None."""
         self.total += 1
         self.passed += failure is None
         if failure is not None:
@@ -231,7 +231,7 @@ class _Verifier:
 
 
 def _find_thinking(option: str, model: str) -> str:
-    """Return switchable, forced or any. M3 can disable thinking, but M3.1 and M3-a cannot."""
+    """Return whether thinking is switchable (M3), forced (M3.1, M3-a) or any (other models)."""
     if option != "auto":
         return option
     name = model.lower()

@@ -137,7 +137,7 @@ def run_batch(
 
 
 def drain(loop: EngineLoop) -> None:
-    """Step until no work is left."""
+    """Run steps until all requests have ended."""
     while loop.has_work:
         loop.step()
 

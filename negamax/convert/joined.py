@@ -1,4 +1,4 @@
-"""Reader of checkpoints that are split for ranks. It joins the parts of each tensor."""
+"""Reader that joins the parts of tensors in a checkpoint that is split for ranks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
@@ -36,7 +36,7 @@ class JoiningReader(CheckpointReader):
 
 
 def join(ranks: Sequence[Entries]) -> dict[str, TensorEntry]:
-    """Return an entry for each tensor: that of the rank with the largest part of the tensor.
+    """Return for each tensor the entry of the rank with the largest part of the tensor.
 
     Raises `CheckpointError` if the parts of the ranks do not cover the whole tensor.
     """

@@ -169,7 +169,7 @@ def _quantized_together(weights: list[Weight], stored: TensorFormat) -> Iterator
 def _with_common_scale(
     weights: list[Weight], weight: Weight, stored: TensorFormat, read: list[Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """Quantize `weight` with an extra row, which leads to the common global scale of `weights`."""
+    """Quantize `weight` with an extra row, so that the global scale fits all `weights`."""
     plain = [one.dequantize(tensors) for one, tensors in zip(weights, read, strict=True)]
     rows, columns = weight.shape
     below = torch.zeros(1, columns)

@@ -1,7 +1,7 @@
 """Layout of neuronx-distributed-inference: file names, tensor names and stacked experts.
 
-`preprocess_minimax_m2_fp8.py` defines the layout and the rescaling of FP8 blocks: values are
-converted to bf16, divided by 448/240 and rounded to FP8, and scales are multiplied by 448/240.
+`preprocess_minimax_m2_fp8.py` defines the layout and the rescaling of FP8 blocks. Values are
+converted to bf16, divided by 448/240 and rounded to FP8. Scales are multiplied by 448/240.
 """
 
 import re
@@ -73,7 +73,7 @@ def _renamed(piece: Piece) -> Piece:
 
 
 def _expert(name: str, weights: list[Weight], number: int, count: int) -> Piece:
-    """Make entry `number` of a tensor that stacks `count` experts, [I, K] matrices as [K, I]."""
+    """Make entry `number` of `count` stacked experts. Matrices [I, K] are stored as [K, I]."""
     rows, columns = weights[0].shape
     if rows % E4M3_GROUP or columns % E4M3_GROUP:
         raise ConfigError(

@@ -2,8 +2,8 @@
 
 A part consists of whole entries of its format. The size of a part is a multiple of one unit in both
 dimensions, so parts are large enough for every kind of device. If two ranks need rows or columns of
-the same entry, both ranks store this entry. If a rank does not read a tensor, its files list the
-tensor with size 0, because the loader reports unlisted tensors as missing.
+the same entry, both ranks store this entry. If a rank does not read a tensor, the rank's files list
+the tensor with size 0, because the loader reports unlisted tensors as missing.
 """
 
 import json
@@ -94,7 +94,7 @@ def make_shards(
     if tp == ep == 1:
         return [Shard()]
     # With sharded index keys, a rank reads the index queries of all heads. Without sharded index
-    # keys, it reads a part of the same shard.
+    # keys, the rank reads a part of the same shard.
     spec = replace(spec, quantization=quantization).shard_index()
     kernels = resolve(platform=CPU, dtype=torch.bfloat16)
     shards = []

@@ -1,4 +1,4 @@
-"""The source of a conversion. It checks files like the loader, and reads one weight at a time."""
+"""The source of a conversion. Files are checked as by the loader, and weights read one by one."""
 
 import math
 import re

@@ -136,7 +136,7 @@ def nvfp4(
     """Return the format of E2M1 values with an E4M3 scale per 16 columns and one per matrix.
 
     `global_scale` is the tensor name of the scale of the matrix. The E4M3 scales are multiplied by
-    this scale, or divided by it if `divides` is set.
+    this scale, or divided if `divides` is set.
     """
     tensors = (
         StoredTensor(values, Role.VALUES, ("uint8",), (ROWS, Dim(Axis.COLUMNS, 2))),

@@ -154,13 +154,13 @@ class TensorFormat:
     packing: CodePacking = CodePacking.ENTRIES
     zero_offset: int = 0  # number to add to stored zero points
     global_scale: GlobalScale = GlobalScale.MULTIPLIES
-    # how Negamax quantizes a matrix to this format; None: Negamax can only read this format
+    # how Negamax quantizes a matrix to this format, or None if Negamax only reads this format
     rounding: Rounding | None = field(default=None, compare=False)
-    # returns this format with fewer columns per scale; None: the number cannot change
+    # makes this format with fewer columns per scale, or None if the number is fixed
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
-    # how activations are rounded; None: activations are not rounded
+    # how activations are rounded, or None if activations are not rounded
     activation: ActivationFormat | None = None
-    # checkpoint format from which the loader quantizes to this format; None: it reads this format
+    # checkpoint format if the loader quantizes matrices to this format, or None
     made_of: TensorFormat | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class TensorFormat:
 
     @property
     def permuted(self) -> bool:
-        """Whether a stored permutation assigns columns to groups. If so, ranks read all scales."""
+        """Whether a stored permutation assigns columns to groups, so that ranks read all scales."""
         return any(t.role is Role.PERMUTATION and t.is_kept for t in self.tensors)
 
     @property

@@ -60,7 +60,7 @@ from negamax.quantization.scheme import (
     refuse,
 )
 
-_GROUP_ORDERS = ("group", "dynamic", True)  # `actorder` values with a tensor of group numbers
+_GROUP_ORDERS = ("group", "dynamic", True)  # values of `actorder` with stored group numbers
 
 
 def read(spec: QuantizationSpec) -> Scheme:

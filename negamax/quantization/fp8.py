@@ -49,7 +49,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def read_mxfp8(spec: QuantizationSpec) -> Scheme:
-    """Read the scheme of MXFP8 weights. Options, not these fields, set the dtypes of KV caches."""
+    """Read the scheme of MXFP8 weights. Options, not config.json, set the dtypes of KV caches."""
     has_nvfp4 = spec.fields.get("moe_quant_algo") is not None
     mixed: dict[str, tuple[object, ...]] = {
         "moe_quant_algo": ("NVFP4",),

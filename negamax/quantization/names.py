@@ -13,7 +13,7 @@ _BLOCKS, _AS_STORED = ("fp8", "fp8-per-block"), "mxfp8"
 
 
 def check_name(name: str | None) -> str | None:
-    """Return the normalized `name`; None selects detection. Raises `ConfigError`."""
+    """Return the normalized `name`; None selects automatic detection. Raises `ConfigError`."""
     spelled = plain(name or "")
     if spelled in ("", "auto", "none"):
         return None
