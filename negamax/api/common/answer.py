@@ -103,7 +103,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """The token counts so far. A prompt's cached tokens are the minimum over the choices."""
+        """The token counts so far. Of a prompt's choices, the fewest cached tokens are reported."""
         prompts: dict[int, tuple[int, int]] = {}  # Tokens and cached tokens per prompt index.
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:

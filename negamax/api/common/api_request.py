@@ -24,7 +24,7 @@ from negamax.scheduler.request import ImageInput, SamplingParams
 
 DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # Header name of vLLM and SGLang.
 MAX_PROMPT_LOGPROBS = 2**22  # Limit of prompt logprobs in one answer.
-_WHOLE_INTERVAL = 32  # Tokens per engine output, if the answer is not streamed.
+_WHOLE_INTERVAL = 32  # The engine sends an unstreamed answer in outputs of this many tokens.
 _NUMBER = re.compile("[0-9]{1,9}")
 
 ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)

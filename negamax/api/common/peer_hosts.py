@@ -47,7 +47,7 @@ async def find_addresses(params: EngineRequest, info: TransferInfo | None) -> di
                 found[host] = await _resolve(host)
     for field, host in named:
         if not found[host]:
-            _refuse_host(field, host, f"has no address, or DNS took over {RESOLVE_SECONDS:g} s")
+            _refuse_host(field, host, f"cannot be resolved within {RESOLVE_SECONDS:g} s")
         if not allows_host(info.allowed_hosts, host, found[host]):
             _refuse_host(field, host, f"is {found[host]}, which is not allowed")
     return found

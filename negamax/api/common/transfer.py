@@ -116,7 +116,7 @@ def _read_room(
         return Transfer(lease_id=f"{_ROOM}-{room}", only_prefills=True)
     host, port = pick("bootstrap_host"), pick("bootstrap_port")
     if not host:
-        refuse("bootstrap_host", "is missing; send the host of the prefilling server")
+        refuse("bootstrap_host", "the field is missing; send the host of the prefilling server")
     # 8998 is the default port of SGLang.
     port = 8998 if port is None else port
     return Transfer(remote=RemotePrompt(addresses[host], port, f"{_ROOM}-{room}"))

@@ -51,7 +51,7 @@ class Turn:
 
     conversation: Conversation
     places: Sequence[str] = ()
-    tools: list[dict[str, Any]] | None  # Callable tools; messages may show more tools.
+    tools: list[dict[str, Any]] | None  # Tools that the model may call.
     calls: CallChoice
     form: Grammar | None  # Grammar of the content.
     sampling: SamplingParams

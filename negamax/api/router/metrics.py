@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from negamax.api.router.servers import RoutedServer
 
-_METRICS = (  # Kind, name, attribute of `RoutedServer`, help text.
+_METRICS = (  # Each entry has a kind, a name, an attribute of `RoutedServer` and a help text.
     (CounterMetricFamily, "requests", "num_requests", "Requests sent to a server."),
     (CounterMetricFamily, "retries", "num_retries", "Requests sent after another server failed."),
     (CounterMetricFamily, "failures", "num_failures", "Refused requests, and incomplete answers."),

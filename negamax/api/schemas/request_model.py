@@ -72,7 +72,7 @@ def validate_one_of(field: str, allowed: tuple[str, ...]) -> AfterValidator:
 def check_type(value: object, kind: type[ValueT], param: str, what: str = "") -> ValueT:
     """Return `value` if its type is `kind`, else raise `InvalidRequestError` about `param`."""
     if not isinstance(value, kind):
-        refuse(param, f"must be {what or _JSON_TYPES[kind]}; got {describe(value)}")
+        refuse(param, f"the value must be {what or _JSON_TYPES[kind]}; got {describe(value)}")
     return value
 
 
@@ -105,7 +105,7 @@ def check_token_ids(values: list[Any], where: str) -> list[int]:
     """Check that `values` of field `where` are token ids, or raise `InvalidRequestError`."""
     for index, value in enumerate(values):
         if type(value) is not int:
-            refuse(f"{where}[{index}]", f"must be a token id; got {describe(value)}")
+            refuse(f"{where}[{index}]", f"the value must be a token id; got {describe(value)}")
     return values
 
 

@@ -97,7 +97,7 @@ class StreamOptions(RequestModel):
 
     include_usage: bool = False  # Send token counts in a last chunk without choices.
     continuous_usage_stats: bool = False  # Send the token counts so far in every chunk.
-    include_obfuscation: bool = False  # No effect, because streams are never padded.
+    include_obfuscation: bool = False  # The field has no effect, because streams are never padded.
 
     @property
     def reports_usage(self) -> bool:

@@ -127,7 +127,7 @@ def build_format_grammar(
     if is_nested:
         described, param = form.get("json_schema"), f"{param}.json_schema"
         if not isinstance(described, Mapping) or described.get("schema") is None:
-            refuse(param, "must be an object with a schema")
+            refuse(param, "the value must be an object with a schema")
     is_strict, schema = described.get("strict") is True, described.get("schema")
     return build_grammar("json_schema", schema, param=f"{param}.schema", strict=is_strict)
 
@@ -142,7 +142,7 @@ def build_grammar(kind: GrammarKind, value: Any, *, param: str, strict: bool = F
     allowed = {"json_schema": dict | bool | str, "structural_tag": dict | str, "choice": list}
     if not isinstance(value, allowed.get(kind, str)):
         what = "a list of strings" if kind == "choice" else "text"
-        refuse(param, f"must be {what}; got {describe(value)}")
+        refuse(param, f"the value must be {what}; got {describe(value)}")
     try:
         text = value if isinstance(value, str) else written(value, kind=kind)
         grammar = Grammar(kind=kind, text=text, strict=strict)

@@ -56,10 +56,10 @@ def check_function(
         allowed = (
             f"1 to {MAX_TOOL_NAME_CHARS} characters without quotes, angle brackets and line breaks"
         )
-        refuse(f"{where}.name", f"{describe(name)} is not allowed; send {allowed}")
+        refuse(f"{where}.name", f"the name {describe(name)} is not allowed; send {allowed}")
     for key, kind in (("description", str), (schema_field, dict)):
         if not isinstance(function.get(key), kind | None):
-            refuse(f"{where}.{key}", f"must be a JSON {'string' if kind is str else 'object'}")
+            refuse(f"{where}.{key}", f"send a JSON {'string' if kind is str else 'object'}")
     if function.get("strict"):
         _check_writable(function.get(schema_field), f"{where}.{schema_field}")
 
@@ -76,7 +76,7 @@ def check_mended_tools(tools: object) -> None:
 
 def _check_writable(schema: object, place: str, *, mended: str = "") -> None:
     if (found := find_unwritable(schema, mended=mended)) is not None:
-        refuse(f"{place}{found}", f"contains {UNWRITABLE}, which strict schemas must not contain")
+        refuse(f"{place}{found}", f"a strict schema must not contain {UNWRITABLE}")
 
 
 def check_function_tools(
@@ -90,7 +90,7 @@ def check_function_tools(
             refuse(f"{where}.type", f"{describe(tool['type'])} is not allowed; send 'function'")
         function = tool.get("function")
         if not isinstance(function, dict):
-            refuse(f"{where}.function", f"must be an object with a name; got {describe(function)}")
+            refuse(f"{where}.function", f"send an object with a name, not {describe(function)}")
         check_function(function, where=f"{where}.function")
     return tools
 
@@ -129,18 +129,18 @@ def read_allowed_tools(
     if "allowed_tools" in choice:
         field, described = "tool_choice.allowed_tools", choice["allowed_tools"]
     if not isinstance(described, Mapping):
-        refuse(field, f"must be an object with a mode and tools; got {describe(described)}")
+        refuse(field, f"send an object with a mode and tools, not {describe(described)}")
     mode, tools = described.get("mode", "auto"), described.get("tools")
     if mode not in ("auto", "required"):
-        refuse(f"{field}.mode", f"{describe(mode)} is not allowed; send 'auto' or 'required'")
+        refuse(f"{field}.mode", f"mode {describe(mode)} is not allowed; send 'auto' or 'required'")
     if not isinstance(tools, list):
-        refuse(f"{field}.tools", f"must be a list of tools; got {describe(tools)}")
+        refuse(f"{field}.tools", f"the value must be a list of tools; got {describe(tools)}")
     check_tool_count(len(tools), field=f"{field}.tools")
     names: dict[str, str] = {}
     for index, tool in enumerate(tools):
         where = f"{field}.tools[{index}]"
         if not isinstance(tool, Mapping):
-            refuse(where, f"must be an object with a type and a name; got {describe(tool)}")
+            refuse(where, f"send an object with a type and a name, not {describe(tool)}")
         kind = tool.get("type", "function")
         if isinstance(kind, str) and kind in named_by_type:
             names.setdefault(kind, f"{where}.type")
@@ -152,12 +152,12 @@ def read_allowed_tools(
         where, tool = (f"{where}.{kind}", tool[kind]) if kind in tool else (where, tool)
         name = tool.get("name") if isinstance(tool, Mapping) else None
         if not isinstance(name, str):
-            refuse(f"{where}.name", f"must be the name of a tool; got {describe(name)}")
+            refuse(f"{where}.name", f"the value must be the name of a tool; got {describe(name)}")
         names.setdefault(name, f"{where}.name")
     if not names:
         refuse(
             f"{field}.tools",
-            "has no tool that can be called here; add a tool, or use tool_choice 'none'",
+            "the list has no tool that can be called here; add a tool, or use tool_choice 'none'",
         )
     return mode, names
 
@@ -208,11 +208,11 @@ def check_call_choice(
     if not tools:
         refuse(
             "tool_choice",
-            "forces a call, but there are no tools to call; send tools that the client runs, "
-            "or use 'auto'",
+            "the choice forces a call, but there are no tools to call; send tools that the client "
+            "runs, or use 'auto'",
         )
     if mode == "required":
         return CallChoice("required", parallel=parallel, allowed=may_call)
     if name not in names:
-        refuse("tool_choice", f"forces the tool {describe(name)}, which is not declared")
+        refuse("tool_choice", f"the choice forces {describe(name)}, which is not declared")
     return CallChoice("function", name, parallel=False)

@@ -30,7 +30,7 @@ def _convert_prompts(value: object) -> list[Prompt]:
         return [value]
     if not isinstance(value, list) or not value:
         allowed = "a string, strings, token ids or lists of token ids"
-        refuse("prompt", f"must be {allowed}; got {describe(value)}")
+        refuse("prompt", f"the value must be {allowed}; got {describe(value)}")
     if type(value[0]) is int:
         return [check_token_ids(value, "prompt")]
     if len(value) > MAX_PROMPTS:
@@ -39,7 +39,7 @@ def _convert_prompts(value: object) -> list[Prompt]:
     for index, part in enumerate(value):
         where = f"prompt[{index}]"
         if not isinstance(part, str | list):
-            refuse(where, f"must be a string or a list of token ids; got {describe(part)}")
+            refuse(where, f"send a string or a list of token ids, not {describe(part)}")
         prompts.append(part if isinstance(part, str) else check_token_ids(part, where))
     return prompts
 

@@ -148,7 +148,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     """Metadata of an answer, with logprobs if the client requested logprobs."""
 
     id: str  # The client's rid, or a random id.
-    finish_reason: dict[str, Any] | None  # Null, then an object with `type` stop, length or abort.
+    finish_reason: dict[str, Any] | None  # Null until the end. `type` is stop, length or abort.
     prompt_tokens: int  # Prompt tokens, including cached tokens.
     completion_tokens: int  # Generated tokens.
     cached_tokens: int  # Prompt tokens found in the prefix cache.

@@ -276,7 +276,7 @@ def _read_result(
 def _describe_tabs(block: Mapping[str, Any], place: str) -> str:
     tabs = block.get("tabs")
     if not isinstance(tabs, list) or not all(isinstance(tab, dict) for tab in tabs):
-        refuse(f"{place}.tabs", f"must be a list of objects; got {describe(tabs)}")
+        refuse(f"{place}.tabs", f"the value must be a list of objects; got {describe(tabs)}")
     lines = []
     for tab in tabs:
         names = (tab.get(name) for name in ("tab_id", "title", "url"))

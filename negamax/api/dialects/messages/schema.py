@@ -201,7 +201,7 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     role: str = "assistant"  # Author of the message.
     model: str  # Model name that the request used.
     content: list[ContentBlock]  # Blocks in the order of generation.
-    # `end_turn`, `max_tokens`, `model_context_window_exceeded`, `stop_sequence` or `tool_use`.
+    # One of end_turn, max_tokens, model_context_window_exceeded, stop_sequence and tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
     usage: MessageUsage  # Token counts.
@@ -228,7 +228,7 @@ class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="typ
 
 
 class StopDelta(Struct, frozen=True):
-    # `end_turn`, `max_tokens`, `model_context_window_exceeded`, `stop_sequence` or `tool_use`.
+    # One of end_turn, max_tokens, model_context_window_exceeded, stop_sequence and tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
 

@@ -117,7 +117,7 @@ def _read_tool(where: str, declared: dict[str, Any]) -> dict[str, Any] | None:
     tool = declared if "input_schema" in declared else _add_schema(declared)
     if tool is None:
         if declared.get("type") in (None, "custom"):
-            refuse(f"{where}.input_schema", "is required and missing")
+            refuse(f"{where}.input_schema", "the field is required and missing")
         return None
     check_function(tool, where=where, schema_field="input_schema")
     return build_function_tool(

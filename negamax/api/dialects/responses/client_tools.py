@@ -92,7 +92,7 @@ def render_result(item: Mapping[str, Any], place: str) -> str:
             _render_command(part, f"{place}.output[{index}]") for index, part in enumerate(output)
         )
     if not isinstance(output, str):
-        refuse(f"{place}.output", f"must be text or a list of outputs; got {describe(output)}")
+        refuse(f"{place}.output", f"send text or a list of outputs, not {describe(output)}")
     if item.get("status") == "failed":
         return f"Error: {output}" if output else "Error"
     return output

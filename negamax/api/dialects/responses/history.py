@@ -183,7 +183,7 @@ def _read_assistant_text(
             texts.append(f"\n{note}\n")
             continue
         if not isinstance(part, dict):
-            refuse(f"{place}.content[{index}]", "must be a part with text, such as 'output_text'")
+            refuse(f"{place}.content[{index}]", "send a part with text, such as 'output_text'")
         if (thought := find_thought(part)) is not None:
             parts.add_reasoning(thought)
         else:

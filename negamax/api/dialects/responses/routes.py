@@ -385,7 +385,7 @@ class _Responses:
             tool_notes=settings.notes,
         )
         if not history.messages:
-            refuse("input", "has no content for the model; send text or at least one message")
+            refuse("input", "the items have no content for the model; send text or a message")
         tools, calls = params.choice()
         shown = [tool for tool in tools or () if tool["function"]["name"] not in settings.later]
         turn = Turn(

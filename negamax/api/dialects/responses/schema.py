@@ -73,7 +73,7 @@ def build_shown_name(namespace: object, name: Any) -> Any:
 
 def _check_input(value: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     if value == "":
-        refuse("input", "is empty; send text or at least one item")
+        refuse("input", "the input is empty; send text or at least one item")
     if isinstance(value, list) and len(value) > MAX_ITEMS:
         refuse("input", f"the list has {len(value)} items; at most {MAX_ITEMS} are allowed")
     return value
@@ -212,7 +212,7 @@ def read_declared_tools(placed: Sequence[tuple[str, dict[str, Any]]]) -> list[De
             continue
         namespace, inner = tool.get("name"), tool.get("tools")
         if not isinstance(namespace, str) or not isinstance(inner, list):
-            refuse(where, "must have a name and a list of tools")
+            refuse(where, "the value must have a name and a list of tools")
         for number, entry in enumerate(inner):
             place = f"{where}.tools[{number}]"
             declared += _read_tool(check_type(entry, dict, place), where=place, namespace=namespace)
@@ -237,7 +237,7 @@ def _read_tool(tool: dict[str, Any], *, where: str, namespace: str | None) -> li
         return []
     described = tool.get("function", tool)  # Some clients use the format of chat completions.
     if not isinstance(described, dict):
-        refuse(f"{where}.function", "must be an object with a name")
+        refuse(f"{where}.function", "the value must be an object with a name")
     called = build_shown_name(namespace, described.get("name"))
     check_function({**described, "name": called}, where=where)
     is_custom = kind == "custom"

@@ -18,7 +18,7 @@ def _convert_texts(value: object) -> str | list[str]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        refuse("prompt", f"must be a text or a list of texts; got {describe(value)}")
+        refuse("prompt", f"the value must be a text or a list of texts; got {describe(value)}")
     if len(value) > MAX_TEXTS:
         refuse("prompt", f"the list has {len(value)} texts; at most {MAX_TEXTS} are allowed")
     return value
@@ -26,13 +26,13 @@ def _convert_texts(value: object) -> str | list[str]:
 
 def _convert_ids(value: object) -> list[int] | list[list[int]]:
     if not isinstance(value, list):
-        refuse("tokens", f"must be a list of token ids, or a list of lists; got {describe(value)}")
+        refuse("tokens", f"send a list of token ids or a list of lists, not {describe(value)}")
     if value and isinstance(value[0], list):
         if len(value) > MAX_TEXTS:
             refuse("tokens", f"the list has {len(value)} lists; at most {MAX_TEXTS} are allowed")
         for index, ids in enumerate(value):
             if not isinstance(ids, list):
-                refuse(f"tokens[{index}]", f"must be a list of token ids; got {describe(ids)}")
+                refuse(f"tokens[{index}]", f"send a list of token ids, not {describe(ids)}")
             check_token_ids(ids, f"tokens[{index}]")
     else:
         check_token_ids(value, "tokens")
