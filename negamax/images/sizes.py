@@ -15,10 +15,10 @@ RULES: tuple[str, ...] = get_args(Rule)
 HEADER = struct.Struct(">III")
 SIDE = 28  # One image token represents a square of 28 x 28 pixels.
 LONGEST_SIDE = 2016  # Default limit of rule "longest"; requests may set any multiple of SIDE.
-LONGEST_SIDES = (112, 3584)  # Range of this limit in requests, in pixels.
+LONGEST_SIDES = (112, 3584)  # Range of the longest side in requests, in pixels.
 MAX_ASPECT_RATIO = 200
 _SHORTEST_SIDE = 112
-_MAX_PIXELS = LONGEST_SIDES[1] ** 2  # Size of the largest resized image.
+_MAX_PIXELS = LONGEST_SIDES[1] ** 2  # Pixels of the largest resized image.
 _LEAST_AREA, _MOST_AREA = 3136, 451_584  # Limits of the rule "area", in pixels.
 
 
@@ -41,7 +41,7 @@ def count_tokens(height: int, width: int) -> int:
 
 
 def _fit_long_side(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Limit the long side to `longest`, and enlarge a side below `_SHORTEST_SIDE` if it fits."""
+    """Limit the long side to `longest`, and enlarge a side below `_SHORTEST_SIDE` if possible."""
     long, short = max(height, width), min(height, width)
     scale = 1.0
     if long > longest:

@@ -67,7 +67,7 @@ class ProcessGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks. The result is `tensor` itself, or a buffer that the next
         call overwrites. CPU tensors are summed in fp32 in rank order, so that a token's result does
-        not depend on its batch. On GPUs, kernels sum small tensors in rank order in `peers`.
+        not depend on its batch. On GPUs, kernels of `peers` sum small tensors in rank order.
         """
         if tensor.is_cuda:
             if self._shared is not None and self._shared.fits(tensor):
@@ -91,7 +91,7 @@ class ProcessGroup:
         return out
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        if dim == 0 and tensor.dim() and tensor.is_cuda:  # `out` is one memory block.
+        if dim == 0 and tensor.dim() and tensor.is_cuda:  # Parts along dimension 0 are contiguous.
             out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
             dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
             return out

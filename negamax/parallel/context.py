@@ -30,16 +30,16 @@ class ParallelContext:
     # The ranks of this group split the experts of a layer.
     expert_group: Collective = field(default_factory=SingleRank)
     world: Collective = field(default_factory=SingleRank)
-    # These ranks of all replicas have one `cp_rank` and one `tp_rank`, and split the experts.
+    # The ranks of this group have one position in all replicas, and exchange tokens for experts.
     data_group: Collective = field(default_factory=SingleRank)
     # The ranks of this group split the tokens of prompts (prefill context parallelism).
     context_group: Collective = field(default_factory=SingleRank)
-    # These ranks of a stage have equal `tp_rank`. In sharded steps they exchange tokens.
+    # The ranks of this group have equal `tp_rank` in one stage, and split sharded steps.
     token_group: Collective = field(default_factory=SingleRank)
     # Each rank of this group has the same KV heads and a part of the KV cache blocks.
     cache_group: Collective = field(default_factory=SingleRank)
     links: PipelineLinks = field(default_factory=PipelineLinks)
-    poll_control: PollControl | None = None  # Limits how long kernels wait for ranks.
+    poll_control: PollControl | None = None  # Limits how long kernels wait for other ranks.
 
     @staticmethod
     def single() -> ParallelContext:

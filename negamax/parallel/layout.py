@@ -22,7 +22,7 @@ class AttentionView:
 
     rank: int
     size: int
-    ranks: tuple[int, ...]  # World ranks of the `size` ranks.
+    ranks: tuple[int, ...]  # World ranks of the ranks that split the heads.
     cache_size: int = 1
 
     @property
@@ -37,7 +37,7 @@ class AttentionView:
         return self.ranks[first : first + self.cache_size]
 
     def heads(self, num_heads: int) -> range:
-        """Return this rank's query heads. Raises `ConfigError` if `size` does not divide them."""
+        """Return this rank's query heads. Raises `ConfigError` if `num_heads % size` is not 0."""
         return shard(num_heads, rank=self.rank, size=self.size, what="number of attention heads")
 
     def cache_heads(self, num_heads: int) -> range:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from negamax.base.addresses import bind
 from negamax.parallel.layout import ParallelLayout
 
-_BACKLOG = 1024  # Most pending connections. Each rank opens several connections.
+_BACKLOG = 1024  # Maximum number of pending connections. Each rank opens several connections.
 _POLL_SECONDS = 0.05
 
 

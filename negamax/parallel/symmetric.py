@@ -80,9 +80,9 @@ def connect(
         (max_tokens, 2),
         (max_rows, 2 * CANDIDATES),
         *([(reduce_rows, token_words)] if token_words else []),
-    ]  # Number of rows, and words per row, of each region.
+    ]  # Number of rows and words per row, for each region.
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
-    # The shared buffer is at the start, where PyTorch requires the memory that it sums.
+    # PyTorch can sum only memory at the start, so the shared buffer comes first.
     shared_words = _aligned(-(-min(SHARED_ROWS, max_tokens) * hidden_size // 4))
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)

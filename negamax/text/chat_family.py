@@ -9,7 +9,7 @@ from negamax.text.parser.output_format import OutputFormat
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFamily:
     title: str  # name of the model family in error messages
-    output: OutputFormat  # tags in answers, and the parser of call blocks
+    output: OutputFormat  # tags in answers, and the class that parses call blocks
     call_style: type[CallStyle]  # class that writes the grammar of tool calls
     closing_text: str  # text that the models write to end their reasoning
     # Grammars match these tags only as tokens, and all other tags as tokens or as text.

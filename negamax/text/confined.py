@@ -85,7 +85,7 @@ class Confined:
         limit. Raises `CheckpointError` if loading fails.
         """
         try:
-            job = json.dumps(arguments).encode()  # `json` escapes lone surrogates of a text
+            job = json.dumps(arguments).encode()  # JSON in ASCII escapes lone surrogates
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"messages contain a non-JSON value: {error}") from None
         seconds, memory, most = compute_limits(self._kind, len(job))

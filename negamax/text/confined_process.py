@@ -34,7 +34,7 @@ def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
     loaded.
     """
     if kind == confined.IMAGE_DECODER:
-        from negamax.images.decode import decode_image  # imports Pillow
+        from negamax.images.decode import decode_image  # this module imports Pillow
 
         return None, decode_image
     if kind == "tokenizer":

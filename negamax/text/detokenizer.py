@@ -86,7 +86,7 @@ class Detokenizer:
         if not raw:
             return []
         pieces: list[TextPiece] = []
-        # The token does not continue the incomplete character, which ends as U+FFFD.
+        # This token does not continue the incomplete character, which becomes U+FFFD.
         if self._mid_character and not 0x80 <= raw[0] < 0xC0:
             pieces.append(self._unfinished_character())
         is_whole = not self._mid_character

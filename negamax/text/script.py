@@ -69,7 +69,7 @@ def read_script(name: str) -> Script:
             f"--script is {name!r}, which cannot be read: {error.strerror}",
             hint=f"pass a TOML file, or the name of a bundled script: {known}",
         ) from None
-    except (ValueError, re.error) as error:  # not UTF-8, not TOML, or not a script
+    except (ValueError, re.error) as error:  # the file is not UTF-8, not TOML, or not a script
         raise ConfigError(f"the script {str(file)!r} is not valid: {error}") from None
     if not script.rules or script.context_length < 2 or not script.tokens_per_second > 0:
         raise ConfigError(
@@ -117,7 +117,7 @@ def find_new_messages(prompt: str, output_format: OutputFormat) -> tuple[str, st
     """Return the role and the text of the messages after the last answer."""
     turns = [turn.partition("\n") for turn in prompt.split(output_format.turn_open)[1:]]
     if turns and turns[-1][0] == output_format.assistant:
-        turns.pop()  # the open turn of the assistant
+        turns.pop()  # drop the open turn of the assistant
     last_answer = max(
         (i for i, (role, _, _) in enumerate(turns) if role == output_format.assistant), default=-1
     )

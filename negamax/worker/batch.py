@@ -132,7 +132,7 @@ def build_batch_layout(
     # counts either the tokens of all runs or the single tokens.
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
-    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # remaining prompt tokens
+    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # prompt tokens not yet computed
     table = plan.slots, plan.num_scheduled, plan.num_draft_tokens, left
     for slot, count, num_drafts, num_left in zip(*table, strict=True):
         in_prompt = min(max(num_left, 0), count)
@@ -154,7 +154,7 @@ def build_batch_layout(
         for row, is_sampled in enumerate(plan.needs_sampling)
         if is_sampled
         for in_run, last in [last_tokens[row]]
-        for place in range(plan.num_draft_tokens[row], -1, -1)  # distance to the row's last token
+        for place in range(plan.num_draft_tokens[row], -1, -1)  # tokens up to the row's last token
     ]
     return BatchLayout(
         num_decodes,

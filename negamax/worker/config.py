@@ -76,7 +76,7 @@ class WorkerConfig:
     """The configuration of one rank. If `folder` is None, the rank uses synthetic weights."""
 
     spec: ModelSpec
-    eos_token_ids: tuple[int, ...]  # from the checkpoint's generation defaults
+    eos_token_ids: tuple[int, ...]  # end tokens of the checkpoint's generation defaults
     folder: str | None
     layout: ParallelLayout
     device: str  # "cpu" or "cuda"; rank r of a machine takes the r-th GPU
@@ -87,18 +87,18 @@ class WorkerConfig:
     max_num_batched_tokens: int
     block_size: int
     num_kv_blocks: int | None
-    kv_cache_memory: int | None  # bytes per rank
+    kv_cache_memory: int | None  # KV cache bytes per rank
     gpu_memory_utilization: float
     cudagraph_size: int  # sequences of the largest captured step; 0: no graphs
     num_threads: int
     seed: int
     show_progress: bool
     addresses: RankAddresses | None  # None: this rank runs alone in the executor's process
-    index_cache_dtype: str = "auto"  # allowed values as for kv_cache_dtype
+    index_cache_dtype: str = "auto"  # same allowed values as kv_cache_dtype
     # all-to-all backend between data-parallel ranks
     all2all_backend: str = "allgather_reducescatter"
     crash_dump_dir: str | None = None
-    weight_cache: str | None = None  # folder
+    weight_cache: str | None = None  # folder of the weight cache
     num_replicas: int = 1  # number of engines with this configuration on the machine
     experts: str = FIXED  # how experts are placed: FIXED, COUNTED or MOVED
     draft: DraftModel | None = None
@@ -106,7 +106,7 @@ class WorkerConfig:
     max_logprobs: int = 20  # largest number of log-probabilities of a token
     encoder_tokens: int = 0  # size of the encoder cache, in image tokens; 0: images are refused
     kv_offloading_size: float | None = None  # host memory for KV blocks of all ranks, in GiB
-    kv_offloading_ratio: float | None = None  # host blocks per KV block; overrides the size
+    kv_offloading_ratio: float | None = None  # host blocks per KV block; overrides the size above
     kv_offloading_path: str | None = None  # folder for files of KV blocks
     kv_offloading_path_size: float = 0.0  # maximum size of the files of KV blocks, in GiB
     kernels: tuple[str, ...] = ()  # arguments of `KernelTable.select`
@@ -182,12 +182,12 @@ class WorkerReady:
     device: str  # "cpu", "cuda:0"
     kernels: str  # the kernel table, one line per op
     load_summary: str
-    paths: str = ""  # the kernels of the QK norm and of the all-reduce, for the log
-    memory_summary: str = ""  # GPU memory of weights, cache and graphs
+    paths: str = ""  # log text about the kernels of the QK norm and the all-reduce
+    memory_summary: str = ""  # log text about the GPU memory of weights, cache and graphs
     num_draft_tokens: int = 0  # maximum draft tokens per row and step
     # (rows, draft tokens per row, seconds) of captured steps
     step_seconds: tuple[tuple[int, int, float], ...] = ()
-    num_host_blocks: int = 0  # KV blocks in host memory
+    num_host_blocks: int = 0  # number of KV blocks in host memory
     host_block_bytes: int = 0  # bytes of one host block on this rank
     num_file_blocks: int = 0  # capacity of the files in KV blocks
     file_hashes: bytes = b""  # hashes of the files found at start, least recently used first
@@ -221,7 +221,7 @@ class KernelTime(msgspec.Struct, frozen=True):
 
     name: str
     calls: int
-    microseconds: float  # sum over all calls
+    microseconds: float  # sum over all calls of the kernel
 
 
 class DebugResult(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ class Eagle3Proposer(DraftModelProposer):
     _model: Eagle3Draft
 
     def __init__(self, config: WorkerConfig, draft: DraftModel, *, kernels: KernelTable) -> None:
-        """Check the files of the draft. Raises the errors of `plan_load` and `read_rotation`."""
+        """Check the files of the draft model. Raises errors of `plan_load` and `read_rotation`."""
         self._rotation = None
         if draft.spec.is_rotated_back and config.folder is not None:
             self._rotation = read_rotation(Path(config.folder))
@@ -59,7 +59,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _finish_loading(self, target: Decoder) -> None:
         self._model.finish_loading(target, self._rotation if self._draft.folder else None)
         self._target_ids = self._model.target_ids
-        if self._draws:  # logits are scattered to the target's token ids
+        if self._draws:  # drawing scatters logits to the target's token ids
             size = self._model.spec.vocab_size
             self._target_ids = torch.arange(size + 1, device=self._target_ids.device)
             self._target_ids[size] = -1
@@ -77,7 +77,7 @@ class Eagle3Proposer(DraftModelProposer):
             return drafts
         hidden, recurrent = model.forward(combined, following, states.metadata, kv)
         hidden, recurrent = hidden[ends], recurrent[ends]
-        # Writes past the context length are clamped and never read.
+        # The positions of writes are clamped to the context length. These writes are never read.
         last = requests.tokens.shape[1] - 2
         for place in range(num_tokens):
             picked = self._pick_drafts(hidden, slots, lengths, requests, place=place)

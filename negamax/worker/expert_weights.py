@@ -105,7 +105,7 @@ class MovableExperts(ExpertRecorder):
         self._version = step.version
         layers = dict.fromkeys(move.layer for move in step.moves)
         for layer in layers:
-            if layer in self._mixtures:  # otherwise the layer is on another stage
+            if layer in self._mixtures:  # other layers are on other stages
                 self._move(layer, [move for move in step.moves if move.layer == layer])
         return counts
 
@@ -167,7 +167,7 @@ class _ExpertLayout:
     """The byte range of each tensor of an expert in a buffer."""
 
     def __init__(self, weights: ExpertWeights) -> None:
-        # first byte, end, dtype, shape
+        # first byte, end byte, dtype and shape of each tensor
         self._parts: list[tuple[int, int, torch.dtype, torch.Size]] = []
         self.num_bytes = 0
         for tensor in weights.tensors(0):

@@ -56,7 +56,7 @@ _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _FILE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _PART = ".part"
 
-Ended = Callable[[], object] | None  # waits for the end of earlier copies of host blocks
+Ended = Callable[[], object] | None  # function that waits for earlier copies of host blocks
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class FileStore:
                 hint=f"use {1.01 * sharing * self.file_bytes / 2**30:.3g} or more",
             )
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-read")
-        self._writer = ThreadPoolExecutor(1, "kv-write")  # writes and deletes in plan order
-        self._reads: deque[_FileBatch] = deque()  # unreported batches
+        self._writer = ThreadPoolExecutor(1, "kv-write")  # writes and deletes files in plan order
+        self._reads: deque[_FileBatch] = deque()  # batches of reads that are not reported
         self._writes: deque[_FileBatch] = deque()
         self._read_step = self._written_step = -1
-        self._active_at = 0.0  # monotonic time at which a copy last ended
+        self._active_at = 0.0  # monotonic time of the last end of a copy
         self._is_off = False
         self._lock = threading.Lock()  # protects `_counts`
         self._counts = Counter[str]()  # field of `FileProgress` -> total

@@ -110,7 +110,7 @@ class PendingBitmask:
         )
 
     def drop_drafts(self, drafts: Tensor, plan: StepPlan) -> bool:
-        """Set drafts [R, K] after each row's last mask to -1. Return False if no draft changes."""
+        """Set drafts [R, K] that follow a row's last mask to -1. Return whether a draft changes."""
         limits = {row: len(masks) - 1 for row, masks in self._by_row().items()}
         limits |= dict.fromkeys(self.postponed, 0)
         if all(plan.num_draft_tokens[row] <= limit for row, limit in limits.items()):

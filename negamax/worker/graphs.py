@@ -50,7 +50,7 @@ class StepBuffers:
 
     hidden: Tensor  # [N, hidden]; a step that samples does not write this buffer
     entering: Tensor | None  # [N, hidden], see `Decoder.forward`; None: this is the first stage
-    residuals: list[Tensor]  # streams of the captured layers, [N, hidden] each
+    residuals: list[Tensor]  # residual streams of the captured layers, [N, hidden] each
     logits: Tensor  # [R, V of this rank] fp32
     token_ids: Tensor  # [R] int64
     num_accepted: Tensor  # [R] int64, accepted drafts of each row
@@ -84,7 +84,7 @@ class StepGraphs:
         if proposer is not None:
             count, advance = kernels[COUNT_ACCEPTED].run, kernels[ADVANCE_ROWS].run
             self._verifier = Verifier(proposer, requests, count, advance)
-        # captured decodes by their number of draft tokens
+        # number of draft tokens -> shapes of captured decodes
         self._decodes: dict[int, list[StepShape]] = {}
         for shape in (*shapes[ROWS], *shapes.get(DRAFTS, ())):
             self._decodes.setdefault(shape.num_drafts, []).append(shape)
@@ -92,7 +92,7 @@ class StepGraphs:
         num_tokens = max(shape.num_tokens for shape in every)
         num_sampled = max(shape.num_tokens for shape in every if shape.is_sampled)
         device = requests.tokens.device
-        # padded `StepColumns` of a step, then the step's number of tokens
+        # this buffer has the padded `StepColumns` of a step and the step's number of tokens
         self._columns = torch.zeros(
             max(sum(_widths(shape)) for shape in every), dtype=torch.int64, device=device
         )
@@ -106,9 +106,9 @@ class StepGraphs:
         )
         # for each token: the token id, and the sequence length up to this token (0: padding)
         self._token_ids, self._ends = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
-        # query starts of decodes
+        # query starts of a step with one token per query
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
-        self._images = None  # rows of image tokens, in steps with prompts; decodes read no images
+        self._images = None  # rows of image tokens for steps with prompts; decodes read no images
         if image_rows is not None:
             none = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
             self._images = ImageRows(none, image_rows)

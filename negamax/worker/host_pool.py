@@ -54,7 +54,7 @@ class LoadProgress:
     loaded_step: int  # loads of plans up to this step id were complete at the launch
     pending: tuple[_Batch, ...]  # batches of later plans, in plan order
     is_awaited: bool
-    files: FileStore | None = None  # None: there are no files
+    files: FileStore | None = None  # None: blocks are not stored in files
 
     def read(self) -> int:
         """Return the step id up to which all loads are complete. If `is_awaited`, first wait up to
@@ -100,7 +100,7 @@ class HostPool:
         sizes = [cache.shape[1:] for cache in self._caches]  # [layers, words] of each cache kind
         self.block_bytes = sum(8 * size.numel() for size in sizes)
         most = self._caches[0].shape[0]
-        self._piece = min(most, max(1, STAGING_BYTES // self.block_bytes))  # blocks
+        self._piece = min(most, max(1, STAGING_BYTES // self.block_bytes))  # in blocks
         self._staging = [
             torch.empty(self._piece, *size, dtype=torch.int64, device=device) for size in sizes
         ]
@@ -109,7 +109,7 @@ class HostPool:
         self._pinned: list[Tensor] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            for memory in raw:  # torch's own pinned memory takes up to twice the bytes
+            for memory in raw:  # torch's pinned memory would take up to twice the bytes
                 code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
                 if int(code):
                     raise ResourceError(
@@ -125,7 +125,7 @@ class HostPool:
         ]
         self._batches: deque[_Batch] = deque()  # batches whose copies may be pending
         self._loaded_step = self._last_step = -1
-        self.files: FileStore | None = None  # set by the runner if files are enabled
+        self.files: FileStore | None = None  # the runner sets this field if files are enabled
 
     def run(self, plan: StepPlan) -> LoadProgress:
         """Launch the copies of a plan. The step that is launched next waits on the device for
@@ -175,7 +175,7 @@ class HostPool:
         self._pinned.clear()
 
     def _launch(self, copies: HostCopies, step_id: int) -> None:
-        launched = self._runtime.record_event()  # marks the end of earlier steps
+        launched = self._runtime.record_event()  # this event marks the end of earlier steps
         on_stream = contextlib.nullcontext()
         if self._stream is not None and launched is not None:
             self._stream.wait_event(launched)

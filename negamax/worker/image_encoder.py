@@ -20,7 +20,7 @@ from negamax.worker.batch import Column, StepColumns
 from negamax.worker.device import Runtime, indices, upload
 from negamax.worker.request_state import RequestState
 
-# Maximum image tokens in one run of the tower (2016 x 2016 pixels). A larger image runs alone.
+# One run encodes at most 5184 image tokens (2016 x 2016 pixels), or one larger image.
 _RUN_TOKENS = 5184
 
 

@@ -98,8 +98,8 @@ def choose_blocks(
     encoding: int = 0,
     device: torch.device,
 ) -> int:
-    """Return how many blocks this rank can hold. `dtype`: default dtype of caches. `workspace`: GPU
-    bytes of a step. `encoding`: GPU bytes of encoding the largest image before a step.
+    """Return how many blocks this rank can hold. `dtype` is the default dtype of caches.
+    `workspace` and `encoding` are the GPU bytes of a step and of the encoding of the largest image.
     """
     if config.num_kv_blocks:
         return config.num_kv_blocks
@@ -136,7 +136,7 @@ def draft_buffers(config: WorkerConfig) -> int:
         return 0
     rows = config.cudagraph_size * speculation.num_speculative_tokens
     logits = rows * -(-spec.vocab_size // config.layout.attention.size) * 4
-    if config.draft and config.draft.spec.most_tokens is not None:  # logits of the draft
+    if config.draft and config.draft.spec.most_tokens is not None:  # logits of the draft model
         logits *= 2
     streams = len(config.draft.spec.aux_layers) if config.draft else 0
     return logits + streams * config.max_num_batched_tokens * spec.hidden_size * 2
@@ -160,8 +160,8 @@ def staging_buffer(config: WorkerConfig, *, dtype: torch.dtype) -> int:
 def choose_host_blocks(
     config: WorkerConfig, num_blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Return how many blocks this rank keeps in host memory. `num_blocks`: blocks of its KV cache.
-    Raises `ConfigError` if the result is less than one, `ResourceError` if the blocks do not fit.
+    """Return how many blocks this rank keeps in host memory. `num_blocks` is the size of its KV
+    cache. Raises `ConfigError` if the result is 0, and `ResourceError` if the blocks do not fit.
     """
     size, ranks = config.kv_offloading_size, config.layout.world_size
     per_block = bytes_of_blocks(1, config, dtype=dtype)

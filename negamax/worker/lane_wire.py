@@ -43,18 +43,18 @@ class ImportBlocks(msgspec.Struct, frozen=True, array_like=True):
     """Asks a lane of the same engine to fill host blocks from the lanes of another engine."""
 
     number: int
-    places: list[int]  # host blocks that are written
+    places: list[int]  # indices of the host blocks to write
     after_step: int  # the lane first waits for copies of plans up to this step id
-    lanes: list[str]  # endpoints of the other engine's ranks
-    remote_places: list[int]  # host blocks of the other engine, one for each of `places`
-    remote_step: int  # becomes `ReadBlocks.step_id` in each read
+    lanes: list[str]  # endpoints of the ranks of the other engine
+    remote_places: list[int]  # host block of the other engine for each of `places`
+    remote_step: int  # value of `ReadBlocks.step_id` in each read
 
 
 class ImportDone(msgspec.Struct, frozen=True, array_like=True):
     """Tells an engine that its lane has finished writing the blocks of an import."""
 
     number: int
-    problem: str = ""  # "": the blocks are complete
+    problem: str = ""  # error text; "" if the blocks are complete
 
 
 ToLane = ReadBlocks | Describe

@@ -3,7 +3,7 @@ engines on request, and fills host blocks with blocks of other engines. Lanes do
 because plans copy between KV blocks and host blocks.
 
 A rank reads the heads that it needs from each rank of the other engine, which may have another
-tensor-parallel size. One thread answers reads of other engines. Another thread runs imports.
+tensor-parallel size. One thread answers reads of other engines, and another thread runs imports.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 4 * _AHEAD  # a reader requests fewer replies at a time
+        self._reads.sndhwm = 4 * _AHEAD  # a reader never waits for more replies
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))
@@ -120,7 +120,7 @@ class Lane:
             peer, *frames = socket.recv_multipart()
             try:
                 answer = work(frames[-1])
-            except Exception as error:  # an invalid message, or an index out of range
+            except Exception as error:  # the message is invalid, or an index is out of range
                 logger.warning("a message of another engine is invalid: %r", error)
                 answer = [repr(error).encode()]
             socket.send_multipart([peer, *answer], copy=False)
@@ -205,7 +205,7 @@ class TcpMover:
         """
         words = sum(
             self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts
-        )  # words of a block
+        )  # 8-byte words of a block
         size = max(1, wire.PIECE_BYTES // (8 * words))
         pieces = [slice(first, first + size) for first in range(0, len(places), size)]
         ranges = [

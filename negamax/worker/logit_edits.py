@@ -113,7 +113,7 @@ class MinTokens:
         if not params.min_tokens:
             return False
         blocked, allowed = {*eos_token_ids, *params.stop_token_ids}, params.allowed_token_ids
-        # at least one token must stay allowed
+        # keep at least one token allowed
         return bool(blocked) and (allowed is None or not blocked.issuperset(allowed))
 
     def prepare(

@@ -1,10 +1,10 @@
 """Propose draft tokens by prompt lookup (method `ngram`): find an earlier occurrence of a
 sequence's last tokens, and propose the tokens after this occurrence.
 
-The proposer uses the longest match, and the earliest of equally long matches, as vLLM does. Only
-the last `SEARCHED_TOKENS` tokens are searched, so the cost per sequence has a constant bound. On a
-CPU, the search is also limited to the longest sequence of the step. A hash table of n-grams could
-cover all tokens, but steps would have to insert tokens of cached prefixes, which no step computes.
+The proposer uses the longest match, and the earliest of equally long matches, as vLLM does. Each
+compared token takes about 3 passes over the last `SEARCHED_TOKENS` tokens, so the cost per sequence
+has a constant bound. On a CPU, the search is also limited to the longest sequence of the step. A
+hash table of n-grams would have to include the tokens of cached prefixes, which no step computes.
 """
 
 import torch
@@ -30,7 +30,7 @@ class NgramProposer(Proposer):
     def propose(
         self, states: TokenStates, rows: DraftRows, requests: RequestState, num_tokens: int
     ) -> Tensor:
-        """Propose the tokens after the longest match. A compared token costs about 3 passes."""
+        """Propose the tokens after the longest match with the last tokens."""
         slots, lengths, _ = rows
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:

@@ -33,13 +33,13 @@ class NixlMover:
 
             self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
             self._registered = self._agent.register_memory(pool.host)
-        except Exception as error:  # NIXL has its own exceptions
+        except Exception as error:  # NIXL raises many exception types
             raise ConfigError(
                 f"--kv-transfer-config selects NIXL, which does not start: {error}",
                 hint="install negamax[pd], or use the kv_connector TcpConnector",
             ) from None
         self._kinds, self._messages = kinds, TcpMover(context, kinds)
-        self._peers: dict[str, tuple[str, wire.Description]] = {}  # remote agents by endpoint
+        self._peers: dict[str, tuple[str, wire.Description]] = {}  # endpoint -> remote agent
         layouts = [
             wire.KindLayout(memory.data_ptr(), kind.blocks.shape)
             for kind, memory in zip(kinds, pool.host, strict=True)
@@ -66,7 +66,7 @@ class NixlMover:
                     _describe_heads(there, command.remote_places, part.remote_head, count),
                 )
             )
-            whole = here.shape[2] == there.shape[2] == count  # with all heads, layers are adjacent
+            whole = here.shape[2] == there.shape[2] == count  # then layers are adjacent
             if whole:
                 pairs[-1] = tuple(_join_layers(each, here.shape[1]) for each in pairs[-1])
         local, remote = (np.concatenate(each) for each in zip(*pairs, strict=True))

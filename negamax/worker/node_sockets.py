@@ -70,7 +70,7 @@ class ConnectionLimit:
     def __init__(self, socket: zmq.Socket[bytes], *, num_peers: int) -> None:
         """`num_peers`: connections that the nodes need. Create the limit before `bind`."""
         self._most = num_peers + _MOST_STRANGERS
-        self._open: set[int] = set()  # file descriptors
+        self._open: set[int] = set()  # file descriptors of connections
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )

@@ -32,7 +32,7 @@ def score_prompts(
                     requests.tokens[slot, start + 1 : start + 1 + predicted].long(),
                     num_top=state.sampling.prompt_logprobs or 0,
                 )
-            except EngineDeadError:  # another rank is dead, which is not the row's error
+            except EngineDeadError:  # the death of another rank is not an error of the row
                 raise
             except Exception as error:
                 requests.fail(slot, error)

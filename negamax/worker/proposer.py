@@ -53,7 +53,7 @@ class Proposer:
     num_draft_tokens: int  # maximum draft tokens per row and step
     capture: tuple[int, ...] = ()  # layers whose residual streams the proposer reads
     has_gaps: bool = False  # whether proposed tokens may be missing
-    acceptance: SyntheticAcceptance | None = None  # replaces the verification
+    acceptance: SyntheticAcceptance | None = None  # replaces verification by a random number
     # [rows, num_draft_tokens] fp32: estimated probability that draft j of row i is accepted if
     # drafts 0 to j - 1 are accepted. A shorter proposal also has an estimate for the next draft.
     # None: no estimates.

@@ -47,10 +47,10 @@ logger = get_logger(__name__)
 
 Socket = zmq.Socket[bytes]
 
-# types of frames that the rank sends (first byte)
+# The first byte of a frame that the rank sends is one of these types.
 RESULT, ROW_FAILURES, FILE_PROGRESS = b"r", b"f", b"d"
 PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # types of frames that the rank receives
-IDLE_MILLISECONDS = 100  # time without a frame after which a rank is idle
+IDLE_MILLISECONDS = 100  # a rank is idle after this time without a frame
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks use plain peer memory, so NVLink multicast of PyTorch and NCCL is off. PyTorch's watchdog is
 # off because it reports an orderly end as an error; the executor watches the ranks instead.
@@ -84,7 +84,7 @@ def main(endpoint: str, rank: int) -> int:
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as socket,
-        context.socket(zmq.PUSH) as reports,  # socket of ranks that send no results
+        context.socket(zmq.PUSH) as reports,  # ranks that send no results use this socket
     ):
         socket.linger = reports.linger = 1000
         connect(socket, endpoint)

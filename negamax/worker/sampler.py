@@ -23,7 +23,7 @@ from negamax.worker.grammar_bitmask import RowBitmasks
 from negamax.worker.logit_edits import EditedRow
 from negamax.worker.request_state import RequestState
 
-BROKEN = -1  # replaces the token of a row whose logits are not finite
+BROKEN = -1  # token of a row whose logits are not finite
 
 
 class LogprobEntries:

@@ -54,7 +54,7 @@ logger = get_logger(__name__)
 _NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens, decodes and cached tokens
 # extra relative error allowed for GEMMs with 8-bit activations, and for an FP8 cache
 _EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2
-_MOST_LISTED = 3  # maximum number of differences in a message
+_MOST_LISTED = 3  # maximum number of differences in an error message
 
 
 @dataclass(frozen=True)

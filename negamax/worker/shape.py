@@ -29,7 +29,7 @@ def describe_shape(runner: ModelRunner, *, cache_dtype: torch.dtype) -> dict[str
                 chosen[f"{op} of {stored.name}"] = kernel.provider
     tiles = None
     if on_gpu:
-        from negamax.kernels.launch.tile import has_h200_tiles  # Triton needs a GPU
+        from negamax.kernels.launch.tile import has_h200_tiles  # this module needs Triton
 
         tiles = "measured on H200" if has_h200_tiles(runner.device) else "not measured"
     shapes = runner.graphs.shapes if runner.graphs else {}

@@ -166,7 +166,7 @@ class Stage:
         if plan.num_proposed:
             slots = indices(SampledRows.of(plan).slots, token_ids.device)
             parts.append(self._requests.drafts[slots, : plan.num_proposed].flatten())
-        message = torch.cat(parts)  # a copy, because the next step may overwrite the parts
+        message = torch.cat(parts)  # `cat` copies, because the next step may overwrite the parts
         for link in self._links.sampled:
             link.send(message)
 

@@ -60,7 +60,7 @@ class Executed:
 
     began: torch.cuda.Event | None
     hidden: Tensor  # [T or more, hidden], the end is padding
-    states: TokenStates | None  # input of the proposer
+    states: TokenStates | None  # states that the proposer reads
 
 
 class StepRunner:
@@ -77,7 +77,7 @@ class StepRunner:
         self._verifier = None
         if runner.proposer is not None and self._stage.is_last:
             self._verifier = Verifier(runner.proposer, runner.requests)
-        self._ended: torch.cuda.Event | None = None  # marks the end of the previous step
+        self._ended: torch.cuda.Event | None = None  # this event marks the end of the previous step
 
     def run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
         """Launch the step of `plan`, whose new rows are already in the request state."""
@@ -134,7 +134,7 @@ class StepRunner:
         proposer, num_rows = self._verifier.proposer, sum(plan.needs_sampling)
         if proposer.confidences is None or proposer.acceptance is not None:
             return None
-        # a copy, because the next step may overwrite the confidences
+        # copy the confidences, because the next step may overwrite them
         return HostTensor(proposer.confidences[:num_rows, : plan.num_proposed + 1].clone())
 
     def _prepare(self, plan: StepPlan) -> Batch:

@@ -48,7 +48,7 @@ class StepOutput:
     grammar_rows: list[int] = field(default_factory=list)
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, new drafts of grammar rows
     expert_counts: HostTensor | None = None  # see `StepResult.expert_counts`
-    loads: LoadProgress | None = None  # None: no host blocks
+    loads: LoadProgress | None = None  # None: no blocks are in host memory
     confidences: HostTensor | None = None  # [R, places] fp32, see `Proposer.confidences`
 
     def result(self) -> StepResult:

@@ -20,7 +20,7 @@ class StepShape(NamedTuple):
 
     num_tokens: int
     num_seqs: int
-    max_query_len: int  # most tokens of one sequence
+    max_query_len: int  # maximum tokens of one sequence
     is_sampled: bool  # whether the graph samples after every token; False: only layers
 
     @classmethod

@@ -106,7 +106,7 @@ TokenShard = AllTokens | ShardedRuns
 
 @dataclass(frozen=True)
 class _ShardTokens:
-    tokens: Column  # indices among the step's tokens
+    tokens: Column  # indices of the shard's tokens in the step
     layout: BatchLayout  # layout that contains only these tokens, without samples
 
 
@@ -140,7 +140,7 @@ def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     lengths = stop - first
     query_starts = np.concatenate(([0], lengths.cumsum()))
     tokens = np.arange(query_starts[-1]) + (first - query_starts[:-1]).repeat(lengths)
-    before_end = columns.query_starts[1:][sequence] - stop  # tokens after a piece
+    before_end = columns.query_starts[1:][sequence] - stop  # number of tokens after each piece
     own = StepColumns(
         token_slots=columns.token_slots[tokens],
         slots=columns.slots[sequence],

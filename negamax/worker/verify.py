@@ -84,7 +84,7 @@ class Verifier:
 class SampledRows(NamedTuple):
     """The R sampled rows of a plan, on the host. All fields are [R]."""
 
-    rows: Column  # indices of rows in the plan
+    rows: Column  # indices of the sampled rows in the plan
     slots: Column
     num_drafts: Column
     first_samples: Column

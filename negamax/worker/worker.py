@@ -96,7 +96,7 @@ class Worker:
                 len(plan.slots),
             )
         requests.restore_lengths()
-        for row in plan.grammar_rows:  # the masks may be for other drafts
+        for row in plan.grammar_rows:  # the plan's masks may be for other drafts
             requests.drafts[plan.slots[row]] = -1
         return run_rows_separately(plan, bitmask, self._steps.run)
 

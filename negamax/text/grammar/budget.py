@@ -10,7 +10,7 @@ MAX_NODES = 50_000
 MAX_BYTES = 4 << 20
 # Compiling a grammar beyond one of these sizes may take long or crash the process.
 RISKY_BYTES = 512 << 10  # bytes of a structural tag; 80 KB of tool schemas can expand to this size
-RISKY_CHOICES = 64 << 10  # bytes of all strings of a choice grammar
+RISKY_CHOICES = 64 << 10  # bytes of all strings in a choice grammar
 RISKY_LEVELS = 1000  # levels of nested rules
 RISKY_LITERAL = 16 << 10  # characters of a literal
 RISKY_FORMATS = 200  # formats in a client's structural tag

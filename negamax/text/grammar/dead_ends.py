@@ -42,8 +42,8 @@ class _Symbol(NamedTuple):
 
     rule: int | None = None
     is_optional: bool = False
-    can_end: bool = True  # the part can produce a finite text
-    writes: bool = True  # the part can produce a text that is not empty
+    can_end: bool = True  # whether the part can produce a finite text
+    writes: bool = True  # whether the part can produce a text that is not empty
 
 
 def find_dead_end(serialized: str, *, stop_token_ids: Collection[int]) -> str | None:

@@ -417,7 +417,7 @@ def spell_json(value: Any) -> str:
     except ValueError:
         refuse_grammar(f"the JSON schema lists {value!r}, which is not a finite number")
     has_surrogates = any(0xD800 <= ord(char) < 0xE000 for char in text)
-    return json.dumps(value) if has_surrogates else text  # surrogates need escapes
+    return json.dumps(value) if has_surrogates else text  # JSON needs escapes for surrogates
 
 
 def _quote(text: str) -> str:

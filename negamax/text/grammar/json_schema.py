@@ -68,8 +68,8 @@ class Schemas:
         self._shapes: dict[frozenset[int], list[Shape]] = {}
         self._patterns: dict[str, Language | None] = {}
         self._made: dict[tuple[object, ...], Any] = {}  # origin -> derived schema
-        self._kept: list[Nodes] = []  # keeps schemas alive, because keys contain their `id`
-        self._choices: list[list[list[Nodes]]] = []  # uncompared branches of each oneOf
+        self._kept: list[Nodes] = []  # schemas to keep alive, because keys contain their `id`
+        self._choices: list[list[list[Nodes]]] = []  # branches of each oneOf to compare
         self._compared: set[int] = set()
         self._level = 0
 

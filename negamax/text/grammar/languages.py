@@ -9,7 +9,7 @@ re-examined" (2009).
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint pairs (first, last)
+Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint pairs (first and last character)
 
 BEGIN, LAST_CHARACTER, END = -1, 0x10FFFF, 0x110000
 MAX_STATES = 1000  # maximum states of one automaton

@@ -56,8 +56,8 @@ class ObjectShape:
     others: list[tuple[Language | None, Nodes]]
     least: int
     most: int | None
-    is_closed: bool  # the schema lists members and has no keyword for other members
-    has_patterns: bool = False  # the schema limits the names of unlisted members
+    is_closed: bool  # whether the schema lists members and has no keyword for other members
+    has_patterns: bool = False  # whether the schema limits the names of unlisted members
     type: str = "object"
 
 

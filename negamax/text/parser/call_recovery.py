@@ -92,7 +92,7 @@ def find_key(text: str, schema: ValueSchema, taken: Iterable[str]) -> tuple[str,
     for word in reversed(words):
         if schema.lists(word) and word not in taken:
             return word, value
-    named = _OPEN_TAG.match(text)  # matches an opening tag without its closing angle bracket
+    named = _OPEN_TAG.match(text)  # `_OPEN_TAG` matches a tag without its closing angle bracket
     if named and schema.lists(named[1]) and named[1] not in taken:
         return named[1], text[named.end() :]
     return "", value if words == ["parameter"] else text

@@ -58,21 +58,21 @@ class _Element:
     name: str
     key: str | None  # key of the element's value; None in an array
     schema: ValueSchema
-    waits: bool  # the value is stored, and written at the end of the container
-    is_collected: bool  # the element is written when the element ends
+    waits: bool  # whether the value is stored, and written at the end of the container
+    is_collected: bool  # whether the element is written when the element ends
     shape: _Shape = _UNDECIDED
     text: list[str] = field(default_factory=list)  # text that is not written yet
     num_chars: int = 0
-    is_blank: bool = True  # the text is empty or white space
+    is_blank: bool = True  # whether the text is empty or white space
     # names of opening tags in the text; these tags and their closing tags are data
     quoted: list[str] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)  # names of the members so far
+    names: set[str] = field(default_factory=set)  # names of the members that have begun
     num_children: int = 0
     values: list[WaitingMember] = field(default_factory=list)  # values to write at the end
-    is_written: bool = False  # the opening bracket is written
+    is_written: bool = False  # whether the opening bracket is written
     may_be_over: bool = False  # a closing tag with another name followed the last child
-    is_implied: bool = False  # the element is an item without an item tag
-    is_marked: bool = False  # the text begins with a marker
+    is_implied: bool = False  # whether the element is an item without an item tag
+    is_marked: bool = False  # whether the text begins with a marker
     mark: int = 0  # index of the opening bracket in the written arguments
     ended: "_Element | None" = None  # last member, an array whose bracket is not closed yet
     # an ended array of the same name to which this element adds items

@@ -27,10 +27,10 @@ class CallWriter:
         self._emit = emit
         self._index = -1
         self._name = ""  # name of the open call until its `ToolCallStart` is emitted
-        self.before_call: Callable[[], None] = lambda: None  # runs before each `ToolCallStart`
+        self.before_call: Callable[[], None] = lambda: None  # called before `ToolCallStart`
         self._written: list[str] = []  # parts of the arguments that were written within containers
         self._closers: list[str] = []  # closing brackets of the open containers in the arguments
-        self._has_members = False  # the innermost open container has members or items
+        self._has_members = False  # whether the innermost open container has members or items
 
     def start_call(self, name: str) -> None:
         """Begin the next call of the tool `name`."""
@@ -200,7 +200,7 @@ class OutputFormat:
     call_closers: tuple[str, ...]  # closing tags of calls in addition to `literals`
     # tags of calls; {} stands for a name, which may contain quotes and angle brackets
     name_tags: tuple[TagPattern, ...]
-    turn_open: str = "]~b]"  # begins a turn in rendered prompts; the role follows
+    turn_open: str = "]~b]"  # tag before the role of a turn in rendered prompts
     turn_close: str = "[e~["
     assistant: str = "ai"  # role of the model's turns
 

@@ -137,7 +137,7 @@ class OutputParser:
         # held call opener and the white space after it; the next tag decides whether a block begins
         self._opener: list[str] = []
         self._opener_is_loose = False
-        self._is_after_block = False  # only white space has followed the last block
+        self._is_after_block = False  # whether only white space has followed the last block
         self._content.has_begun = continues
         if thinking is Thinking.APPEND and in_reasoning:
             self._content.write(format.think_open)
@@ -260,7 +260,7 @@ class OutputParser:
         is_opener = lexeme.kind is TagKind.THINK_OPEN
         is_stray = not is_opener and self._state is _CONTENT and self._closer_is_token
         if is_stray and self._thinking is not Thinking.RAW:
-            return  # drop a closer without an opener
+            return  # drop a closing tag without an opening tag
         if not self._splits:
             self._write(lexeme.text)
             self._enter(_REASONING if is_opener else _CONTENT)
@@ -279,7 +279,7 @@ class OutputParser:
                 self._content.drop_space()
                 self._enter(_REASONING)
             case _:
-                pass  # drop a repeated opener or closer
+                pass  # drop a repeated opening or closing tag
 
     def _take_bare_invoke(self, lexeme: Lexeme) -> None:
         is_prose = self._state is _CONTENT and not self._content.code.is_inline()

@@ -39,7 +39,7 @@ class Packets:
         # the last text event; the held text has the same kind
         self._like: ReasoningDelta | ContentDelta | ToolArgumentsDelta | None = None
         self._ready = ""  # a complete fragment that waits for the next fragment
-        self._held = ""  # the beginning of a fragment
+        self._held = ""  # the beginning of an incomplete fragment
 
     @property
     def is_holding(self) -> bool:
@@ -102,7 +102,7 @@ class PacedPackets:
     def __init__(self) -> None:
         self._packets = Packets()
         self._has_begun = False
-        self._last_output = -math.inf  # monotonic seconds
+        self._last_output = -math.inf  # monotonic seconds of the last output
         self._held_since = -math.inf
 
     def push(

@@ -11,7 +11,7 @@ import msgspec
 from negamax.text.detokenizer import TextPiece
 
 MAX_ATTRIBUTE_CHARS = 512  # maximum length of a tag with attributes; longer text is no tag
-_MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # longest tag
+_MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # maximum length of any tag
 _NEVER = "(?!)"
 
 
@@ -44,7 +44,7 @@ class TagKind(enum.Enum):
     __hash__ = object.__hash__
 
 
-TEXT = TagKind.TEXT  # reading the member of the enumeration takes ten times as long
+TEXT = TagKind.TEXT  # reading a member of an enumeration takes ten times as long
 
 
 class Lexeme(msgspec.Struct, frozen=True, gc=False):
@@ -156,8 +156,8 @@ class TagLexer:
         self._tables = self._tables_with(())
         self._list_named = list_named
         self._held = ""
-        self._is_inside = False  # `TagBeginnings.inside` matches `_held`
-        self._is_tag = False  # `_held` may contain a whole tag
+        self._is_inside = False  # whether `TagBeginnings.inside` matches `_held`
+        self._is_tag = False  # whether `_held` may contain a whole tag
 
     def feed(self, pieces: Sequence[TextPiece]) -> list[Lexeme]:
         """Add pieces, and return the lexemes that later text cannot change."""

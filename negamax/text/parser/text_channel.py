@@ -7,7 +7,7 @@ _QUOTES = frozenset("`'\"“‘«")
 _FENCE = re.compile(r"[ \t>*+-]*(?:\d+[.)][ \t]+)?(`{3,}|~{3,})(.*)")
 _LAST_FENCE = re.compile(r"[^`]*[^`](`{3,})([\w+.-]*)")
 _MAX_LINE_CHARS = 300  # only the first characters of a line are searched for a code fence
-_MAX_PARTS = 4096  # limit of the pieces of text that wait to be processed
+_MAX_PARTS = 4096  # maximum number of text pieces that wait to be processed
 
 
 class MarkdownCode:
