@@ -23,7 +23,7 @@ class BlockPool:
         self._changes = changes
         # number of times that a block was freed or indexed; more admissions may then succeed
         self.gain_count = 0
-        self.eviction_count = 0  # cached blocks that were allocated for other content
+        self.eviction_count = 0  # number of cached blocks that were evicted for other content
         self._ref_counts = [0] * num_blocks
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}

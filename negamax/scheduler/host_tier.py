@@ -216,7 +216,7 @@ class HostTier:
     def commit(self, result: StepResult) -> None:
         """Index blocks that the step stored, and blocks of completed loads, reads and writes."""
         for store in self._stores.get(result.step_id, ()):
-            if self._storing.get(store.block_hash) == store.place:  # skips dropped stores
+            if self._storing.get(store.block_hash) == store.place:  # the store was not dropped
                 self.blocks.index(store.place, store.block_hash)
                 self.num_stored += 1
                 self.files.offer(store.block_hash)
@@ -243,7 +243,7 @@ class HostTier:
 
     def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
         """Yield (KV block, host block) for each cached block of a waiting sequence, from `first`
-        on. Yield (None, None) for a block that is only in a file. Exclude the last token.
+        on. Yield (None, None) for a block that is only in a file. The last block is left out.
         """
         hashes = sequence.block_hashes
         if sequence.request.sampling.prompt_logprobs is not None:

@@ -30,4 +30,4 @@ class SchedulerLimits:
     encoder_tokens: int = 0  # capacity of the encoder cache in image tokens; 0: images are refused
     num_encoders: int = 1  # number of tensor-parallel ranks that encode images
     logs_cache_changes: bool = False  # whether `Scheduler.cache_log` records changes
-    chunk_length: ChunkLength = field(default_factory=EvenChunks)  # prompt chunks
+    chunk_length: ChunkLength = field(default_factory=EvenChunks)  # chooses the chunk lengths

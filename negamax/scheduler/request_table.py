@@ -50,8 +50,8 @@ class RequestTable:
             self._check_images(request)
         if num_waiting >= limits.max_queued_requests:
             raise OverloadedError(
-                f"{num_waiting} requests are waiting, {limits.max_queued_requests} are "
-                f"allowed; try again later",
+                f"{num_waiting} requests are waiting, and the limit is {limits.max_queued_requests}"
+                f"; try again later",
                 code="queue_full",
             )
         turn = max(self._turn, self._last_turns.get(request.tenant, 0)) + 1

@@ -77,7 +77,7 @@ class Scheduler:
         self._pool = BlockPool(limits.num_blocks, log.kv if log else None)
         self.encoder = EncoderCache(limits.encoder_tokens, num_ranks=limits.num_encoders)
         self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []  # sorted by order
+        self._running: list[Sequence] = []  # sorted by `Sequence.order`
         self.host = HostTier(limits, self._pool, self._waiting, log)
         self.shared = SharedBlocks(self._pool, self.host, block_size=limits.block_size)
         self._turns = Turns(limits.num_stages)

@@ -37,7 +37,7 @@ class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     num_tokens: int
     num_rows: int
-    num_drafts: int  # most draft tokens that a row verifies or proposes
+    num_drafts: int  # largest number of draft tokens that a row verifies or proposes
     is_decode: bool  # whether all rows of all ranks are decodes (with or without drafts)
     # with context parallelism: number of tokens of the largest shard; 0: the step is not sharded
     largest_shard: int = 0

@@ -50,7 +50,7 @@ def test_refuses_a_request_that_could_outgrow_the_pool_with_a_remedy() -> None:
 def test_full_queue_refuses_and_accepts_again_later() -> None:
     scheduler = make_scheduler(max_queued_requests=2)
     scheduler.add_all(a=4, b=4)
-    with pytest.raises(OverloadedError, match="2 requests are waiting, 2 are allowed"):
+    with pytest.raises(OverloadedError, match="2 requests are waiting, and the limit is 2"):
         scheduler.add("c")
     scheduler.step()
     scheduler.add("c")

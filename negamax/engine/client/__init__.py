@@ -1,1 +1,1 @@
-"""Code of server processes that connects to engines, sends requests and supervises engines."""
+"""Connect server processes to engines, send requests to engines, and supervise engines."""

@@ -1,4 +1,4 @@
-"""Limit the waiting sequences, their prompt tokens, and the part of the queue per tenant."""
+"""Limit the number of waiting sequences, their prompt tokens, and each tenant's queue space."""
 
 import math
 import zlib
@@ -160,7 +160,7 @@ class Admission:
             self._publish()
 
     def leave(self, sequence_id: str, *, now: float) -> None:
-        """Remove a sequence that has ended. Ignore ids of other sequences."""
+        """Remove a sequence that has ended. Ignore unknown ids."""
         if sequence_id in self._running:
             self._running.remove(sequence_id)
             self._rate = self._rate_at(now) + 1.0 / _RATE_SECONDS

@@ -208,11 +208,11 @@ class AsyncEngine:
         """Admit a request to continue a prompt. The caller must run or close the `OpenRequest`.
 
         The outputs of the request's `n` choices arrive interleaved. `interval` is the least number
-        of tokens per output. `data_parallel_rank` counts the ranks of all replicas; None allows any
-        rank. `deadline` is a value of `time.monotonic()`. Each choice may have a reader in
-        `readers` that finds stop strings; without readers, a stop string anywhere ends the choice.
-        `GenerateRequest` describes `lease_id`, `remote` and `images`. Raises `InvalidRequestError`,
-        `ContextLengthError`, `OverloadedError` or `UnavailableError`.
+        of tokens per output. `data_parallel_rank` is an index in the ranks of all replicas; None
+        allows any rank. `deadline` is a value of `time.monotonic()`. Each choice may have a reader
+        in `readers` that finds stop strings; without readers, a stop string anywhere ends the
+        choice. `GenerateRequest` describes `lease_id`, `remote` and `images`. Raises
+        `InvalidRequestError`, `ContextLengthError`, `OverloadedError` or `UnavailableError`.
         """
         self.check_alive()
         sampling = admit(prompt_token_ids, sampling, info=self.info, images=images)
@@ -275,7 +275,7 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """Abort the open sequences of all owners that `is_meant` selects. Return how many."""
+        """Abort open sequences of owners that `is_meant` selects. Return how many were aborted."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:

@@ -211,7 +211,7 @@ class EventPublisher:
     """Publishes a rank's events. One thread sends events, and another answers replay requests."""
 
     def __init__(self, config: KvEventsConfig, rank: int) -> None:
-        """Open the sockets. `rank`: index over all replicas' ranks. Raises `ConfigError`."""
+        """Open the sockets. `rank`: index in the ranks of all replicas. Raises `ConfigError`."""
         self.num_batches = 0  # Number of sent batches.
         self.num_dropped = 0  # Number of steps whose changes were dropped.
         self._config, self._rank = config.add_rank(rank), rank
@@ -264,7 +264,7 @@ class EventPublisher:
         """Send the queued changes and close the sockets."""
         if self._threads[0].is_alive():
             self._queue.put(_STOP)
-            self._context.term()  # Waits until the threads have closed their sockets.
+            self._context.term()  # term() waits until the threads have closed their sockets.
         else:
             self._context.destroy(linger=0)
 

@@ -157,7 +157,7 @@ class EngineLoop:
             self._admitted.extend(
                 (request_id, launched.started) for request_id in self._scheduler.take_admitted()
             )
-            self._publish_cache()  # Publish while the step runs.
+            self._publish_cache()  # Publish cache events while the step runs.
         updates, self._pending_updates = self._pending_updates, []
         if launched is None and not any(self._in_flight) and not updates:
             self._wait()

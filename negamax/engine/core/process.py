@@ -111,7 +111,7 @@ class Outbox(AbstractContextManager["Outbox"]):
     def __init__(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int, linger: int
     ) -> None:
-        """Connect to all server processes. A close waits up to `linger` ms for unsent messages."""
+        """Connect to all server processes. Closing waits up to `linger` ms for unsent messages."""
         self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
         for server, socket in enumerate(self._sockets):
             socket.linger = linger

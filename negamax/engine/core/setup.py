@@ -381,7 +381,7 @@ def _log_ready(ready: WorkerReady, *, block_size: int, dp: int) -> None:
         logger.info("%s", ready.memory_summary)
     if ready.num_host_blocks:
         logger.info(
-            "main memory keeps the KV cache of %d more tokens (%d blocks, %.2f GiB on all ranks)",
+            "main memory has room for the KV of %d more tokens (%d blocks, %.2f GiB on all ranks)",
             dp * ready.num_host_blocks * block_size,
             dp * ready.num_host_blocks,
             dp * ready.num_host_blocks * ready.host_block_bytes / 2**30,

@@ -66,7 +66,7 @@ class TransferSockets:
         self._context = zmq.Context()
         self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # Sockets and their monitors.
         self._answered: set[PullPeer] = set()  # Peers that have answered.
-        self._lost: dict[PullPeer, None] = {}  # Lost peers; `poll` ends their pulls.
+        self._lost: dict[PullPeer, None] = {}  # Lost engines; `poll` fails the pulls from them.
         self._server: Socket = self._context.socket(zmq.ROUTER)
         self._server.heartbeat_ivl, self._server.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
         self._lanes: list[Socket] = []

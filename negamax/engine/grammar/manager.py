@@ -86,7 +86,7 @@ class RequestGrammar:
         return not self.is_reasoning_at(self.gate) and (self.gate is None or self.gate.due is None)
 
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """Return whether the output still reasons (without a grammar) at the state of `gate`."""
+        """Return whether the output is in its reasoning, without a grammar, in state `gate`."""
         reasoning = self.request.sampling.reasoning
         return (
             gate is not None

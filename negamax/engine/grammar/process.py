@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 
 MAX_THREADS = 64  # More threads than cores, because some threads may hang.
 SLOW_SECONDS = 0.02  # The engine does not wait for a mask that takes longer.
-MEMORY_SHARE = 1 / 4  # Memory limit of other grammar processes / main memory.
+MEMORY_SHARE = 1 / 4  # Memory limit of other grammar processes, as a fraction of main memory.
 WORKER_BYTES = 2 << 30  # Memory limit of a worker, in bytes.
 WORKER_NICENESS = 5
 POLL_MS = 2  # Time between two checks for finished work.

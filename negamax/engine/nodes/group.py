@@ -113,7 +113,7 @@ class NodeGroup:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
-        self._num_peers = 4 * layout.world_size  # Includes connections of earlier ranks.
+        self._num_peers = 4 * layout.world_size  # The limit includes connections of earlier ranks.
         self._limits: list[ConnectionLimit] = []  # The agents' socket comes first.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None

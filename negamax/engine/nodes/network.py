@@ -14,7 +14,7 @@ from negamax.base.errors import ConfigError, ResourceError
 from negamax.options.nodes import KEY_VARIABLE, NodeOptions
 from negamax.worker.node_sockets import has_key
 
-# Environment variables that select interfaces for gloo and NCCL, as a list, perhaps after "=".
+# Variables that select interfaces for gloo and NCCL. A value may be a list or begin with "=".
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

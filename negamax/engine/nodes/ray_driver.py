@@ -190,7 +190,7 @@ class Driver:
             if now > logged_at + _REMINDER_SECONDS:
                 logged_at = now
                 logger.info(
-                    "waiting for room in the Ray cluster: needed: %s; available: %s",
+                    "waiting for free machines in the Ray cluster; needed: %s; available: %s",
                     placement.demand,
                     placement.available,
                 )
