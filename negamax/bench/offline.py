@@ -1,9 +1,9 @@
 """`negamax bench offline`: speed of prefill and decode without a server.
 
-For each batch size, the command runs four batches: a short untimed batch, a batch that counts
-experts, a batch of one output token (the prefill time), and a batch of `output_len` tokens. The
-time per output token is the time of the last batch after all requests have their first token,
-divided by `output_len - 1`.
+For each batch size, the command runs four batches. A short batch is not timed, and the next batch
+counts experts. A batch of one output token measures the prefill time, and a batch of `output_len`
+tokens measures decoding. The time per output token is the time of the last batch after all requests
+have their first token, divided by `output_len - 1`.
 
 With `cached_prompts`, the last batch repeats prompts whose KV cache is stored, to measure decode
 steps after long contexts.

@@ -379,7 +379,7 @@ def _join(
 
 
 def _tensors_of(slot: WeightSlot, held: TensorFormat) -> dict[str, StoredTensor]:
-    """Return the tensors that hold the matrix of `slot` in the format `held`, by full name."""
+    """Return the tensors that store the matrix of `slot` in the format `held`, by full name."""
     return {f"{_module(slot.name)}.{stored.name}": stored for stored in held.tensors}
 
 

@@ -66,9 +66,9 @@ class TensorEntry:
         return self.shape if self.part is None else tuple(map(len, self.part))
 
     def translate(self, region: tuple[range, ...] | None) -> tuple[range, ...] | None:
-        """Convert `region` of the tensor (None: all) to ranges within the part that the file holds.
+        """Convert `region` of the tensor (None: all) to ranges within the part in the file.
 
-        Raises `CheckpointError` if the file does not hold the whole region.
+        Raises `CheckpointError` if the file does not contain the whole region.
         """
         if self.part is None:
             return region
@@ -188,8 +188,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 def read_bytes(data: Tensor, fd: int, start: int) -> int:
     """Fill `data` ([bytes] uint8, on the CPU) from byte `start` of an open file.
 
-    Returns the number of bytes read. This number is smaller than `len(data)` if the file ends
-    early.
+    Returns the number of bytes read, which is smaller than `len(data)` if the file ends early.
     """
     view, done = memoryview(data.numpy()), 0
     while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
@@ -382,8 +381,8 @@ def _entry(
 ) -> TensorEntry:
     """Parse one item of a header. The file's data begins at byte `begin`.
 
-    If the file holds only a part of the tensor, `whole` is the shape of the tensor and `start_in`
-    the offset of the part in each dimension.
+    If the file contains only a part of the tensor, `whole` is the shape of the tensor, and
+    `start_in` is the offset of the part in each dimension.
     """
     if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # messages contain the name
         raise ValueError(f"a tensor name is too long or not printable: {name[:200]!a}")

@@ -10,7 +10,7 @@ from negamax.config.json_file import read_json_object
 from negamax.parallel.layout import ParallelLayout
 
 RANK_INDEX_NAME = "model-rank-{}.safetensors.index.json"
-# Key in a file's header. Its value lists full shape and offset of each tensor stored in part.
+# Key in a file's header, under which full shape and offset of tensors stored in part are listed.
 PARTS_KEY = "negamax_parts"
 _MAX_RANKS = 1024
 

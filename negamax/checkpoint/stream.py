@@ -2,7 +2,7 @@
 
 Adjacent parts of a file are read as one piece, so disks and networks get requests of megabytes in
 file order. Threads read several pieces at a time into reused buffers, which are in pinned memory if
-the weights go to a GPU. These threads also dequantize matrices.
+the weights go to a GPU. The threads also dequantize matrices.
 
 The loader needs host memory for BUFFERS pieces, for the matrices that THREADS threads dequantize,
 and for the scales of a layer. Loading MiniMax-M2 needs 1 GiB and the page cache.
@@ -276,7 +276,7 @@ def _is_copied(move: Move) -> bool:
 
 
 def _within(found: Tensor, part: tuple[range, ...], whole: tuple[range, ...]) -> Tensor:
-    """Return the ranges `part` of a tensor. `found` holds the ranges `whole` of this tensor."""
+    """Return the ranges `part` of a tensor. `found` contains the ranges `whole` of the tensor."""
     places = (
         slice(wanted.start - outer.start, wanted.stop - outer.start)
         for wanted, outer in zip(part, whole, strict=True)

@@ -75,9 +75,9 @@ def _read_beside(folder: Path | None, name: str, method: str) -> QuantizationSpe
 
 
 def rotation_file(config: Mapping[str, Any], folder: Path) -> str | None:
-    """Return the file in `folder` with the rotation of the residual stream, or None.
+    """Return the file in `folder` with the rotation of the residual stream, or None without it.
 
-    ModelSlim's description or the config.json of a converted checkpoint names the file
+    ModelSlim's description or the config.json of a converted checkpoint contains the file name
     (`checkpoint/quarot.py`). Raises `ConfigError` if the file is not a safetensors file inside the
     folder, or if `read_quantization` raises it.
     """
@@ -103,7 +103,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile a checkpoint's pattern of module names.
 
     Raises `re.error` for a malformed pattern, and for a repeated group that contains a repeat or an
-    alternative, because matching such a group may take exponential time.
+    alternative. Matching such a group may take exponential time.
     """
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern)
     plain = re.sub(r"\(\?(?:[:=!]|<[=!]|P<\w+>)", "(", plain)

@@ -55,7 +55,7 @@ def run_suite(
     llm: LLM, suite: str, *, count: int, seed: int = 0, temperature: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> SuiteResult:  # fmt: skip
-    """Solve `count` held-out problems of `suite`; call `progress(done, total)` after each batch.
+    """Run `count` problems of `suite`. Call `progress(done, total)` after each batch.
 
     Raises `InvalidRequestError` for an unknown suite.
     """

@@ -200,12 +200,12 @@ class Decoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Run this rank's layers on token_ids [T] int64.
 
-        Returns the final hidden states [T, hidden] and the captured streams. `kv` holds the caches
-        of each layer; if `kv` is shorter than the stage, only the first layers run.
+        Returns the final hidden states [T, hidden] and the captured streams. `kv` lists the caches
+        of each layer. If `kv` is shorter than the stage, only the first layers run.
 
-        `capture` lists layer numbers. For each number, the residual stream [T, hidden] that enters
-        the layer is summed over the ranks, returned, and also written to the tensor in `out` if it
-        is given. If `capture` contains the number of layers, the output of the last layer is
+        `capture` lists layer numbers. The residual stream [T, hidden] that enters each of these
+        layers is summed over the ranks and returned. If `out` is given, the stream is also written
+        to its tensor. If `capture` contains the number of layers, the output of the last layer is
         captured. For a layer of another stage, the tensor in `out` is returned unchanged. `images`
         are the image embeddings for the first stage.
 

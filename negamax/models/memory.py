@@ -111,8 +111,8 @@ def draft_bytes(
 ) -> int:
     """Return a draft's bytes on each of `ranks`, including its rotation and a copied embedding.
 
-    The target's embedding is copied if it is rotated, if another pipeline stage holds it
-    (`embeds` is false), or if it is sharded and the draft needs all rows.
+    The target's embedding is copied if it is rotated, or if another pipeline stage stores it
+    (`embeds` is false). A sharded embedding is copied if the draft needs all rows.
     """
     is_split = ranks > 1 and spec.copies_embedding
     copied = (is_split or not embeds or spec.is_rotated_back) and not spec.own_embedding

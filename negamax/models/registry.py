@@ -36,7 +36,7 @@ TOKEN_TAGS = frozenset[str]().union(*(family.token_tags for family in CHAT_FAMIL
 
 
 def find_family(architecture: str) -> ModelFamily:
-    """Return the family of `architecture`. Raises `ConfigError` if it is unknown."""
+    """Return the family of `architecture`. Raises `ConfigError` for an unknown architecture."""
     if architecture in DRAFTS:
         return DRAFTS[architecture]
     if architecture not in FAMILIES:

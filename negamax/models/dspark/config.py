@@ -42,7 +42,7 @@ _OF_DFLASH = {
     "enable_confidence_head": False,
     "selector_rank": None,  # of DFlash2
 }
-# fields that always describe the target if one config.json describes draft and target
+# fields that describe the target whenever one config.json describes draft and target
 _OF_TARGET = {
     "num_hidden_layers", "intermediate_size", "dense_intermediate_size", "layer_types",
     "sliding_window", "use_sliding_window", "sparse_attention_config", *_PER_LAYER,

@@ -286,8 +286,8 @@ class BlockDraft:
     def estimate_acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Estimate the probability that a token is accepted if all earlier tokens are accepted.
 
-        hidden [R, N, hidden] is from `run_blocks`; previous [R, N] int64 holds the token before
-        each proposed token. Returns [R, N] fp32.
+        hidden [R, N, hidden] is from `run_blocks`; previous [R, N] int64 is the token before each
+        proposed token. Returns [R, N] fp32.
         """
         weight, bias = self._confidence
         assert weight is not None

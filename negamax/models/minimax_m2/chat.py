@@ -10,7 +10,7 @@ closer decides whether the closer is a tag or data. White space after a closer i
 - `</invoke>` in an open value ends it if another invoke, the block closer or the end follows.
 - `</minimax:tool_call>` in an open value ends it if another block or the end follows.
 - An opener `<parameter name="k">` in an open value ends it only if the tool declares k and the call
-  has no k yet. In this case, the model omitted the closer of the value.
+  has no k yet. Such an opener shows that the model omitted the closer of the value.
 The end of a truncated output does not end a value. A repeated parameter is written twice to the
 JSON arguments, because common JSON readers use the last value. Repeated values of an array are
 joined.
@@ -73,8 +73,7 @@ _OTHER_FORMS = (  # possible beginnings of an argument with a broken tag or anot
 # opener or closer of an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# A closer ends the open value if one of these tags follows. The end of a complete output has the
-# same effect.
+# A closer ends the open value if one of these tags or the end of a complete output follows.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),

@@ -16,7 +16,7 @@ from negamax.models.minimax_m2.chat import MINIMAX_M2_FAMILY
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
 
-# Fields that would change the computation, with their only supported value. Null is also accepted.
+# Fields that would change the computation, each with its only supported value besides null.
 FIXED: dict[str, Any] = {
     "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "tie_word_embeddings": False,

@@ -44,7 +44,7 @@ _READ = {
     "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
     "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
-# Known fields at the level of `text_config`. Some of them describe images or videos.
+# Known fields at the level of `text_config`. Some fields describe images or videos.
 _AROUND = {
     "image_grid_pinpoints", "image_seq_length", "image_token_index",
     "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",

@@ -1,7 +1,7 @@
 """Synthetic weights of MiniMax-M3. Only the weights of norms and MLPs differ from MiniMax-M2.
 
 The term `up + 1` gives SwiGLU-OAI a nonzero mean, so an MLP adds nearly the same vector to all
-tokens. If this vector were large, all tokens would select the same experts.
+tokens. A large common vector would make all tokens select the same experts.
 """
 
 import math

@@ -5,8 +5,8 @@
   h = linear_2(gelu(linear_1(h)));  four adjacent rows joined;  linear_2(gelu(linear_1(h)))
 
 Attention is bidirectional within an image. The rotary embedding rotates the first dimensions of a
-head: one third by time (always 0), one third by the row and one third by the column of the patch.
-One image token encodes a square of patches. Squares, and patches inside a square, are in row order.
+head in three equal parts: by time (always 0), row and column of the patch. One image token encodes
+a square of patches. Squares, and patches inside a square, are in row order.
 """
 
 from collections.abc import Callable, Sequence
