@@ -50,7 +50,7 @@ def test_a_returning_session_is_shown_in_usage_metrics_and_log(tmp_path: Path) -
     assert samples["sglang:hicache_host_used_tokens", None] >= 3 * 288
     assert 0 < samples["vllm:cpu_cache_usage_perc", None] < 1
     assert samples["negamax:kv_offload_evictions_total", None] == 0
-    assert "main memory keeps" in log_file.read_text()
+    assert "main memory has room for" in log_file.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

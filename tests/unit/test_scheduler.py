@@ -36,7 +36,7 @@ def test_refuses_an_id_in_use_until_the_request_ended() -> None:
 def test_refuses_a_request_that_could_outgrow_the_pool_with_a_remedy() -> None:
     scheduler = make_scheduler(num_blocks=3)  # 12 positions; the last token needs none
     scheduler.add("a", 5)
-    refusal = r"14 tokens.*need 4 KV blocks.*has 3; lower max_tokens to 8 or less"
+    refusal = r"14 tokens.*need 4 KV blocks.*has 3 KV blocks; lower max_tokens to 8 or less"
     with pytest.raises(InvalidRequestError, match=refusal):
         scheduler.add("b", 5, max_tokens=9)
     with pytest.raises(InvalidRequestError, match="shorten the prompt"):
