@@ -75,7 +75,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @abstractmethod
     def take(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
-        """Add `output`, and the `events` parsed from the output, to `choice`."""
+        """Add `output` and its parsed `events` to `choice`."""
 
     @abstractmethod
     def chunk(self, choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> bytes:
@@ -103,7 +103,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """The token counts so far. Of a prompt's choices, the fewest cached tokens are reported."""
+        """Current token counts. The cached tokens of a prompt are the minimum over its choices."""
         prompts: dict[int, tuple[int, int]] = {}  # Tokens and cached tokens per prompt index.
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:

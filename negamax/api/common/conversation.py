@@ -75,7 +75,6 @@ class PromptBuilder:
         images: ImageLoader | None = None,
     ) -> None:
         """`default_template_kwargs` contains defaults of template variables.
-
         With `allow_special_tokens_in_text`, text in a conversation may become control tokens.
         Without `images` the server reads no images.
         """

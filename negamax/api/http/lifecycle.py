@@ -132,7 +132,7 @@ class Signals:
         self._reload: Callable[[], None] | None = None
         self._aborting: asyncio.Future[None] | None = None
         self._count = 0
-        # False under nohup, which ignores SIGHUP.
+        # The value is False under nohup, which ignores SIGHUP.
         self._needs_terminal = (
             signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
         )

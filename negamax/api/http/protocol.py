@@ -51,7 +51,7 @@ class BodyChannel:
         """`response` is uvicorn's cycle of request and response."""
         self._protocol = weakref.ref(protocol)  # Weak references let Python free ended requests.
         self._response = weakref.ref(response)
-        self._transport: asyncio.Transport | None = None  # Set only while there is a body to write.
+        self._transport: asyncio.Transport | None = None  # Not None while a body is written.
         self._is_chunked = False
 
     @property
@@ -91,7 +91,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._has_begun = False  # Whether a body began in the current data.
         self._unwanted_bytes = 0
         self.source: Pausable | None = None  # Source of the body being sent.
-        self.ended: Callable[[LimitedProtocol], None] | None = None  # Called on disconnect.
+        self.ended: Callable[[LimitedProtocol], None] | None = None  # Callback on disconnect.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -45,7 +45,7 @@ class ServerSupervisor:
     ) -> None:
         """Start the processes, which wait for the engine and listen at `listener`'s address."""
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # The reason.
-        self.on_death: Callable[[int], None] | None = None  # Called with the process index.
+        self.on_death: Callable[[int], None] | None = None  # The callback receives a process index.
         self._rank = rank
         self._engine_options = engine_options
         self._server_options = server_options

@@ -212,7 +212,7 @@ class Message(Struct, frozen=True):
     content: str | None  # Text without reasoning and calls; null if the message has only calls.
     reasoning_content: str | None  # The reasoning, separate from the content.
     reasoning: str | None  # Same text as reasoning_content, for vLLM's clients.
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Sent if reasoning_split is set.
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Reasoning, with reasoning_split.
     tool_calls: list[ToolCall] | UnsetType = UNSET  # Tool calls in the order of generation.
 
 
@@ -231,7 +231,7 @@ class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     usage: Usage  # Token counts.
     # Logprobs at each prompt position, with token ids as keys. The first entry is null.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # Sent if return_token_ids is set.
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, if return_token_ids is set.
 
 
 class Delta(Struct, frozen=True):
@@ -239,7 +239,7 @@ class Delta(Struct, frozen=True):
     content: str | UnsetType = UNSET  # The next text, without reasoning and tool calls.
     reasoning_content: str | UnsetType = UNSET  # The next reasoning, in a delta without content.
     reasoning: str | UnsetType = UNSET  # Same text as reasoning_content, for vLLM's clients.
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Sent if reasoning_split is set.
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Reasoning, with reasoning_split.
     tool_calls: list[ToolCall] | UnsetType = UNSET  # The next parts of tool calls.
 
 

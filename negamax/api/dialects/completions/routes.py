@@ -83,7 +83,9 @@ def _check_echo(params: CompletionRequest, *, max_chars: int) -> None:
             len(one) * (1 if isinstance(one, str) else _CHARS_PER_TOKEN) for one in params.prompt
         )
         if (count := params.n * sum(sizes)) > max_chars:
-            refuse("echo", f"{params.n} choices repeat {count} characters; limit: {max_chars}")
+            refuse(
+                "echo", f"{params.n} choices repeat {count} characters; the limit is {max_chars}"
+            )
 
 
 def _build_sampling(params: CompletionRequest) -> SamplingParams:

@@ -84,7 +84,7 @@ class TextChoice(Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET  # Token ids of the text, with return_token_ids.
     # Logprobs at each prompt position, with token ids as keys. The first entry is null.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # Sent if return_token_ids is set.
+    prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, if return_token_ids is set.
 
 
 class TextAnswer(CompletionAnswer, frozen=True, kw_only=True):

@@ -158,7 +158,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     spec_draft_token_num: int | UnsetType = UNSET  # Verified draft tokens.
     spec_accept_token_num: int | UnsetType = UNSET  # Accepted draft tokens.
     spec_accept_rate: float | UnsetType = UNSET  # Fraction of draft tokens that were accepted.
-    spec_accept_length: float | UnsetType = UNSET  # Mean tokens per step with drafts.
+    spec_accept_length: float | UnsetType = UNSET  # Mean generated tokens per step with drafts.
     # A list [logprob, token id, text or null] per prompt token, starting at logprob_start_len.
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET  # One entry per answer token.
@@ -224,7 +224,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
 class ExpertPlaces(Struct, frozen=True):
     """The assignment of experts to slots in one engine replica."""
 
-    # Expert id of each slot of each layer; slots are in the order of the ranks.
+    # Per layer, the expert id of each slot. The slots are in the order of the ranks.
     physical_to_logical_map: list[list[int]]
     balancedness: float  # Mean load of the ranks divided by the busiest rank's load.
 

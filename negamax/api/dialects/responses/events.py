@@ -50,7 +50,6 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         request_id: str,
     ) -> None:
         """`blank` is the response without an answer. `new_id` makes an item id from an id prefix.
-
         `keep` stores the final state of a streamed response. The client receives the state later.
         """
         super().__init__(blank.id, started)

@@ -139,7 +139,7 @@ class _Responses:
         self._context = context
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._awaited: dict[str, asyncio.Event] = {}  # Set when a client fetches the response.
+        self._awaited: dict[str, asyncio.Event] = {}  # The fetch of a response sets its event.
         context.peers.when_asked(
             _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )

@@ -74,7 +74,7 @@ class _TenantResponses:
 class ResponseStore:
     """Stores the most recently used responses. Only the event loop changes this object.
 
-    The store keeps a turn while a stored response needs the turn. A turn's bytes are counted once.
+    The store keeps a turn while a stored response needs the turn. A shared turn is counted once.
     A full store removes the least recently used response of the tenant with the most data.
     """
 
