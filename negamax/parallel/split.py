@@ -1,6 +1,6 @@
 """Check whether a model can be split over ranks.
 
-The engine calls `check_split` before it starts a process; `negamax doctor` lists valid sizes.
+The engine calls `check_split` before it starts a process. `negamax doctor` lists valid sizes.
 Weight formats do not limit the sizes, because `layout.share` pads quantization groups with zeros.
 """
 

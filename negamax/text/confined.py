@@ -120,7 +120,7 @@ class Confined:
             return child
 
     def _load(self) -> int:
-        """Start the process unless it is running, and return its process id."""
+        """Start the process if it is not running, and return its process id."""
         if self._process is None:
             self._source, theirs = Pipe()
             with theirs:

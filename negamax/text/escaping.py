@@ -37,7 +37,7 @@ class TokenEscaper:
         self._control = _Spellings(texts - frozenset(structure))
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Escape all strings of messages from `normalize_messages`, except roles."""
+        """Escape all strings other than roles in messages from `normalize_messages`."""
         return [self._message(message) for message in messages]
 
     def value(self, value: Any) -> Any:

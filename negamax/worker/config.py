@@ -89,11 +89,11 @@ class WorkerConfig:
     num_kv_blocks: int | None
     kv_cache_memory: int | None  # KV cache bytes per rank
     gpu_memory_utilization: float
-    cudagraph_size: int  # sequences of the largest captured step; 0: no graphs
+    cudagraph_size: int  # sequences of the largest captured step; 0 disables graphs
     num_threads: int
     seed: int
     show_progress: bool
-    addresses: RankAddresses | None  # None: this rank runs alone in the executor's process
+    addresses: RankAddresses | None  # None if the rank runs alone in the executor's process
     index_cache_dtype: str = "auto"  # same allowed values as kv_cache_dtype
     # all-to-all backend between data-parallel ranks
     all2all_backend: str = "allgather_reducescatter"
@@ -111,7 +111,7 @@ class WorkerConfig:
     kv_offloading_path_size: float = 0.0  # maximum size of the files of KV blocks, in GiB
     kernels: tuple[str, ...] = ()  # arguments of `KernelTable.select`
     self_check: bool = False
-    lane: LaneOptions | None = None  # None: host blocks are not exchanged with other engines
+    lane: LaneOptions | None = None  # None if host blocks are not exchanged with other engines
 
     def on_machine(self, share: MachineShare, addresses: RankAddresses) -> "WorkerConfig":
         """Return the configuration for the ranks of one machine, which has its own folders."""
@@ -140,7 +140,7 @@ class WorkerConfig:
 
     @property
     def own_draft(self) -> DraftModel | None:
-        """The draft model, if this rank is in the last pipeline stage; None on other ranks."""
+        """The draft model if this rank is in the last pipeline stage, else None."""
         return self.draft if self.layout.is_last_stage else None
 
     @property

@@ -2,9 +2,9 @@
 the KV blocks of the target model.
 
 The first pass runs over every token of the step, and reads the target's residual streams and the
-next token. Therefore the caches of both models contain the same tokens, also after prompt chunks
-and prefix-cache hits. Keys and values of rejected drafts are overwritten. Each further pass runs
-one token per row, and reads the hidden state of the previous pass.
+next token. The caches of both models contain the same tokens, also after prompt chunks and
+prefix-cache hits. Keys and values of rejected drafts are overwritten. Each further pass runs one
+token per row, and reads the hidden state of the previous pass.
 
 The draft model's keys of a token depend on the next token. If two sequences share a block, the last
 keys of the block depend on the next token of the sequence that filled the block. Shared blocks may
@@ -77,7 +77,7 @@ class Eagle3Proposer(DraftModelProposer):
             return drafts
         hidden, recurrent = model.forward(combined, following, states.metadata, kv)
         hidden, recurrent = hidden[ends], recurrent[ends]
-        # The positions of writes are clamped to the context length. These writes are never read.
+        # Writes past the context length are clamped, and no step reads their values.
         last = requests.tokens.shape[1] - 2
         for place in range(num_tokens):
             picked = self._pick_drafts(hidden, slots, lengths, requests, place=place)
@@ -106,7 +106,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _single_tokens(
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
     ) -> AttentionMetadata:
-        """Describe one token per slot. Arguments are [R] int64, except seq_lens, [R] int32."""
+        """Describe one token per slot. `seq_lens` is [R] int32, other arguments are [R] int64."""
         # on a GPU, the host does not have the lengths
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(

@@ -1,9 +1,9 @@
 """Count the selections of each expert on a rank, and move experts between slots and ranks as plans
 request.
 
-All ranks enqueue moves between two steps, in the order of the plans. Therefore a step before a move
-uses the old weights and expert map, and a step after the move uses the new weights and map. A move
-needs two buffers and no other memory.
+All ranks enqueue moves between two steps, in the order of the plans. A step before a move uses the
+old weights and expert map, and a step after the move uses the new weights and map. A move needs two
+buffers and no other memory.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """Store KV blocks of one rank in files, as a third cache level below host memory.
 
 A file holds one block's data in all caches of one rank. The folder's name is a fingerprint of all
-settings that a block's content and layout depend on, so engines and ranks with equal settings share
-a folder. The file's name is the block's hash. The file's header has the fingerprint, the hash, the
-length and a CRC-32 of the whole file. If a value in the header is wrong, the lookup is a miss and
-deletes the file.
+settings that determine the content and layout of blocks. Engines and ranks with equal settings
+share a folder. The file's name is the block's hash. The file's header has the fingerprint, the
+hash, the length and a CRC-32 of the whole file. If a value in the header is wrong, the lookup is a
+miss and deletes the file.
 
 A file is written under a temporary name and then renamed, but not synced to the disk. Complete
 files survive a process crash. After a power failure, the checksum detects incomplete files.
@@ -81,7 +81,7 @@ class _StoredFile:
 
 
 class FileStore:
-    """Stores KV blocks. The worker's thread calls `run`; the result thread calls other methods."""
+    """Stores KV blocks. The worker's thread calls `run`. The result thread calls other methods."""
 
     def __init__(
         self,

@@ -3,11 +3,11 @@ second cache level. Files may be a third cache level (`FileStore`).
 
 On a GPU the copies run on a separate stream, in plan order, and start after all steps that were
 launched earlier. On the device, a step waits for pending stores of blocks that it writes, and for
-pending loads of blocks that it uses. Therefore no step reads an incomplete copy, although the host
-does not wait for copies.
+pending loads of blocks that it uses. These waits prevent steps from reading incomplete copies. The
+host does not wait for copies.
 
-A host block holds all caches of a KV block. Copies pass through a staging buffer on the device:
-each plan needs one gather or scatter per kind of cache, and one transfer per run of adjacent host
+A host block holds all caches of a KV block. Copies pass through a staging buffer on the device.
+Each plan needs one gather or scatter per kind of cache, and one transfer per run of adjacent host
 blocks.
 """
 
@@ -29,7 +29,7 @@ from negamax.worker.device import Runtime, indices
 from negamax.worker.file_store import FileStore
 from negamax.worker.kv_cache import STAGING_BYTES, zeros_on_large_pages
 
-# longest wait for a load or a file if no step can run; short, because new requests may arrive
+# longest wait for a load or a file if no step can run; new requests may arrive meanwhile
 AWAIT_SECONDS = 0.005
 
 
@@ -38,7 +38,7 @@ class _Batch:
     """The copies of one plan, which may be pending."""
 
     step_id: int
-    event: torch.cuda.Event | None  # marks the end of the copies; None: the copies are complete
+    event: torch.cuda.Event | None  # end of the copies; None if the copies are complete
     stored_blocks: frozenset[int]
     loaded_blocks: frozenset[int]
 

@@ -28,7 +28,7 @@ GIB = 2**30
 CPU_CACHE_SHARE = 0.25
 # GPU memory for CUDA graphs and the driver, in addition to the measured peak of a full step.
 GRAPH_RESERVE = GIB
-# Size of the device buffer for copies to and from host memory, unless a block is larger.
+# Minimum size of the device buffer for copies to and from host memory.
 STAGING_BYTES = 128 * 2**20
 HOST_SHARE = 0.9  # Share of the free main memory that blocks in host memory may take.
 ALIGNMENT = 512  # Alignment of layers' caches within one allocation, which kernels may rely on.
@@ -54,9 +54,9 @@ def allocate(
     device: torch.device,
     shared: bool = False,
 ) -> list[KvCaches]:
-    """Allocate zeroed caches [num_blocks, heads, block_size, width] of every layer, in `dtype`
-    unless a cache specifies one. Caches with one specification share an allocation. With `shared`,
-    all layers share one cache.
+    """Allocate zeroed caches [num_blocks, heads, block_size, width] of every layer, in the dtype of
+    the cache's specification or else in `dtype`. Caches with one specification share an allocation.
+    With `shared`, all layers share one cache.
     """
     kinds = Counter(cache for layer in caches for cache in layer)
     pools: dict[KvCacheSpec, Iterator[Tensor]] = {}

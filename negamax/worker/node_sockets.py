@@ -1,11 +1,11 @@
 """Create encrypted ZeroMQ sockets between machines that share a key.
 
-Both ends derive CurveZMQ key pairs for the listening and the connecting end from the environment
-variable NEGAMAX_NODE_KEY. A peer without the key is ignored. If the variable is unset, every
-Negamax process has the same key, which keeps out accidental peers but no attackers.
+The listening and the connecting end derive both CurveZMQ key pairs from the environment variable
+NEGAMAX_NODE_KEY. A peer without the key is ignored. If the variable is unset, every Negamax process
+has the same key, which keeps out accidental peers but no attackers.
 
-A listening socket limits the cost of peers that have not proved the key: it bounds the bytes of a
-frame, the time of a handshake and, by `ConnectionLimit`, the number of connections.
+A listening socket limits the cost of peers that have not proved the key. The limits are the bytes
+of a frame, the time of a handshake and the number of connections (`ConnectionLimit`).
 """
 
 import contextlib

@@ -56,7 +56,7 @@ class Proposer:
     acceptance: SyntheticAcceptance | None = None  # replaces verification by a random number
     # [rows, num_draft_tokens] fp32: estimated probability that draft j of row i is accepted if
     # drafts 0 to j - 1 are accepted. A shorter proposal also has an estimate for the next draft.
-    # None: no estimates.
+    # None if the proposer estimates nothing.
     confidences: Tensor | None = None
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """Run one rank as a process: `python -m negamax.worker.rank_process ENDPOINT RANK`.
 
 The executor's socket at ENDPOINT first sends a WorkerConfig, which contains all other addresses.
-Then the executor sends StepPlans and DebugCommands. A plan with grammar rows is followed by its
+The executor then sends StepPlans and DebugCommands. A plan with grammar rows is followed by its
 GrammarBitmask. The first byte of a frame with a plan, a bitmask or a command is its type. An empty
 frame stops the rank. The rank answers with a WorkerReady or a RankFailed, then with one DebugResult
 per command.
@@ -220,7 +220,7 @@ class _ResultSender:
         self._outcomes.put(outcome)
 
     def finish(self) -> None:
-        """Wait until all outputs are sent, unless waits were aborted."""
+        """Wait until all outputs are sent or waits are aborted."""
         self._outcomes.put(None)
         while self._thread.is_alive() and not self._heartbeat.is_aborted:
             self._thread.join(0.1)

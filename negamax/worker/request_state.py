@@ -9,8 +9,8 @@ accepted. The host stores an upper bound, which includes all drafts until the re
 arrive. The bound is exact if no drafts are in flight.
 
 If preparing, sampling or reporting a row raises an exception, `failures` keeps the error and the
-row stays in the batch as a no-op. Therefore the steps of all ranks have the same shape, and the
-request ends with an error.
+row stays in the batch as a no-op. The steps of all ranks keep the same shape, and the request ends
+with an error.
 """
 
 import mmap

@@ -69,7 +69,7 @@ class _Result:
 
 
 class SelfCheck:
-    """Checks layers of one rank. `plan`: how the model was loaded; None: synthetic weights."""
+    """Checks layers of one rank. `plan` is the load plan of the model (None: synthetic weights)."""
 
     def __init__(
         self,

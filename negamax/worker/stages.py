@@ -157,8 +157,8 @@ class Stage:
             self._expected.append(_Expected(plan, inputs.slots, *places))
 
     def give_back(self, plan: StepPlan, token_ids: Tensor, num_accepted: Tensor | None) -> None:
-        """Send results from the last stage: a step's sampled tokens [S] int64, accepted drafts [R]
-        int64 of sampled rows if the step has drafts, and drafts [R, plan.num_proposed].
+        """Send results from the last stage: sampled tokens [S] int64, numbers of accepted drafts
+        [R] int64 if the step has drafts, and new drafts [R, plan.num_proposed].
         """
         if not self._links.sampled:
             return

@@ -45,7 +45,7 @@ class Batch:
 
     plan: StepPlan
     layout: BatchLayout
-    # graphs and shape, if a graph replays at least the layers; None: eager
+    # graphs and shape if a graph replays at least the layers; None for eager steps
     captured: tuple[StepGraphs, StepShape] | None = None
 
     @property
@@ -128,7 +128,7 @@ class StepRunner:
         )
 
     def _copy_confidences(self, plan: StepPlan) -> HostTensor | None:
-        """Copy the confidences of new drafts to the host, unless acceptance is synthetic."""
+        """Copy the confidences of new drafts to the host if acceptance is not synthetic."""
         if self._verifier is None or not plan.num_proposed or not any(plan.needs_sampling):
             return None
         proposer, num_rows = self._verifier.proposer, sum(plan.needs_sampling)
@@ -247,7 +247,7 @@ class StepRunner:
         return sampled
 
     def _compute_logits(self, layout: BatchLayout, hidden: Tensor) -> Tensor:
-        """Compute the logits [R, V of this rank] of samples; NaN for rows that have failed."""
+        """Compute the logits [R, V of this rank] of samples. Rows that have failed get NaN."""
         hidden = hidden[indices(layout.sample_tokens, self._device)]
         failed = list(self._requests.failures_of(layout.sample_slots))
         if failed:
@@ -262,7 +262,7 @@ class StepRunner:
         bitmask: PendingBitmask,
     ) -> tuple[Tensor | None, Verification | None]:
         """Verify the step's drafts, reject drafts after a row's last mask, and propose new drafts.
-        Return accepted drafts [R] int64 and the data for the host; None if the step has no drafts.
+        Return accepted drafts [R] int64 and the data for the host, or None without drafts.
         """
         plan, requests, verifier = batch.plan, self._requests, self._verifier
         if verifier is None or not plan.slots:

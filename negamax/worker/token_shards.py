@@ -26,7 +26,7 @@ from negamax.worker.request_state import RequestState
 
 @dataclass(frozen=True)
 class AllTokens:
-    """All tokens of the step; one padding token if the step has no tokens."""
+    """All tokens of the step, or one padding token if the step has no tokens."""
 
     layout: BatchLayout
     requests: RequestState
@@ -62,7 +62,7 @@ class ShardedRuns:
         *,
         most_tokens: int | None = None,
     ) -> None:
-        """`most_tokens`: size of the largest shard on any data-parallel rank; None: one rank."""
+        """`most_tokens` is the largest size of a data-parallel rank's shard (None: one rank)."""
         self._layout, self._requests, self._group = layout, requests, group
         shards = [_shard_of(layout, rank, group.size) for rank in range(group.size)]
         self._own, self._num_rows = shards[group.rank], max(len(each.tokens) for each in shards)
@@ -85,7 +85,7 @@ class ShardedRuns:
         self._shared = SharedTokens(group, positions, all_slots)
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
-        """Return token ids and metadata; a shard without tokens has a padding token."""
+        """Return token ids and metadata. A shard without tokens has a padding token."""
         requests, most = self._requests, self._most_tokens
         if len(self._own.tokens):
             token_ids, metadata = build(self._own.layout, requests, most_tokens=most)

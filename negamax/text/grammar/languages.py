@@ -1,9 +1,8 @@
 """Compute regular languages with intersections and complements by derivatives.
 
-An expression is an integer that a `Languages` object assigns; equal expressions have the same
-integer. The markers `BEGIN` and `END` represent the anchors of patterns. Markers are integers
-outside the range of Unicode. Source: Owens, Reppy, Turon, "Regular-expression derivatives
-re-examined" (2009).
+A `Languages` object assigns an integer to each expression. Equal expressions have one integer. The
+markers `BEGIN` and `END` represent the anchors of patterns. Markers are integers outside the range
+of Unicode. Source: Owens, Reppy, Turon, "Regular-expression derivatives re-examined" (2009).
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -21,7 +21,7 @@ _HEX = r"[0-9a-fA-F]{1,4}"
 _CLOCK_SPAN = r"T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
 _DATE_SPAN = r"([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
 
-# String formats that grammars enforce if the schema states a type. Other formats are ignored.
+# Grammars enforce these string formats if the schema states a type, and ignore other formats.
 FORMATS = {
     "date": rf"^{_DATE}$",
     "time": rf"^{_CLOCK}{_ZONE}?$",

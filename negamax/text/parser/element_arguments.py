@@ -210,7 +210,7 @@ class ElementArguments:
         return True
 
     def _drop_text(self, element: _Element, *, before: str | None = None) -> None:
-        """Drop the text of a container, unless the text contains arguments.
+        """Drop the text of a container if the text contains no arguments.
 
         A marker before the element `before` may be the rest of an opening tag. If exactly one
         listed member can contain the element `before`, this member is opened.

@@ -62,7 +62,7 @@ class _ParserState(enum.Enum):
     BLOCK = "call block"
 
 
-# These are module variables, because reading a member of an enumeration takes ten times as long.
+# Module variables, because reading a member of an enumeration takes ten times as long.
 _REASONING, _CONTENT = _ParserState.REASONING, _ParserState.CONTENT
 
 

@@ -1,7 +1,7 @@
 """Resize the text fragments of a stream to 5 to 200 characters.
 
-MiniMax's acceptance suite requires fragments of 5 to 200 characters. Therefore short text is held
-back, and long text is split. The last fragment of a call's arguments is often short. A complete
+MiniMax's acceptance suite requires fragments of 5 to 200 characters. `Packets` holds back short
+text and splits long text. The last fragment of a call's arguments is often short. A complete
 fragment of reasoning or arguments is held back, so that a short last fragment can be appended.
 Content is held back only until it has 5 characters, because users read content while it arrives.
 """
@@ -68,7 +68,7 @@ class Packets:
         return out
 
     def _complete(self, out: list[ParserEvent]) -> None:
-        """Emit held content. Other held text waits until the next fragment is complete."""
+        """Emit held content. Held reasoning and arguments wait for the next complete fragment."""
         if isinstance(self._like, ContentDelta):
             self._release(out)
         else:

@@ -69,8 +69,8 @@ class TagBeginnings:
 
     The beginning of a tag is a word of `words`, the beginning of a word, or a match of `growing`.
     `growing` must match the beginnings of all tags. Each match of `growing` contains one of the
-    `anchors`. A match of `inside` may become a tag of up to MAX_ATTRIBUTE_CHARS characters, unless
-    `<` or `>` follows.
+    `anchors`. A match of `inside` may become a tag of up to MAX_ATTRIBUTE_CHARS characters if
+    neither `<` nor `>` follows.
     """
 
     words: tuple[str, ...]

@@ -33,7 +33,7 @@ class MarkdownCode:
             return bool(_next_fence(line, self._fence))
         words = line.lstrip()
         indent = line[: len(line) - len(words)].expandtabs(4)
-        # Tags in an indented line are code. Other text in this line is not treated as code.
+        # Tags in an indented line are code. Other text in an indented line is not treated as code.
         return len(indent) >= 4 and (not words or words.startswith(("<", "]<]")))
 
     def is_inline(self) -> bool:
