@@ -87,7 +87,7 @@ def run(
         runs = _measure_all(loop, info, workload, group, say=say)
     finally:
         loop.shutdown()
-        gc.unfreeze()  # Triton 3.9 reports objects that are frozen at exit as leaks
+        gc.unfreeze()  # at exit, Triton 3.9 reports frozen objects as leaks
     result = {
         "engine": "negamax",
         **conditions(options, workload),

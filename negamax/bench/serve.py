@@ -41,7 +41,7 @@ SAMPLING = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """The result of a run. Times of all records are seconds of one clock."""
+    """The result of a run. All records use the same clock, in seconds."""
 
     model: str
     records: tuple[ResponseRecord, ...]  # Records in the order in which requests were sent.
@@ -54,7 +54,7 @@ class Measurement:
 
 @dataclass
 class RunProgress:
-    """Progress of a run, for a display."""
+    """Progress of a run, which a display shows."""
 
     total: int = 0
     done: int = 0

@@ -85,7 +85,7 @@ class JudgedAnswer:
     calls: list[tuple[str, str]] = field(default_factory=list)  # name, arguments
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)  # events of a stream
+    events: list[dict[str, Any]] = field(default_factory=list)  # events of a streamed answer
 
     @property
     def is_reasoning_only(self) -> bool:

@@ -12,7 +12,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# part of a model's name in lower case -> a restriction in the model's licence
+# part of a model's name, in lower case -> restriction in the model's licence
 # https://github.com/MiniMax-AI/MiniMax-M2.7/blob/main/LICENSE, of 2026
 _LIMITS = {
     "minimax-m2.7": "it prohibits commercial use without a prior written authorization from MiniMax"

@@ -1,8 +1,8 @@
 """Load plans: which tensor of a checkpoint fills which slot of a model.
 
 A plan must contain every tensor of the checkpoint and every weight slot of the model exactly once.
-Planning reads only file headers. The model may be on the meta device. A fused tensor (q, k and v;
-gate and up; all experts of a layer) fills one slot per matrix with slices of the tensor.
+Planning reads only file headers, and also works for a model on the meta device. A fused tensor (q,
+k and v; gate and up; all experts of a layer) fills one slot per matrix with slices of the tensor.
 """
 
 import gc
@@ -215,7 +215,7 @@ def plan_tensors(
             moves.append(Move(slot, tensors, names.layer_of(slot.name) or 0))
         elif tensors:
             first = tensors[0][1].entry.name
-            text = f"tensor {first} is stored as {slot.source.name} and {list_first(absent)}"
+            text = f"tensor {first} has the format {slot.source.name}, but {list_first(absent)}"
             problems.misfits.setdefault(first, (f"{text} is missing", _INCOMPLETE))
         elif not slot.optional:
             problems.missing |= dict.fromkeys(absent)
@@ -426,7 +426,7 @@ class _Problems:
             texts.append(next(iter(self.misfits.values()))[0])
             hints.append(next(iter(self.misfits.values()))[1])
             if len(self.misfits) > 1:
-                texts.append(_count(list(self.misfits)[1:], "do not fit either"))
+                texts.append(_count(list(self.misfits)[1:], "do not match config.json either"))
         layers = {name: names.layer_of(name) or 0 for name in self.unknown}
         surplus = [name for name, layer in layers.items() if layer >= num_layers]
         if surplus:

@@ -31,7 +31,7 @@ class VisionSpec:
         if self.hidden_size % self.num_heads:
             refuse("vision_config.hidden_size", self.hidden_size, f"a multiple of {self.num_heads}")
         if self.head_dim < 6:
-            refuse("vision_config.num_attention_heads", self.num_heads, "heads of 6 or wider")
+            refuse("vision_config.num_attention_heads", self.num_heads, "heads of width 6 or more")
 
     @property
     def head_dim(self) -> int:

@@ -39,7 +39,7 @@ def build_model(
 def build_empty_slots(
     spec: ModelSpec, layout: ParallelLayout, *, kernels: KernelTable, keep_quantized: bool = True
 ) -> dict[str, WeightSlot]:
-    """Return the weight slots of rank `layout`, without memory for weights, to plan a load."""
+    """Return the weight slots of rank `layout` to plan a load. No weights are allocated."""
     return build_model(
         spec, context=ParallelContext(layout), device=torch.device("meta"), kernels=kernels,
         keep_quantized=keep_quantized,

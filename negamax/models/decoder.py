@@ -179,7 +179,7 @@ class Decoder:
                 names.embedding, vocab_shape, rows=rows, group=self._group, weights=weights
             )
             slots += self.embedding.slots
-        # Stages before the last use this norm, without its weight, only to sum the residual stream.
+        # Except for the last stage, this norm only sums the residual stream, without its weight.
         own: dict[str, Any] = {"eps": eps, "gemma": gemma, "setup": setup}
         self._norm = RmsNorm(names.norm, spec.hidden_size, activation=None, **own)
         if self.is_last_stage:
@@ -203,13 +203,13 @@ class Decoder:
         Returns the final hidden states [T, hidden] and the captured streams. `kv` lists the caches
         of each layer. If `kv` is shorter than the stage, only the first layers run.
 
-        `capture` lists layer numbers. The residual stream [T, hidden] that enters each of these
-        layers is summed over the ranks and returned. If `out` is given, the stream is also written
-        to its tensor. If `capture` contains the number of layers, the output of the last layer is
+        `capture` lists layer numbers. The residual stream [T, hidden] that enters each listed layer
+        is summed over the ranks and returned. If `out` is given, the stream is also written to its
+        tensor. If `capture` contains the number of layers, the output of the last layer is
         captured. For a layer of another stage, the tensor in `out` is returned unchanged. `images`
         are the image embeddings for the first stage.
 
-        Stages after the first run on `entering` [T, hidden] instead of tokens. The sum of
+        All stages except the first run on `entering` [T, hidden] instead of tokens. The sum of
         `entering` over the ranks is the residual stream of the previous stage. The call overwrites
         `entering`. A stage before the last returns its residual stream instead of hidden states.
         """

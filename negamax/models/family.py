@@ -55,7 +55,7 @@ class Placement:
 
 
 class Spellings:
-    """Rules for tensor names. All `aliases` apply. Of the other rules, the first match applies."""
+    """Rules for tensor names: all `aliases`, then the first match in `fused` and in `skipped`."""
 
     def __init__(
         self, aliases: _Pairs, fused: Sequence[tuple[str, tuple[str, ...]]], skipped: _Pairs

@@ -85,7 +85,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         try:
             by_expression.append((compile_pattern(name), stored))
         except re.error as error:
-            refuse(spec, f"extra_config[{name!r}]", str(error), "names and regular expressions")
+            refuse(spec, f"extra_config[{name!r}]", str(error), "module names or valid patterns")
     blocks = _blocks(spec)
 
     def format_of(module: str) -> TensorFormat:

@@ -89,7 +89,7 @@ def _format(spec: QuantizationSpec) -> TensorFormat:
         stored = fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale=scale, fnuz=fnuz)
         return use_rounded_activations(stored)
     if is_static:
-        refuse(spec, "activation_scheme", "static", "dynamic (with weight_block_size)")
+        refuse(spec, "activation_scheme", "static", "dynamic, if weight_block_size is set")
     stored = fp8_blocks(spec, "weight_block_size", scale_name="weight_scale_inv", fnuz=fnuz)
     return E4M3_BLOCKS if stored.name == E4M3_BLOCKS.name else stored
 
@@ -101,7 +101,7 @@ def fp8_blocks(
     block: Any = spec.fields.get(name)
     is_block = isinstance(block, list | tuple) and len(block) == 2
     if not is_block or not all(type(size) is int and size > 0 for size in block):
-        refuse(spec, name, block, "two numbers above 0")
+        refuse(spec, name, block, "a list of two numbers above 0")
     rows, columns = block
     dims = Dim(Axis.ROWS, rows), Dim(Axis.COLUMNS, columns)
     return fp8(f"fp8_e4m3_block_{rows}x{columns}", dims, scale_name=scale_name, fnuz=fnuz)

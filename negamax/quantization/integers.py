@@ -64,7 +64,7 @@ def group_size(spec: QuantizationSpec, name: str = "group_size") -> int:
     """Return the number of columns per scale; -1 means all columns. Raises `ConfigError`."""
     size = spec.fields.get(name)
     if type(size) is not int or not (size == -1 or (size >= 8 and size % 8 == 0)):
-        refuse(spec, name, size, "-1 and multiples of 8")
+        refuse(spec, name, size, "-1, or a multiple of 8")
     return size
 
 

@@ -110,12 +110,12 @@ def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False
     if isinstance(weight, Sequence):
         whole = {**_FP8, "qscheme": ("per_tensor",)}
         if len(weight) != 2:
-            refuse(fields, "weight", weight, "one object, or two for NVFP4")
+            refuse(fields, "weight", weight, "an object, or a list of two for NVFP4")
         _check(fields, "weight", weight[0], {**_NVFP4, **_STORED})
         _check(fields, "weight", weight[1], {**whole, **_STORED})
         return nvfp4(input_scale="input_scale_2" if inputs else None)
     if not isinstance(weight, Mapping):
-        refuse(fields, "weight", weight, "an object, or two for NVFP4")
+        refuse(fields, "weight", weight, "an object, or a list of two for NVFP4")
     if weight.get("dtype") not in ("fp4", "int8", _E4M3):
         refuse(fields, "weight.dtype", weight.get("dtype"), f"{_E4M3}, fp4, int8")
     is_static = isinstance(inputs, Mapping) and bool(inputs) and not inputs.get("is_dynamic")

@@ -78,7 +78,7 @@ def check_fields(
     """
     for name, value in spec.fields.items():
         if beside is not None and name not in (*allowed, *beside):
-            refuse(spec, name, value, "no field of this name")
+            refuse(spec, name, value, "configs without this field")
     for name, values in allowed.items():
         if spec.fields.get(name) not in values:
             words = ", ".join(repr(value) for value in values if value is not None)

@@ -168,7 +168,7 @@ STACK = "model.layers.1.block_sparse_moe.experts.w13_weight_scale_inv"
         (lambda t: t.byte(), rf"{STACK} has dtype U8; fp8\S+ is stored in F32, BF16, F16 "),
         (
             lambda t: None,
-            r"w13_weight is stored as fp8\S+ and \S+experts.0.w1.weight_scale_inv is missing",
+            r"w13_weight has the format fp8\S+, but \S+experts.0.w1.weight_scale_inv is missing",
         ),
     ],
 )

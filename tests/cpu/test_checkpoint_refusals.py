@@ -102,7 +102,7 @@ def test_misfits_are_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        (SCALE, None, rf"{Q_PROJ} is stored as {FORMAT} and {SCALE} is missing"),
+        (SCALE, None, rf"{Q_PROJ} has the format {FORMAT}, but {SCALE} is missing"),
         (Q_PROJ, torch.zeros(64, 48), rf"{Q_PROJ} has dtype F32; {FORMAT} is stored in F8_E4M3"),
         (SCALE, torch.ones(2, 1), r"scale_inv has shape \[2, 1\]; config.json requires \[1, 1\]"),
         (

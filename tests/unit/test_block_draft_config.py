@@ -84,7 +84,7 @@ def test_a_dflash_draft_is_read() -> None:
         ("dspark", {"sparse_attention_config": {"a": 1}}, "sparse_attention_config is {'a': 1}"),
         ("dspark", {"moe_layer_freq": [0, 0, 0, 0, 1]}, "moe_layer_freq[4] is 1"),
         ("dspark", {"dspark_config": {"hybrid_context_fusion": True}}, "hybrid_context_fusion is"),
-        ("dspark", {"dspark_new": 1}, "dspark_new is 1; supported: no such field"),
+        ("dspark", {"dspark_new": 1}, "dspark_new is 1; supported: configs without"),
         ("dspark", {"dspark_block_size": 17}, "block_size is 17; supported: 2 to 16"),
         ("dspark", {"dspark_noise_token_id": 200064}, "mask_token_id is 200064"),
         ("dspark", {"dspark_target_layer_ids": [5, 3]}, "target_layer_ids is [5, 3]"),

@@ -195,7 +195,7 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
     }
     if unknown := fields.list_unknown(own, {*_READ, *_FIXED, *_OF_MINIMAX}):
         name = f"{_PREFIX}{unknown[0]}"
-        refuse(name, flat[name], "no such field; update Negamax, or serve the model without drafts")
+        refuse(name, flat[name], "configs without it; update Negamax, or serve without drafts")
     for name in _NESTED:
         nested = flat.get(name) or {}
         if not isinstance(nested, Mapping):
