@@ -25,6 +25,16 @@ def test_shown_texts_get_the_expected_answers() -> None:
     assert not faults
 
 
+def test_held_out_questions_expect_an_answer_or_calls_of_their_tools() -> None:
+    conversations = first_contact.held_out()
+    assert len({shown.name for shown in conversations}) == 96
+    for shown in conversations:
+        names = {tool["function"]["name"] for tool in shown.tools}
+        for exchange in shown.exchanges:
+            assert exchange.answer or exchange.calls
+            assert {name for name, _ in exchange.calls} <= names
+
+
 def test_invented_words_wrong_answers_and_missing_ends_are_faults() -> None:
     from negamax.engine.llm import Completion
     from negamax.text.parser.events import ParsedOutput
