@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -60,9 +61,11 @@ def command(
 ) -> None:
     """Print the outputs of the model."""
     log.setup(engine.log_level, engine.log_format)
-    prompts = [*(texts or ()), *(prompt or ())] or [read_text()]
+    given = [*(texts or ()), *(prompt or ())]
+    prompts = given or [read_text() if not sys.stdin.isatty() else ""]
     if not all(prompts):
-        raise ConfigError("the prompt is empty", hint="pass a PROMPT, or pipe text in")
+        hint = f"pass a PROMPT after MODEL, which is {engine.model!r} here, or pipe text in"
+        raise ConfigError("the prompt is empty", hint=hint)
     filters: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     limits: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
     sampling = SamplingParams(n=n, stop=tuple(stop or ()), **filters, **limits)
