@@ -56,7 +56,7 @@ def _parent() -> str:
 
 
 def _remove_abandoned(parent: str) -> None:
-    """Remove the private folders in `parent` whose processes are gone."""
+    """Remove the private folders in `parent` whose processes have ended."""
     for folder in Path(parent).glob(f"{_PREFIX}*"):
         # An error means that the folder belongs to another user or program, or was just removed.
         with contextlib.suppress(OSError):

@@ -98,7 +98,7 @@ class Supervised:
 
     @property
     def pipe(self) -> IO[bytes]:
-        """Return the child's stdin. poll() reports POLLERR on the pipe when the child is gone."""
+        """Return the child's stdin. poll() reports POLLERR on the pipe when the child has ended."""
         assert self._child.stdin is not None
         return self._child.stdin
 
@@ -124,7 +124,7 @@ class Supervised:
             return "an exit code that is not known yet"
 
     def send(self, line: bytes) -> None:
-        """Write a short line to the child's standard input; drop the line if the child is gone."""
+        """Write a short line to the child's standard input. Drop it if the child has ended."""
         with contextlib.suppress(OSError):
             self.pipe.write(line + b"\n")
 
@@ -207,7 +207,7 @@ class RestartPolicy:
 
 
 def exit_with_parent() -> None:
-    """End this process when the parent is gone. Ignore SIGINT, SIGTERM and SIGHUP.
+    """End this process when the parent has ended. Ignore SIGINT, SIGTERM and SIGHUP.
 
     Service managers and terminals send these signals to every process; the parent handles them.
     """

@@ -114,7 +114,7 @@ class EncoderCache:
         return jobs
 
     def _hold(self, image: ImageInput, salt: str, step_id: int) -> EncodedImage | None:
-        """Reserve pages for an image, and add a job if it is new. None: the image does not fit."""
+        """Reserve pages for an image, and add a job if it is new; None if the pages do not fit."""
         key = salt, image.digest
         found = self._images.get(key)
         if found is None:

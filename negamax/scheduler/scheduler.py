@@ -12,7 +12,7 @@ assumes that all drafts are accepted, and keeps their blocks. The commit subtrac
 Tenants share the rows of a batch. If a waiting request's tenant has at least two rows fewer than
 another tenant, rows of the other tenant are preempted until the request fits.
 
-Equal calls give equal plans: plans do not depend on time, string hashes or the order of sets.
+Equal calls return equal plans: plans do not depend on time, string hashes or the order of sets.
 """
 
 from bisect import insort
@@ -216,8 +216,8 @@ class Scheduler:
         return self._in_flight[-1].sequences
 
     def cost_of(self, sequence: Sequence) -> int | None:
-        """Return the cost of admitting a waiting sequence to this rank: the number of tokens that
-        run before its first output, plus the cost of the batch in tokens. None: it must wait.
+        """Return the cost of admitting a waiting sequence to this rank, or None if it must wait.
+        The cost is the number of tokens that run before its first output, plus the batch's cost.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)

@@ -282,7 +282,7 @@ class MultiProcessExecutor:
             for endpoint in addresses.plans:
                 socket = self._context.socket(zmq.PAIR)
                 socket.linger = 0
-                # With no queue limit, a send returns at once and fails only if the rank is gone.
+                # With no queue limit, a send returns at once and fails only if the rank has ended.
                 socket.sndhwm = 0
                 if others is not None:
                     others.limit_connections(socket)
@@ -334,7 +334,7 @@ class MultiProcessExecutor:
         ]
 
     def receive(self, dp_rank: int = 0) -> StepResult:
-        """Receive the next result. Add failures of other ranks. Raises `EngineDeadError`."""
+        """Receive the next result, with failures of all ranks. Raises `EngineDeadError`."""
         failures, files = self._row_failures[dp_rank], self._file_progress[dp_rank]
         while True:
             frame = self._receive(self._result_sockets[dp_rank], self._result_pollers[dp_rank])

@@ -87,7 +87,7 @@ class _Run:
 class CacheMirror:
     """The blocks of a rank that were announced to subscribers. Only one thread may use an instance.
 
-    Per-block work uses built-in functions, to hold the GIL briefly.
+    Per-block work uses built-in functions, so that the GIL is held only briefly.
     """
 
     def __init__(self) -> None:

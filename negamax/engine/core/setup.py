@@ -270,7 +270,7 @@ def _make_worker_config(
 
 def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Spec:
     """Choose the FP8 block format for MXFP8 weights if the GPU multiplies FP8 blocks (Hopper) and
-    `--quantization` names no format.
+    `--quantization` sets no format.
     """
     if device == "cpu" or spec.quantization is None or check_name(options.quantization):
         return spec

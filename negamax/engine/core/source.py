@@ -162,7 +162,7 @@ def _read_generation(
 def _locate_draft(
     speculation: SpeculationConfig, options: EngineOptions, source: ModelSource
 ) -> DraftModel:
-    """Find or download a draft model for the model of `source`. If the options name no draft model,
+    """Find or download a draft model for the model of `source`. If the options set no draft model,
     use the draft in the model's folder. Raises `ConfigError` or `CheckpointError`.
     """
     target, is_drawn = source.spec, options.load_format == "synthetic"

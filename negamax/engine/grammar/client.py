@@ -16,8 +16,8 @@ from negamax.engine.grammar import wire
 
 RECONNECT_MS = 10  # Time between attempts to connect to a grammar process.
 START_SECONDS = 60.0  # Longest wait for the first answer of a grammar process.
-SILENT_SECONDS = 10.0  # Time without a heartbeat until a process with work counts as hung.
-STOPPED_SECONDS = 1.0  # Time after which a process that a signal has stopped counts as hung.
+SILENT_SECONDS = 10.0  # Time without a heartbeat until a process with work is considered hung.
+STOPPED_SECONDS = 1.0  # Time after which a process that a signal stopped is considered hung.
 LOOK_SECONDS = 0.1  # Time without an answer until the engine looks for a stop by a signal.
 
 
@@ -119,7 +119,7 @@ class GrammarClient:
         return now - self._stopped > STOPPED_SECONDS
 
     def send(self, message: wire.ToGrammars) -> None:
-        """Send a message without waiting. Drop the message if the process is gone."""
+        """Send a message without waiting. Drop the message if the process has ended."""
         with contextlib.suppress(zmq.Again):
             self.socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 

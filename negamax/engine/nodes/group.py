@@ -373,7 +373,7 @@ class NodeGroup:
         self._send(node.route, wire.StartRanks(self._session, first, last, addresses, others))
 
     def _send(self, route: bytes, message: wire.FromNode0) -> None:
-        """Send a message to one agent. Drop the message if the agent is gone."""
+        """Send a message to one agent. Drop the message if the agent has disconnected."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart([route, wire.encoder.encode(message)], zmq.NOBLOCK)
 

@@ -13,7 +13,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-# An agent counts as dead if one iteration of its loop takes longer than this time.
+# An agent is considered dead if one iteration of its loop takes longer than this time.
 STILL_SECONDS = 60.0
 _REQUEST_SECONDS = 2.0  # Time limit for a request to arrive.
 _MOST_BYTES = 8192  # Size limit of a request's head.
@@ -53,7 +53,7 @@ class NodeHealth:
                 writer.write(self._answer_to(head))
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # The request is invalid, or the client is gone.
+            pass  # The request is invalid, or the client has disconnected.
         finally:
             writer.close()
 

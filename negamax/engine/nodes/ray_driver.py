@@ -310,7 +310,7 @@ def main(fd: int) -> int:
     threading.Thread(target=_watch_parent, args=(driver, stop), name="parent", daemon=True).start()
 
     def send(message: FromDriver) -> None:
-        with contextlib.suppress(BrokenPipeError):  # The parent is gone.
+        with contextlib.suppress(BrokenPipeError):  # The parent has ended.
             os.write(fd, msgspec.json.encode(message) + b"\n")
 
     try:

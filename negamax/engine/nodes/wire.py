@@ -5,12 +5,12 @@ import msgspec
 from negamax.worker.config import RankAddresses
 
 BEAT_SECONDS = 0.2  # Time between two heartbeats of node 0 or of an agent.
-# Time without a message until a node counts as dead. Clients get an error within 3 s.
+# Time without a message until a node is considered dead. Clients get an error after at most 3 s.
 SILENCE_SECONDS = 2.0
-DISCONNECTED_SECONDS = 1.0  # Time without a message until a disconnected node counts as dead.
+DISCONNECTED_SECONDS = 1.0  # Time without a message until a disconnected node is dead.
 # An agent reports another agent as dead after this time without a heartbeat, later than node 0.
 NEIGHBOUR_SECONDS = 2.4
-STALL_SECONDS = 10.0  # Time without a TCP message until a node counts as dead.
+STALL_SECONDS = 10.0  # Time without a TCP message until a node is considered dead.
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
