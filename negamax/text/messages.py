@@ -158,9 +158,9 @@ def system_note(text: str) -> str:
 def unseen_note(kind: object, family: ChatFamily | None = None, *, place: str = "") -> str | None:
     """Return the note that replaces a part of type `kind`, or None if `kind` is not in `_UNSEEN`.
 
-    A note lets the client's session continue. An error would end the session. If models of `family`
-    can read such a part, raises `InvalidRequestError` with `place`, because the client expects an
-    answer about the part.
+    A note lets the client's session continue, whereas an error would end the session. If models of
+    `family` can read such a part, raises `InvalidRequestError` with `place`, because the client
+    expects an answer about the part.
     """
     media = _UNSEEN.get(kind) if isinstance(kind, str) else None
     if media is not None and family is not None and media in family.sees:

@@ -165,8 +165,8 @@ class StepRunner:
         return Batch(plan, layout)
 
     def _execute(self, batch: Batch) -> Executed:
-        """Receive the residual stream, launch the layers and send the stream. A plan without rows
-        launches padding and exchanges no stream.
+        """Receive the residual stream, launch the layers and send the stream. For a plan without
+        rows, launch padding and exchange no residual stream.
         """
         plan, layout, requests, stage = batch.plan, batch.layout, self._requests, self._stage
         is_padding = not plan.slots

@@ -163,7 +163,7 @@ def test_messages_state_the_bytes_of_a_token_of_m3() -> None:
     assert said == "KV cache 44.25 GiB per rank in bfloat16, 45,312 bytes per token"
     said = kv_cache.describe(64, config, dtype=torch.bfloat16)
     assert "0.35 GiB (of the 40.00 GiB allowed: --max-num-seqs 1 requests of 1048576" in said
-    refusal = r"1048576 tokens needs 44\.25 GiB of KV cache, 40\.00 GiB .*--max-model-len to 947840"
+    refusal = r"1048576 tokens needs 44\.25 GiB of KV cache; 40\.00 GiB .*--max-model-len to 947840"
     with pytest.raises(ResourceError, match=refusal):
         kv_cache.choose_blocks(config, dtype=torch.bfloat16, workspace=0, device=CPU)
     assert kv_cache.draft_buffers(config) == 0

@@ -81,7 +81,7 @@ def test_confined_templates_render_as_others_do(tmp_path: Path) -> None:
     assert template.reads("x") and not template.has_root_role
     with pytest.raises(InvalidRequestError, match=r"refuses these messages: no{1999}$"):
         template.render(messages, x=1, no=True)
-    with pytest.raises(InvalidRequestError, match="a value that is not JSON"):
+    with pytest.raises(InvalidRequestError, match="a non-JSON value"):
         template.render(messages, x=object())
 
 

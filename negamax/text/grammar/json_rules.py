@@ -204,7 +204,7 @@ class Rules:
         return [_Alternative(f"{way} {following}", (following,)) for way in ways]
 
     def _spell_class(self, ranges: Ranges) -> list[str]:
-        """Return the ways to write one character of `ranges`. In JSON the ways include escapes."""
+        """Return the ways to write one character of `ranges`, which in JSON include escapes."""
         if ranges in self._classes:
             return self._classes[ranges]
         literal = _intersect(ranges, _RAW if self._ahead is None else _LITERAL)

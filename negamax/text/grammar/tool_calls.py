@@ -233,8 +233,8 @@ def tool_grammar(
     `content` is the grammar of an answer without a call.
 
     Arguments follow the tool's schema if a call is required or the tool is strict. If a grammar
-    cannot enforce a schema, `calls_format` refuses a strict tool. The arguments of a tool that is
-    not strict are then unlimited. The caller has checked `name` and `allowed`.
+    cannot enforce a schema, `calls_format` refuses a strict tool, and does not limit the arguments
+    of other tools. The caller has checked `name` and `allowed`.
     """
     functions = [tool.get("function", tool) for tool in tools]
     forced = choice != "auto"
