@@ -8,8 +8,8 @@ earlier drafts. Committed steps update the estimates of T and p_i:
   because contexts grow; the other factor applies to one k. A Kalman filter estimates the logarithms
   of these factors. A draft length k with an uncertain factor gets a better score, so that it is
   tried. The uncertainty of a factor grows in steps that do not use its k.
-- p_i is the accepted share of recently verified drafts, combined with a prior. The weight of old
-  trials decays, so an unused k is tried again after growing intervals. If the draft model has a
+- p_i is the accepted share of recently verified drafts, combined with a prior. An unused k is tried
+  again after growing intervals, because the weight of old trials decays. If the draft model has a
   confidence head, p_i is the mean of the head's recent estimates, corrected by their mean error.
   Such a p_i adapts to changes after few trials.
 

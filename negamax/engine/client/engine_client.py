@@ -263,7 +263,7 @@ class AsyncEngine:
         )
 
     def enter(self, request: OpenRequest) -> Replica:
-        """Choose a replica, and open the request there. Raises the errors of `generate`."""
+        """Choose a replica, and open the request on it. Raises the errors of `generate`."""
         self.check_alive()
         first = request.requests[0]
         tokens = self.prefill_tokens(

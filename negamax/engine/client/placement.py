@@ -114,8 +114,8 @@ def choose_replica(
     """Choose the candidate with the lowest cost of a prompt, and record the prompt's blocks.
 
     The cost is the load plus the prompt tokens to compute. A replica with a longer cached prefix
-    wins if the prefix saves more tokens than its extra load. Return the position of the replica in
-    `candidates`, and the number of prompt tokens that the replica probably computes.
+    wins if the prefix saves more tokens than the replica's extra load. Return the position of the
+    replica in `candidates`, and the number of prompt tokens that the replica probably computes.
     """
     own = [num_tokens - block_size * prefixes.matches(tags, each.replica) for each in candidates]
     costs = [

@@ -301,7 +301,7 @@ class EngineLoop:
         }
 
     def _take_in(self, request: GenerateRequest, take: Callable[[GenerateRequest], object]) -> None:
-        """Pass a request to `take`. An error of `take` ends only this request."""
+        """Pass a request to `take`. If `take` raises an error, only the request ends."""
         try:
             take(request)
         except Exception as error:

@@ -102,7 +102,7 @@ class _FollowedOutput:
 
 
 class GrammarServer:
-    """Answers one engine. Other threads compute, so the serving thread never blocks for long."""
+    """Serves one engine. Other threads compute, so the serving thread never blocks for long."""
 
     def __init__(
         self,
