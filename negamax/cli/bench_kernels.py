@@ -14,7 +14,7 @@ from negamax.options.engine import DEVICES, DTYPES
 
 HELP = (
     "Time every kernel with cold caches, and compare the times with the machine's limits. GPUs "
-    "use sizes of published models; CPUs use small sizes. Needs a clone of the repository."
+    "use sizes of published models; CPUs use small sizes. The command needs a repository clone."
 )
 
 
@@ -29,7 +29,7 @@ def command(
         "bfloat16", "Compute in bfloat16, float16 or float32.", choices=DTYPES[1:]
     ),
     device: str = setting("auto", "Select the device: auto, cuda or cpu.", choices=DEVICES),
-    tp: str = setting("1,2,4", "Use the shapes of these tensor-parallel sizes."),
+    tp: str = setting("1,2,4", "Use the matrix shapes of these tensor-parallel sizes."),
     json_file: Path | None = json_option(),
 ) -> None:
     """Print one line per kernel and case."""

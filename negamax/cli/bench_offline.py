@@ -33,7 +33,7 @@ def command(
     plot: Path | None = picture("Plot the times into this file (png, svg, pdf)."),
     bandwidth: float | None = setting(
         None,
-        "Set the memory bandwidth of a GPU in TB/s for the limit. By default, a copy measures it.",
+        "Set a GPU's memory bandwidth in TB/s for the limit (default: measure the bandwidth).",
         "--bandwidth-tb-s",
         min=0.001,
     ),

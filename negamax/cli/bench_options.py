@@ -54,7 +54,7 @@ def _check_picture(param: typer.CallbackParam, value: Path | None) -> Path | Non
 
 def picture(help: str) -> Any:
     """Declare the option --plot."""
-    help = f"{help} Needs `pip install 'negamax[plot]'`."
+    help = f"{help} This option needs `pip install 'negamax[plot]'`."
     return setting(None, help, "--plot", panel=OUTPUT, callback=_check_picture)
 
 

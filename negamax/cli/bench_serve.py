@@ -127,7 +127,7 @@ def _run_all(
 
 
 def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[str, Any]]:
-    """Run the benchmark once and summarize the result. `shown` displays the progress."""
+    """Run the benchmark once and summarize the result. `shown` enables the progress display."""
     from negamax.bench import serve, serve_report
 
     progress = serve.RunProgress()

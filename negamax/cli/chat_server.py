@@ -93,7 +93,7 @@ def _delta_events(delta: dict[str, Any], open_calls: set[int]) -> Iterator[event
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the JSON of server-sent events. Raises `UnavailableError` if they end early."""
+    """Yield the JSON of server-sent events. Raises `UnavailableError` if the stream ends early."""
     while line := response.readline():
         if not line.startswith(b"data:"):
             continue

@@ -22,7 +22,7 @@ def command(
     api_key: str | None = api_key_option(),
     timeout: float = setting(10.0, "Limit the total time of all requests, in seconds.", min=0.1),
     require: list[str] | None = setting(
-        None, "Fail if the server lacks this endpoint of the output; may be repeated."
+        None, "Fail if the server lacks this endpoint (a name in the output); may be repeated."
     ),
     json_file: Path | None = json_option(),
 ) -> None:

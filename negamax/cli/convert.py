@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 HELP = f"""Write a checkpoint in another weight format.
 
 SRC is a folder, a hub id, or {QUOTED_NAMES}; DST is a new folder. Each layer becomes one file. The
-same command continues an interrupted conversion. Tokenizer, chat template and generation config are
-copied. Quantized weights are rounded a second time only with `--allow-lossy`.
+same command, run again, continues an interrupted conversion. Tokenizer, chat template and
+generation config are copied. Quantized weights are rounded a second time only with `--allow-lossy`.
 """
 _WORST = 10
 

@@ -59,7 +59,7 @@ def command(
     network: bool = typer.Option(
         False, "--network", help="Check whether the Hugging Face hub can be reached."
     ),
-    port: int = typer.Option(ServerOptions.port, help="Test this port.", min=1, max=65535),
+    port: int = typer.Option(ServerOptions.port, help="Test if a port is free.", min=1, max=65535),
 ) -> None:
     """Exit with 0 if a model can be served here, else with 1."""
     command = [sys.executable, "-m", "negamax.cli.doctor_probe"]

@@ -37,7 +37,7 @@ def command(
         show_default=False,
     ),
     prompt: list[str] | None = setting(
-        None, "Answer this prompt, like PROMPT; may be repeated.", "--prompt", "-p", panel=SAMPLING
+        None, "Answer this prompt, too; may be repeated.", "--prompt", "-p", panel=SAMPLING
     ),
     raw: bool = setting(
         False,
@@ -51,7 +51,7 @@ def command(
         None, "Set the temperature; 0 is greedy (default: set by the model)."
     ),
     top_p: float | None = setting(None, "Set the nucleus probability (default: set by the model)."),
-    top_k: int | None = setting(None, "Sample from the k best tokens (default: set by the model)."),
+    top_k: int | None = setting(None, "Sample from the top k tokens (default: set by the model)."),
     stop: list[str] | None = setting(None, "End the output before this text; may be repeated."),
     ignore_eos: bool = setting(False, "Always generate --max-tokens tokens.", "--ignore-eos"),
     as_json: bool = setting(

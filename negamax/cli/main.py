@@ -119,7 +119,7 @@ def _commands() -> typer.core.TyperGroup:
 
 def _show_whole_names() -> None:
     """Let help wrap long option names, which Typer truncates in narrow terminals."""
-    from typer import rich_utils  # slow to import; only help needs it
+    from typer import rich_utils  # a slow import that only help needs
 
     class Wrapping(rich_utils.OptionHighlighter):
         def __call__(self, text: str | Text) -> Text:

@@ -17,7 +17,7 @@ HELP = """Parse a generated text from standard input, as the server does.
 The command prints a line of JSON with `reasoning`, `content` and `tool_calls`; a missing text is
 null. `tool_calls` lists names and arguments. Arguments are an object, or a string if the call is
 truncated. The parser finds calls with and without `--tools`. Pass the model's text without the
-prompt. M2's texts begin inside the thinking, and M3's only with `--thinking-mode enabled`.
+prompt. M2's texts begin inside the thinking; M3's do so only with `--thinking-mode enabled`.
 """
 
 THINKING_MODES = ("enabled", "disabled", "adaptive")

@@ -55,7 +55,7 @@ def command(
     nodes: int = setting(1, "Set the number of machines that contain the GPUs."),
     gpu: str | None = setting(
         None,
-        f"Choose the GPU: {', '.join(_GPU_NAMES)}. Default: the GPU here, or {MEASURED.name}.",
+        f"Choose the GPU: {', '.join(_GPU_NAMES)}. Default: the local GPU, or {MEASURED.name}.",
         choices=_GPU_NAMES,
     ),
     gpu_memory: float | None = setting(None, "Set the GiB of each GPU (default: memory of --gpu)."),
@@ -77,7 +77,7 @@ def command(
     index_cache_dtype: str = setting(
         "auto", "Store MiniMax-M3's index keys in this type.", choices=KV_CACHE_DTYPES
     ),
-    quantization: str | None = setting(None, "Quantize as `negamax serve --quantization`."),
+    quantization: str | None = setting(None, "Quantize as with `negamax serve --quantization`."),
     revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
     concurrency: str = setting(
         "1,16,64,100",
@@ -170,7 +170,7 @@ def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
 
 
 def _bundled(model: str) -> str:
-    """Return the bundled name of a hub id, which needs no download, or `model`."""
+    """Return the bundled name of a hub id, or `model` if there is no bundled name."""
     same = (name for name in bundled_names() if format_hub_id(name).lower() == model.lower())
     return next(same, model) if not Path(model).exists() else model
 

@@ -2,7 +2,7 @@
 
 An option's value comes from the first of these sources that sets the option: its flag,
 `NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. The result
-contains the words for typer and the source of each value. Each option has one name in these words.
+contains the words for typer and the source of each value. The words have one name for each option.
 """
 
 import itertools
@@ -53,7 +53,7 @@ class Resolved:
     """A resolved command line."""
 
     words: list[str]
-    choices: dict[str, OptionValue] = field(default_factory=dict)  # key: parameter name
+    choices: dict[str, OptionValue] = field(default_factory=dict)  # Keys: parameter names.
     notes: list[str] = field(default_factory=list)  # Notes on options without effect.
 
 

@@ -13,9 +13,10 @@ from negamax.options.route import RouteOptions, list_servers
 HELP = """Route requests to one of several servers.
 
 The router sends a request to the server that has received the longest prefix of its prompt before.
-If this server is too busy, the least busy server gets the request. A server that does not answer
-gets no requests. If a server fails before it begins to answer a request, another server gets the
-request. For prefill/decode pairs, pass --prefill and --decode instead of URL.
+If the server with the longest prefix is too busy, the least busy server gets the request. A server
+that does not answer gets no requests. If a server fails before it begins to answer a request,
+another server gets the request. For prefill/decode pairs, pass --prefill and --decode instead of
+URL.
 """
 
 

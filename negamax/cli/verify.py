@@ -44,15 +44,16 @@ def command(
     api_key: str | None = api_key_option(),
     concurrency: int = setting(4, "Limit the concurrent requests.", min=1, max=1000),
     timeout: float = setting(120.0, "Treat a request as failed after this many seconds.", min=0.1),
-    repeat: int = setting(1, "Repeat all checks this often; MiniMax uses 10.", min=1),
+    repeat: int = setting(1, "Repeat all checks this many times; MiniMax repeats 10 times.", min=1),
     thinking: str = setting(
         "auto",
-        "Expect that requests can disable thinking (switchable: M3), that thinking stays on "
-        "(forced: M3.1), or either (any). auto decides by the model's name.",
+        "Choose whether requests must be able to disable thinking: yes (switchable, M3), no "
+        "(forced, M3.1), or either (any). auto decides by the model's name.",
         choices=_THINKING,
     ),
     suite: Path | None = setting(
-        None, "Read the cases that are rated from this JSONL file, such as MiniMax's sample.jsonl."
+        None,
+        "Replace the rated cases by the cases in this JSONL file, such as MiniMax's sample.jsonl.",
     ),
     json_file: Path | None = json_option(),
 ) -> None:

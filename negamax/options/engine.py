@@ -44,8 +44,8 @@ class StepLimits:
     block_size: int
 
 
-# GPUs use long prompt chunks, because each chunk reads all experts, and read KV blocks of 64 tokens
-# fastest. CPUs use short prompt chunks, so that decodes wait less for prompts.
+# On GPUs, prompt chunks are long, because each chunk reads all experts. GPUs read KV blocks of 64
+# tokens fastest. On CPUs, chunks are short, so that decodes wait less for prompts.
 STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16)}
 
 
@@ -69,7 +69,7 @@ class EngineOptions:
     )
     script: str | None = option(
         None,
-        "Answer by the rules in this TOML file, or in the bundled file 'agents', without a model.",
+        "Answer without a model, by the rules in this TOML file or in the bundled file 'agents'.",
     )
     dtype: str = option(
         "auto",
@@ -228,7 +228,7 @@ class EngineOptions:
     )
     kv_offloading_path_size: float = option(
         64.0,
-        "Limit the size of all files in --kv-offloading-path, in GiB.",
+        "Limit the total size of the files in --kv-offloading-path, in GiB.",
         above=0,
         most=MAX_FILE_GIB,
     )
@@ -264,7 +264,7 @@ class EngineOptions:
         is_count=True,
     )
     kernels: tuple[str, ...] = option(
-        (), "Set the provider of an op (OP=PROVIDER), or plain-norm for unfused norms; repeatable."
+        (), "Select an op's kernel (OP=PROVIDER), or unfused norms (plain-norm); may be repeated."
     )
     self_check: bool = option(
         False, "At start, compare the weights with the files, and each kernel with its reference."
@@ -337,7 +337,7 @@ class EngineOptions:
     )
     prefill_context_parallel_size: int = option(
         1,
-        "Split the tokens of long prompts over this many groups of ranks; each group holds the "
+        "Split the tokens of long prompts over this many groups of ranks; each group stores the "
         "whole KV cache (prefill context parallelism).",
         also="-pcp",
     )
@@ -349,8 +349,8 @@ class EngineOptions:
     )
     cp_kv_cache_interleave_size: int | None = option(
         None,
-        "Set how many consecutive tokens a rank stores with -dcp. The only valid value is the "
-        "block size, which is also the default.",
+        "With -dcp, set how many consecutive tokens of a sequence a rank stores. The only valid "
+        "value is the block size, which is also the default.",
     )
     enable_eplb: bool = option(
         False, "Move experts between ranks while serving, to balance the load of the ranks."
@@ -368,8 +368,8 @@ class EngineOptions:
     )
     init_expert_location: str = option(
         IN_ORDER,
-        "Assign experts to ranks at start: in order (trivial), or as defined by the key "
-        "logical_count or physical_to_logical_map of JSON text or a JSON file.",
+        "Assign experts to ranks at start: trivial assigns in order; JSON text or a JSON file "
+        "sets logical_count or physical_to_logical_map.",
     )
     num_threads: int | None = option(
         None,
@@ -531,7 +531,7 @@ class EngineOptions:
 
     def sequences_per_step(self, device: str) -> int:
         """Return the largest number of sequences in one step of a data-parallel rank."""
-        factor = 2 if self.performance_mode == "throughput" else 1  # the factor of vLLM
+        factor = 2 if self.performance_mode == "throughput" else 1  # vLLM uses the same factor
         return self.max_num_seqs or factor * STEP_LIMITS[device].max_num_seqs
 
     @property
@@ -543,7 +543,7 @@ class EngineOptions:
 
     @property
     def eplb(self) -> EplbConfig | None:
-        """Return the parsed `--eplb-config`, or None without EPLB. Raises `ConfigError`."""
+        """Return the parsed `--eplb-config`, or None if EPLB is off. Raises `ConfigError`."""
         return self._eplb_config if self.enable_eplb else None
 
     @property
@@ -560,7 +560,7 @@ class EngineOptions:
 
     @property
     def kv_events(self) -> KvEventsConfig | None:
-        """Return the parsed `--kv-events-config`, or None without events. Raises `ConfigError`."""
+        """Return the parsed `--kv-events-config`, or None if disabled. Raises `ConfigError`."""
         num_ranks = self.data_parallel_size * self.num_replicas
         return KvEventsConfig.read(self.kv_events_config or {}, num_ranks=num_ranks)
 

@@ -23,9 +23,9 @@ _WITHOUT_EFFECT = {
 class EplbConfig:
     """Settings that decide when experts move between ranks. `read` raises `ConfigError`."""
 
-    window_size: int = 1000  # number of latest steps whose expert selections are counted
-    step_interval: int = 3000  # steps between two rebalances
-    num_redundant_experts: int = 0  # number of extra expert copies in each layer, over all ranks
+    window_size: int = 1000  # Number of latest steps whose expert selections are counted.
+    step_interval: int = 3000  # Steps between two rebalances.
+    num_redundant_experts: int = 0  # Number of extra expert copies in each layer, over all ranks.
     log_balancedness: bool = False
     # from SGLang: experts do not move while the balancedness is above this value
     min_rebalancing_utilization_threshold: float = 1.0

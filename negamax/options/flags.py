@@ -31,20 +31,20 @@ class Flag:
     """The metadata that turns a dataclass field into an option of a command."""
 
     help: str = ""
-    names: tuple[str, ...] = ()  # flags that the help lists
-    also: tuple[str, ...] = ()  # names of the same option in vLLM and SGLang
-    choices: tuple[str, ...] = ()  # allowed values; an empty tuple allows any value
+    names: tuple[str, ...] = ()  # Flags that the help lists.
+    also: tuple[str, ...] = ()  # Names of the same option in vLLM and SGLang.
+    choices: tuple[str, ...] = ()  # Allowed values; an empty tuple allows any value.
     least: float | None = None
     most: float | None = None
     above: float | None = None
-    panel: str = ""  # section of the help; "" stands for the section of the previous field
-    is_seconds: bool = False  # the value is a finite number of seconds
-    is_size: bool = False  # the value is a number of bytes that may have a unit, such as 4GiB
-    is_count: bool = False  # the value is a number that may have a unit, such as 32K
-    is_json: bool = False  # the value is a JSON object
-    adds_up: bool = False  # values from flags, environment and file form one list
-    takes_json_list: bool = False  # a value may be a JSON list of strings
-    turns_off: bool = False  # the option is a switch that sets the field to False
+    panel: str = ""  # Section of the help; "" stands for the section of the previous field.
+    is_seconds: bool = False  # The value is a finite number of seconds.
+    is_size: bool = False  # The value is a number of bytes that may have a unit, such as 4GiB.
+    is_count: bool = False  # The value is a number that may have a unit, such as 32K.
+    is_json: bool = False  # The value is a JSON object.
+    adds_up: bool = False  # Values from flags, environment and file form one list.
+    takes_json_list: bool = False  # A value may be a JSON list of strings.
+    turns_off: bool = False  # The option is a switch that sets the field to False.
     field: str = ""
 
     @property
@@ -77,7 +77,7 @@ def option(default: T, help: str, *names: str, also: str = "", **rules: Any) -> 
 
     `names` replaces the flag derived from the field's name; a single short name, such as `-tp`, is
     added to the derived flag. `also` lists the option's names in other servers. A field that is
-    True by default becomes a switch that turns it off. `rules` are further fields of `Flag`.
+    True by default becomes a switch that sets False. `rules` are further fields of `Flag`.
     """
     if rules.get("is_count"):
         rules.setdefault("least", 1)

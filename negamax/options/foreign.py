@@ -12,7 +12,7 @@ from typing import Any
 from negamax.base import env
 from negamax.options.flags import Kind
 
-SERVER, BENCH = "options", "bench"  # tables in foreign.toml
+SERVER, BENCH = "options", "bench"  # Tables in foreign.toml.
 # values that leave a feature off, in lower case
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 _KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
@@ -25,9 +25,9 @@ _CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")
 class Translation:
     """The translation of a foreign option: Negamax options, a note, or a refusal."""
 
-    instead: tuple[tuple[str, str], ...] = ()  # names and values of Negamax options
-    over: tuple[tuple[str, str], ...] = ()  # Negamax options whose values override given values
-    note: str | None = None  # why the option has no effect
+    instead: tuple[tuple[str, str], ...] = ()  # Names and values of Negamax options.
+    over: tuple[tuple[str, str], ...] = ()  # Negamax options whose values override given values.
+    note: str | None = None  # Why the option has no effect.
     refusal: str | None = None
     remedy: str | None = None
 
@@ -141,7 +141,7 @@ def _attention(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translati
 
 
 def _attention_groups(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Split the ranks of --tensor-parallel-size; another option may split them, too."""
+    """Split the ranks of --tensor-parallel-size; another option may split the ranks, too."""
     others = _CONTEXT_SIZES
     if entry.argument == "--prefill-context-parallel-size":
         others = (*_DATA_SIZES, *(("dp_size", "dp") if "enable_dp_attention" in line else ()))

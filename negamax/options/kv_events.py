@@ -15,7 +15,7 @@ _PUBLISHERS = ("zmq", "null")
 _LEAST = {"buffer_steps": 0, "hwm": 1, "max_queue_size": 1}
 _MOST = 2**31 - 1  # a ZeroMQ option is a C int
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
-_NO_PORT = -1  # returned for an address that is a path
+_NO_PORT = -1  # Returned for an address that is a path.
 # the publisher listens at these addresses and connects to all other addresses
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
@@ -25,17 +25,17 @@ class KvEventsConfig:
     """Settings for publishing the events of a rank. `read` raises `ConfigError`."""
 
     endpoint: str = "tcp://127.0.0.1:5557"
-    replay_endpoint: str | None = None  # None disables replay
-    buffer_steps: int = 10_000  # number of batches that are kept for replay
-    hwm: int = 100_000  # most batches that wait for a subscriber; further ones are dropped
-    max_queue_size: int = 100_000  # most batches that wait for the publisher
+    replay_endpoint: str | None = None  # None disables replay.
+    buffer_steps: int = 10_000  # Number of batches that are kept for replay.
+    hwm: int = 100_000  # Most batches that wait for a subscriber; further ones are dropped.
+    max_queue_size: int = 100_000  # Most batches that wait for the publisher.
     topic: str = ""
 
     @staticmethod
     def read(given: Mapping[str, Any], *, num_ranks: int) -> "KvEventsConfig | None":
         """Read the JSON object of the option. `num_ranks` counts the ranks of all replicas.
 
-        Return None if no key enables publishing. As in SGLang, "publisher": "zmq" does.
+        Return None if neither "enable_kv_cache_events" nor "publisher": "zmq" enables publishing.
         """
         known = {field.name for field in fields(KvEventsConfig)}
         check_keys(_FLAG, given, known, also={"enable_kv_cache_events", "publisher"})

@@ -18,9 +18,9 @@ class NodeOptions:
 
     nnodes: int = 1
     node_rank: int = 0
-    master_addr: str | None = None  # an address of node 0 that all nodes can reach
-    master_port: int = MASTER_PORT  # the first of several ports on node 0
-    interface: str | None = None  # None selects the interface that reaches master_addr
+    master_addr: str | None = None  # An address of node 0 that all nodes can reach.
+    master_port: int = MASTER_PORT  # The first of several ports on node 0.
+    interface: str | None = None  # None selects the interface that reaches master_addr.
     allow_cross_node_tp: bool = False
     launcher: str = MP  # with RAY, Ray chooses the machines
 

@@ -16,7 +16,7 @@ class ParallelOptions:
     """Numbers of ranks, named as in vLLM. A `ConfigError` suggests a size that works."""
 
     tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False  # each rank has whole experts
+    enable_expert_parallel: bool = False  # Each rank has whole experts.
     # number of groups with different experts; None: 1, or all ranks if `enable_expert_parallel`
     expert_parallel_size: int | None = None
     # number of tensor-parallel groups with their own requests; all groups share the experts

@@ -40,13 +40,11 @@ class ServerOptions:
         (), "Set the model's name in the API; may be repeated (default: MODEL as given)."
     )
     stream_interval: int = option(
-        1,
-        "Send one event per this many tokens to save CPU time; requests can set another number.",
-        least=1,
+        1, "Send one stream event per this many tokens; larger numbers save CPU time.", least=1
     )
     sse_keep_alive_interval: float = option(
         15.0,
-        "Send a comment when a stream had no output for this many seconds; 0 sends no comments.",
+        "Send a comment if a stream has no output for this many seconds; 0 sends no comments.",
         least=0,
         is_seconds=True,
     )
@@ -58,12 +56,10 @@ class ServerOptions:
         {}, "Set chat template variables for requests that do not set them.", is_json=True
     )
     allow_special_tokens_in_text: bool = option(
-        False,
-        "Encode control tokens that messages spell out as tokens, not text (trusted clients only).",
+        False, "Encode control tokens in messages as tokens instead of text (trusted clients only)."
     )
     compact_json: bool = option(
-        False,
-        "Write JSON of structured output without white space, unless a request allows white space.",
+        False, "Omit white space from structured JSON output, unless a request allows white space."
     )
     # The model families define the choices of the two parser options; the command adds the choices.
     tool_call_parser: str = option(
@@ -97,12 +93,12 @@ class ServerOptions:
     allow_unauthenticated: bool = option(False, "Let other machines connect without an API key.")
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Let pages of this origin call the server (CORS); may be repeated; '*' allows all origins.",
+        "Let web pages of this origin use the server (CORS); repeatable; '*' allows all origins.",
         takes_json_list=True,
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "Without keys, accept this Host header; may be repeated; '*' accepts all host names.",
+        "If no key is set, accept this host name in requests; repeatable; '*' accepts all names.",
         takes_json_list=True,
     )
     allowed_media_domains: tuple[str, ...] = option(
@@ -157,8 +153,8 @@ class ServerOptions:
     )
     max_engine_restarts: int = option(
         3,
-        "Restart a dead engine at most this many times in --engine-restart-window. When an "
-        "engine dies more often, the server exits if no other replica runs.",
+        "Restart a dead engine at most this many times in --engine-restart-window. If an engine "
+        "exceeds this limit, the server exits, unless another replica runs.",
         least=0,
     )
     engine_restart_window: float = option(
@@ -191,7 +187,7 @@ class ServerOptions:
     )
 
     def body_bytes(self, *, has_images: bool) -> int:
-        """Return the size limit of a request body. `has_images`: whether the model reads images."""
+        """Return the size limit of a request body. `has_images`: the model reads images."""
         return self.max_body_bytes or (64 if has_images else 32) * 2**20
 
     def __post_init__(self) -> None:

@@ -54,14 +54,14 @@ _REJECTION_METHODS = {
 class SpeculationConfig:
     """Settings for proposing draft tokens. `read` parses `--speculative-config`."""
 
-    method: str  # one of METHODS
-    is_default_method: bool = field(default=False, kw_only=True)  # the option has no method key
-    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # largest number per sequence and step
-    is_default_length: bool = False  # whether the files of the draft may set the length
-    adaptive: bool = True  # use fewer draft tokens if fewer tokens are faster
-    model: str | None = None  # name of the draft model; after the download, its folder
-    revision: str | None = None  # branch, tag or commit on the hub
-    draft_lm_head_quantization: str | None = None  # "fp8": hold the draft model's head in FP8
+    method: str  # One of METHODS.
+    is_default_method: bool = field(default=False, kw_only=True)  # The option has no method key.
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # Largest number per sequence and step.
+    is_default_length: bool = False  # Whether the files of the draft may set the length.
+    adaptive: bool = True  # Use fewer draft tokens if fewer tokens are faster.
+    model: str | None = None  # Name of the draft model; after the download, its folder.
+    revision: str | None = None  # Branch, tag or commit on the hub.
+    draft_lm_head_quantization: str | None = None  # "fp8": hold the draft model's head in FP8.
     # probabilistic: draft tokens are sampled for requests with a temperature
     draft_sample_method: str = "greedy"
     # layers whose inputs the draft model reads; None: the layers in the config of the draft model
@@ -111,8 +111,8 @@ class SpeculationConfig:
         count = _integer(given, "num_speculative_tokens", max(1, rows - 1), MAX_DRAFT_TOKENS)
         ranks = _integer(given, "draft_tensor_parallel_size", tensor_parallel_size, None)
         if ranks not in (1, tensor_parallel_size):
-            _refuse("draft_tensor_parallel_size", ranks, f"1, or {tensor_parallel_size} as the "
-                    "model has")  # fmt: skip
+            _refuse("draft_tensor_parallel_size", ranks, f"1, or {tensor_parallel_size}, the "
+                    "size of the target model")  # fmt: skip
         adaptive = given.get("adaptive", True)
         if not isinstance(adaptive, bool):
             _refuse("adaptive", adaptive, "true or false")

@@ -16,9 +16,9 @@ PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
 RECOMPUTE, FAIL = "recompute", "fail"
 NIXL, TCP = "nixl", "tcp"
-LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # transports
-PORT = 5600  # the default port of vLLM's side channel
-HOST_GIB = 4.0  # main memory for KV blocks, in GiB, if no other option sets the size
+LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # Transports.
+PORT = 5600  # The default port of vLLM's side channel.
+HOST_GIB = 4.0  # Main memory for KV blocks, in GiB, if no other option sets the size.
 
 _FLAG = "--kv-transfer-config"
 _refuse = partial(refuse_key, _FLAG)
@@ -89,15 +89,15 @@ def read_offloading(fields: Mapping[str, Any]) -> tuple[float | None, str | None
 class KvTransferConfig:
     """Settings for exchanging KV blocks between engines. `read` parses the option."""
 
-    role: str = BOTH  # one of ROLES
-    lane: str = NIXL  # the transport of the blocks: NIXL or TCP
-    host: str = "127.0.0.1"  # address of this machine that the other engines can reach
-    port: int = PORT  # port for the messages between engines
-    failure_policy: str = FAIL  # what to do if a prompt does not arrive: FAIL or RECOMPUTE
+    role: str = BOTH  # One of ROLES.
+    lane: str = NIXL  # The transport of the blocks: NIXL or TCP.
+    host: str = "127.0.0.1"  # Address of this machine that the other engines can reach.
+    port: int = PORT  # Port for the messages between engines.
+    failure_policy: str = FAIL  # What to do if a prompt does not arrive: FAIL or RECOMPUTE.
     # seconds for which a prompt is kept after the last message of the engine that will read it
     lease_seconds: float = 30.0
-    timeout_seconds: float = 120.0  # time limit of each phase of a transfer
-    allowed_hosts: tuple[str, ...] = ()  # hosts of prefill servers; () allows private addresses
+    timeout_seconds: float = 120.0  # Time limit of each phase of a transfer.
+    allowed_hosts: tuple[str, ...] = ()  # Hosts of prefill servers; () allows private addresses.
 
     @property
     def is_loopback(self) -> bool:

@@ -35,7 +35,7 @@ def chunks(length: ChunkLength, num_tokens: int, *, budget: int) -> Iterator[int
 
 
 def _longest(costs: Costs, after: int, limit: float, *, least: int, most: int) -> int:
-    """Return the longest chunk within `limit` seconds, of at least `least` and at most `most`."""
+    """Return the longest chunk of `least` to `most` tokens that takes at most `limit` seconds."""
     while least < most:
         middle = (least + most + 1) // 2
         if costs.chunk_seconds(middle, after=after) <= limit:

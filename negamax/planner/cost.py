@@ -41,7 +41,7 @@ ATTENTION_SHARE = 280 / 989
 # batch of one or two rows on one rank runs eight kernels, which takes about 1 us less.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
 MOST_ROWS = 256  # Rows beyond this number add no time.
-# Sums over the ranks of a machine. Sums of few tokens send flags, which double the bytes.
+# In sums over the ranks of a machine, few tokens are sent with flags, which double the bytes.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
 SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Times of a sum in a fused norm, and of a QK norm.
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
@@ -109,8 +109,8 @@ class _Held(NamedTuple):
     kind: WeightKind
     count: int
     num_bytes: float
-    read: float  # Bytes per second.
-    rate: float  # Operations per second.
+    read: float  # Bytes per second that GEMMs read.
+    rate: float  # Operations per second of GEMMs.
 
 
 class Costs:
@@ -223,7 +223,7 @@ class Costs:
         return seconds + self._context_seconds(place, own, is_prefill=is_prefill)
 
     def _product(self, held: _Held, *, tokens: int, own: int) -> float:
-        """Return the time of GEMMs of one kind: with `tokens` rows for experts, otherwise `own`."""
+        """Return the time of GEMMs of one kind, with `tokens` rows for experts or `own` rows."""
         weight, layout = held.kind.weight, self._layout
         hit = hit_share(weight, tokens)
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
@@ -284,7 +284,7 @@ class Costs:
             return 0.0
         heads = spec.num_heads / layout.tp * layout.dcp
         received = (layout.dcp - 1) * own * heads * (2 * spec.head_dim + 4)
-        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # only the results of own heads
+        if self._gpu.has_fabric and own <= SMALL_SUM_TOKENS:  # a rank receives only its own heads
             return MERGE_SECONDS + received / layout.dcp / (SMALL_SUM_SHARE * self._gpu.link)
         return MESSAGE_SECONDS + received / self._gather_link
 

@@ -26,7 +26,7 @@ class GpuModel:
     memory: int
     bandwidth: float
     bf16: float
-    fp8: float  # 0: not supported
+    fp8: float  # 0 if the GPU does not support FP8
     link: float
     has_fabric: bool  # whether NVLink or similar links join a machine's GPUs; False: PCIe
     platform: Platform
@@ -96,7 +96,7 @@ def find_gpu(name: str) -> GpuModel:
             f"--gpu is {name[:60]!r}; known: {', '.join(gpu.name for gpu in GPUS.values())}",
             hint="for another GPU, pass the most similar known GPU and --gpu-memory",
         )
-    return GPUS[max(found, key=len)]  # H100-NVL matches better than H100
+    return GPUS[max(found, key=len)]  # the longest name matches best
 
 
 def visible_gpus() -> Sequence[GpuModel]:

@@ -1,4 +1,4 @@
-"""List the topologies with which a model runs on given GPUs, best first, and the refused ones."""
+"""List the topologies that run a model on given GPUs, best first, and the refused topologies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -22,7 +22,7 @@ def gpu_reserve(hidden_size: int) -> int:
     """Return the bytes to reserve on each GPU for a step's workspace, CUDA graphs and the driver.
 
     On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
-    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result exceeds these sizes slightly.
+    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small margin.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
@@ -85,7 +85,7 @@ class Topology:
 
     @property
     def options(self) -> ParallelOptions:
-        """Return the options that start one engine. Raises `ConfigError` if no options do."""
+        """Return the options that start one engine, or raise `ConfigError`."""
         options = ParallelOptions(**self.sizes)  # type: ignore[arg-type]
         if ParallelLayout.of(options) != self.layout:
             raise ConfigError(f"no options of Negamax start {replace(self, replicas=1).label}")

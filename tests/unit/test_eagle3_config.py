@@ -388,7 +388,7 @@ def test_keys_without_effect_are_noted() -> None:
         ({**EAGLE3, "prompt_lookup_max": 3}, "prompt_lookup_max, which is for method ngram"),
         ({**NGRAM, "revision": "main"}, "revision, which is for draft models"),
         ({**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "at most prompt_lookup_max"),
-        ({**EAGLE3, "draft_tensor_parallel_size": 2}, "allowed: 1, or 4 as the model has"),
+        ({**EAGLE3, "draft_tensor_parallel_size": 2}, "allowed: 1, or 4, the size of"),
         ({**EAGLE3, "adaptive": "no"}, "adaptive is 'no'; allowed: true or false"),
         ({**EAGLE3, "eagle_aux_hidden_state_layer_ids": [3, 1]}, "in ascending order"),
         ({**EAGLE3, "draft_lm_head_quantization": "int4"}, "'int4'; allowed: fp8"),
