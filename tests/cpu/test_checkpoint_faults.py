@@ -298,6 +298,6 @@ def test_loads_and_conversions_find_the_same_zeros_in_packed_weights(
             if key == made.scale:
                 assert f"scales that are 0, negative, huge, NaN or infinite: {key}" in found
             elif name == "packed-int4":
-                assert f"has a hole: {key} holds only zeros, but the format packed_int4" in found
+                assert f"{key} contains only zero bytes, but the format packed_int4" in found
             else:
                 assert not found and len(zeros) == 1 and MODULE in zeros[0]

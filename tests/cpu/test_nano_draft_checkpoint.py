@@ -106,7 +106,7 @@ def test_warns_of_the_draft_of_another_model(caplog: pytest.LogCaptureFixture) -
         _make_worker_config(options, locate(options), None)
         said = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert len(said) == count
-    assert "of type minimax_m3_vl (target_model_type), and this one is minimax_m2" in said[0]
+    assert "of type minimax_m3_vl (target_model_type), and the target is minimax_m2" in said[0]
 
 
 CITY = {"type": "string", "maxLength": 12}

@@ -182,13 +182,13 @@ def test_a_draft_of_another_model_or_for_shorter_texts_is_doubted() -> None:
     assert doubts({}) == doubts(own) == doubts({"target_model_type": None}) == []
     assert doubts({"target_model_type": "minimax_m3"}, "minimax-m3") == []
     (one,) = doubts({"target_model_type": "minimax_m3"})
-    assert "of type minimax_m3 (target_model_type), and this one is minimax_m2" in one
+    assert "of type minimax_m3 (target_model_type), and the target is minimax_m2" in one
     (one,) = doubts({"target_num_hidden_layers": 61})
-    assert "61 layers (target_num_hidden_layers), and this one has 62" in one
+    assert "61 layers (target_num_hidden_layers), and the target has 62" in one
     short = {"max_position_embeddings": 2048}
     assert doubts(short, length=2048) == []
     (one,) = doubts(short, length=2049)
-    assert "made for 2048 tokens (max_position_embeddings), and sequences may have 2049" in one
+    assert "trained for 2048 tokens (max_position_embeddings), but sequences may have 2049" in one
 
 
 # --- speculators ---------------------------------------------------------------------------------
