@@ -30,7 +30,7 @@ WAITING = ("dist", "attacks", "e2e", "install", "gpu")  # folders of tests that 
 COMPUTING = ("cpu", "nano", "checks", "unit")
 # Things that a machine may lack. A test that skips for another reason fails.
 MAY_SKIP = re.compile(
-    "PyTorch finds no GPU here|needs two GPUs|needs . GPUs"
+    "PyTorch finds no GPU here|needs two GPUs|needs . GPUs|the server needs FastAPI"
     "|in this run Triton compiles its kernels for the GPU"
     "|Ray is not installed here|Triton .* is not beside this environment"
     "|no Chromium here|no nginx here|no oneDNN linear here|no network namespaces here"

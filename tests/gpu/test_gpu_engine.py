@@ -148,22 +148,22 @@ def test_block_sparse_attention_answers_as_on_the_cpu(options: dict[str, object]
 
 
 @pytest.mark.parametrize(
-    ("model", "suite", "count", "least", "most"),
+    ("model", "suite", "count", "least"),
     [
-        ("nano", "nano-math", 1000, 0.995, 1.0),
-        ("nano", "nano-tools", 500, 0.983, 0.993),
+        ("nano", "nano-math", 1000, 0.995),
+        ("nano", "nano-tools", 500, 0.985),
         # nano-m3 is within three points of nano; finding facts needs the right blocks.
-        ("nano-m3", "nano-math", 1000, 0.97, 1.0),
-        ("nano-m3", "nano-tools", 500, 0.958, 1.0),
-        *(("nano-m3", f"nano-retrieval-{at}", 200, 0.95, 1.0) for at in retrieval.LENGTHS),
+        ("nano-m3", "nano-math", 1000, 0.97),
+        ("nano-m3", "nano-tools", 500, 0.958),
+        *(("nano-m3", f"nano-retrieval-{at}", 200, 0.95) for at in retrieval.LENGTHS),
     ],
 )
-def test_accuracy(model: str, suite: str, count: int, least: float, most: float) -> None:
+def test_accuracy(model: str, suite: str, count: int, least: float) -> None:
     ranks = min(4, torch.cuda.device_count()) if model == "nano" else 1
     with LLM(model, device="cuda", tensor_parallel_size=ranks) as engine:
         result = run_suite(engine, suite, count=count)
     print(f"{model}, {suite}: {result.accuracy:.4f} in {result.seconds:.1f} s")
-    assert least <= result.accuracy <= most
+    assert result.accuracy >= least
 
 
 def test_a_repeated_prompt_is_read_from_the_cache_and_answered_the_same(llm: LLM) -> None:
@@ -210,9 +210,13 @@ def test_prompt_logprobs_penalties_bias_and_allowed_tokens_reach_the_gpu(llm: LL
         assert free.token_ids[0] == banned
     penalties = {"frequency_penalty": 2.0, "repetition_penalty": 1.5}
     with_penalties, without = (
-        generate(**greedy, max_tokens=60, ignore_eos=True, **fields) for fields in (penalties, {})
+        sum(len(set(one.outputs[0].token_ids)) for one in llm.generate(prompts(llm)[:4], each))
+        for each in (
+            SamplingParams(**greedy, max_tokens=60, ignore_eos=True, **fields)
+            for fields in (penalties, {})
+        )
     )
-    assert len(set(with_penalties)) > len(set(without))
+    assert with_penalties > without
 
 
 @pytest.mark.parametrize("model", ["nano", "minimax-m2"])
