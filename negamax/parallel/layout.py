@@ -3,7 +3,7 @@ data (dp), pipeline (pp), prefill context (cp) and decode context (dcp).
 
 The ranks form a grid with the axes `pp, dp, cp, tp`, where `tp` varies fastest. The number of a
 rank is ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank. In each data-parallel replica,
-`tp` ranks split the attention heads. All `dp * cp * tp` ranks of a pipeline stage hold experts. The
+`tp` ranks split the attention heads. All `dp * cp * tp` ranks of a pipeline stage have experts. The
 ranks of a stage form `ep` equal sets, and each set holds a part of every layer's experts. The ranks
 of a set split the width of each expert.
 """
@@ -59,7 +59,7 @@ class AttentionView:
         )
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this rank's KV heads. If there are fewer heads than ranks, ranks hold copies."""
+        """Return this rank's KV heads. If there are fewer heads than ranks, ranks have copies."""
         replicas = self.kv_replicas(num_kv_heads)
         per_rank = max(1, num_kv_heads // self.size)
         first = self.rank // replicas * per_rank

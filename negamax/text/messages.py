@@ -110,7 +110,7 @@ def normalize_messages(
 
 
 def find_image(part: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """Convert an image part of any API to the normal form, or return None for other parts.
+    """Convert an image part of any API to the normal format, or return None for other parts.
 
     `place` is the path of the part in the request. Raises `InvalidRequestError` with this path.
     """

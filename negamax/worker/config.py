@@ -53,7 +53,7 @@ class LaneOptions:
         return local if self.host is None else tcp_endpoint(self.host, "*")
 
     def imports_endpoint(self, rank: int) -> str:
-        """Return the endpoint where `rank` listens to its own engine."""
+        """Return the endpoint at which `rank` receives messages from its own engine."""
         return f"ipc://{self.folder}/imports-{rank}"
 
 

@@ -1,5 +1,5 @@
-"""Propose draft tokens with an EAGLE3 draft model (`models/eagle3`), which keeps its own caches in
-the KV blocks of the target model.
+"""Propose draft tokens with an EAGLE3 draft model (`models/eagle3`), which stores its caches in the
+KV blocks of the target model.
 
 The first pass runs over every token of the step, and reads the target's residual streams and the
 next token. The caches of both models contain the same tokens, also after prompt chunks and

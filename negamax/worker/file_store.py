@@ -1,10 +1,10 @@
 """Store KV blocks of one rank in files, as a third cache level below host memory.
 
-A file holds one block's data in all caches of one rank. The folder's name is a fingerprint of all
-settings that determine the content and layout of blocks. Engines and ranks with equal settings
-share a folder. The file's name is the block's hash. The file's header has the fingerprint, the
-hash, the length and a CRC-32 of the whole file. If a value in the header is wrong, the lookup is a
-miss and deletes the file.
+A file contains the data of one block in all caches of one rank. The folder's name is a fingerprint
+of all settings that determine the content and layout of blocks. Engines and ranks with equal
+settings share a folder. The file's name is the block's hash. The file's header has the fingerprint,
+the hash, the length and a CRC-32 of the whole file. If a value in the header is wrong, the lookup
+is a miss and deletes the file.
 
 A file is written under a temporary name and then renamed, but not synced to the disk. Complete
 files survive a process crash. After a power failure, the checksum detects incomplete files.
@@ -352,7 +352,7 @@ def _describe(value: object) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder that only this user can read, as files hold user data. Raises `OSError`."""
+    """Create a folder that only this user can read, as files have user data. Raises `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():
         raise PermissionError(1, "the folder belongs to another user")

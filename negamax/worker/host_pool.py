@@ -6,9 +6,9 @@ launched earlier. On the device, a step waits for pending stores of blocks that 
 pending loads of blocks that it uses. These waits prevent steps from reading incomplete copies. The
 host does not wait for copies.
 
-A host block holds all caches of a KV block. Copies pass through a staging buffer on the device.
-Each plan needs one gather or scatter per kind of cache, and one transfer per run of adjacent host
-blocks.
+A host block has the data of one KV block in all caches. Copies pass through a staging buffer on the
+device. Each plan needs one gather or scatter per kind of cache, and one transfer per run of
+adjacent host blocks.
 """
 
 import contextlib

@@ -24,13 +24,13 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 GIB = 2**30
-# Default size of a CPU rank's cache, as a share of the free memory after loading the weights.
+# Default size of a CPU rank's cache, as a fraction of the free memory after loading weights.
 CPU_CACHE_SHARE = 0.25
 # GPU memory for CUDA graphs and the driver, in addition to the measured peak of a full step.
 GRAPH_RESERVE = GIB
 # Minimum size of the device buffer for copies to and from host memory.
 STAGING_BYTES = 128 * 2**20
-HOST_SHARE = 0.9  # Share of the free main memory that blocks in host memory may take.
+HOST_SHARE = 0.9  # Fraction of the free main memory that host blocks may use.
 ALIGNMENT = 512  # Alignment of layers' caches within one allocation, which kernels may rely on.
 
 
@@ -98,7 +98,7 @@ def choose_blocks(
     encoding: int = 0,
     device: torch.device,
 ) -> int:
-    """Return how many blocks this rank can hold. `dtype` is the default dtype of caches.
+    """Return how many blocks this rank can store. `dtype` is the default dtype of caches.
     `workspace` and `encoding` are the GPU bytes of a step and of the encoding of the largest image.
     """
     if config.num_kv_blocks:
@@ -160,7 +160,7 @@ def staging_buffer(config: WorkerConfig, *, dtype: torch.dtype) -> int:
 def choose_host_blocks(
     config: WorkerConfig, num_blocks: int, *, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Return how many blocks this rank keeps in host memory. `num_blocks` is the size of its KV
+    """Return how many blocks this rank stores in host memory. `num_blocks` is the size of its KV
     cache. Raises `ConfigError` if the result is 0, and `ResourceError` if the blocks do not fit.
     """
     size, ranks = config.kv_offloading_size, config.layout.world_size

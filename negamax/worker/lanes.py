@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-STALL_SECONDS = 10.0  # an import fails if it gets no reply for this time
+STALL_SECONDS = 10.0  # an import fails if it receives no reply for this time
 _POLL_MS = 100  # interval between checks of the stop flag
 _AHEAD = 2  # largest number of reads without a reply
 

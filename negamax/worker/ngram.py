@@ -41,7 +41,7 @@ class NgramProposer(Proposer):
         begins = (lengths - width).clamp_min(0)
         # [R, width] last tokens of each sequence; short sequences have other tokens at the end
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]
-        # Extend the matches that end at each place. The last token must not match itself.
+        # Extend the matches that end at each position. The last token must not match itself.
         matches = torch.arange(width, device=tokens.device) < (lengths - 1 - begins).unsqueeze(1)
         longest = torch.zeros_like(matches, dtype=torch.uint8)
         for back in range(min(self._most, width)):

@@ -2,7 +2,7 @@
 
 The listening and the connecting end derive both CurveZMQ key pairs from the environment variable
 NEGAMAX_NODE_KEY. A peer without the key is ignored. If the variable is unset, every Negamax process
-has the same key, which keeps out accidental peers but no attackers.
+has the same key, which excludes accidental peers but not attackers.
 
 A listening socket limits the cost of peers that have not proved the key. The limits are the bytes
 of a frame, the time of a handshake and the number of connections (`ConnectionLimit`).

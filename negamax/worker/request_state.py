@@ -1,14 +1,14 @@
 """Store the state of each running request between steps, indexed by the scheduler's slot.
 
-Only the worker changes the state. A slot holds the known tokens, the number of computed tokens, the
-block table and the sampling state. The device writes sampled tokens into the state, so the next
+Only the worker changes the state. A slot stores the known tokens, the number of computed tokens,
+the block table and the sampling state. The device writes sampled tokens into the state, so the next
 step can run before the host has read the tokens. The last slot is for padding.
 
 Only the device has the exact number of computed tokens, because it decides which draft tokens are
 accepted. The host stores an upper bound, which includes all drafts until the results of their step
 arrive. The bound is exact if no drafts are in flight.
 
-If preparing, sampling or reporting a row raises an exception, `failures` keeps the error and the
+If preparing, sampling or reporting a row raises an exception, `failures` stores the error and the
 row stays in the batch as a no-op. The steps of all ranks keep the same shape, and the request ends
 with an error.
 """
@@ -96,7 +96,7 @@ class RequestState:
         if plan.appended_slots:
             slots = np.array(plan.appended_slots, dtype=np.int64)
             columns = self._num_blocks[slots]
-            # blocks of the same slot go into consecutive columns
+            # blocks of one slot use consecutive columns
             if len(set(plan.appended_slots)) < len(slots):
                 columns += [
                     plan.appended_slots[:i].count(slot)

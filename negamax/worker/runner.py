@@ -237,7 +237,7 @@ class ModelRunner:
 
 
 def take_device(config: WorkerConfig) -> torch.device:
-    """Return this rank's device. On a GPU, give this thread its own stream, which graphs need."""
+    """Return this rank's device. On a GPU, select a new stream for this thread, as graphs need."""
     if config.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())

@@ -1,7 +1,7 @@
 """Exchange residual streams and results of a step between a rank and other pipeline stages.
 
 Each stage sends the residual stream to the next stage, and also streams of earlier layers that a
-draft model reads. The sampled tokens go from the last stage to the first. With speculative
+draft model reads. The last stage sends the sampled tokens to the first stage. With speculative
 decoding, all stages receive the sampled tokens, the new drafts and the number of accepted drafts.
 The number of accepted drafts determines the position at which a row continues.
 

@@ -247,7 +247,7 @@ class StepRunner:
         return sampled
 
     def _compute_logits(self, layout: BatchLayout, hidden: Tensor) -> Tensor:
-        """Compute the logits [R, V of this rank] of samples. Rows that have failed get NaN."""
+        """Compute the logits [R, V of this rank] of samples. Logits of failed rows are NaN."""
         hidden = hidden[indices(layout.sample_tokens, self._device)]
         failed = list(self._requests.failures_of(layout.sample_slots))
         if failed:

@@ -14,7 +14,7 @@ _DRAWS, _SEED_STEP = 2**16, 40503
 
 
 class SyntheticAcceptance:
-    """A table of random accepted lengths. `rates[i]`: share of rows that accept draft i."""
+    """A table of random accepted lengths. `rates[i]`: fraction of rows that accept draft i."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         self._mean_length = 1.0 + sum(rates)

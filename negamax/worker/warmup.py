@@ -1,4 +1,5 @@
-"""Compile GPU kernels before their first launch. Each rank compiles a share, in several threads.
+"""Compile GPU kernels before their first launch. Each rank compiles a part of the kernels in
+several threads.
 
 Without this warmup, each kernel is compiled at its first launch, while every rank and the GPU wait.
 Compiling at launches takes about forty seconds in total.

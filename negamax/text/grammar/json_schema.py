@@ -497,7 +497,7 @@ class Schemas:
         return shape.language is None or self.languages.contains(shape.language, text)
 
     def _compare_choices(self) -> None:
-        """Refuse oneOf if a value may follow two of its branches."""
+        """Refuse oneOf if a value may match two of its branches."""
         self._level += 1
         while self._choices:
             groups = self._choices.pop()

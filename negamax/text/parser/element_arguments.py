@@ -266,7 +266,7 @@ class ElementArguments:
             self._become_container(element)
         self._begin(name)
         text = text.lstrip().removeprefix(self._marker) if is_marked else text.strip()
-        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # rests of the opening tag
+        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # remains of the opening tag
         self.add_text(text.removeprefix(next(filter(text.startswith, left), "")))
         self._close()
 
@@ -300,7 +300,7 @@ class ElementArguments:
         return None
 
     def _become_container(self, element: _Element) -> bool:
-        """Turn the open text into a container. Return False if the element must be a string."""
+        """Convert the open text to a container. Return False if the element must be a string."""
         types = element.schema.types
         if element.shape is _STRING or not (
             element.is_blank or (types & CONTAINERS and "string" not in types)
