@@ -1,6 +1,6 @@
 """`negamax doctor`: check this machine, and list the models that it can serve.
 
-This module only imports packages that a broken installation also has.
+This module imports only packages that a broken installation also has.
 """
 
 from __future__ import annotations
