@@ -80,7 +80,7 @@ def find_wrong_call(answer: JudgedAnswer, tools: Iterable[Mapping[str, Any]] | N
     declared = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
     for name, text in answer.calls:
         if name not in declared:
-            return f"a call of {name[:60]!r}, which is not declared"
+            return f"the answer calls {name[:60]!r}, which is not declared"
         schema = declared[name].get("parameters", {"type": "object"})
         try:
             schemas = Schemas(schema, strict=False, infers=False)
@@ -133,10 +133,10 @@ async def _expect(
 
 def _judge_text(answer: JudgedAnswer, rules: Mapping[str, Any], thinking: str) -> None:
     if rules.get("content") and not answer.content.strip():
-        raise CheckFailure(f"no content (finish_reason {answer.finish_reason!r})")
+        raise CheckFailure(f"the answer has no content (finish_reason {answer.finish_reason!r})")
     rule = rules.get("reasoning")
     if rule == "off" and thinking == "switchable" and answer.reasoning:
-        raise CheckFailure(f"reasoning although it is disabled: {answer.reasoning[:60]!r}")
+        raise CheckFailure(f"reasoning is disabled, but present: {answer.reasoning[:60]!r}")
     is_needed = rule == "required" or (rule is not None and thinking == "forced")
     if is_needed and not answer.reasoning:
         raise CheckFailure("no reasoning")
@@ -146,14 +146,14 @@ def _judge_calls(answer: JudgedAnswer, rules: Mapping[str, Any], tools: Iterable
     names = [name for name, _ in answer.calls]
     expected = rules.get("calls")
     if expected == "none" and (names or answer.finish_reason == "tool_calls"):
-        raise CheckFailure(f"unexpected calls of {names}")
+        raise CheckFailure(f"no call is expected, but the answer calls {names}")
     is_needed = expected == "some" or isinstance(expected, list)
     if is_needed and (wrong := find_wrong_call(answer, tools)):
         raise CheckFailure(wrong)
     if isinstance(expected, list) and set(names) != set(expected):
-        raise CheckFailure(f"calls of {names}, not of {expected}")
+        raise CheckFailure(f"the answer calls {names}, not {expected}")
     if rules.get("never") in names:
-        raise CheckFailure(f"a call of {rules['never']!r}, which is not declared")
+        raise CheckFailure(f"the answer calls {rules['never']!r}, which is not declared")
     if len(names) > rules.get("most_calls", len(names)):
         raise CheckFailure(f"{len(names)} calls in one answer")
     if "keys" in rules and (keys := [*json.loads(answer.calls[0][1])]) != rules["keys"]:
@@ -192,7 +192,7 @@ async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:
             if not 0 < answer.count(name) <= output:
                 raise CheckFailure(f"{name} is {answer.count(name)} of {output}")
     if whole.count("prompt_tokens") != streamed.count("prompt_tokens"):
-        raise CheckFailure("prompt_tokens of whole answer and stream differ")
+        raise CheckFailure("prompt_tokens of the answers with and without streaming differ")
     with_usage = [index for index, event in enumerate(streamed.events) if event.get("usage")]
     if with_usage != [len(streamed.events) - 1]:
         raise CheckFailure("an event before the last one has usage, or the last one has no usage")

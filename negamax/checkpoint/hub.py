@@ -76,7 +76,7 @@ def _check_folder(folder: Path) -> None:
         raise _refuse_gguf(str(folder))
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
-            f"{folder} holds an adapter; adapters are not supported",
+            f"{folder} contains an adapter; adapters are not supported",
             hint="merge the adapter into its checkpoint, and use the folder of the result",
         )
 

@@ -302,7 +302,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
-                f"{index_path} names {len(names)} files, of which {len(missing)} cannot be found: "
+                f"{index_path} lists {len(names)} files, of which {len(missing)} cannot be found: "
                 f"{list_first(missing)}",
                 hint="finish the download",
             )
@@ -315,7 +315,7 @@ def _find_files(folder: Path, layout: ParallelLayout) -> tuple[list[Path], dict[
         )
         if forgotten:
             raise CheckpointError(
-                f"{index_path} names {len(names)} files and omits files of the same set: "
+                f"{index_path} lists {len(names)} files and omits files of the same set: "
                 f"{list_first(forgotten)}",
                 hint="download the index again",
             )

@@ -57,8 +57,8 @@ def check_split(folder: Path, layout: ParallelLayout) -> None:
                 raise CheckpointError(f"{folder} is split for {difference}", hint=original)
         tp, ep = ranks[0].tp, ranks[0].ep
         raise CheckpointError(
-            f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; you "
-            f"start {layout.world_size} ranks with --tensor-parallel-size {layout.tp}, "
+            f"{folder} is split for --tensor-parallel-size {tp}, --expert-parallel-size {ep}; the "
+            f"command starts {layout.world_size} ranks with --tensor-parallel-size {layout.tp}, "
             f"--expert-parallel-size {layout.ep}",
             hint="start with the sizes of the split, use the original checkpoint, or join "
             "this checkpoint with `negamax convert`",

@@ -337,7 +337,7 @@ def _check_place(conversion: Conversion) -> None:
         )
     is_link = conversion.destination.is_symlink()  # DST may be a broken link
     if (destination.exists() or is_link) and not destination.is_dir():
-        raise ConfigError(f"DST {conversion.destination} is not a folder", hint="set a folder")
+        raise ConfigError(f"DST {conversion.destination} is not a folder", hint="use a folder")
 
 
 def _check_content(destination: Path) -> None:

@@ -53,7 +53,7 @@ def quantized(
         raise ConfigError(
             f"--quantization is {name!r}; the checkpoint is quantized by {spec.method!r} "
             f"({spec.source})",
-            hint="omit the option",
+            hint="omit --quantization",
         )
     return spec, f"--quantization {name} is not needed: the format was detected in {spec.source}"
 

@@ -202,7 +202,7 @@ M2 = json.loads((EMBEDDED["nano"] / "config.json").read_text())
     [
         ("M2-Q4.gguf", "GGUF", "in the format GGUF, which is not supported (use a checkpoint in"),
         ("snapshots/abc/config.json", "{}", "the checkpoint is in snapshots/abc (give "),
-        ("adapter_config.json", "{}", "holds an adapter; adapters are not supported (merge the"),
+        ("adapter_config.json", "{}", "contains an adapter; adapters are not supported (merge"),
         ("config.json", LFS, "is a Git LFS pointer; the real file was not downloaded (run"),
         (
             "config.json",

@@ -75,7 +75,7 @@ def test_missing_and_undeclared_calls_fail() -> None:
         find_wrong_call(JudgedAnswer(finish_reason="stop"), TOOLS)
         == "no call (finish_reason 'stop')"
     )
-    assert judge("g", "{}") == "a call of 'g', which is not declared"
+    assert judge("g", "{}") == "the answer calls 'g', which is not declared"
 
 
 def test_every_case_is_a_rate_or_a_check_with_known_rules() -> None:
