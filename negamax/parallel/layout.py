@@ -226,7 +226,7 @@ class ParallelLayout:
         return ExpertView(rank=self.rank - first, size=self.stage_size, ep=self.ep, ranks=ranks)
 
     def expert_slots(self, num_experts: int, layer: int) -> tuple[int, ...]:
-        """Return the initial expert of each slot: `expert_placement`, or experts in order."""
+        """Return the initial expert of each slot. The default places experts in order."""
         if self.expert_placement:
             return self.expert_placement[layer]
         return tuple(slot % num_experts for slot in range(num_experts + self.redundant_experts))

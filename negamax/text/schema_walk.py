@@ -63,7 +63,7 @@ def _find_anchor(name: str, *, root: Any) -> Any:
 
 
 def walk_alternatives(schemas: Iterable[Any], *, root: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield `schemas` and all schemas that anyOf, oneOf, allOf and `$ref` lead to, each once."""
+    """Yield `schemas` and all schemas that anyOf, oneOf, allOf and `$ref` refer to, each once."""
     stack = list(schemas)
     seen: set[int] = set()
     while stack:

@@ -94,7 +94,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 4 * _AHEAD  # a reader never waits for more replies
+        self._reads.sndhwm = 4 * _AHEAD  # a reader waits for up to `_AHEAD` replies
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))

@@ -237,7 +237,7 @@ class ModelRunner:
 
 
 def take_device(config: WorkerConfig) -> torch.device:
-    """Return this rank's device. On a GPU, select a new stream for this thread, as graphs need."""
+    """Return this rank's device. On a GPU, also select a new stream, because graphs need one."""
     if config.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", config.layout.local_rank % torch.cuda.device_count())

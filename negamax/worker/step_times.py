@@ -2,7 +2,7 @@
 uses these times to choose the draft length (scheduler/draft_length.py).
 
 Rows have no context, and start with random tokens, which use as many experts as real requests.
-Longer contexts slow steps of similar size equally, and the engine corrects for contexts later.
+Longer contexts slow steps of similar size equally. The engine corrects these times for contexts.
 """
 
 from functools import partial

@@ -6,7 +6,7 @@ more tokens. For attention, a piece is a sequence that ends with the last token 
 Earlier tokens may be on other ranks, because all keys of the step are in the caches before any rank
 attends. Single tokens (decodes) are assigned to the ranks in turn.
 
-Ranks derive the sharding from the plan without communication. The plan also contains whether the
+Ranks derive the sharding from the plan without communication. The plan also states whether the
 steps of all data-parallel ranks are sharded, and how many tokens the largest shard has.
 """
 
