@@ -84,7 +84,7 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvloop's are of another class
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvloop's class differs
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:

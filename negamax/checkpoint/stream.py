@@ -128,7 +128,7 @@ class _Stream:
         self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
         # index of a move to dequantize or quantize -> its parts that were read so far
         self._there: dict[int, list[_Found]] = {}
-        self._needed = [sum(1 for _ in move.parts()) for move in moves]  # numbers of parts of moves
+        self._needed = [sum(1 for _ in move.parts()) for move in moves]  # number of parts per move
 
     def run(self) -> Iterator[Part]:
         for piece in self._pieces:

@@ -211,7 +211,7 @@ class Decoder:
 
         All stages except the first run on `entering` [T, hidden] instead of tokens. The sum of
         `entering` over the ranks is the residual stream of the previous stage. The call overwrites
-        `entering`. A stage before the last returns its residual stream instead of hidden states.
+        `entering`. All stages except the last return the residual stream instead of hidden states.
         """
         streams: dict[int, Tensor | None] = dict.fromkeys(capture)
         streams.update(zip(capture, out, strict=False))

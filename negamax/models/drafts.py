@@ -21,7 +21,7 @@ LAYERS_HINT = f"list the layers that the draft was trained on in --speculative-c
 class DraftSpec(ModelSpec):
     """A model that proposes tokens for another model, its target."""
 
-    # whether each rank copies the whole embedding of the target, if the draft has none
+    # whether each rank copies the whole embedding of the target, if the draft has no embedding
     copies_embedding: ClassVar[bool] = False
 
     target_hidden_size: int

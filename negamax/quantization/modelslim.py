@@ -1,6 +1,6 @@
 """Method "modelslim" (Ascend): quant_model_description.json lists the format of each tensor.
 
-Like the method, kernels may round activations to 8 bits. Kernels use a scale per token, so the
+Like ModelSlim, kernels may round activations to 8 bits. Kernels use a scale per token, so the
 stored scales of activations are not needed. `quant_bias` and `deq_scale` only undo the rounding of
 activations: `quant_bias` is the layer's bias (M2 has none) minus the contribution of
 `input_offset`. QuaRot's rotation is folded into the weights. Only draft models trained on the

@@ -101,7 +101,7 @@ class BlockDraftSpec(DraftSpec):
         return self.block_size if self.samples_anchor else self.block_size - 1
 
     def kv_caches(self) -> KvCacheSpecs:
-        """Return the caches of the context. Keys and values of block tokens are not cached."""
+        """Return the KV caches of the context. Keys and values of block tokens are not cached."""
         return [
             [
                 KvCacheSpec(name, self.num_kv_heads, self.head_dim, most_read_tokens=tokens or None)
@@ -135,7 +135,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     )
     fixed = _FIXED | (_OF_MINIMAX if is_minimax else {})
     fields.check_fixed(flat, fixed | (_OF_DFLASH if architecture == DFLASH else {}))
-    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # MiniMax has used both names
+    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # MiniMax's files use both
     if flat.get("hidden_act", "silu") not in activations:
         refuse("hidden_act", flat["hidden_act"], " or ".join(map(repr, activations)))
     fields.check_fixed(flat, {"draft_vocab_size": common["vocab_size"]})
@@ -212,7 +212,7 @@ def _flatten(config: Mapping[str, Any], *, is_own: bool) -> dict[str, Any]:
 
 
 def _read_layers(ids: object) -> tuple[int, ...]:
-    """Convert the numbers `ids` of layer outputs, from 0, to numbers of layer inputs."""
+    """Convert `ids`, which count layer outputs from 0, to numbers of layer inputs."""
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one + 1 for one in given if type(one) is int and one >= 0)
     if not layers or [one + 1 for one in given] != sorted(set(layers)):
