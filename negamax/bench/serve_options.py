@@ -79,7 +79,7 @@ class BenchOptions:
         (), "Add the header NAME=VALUE to each request (repeatable).", "--header"
     )
     request_timeout: float = option(
-        3600.0, "Count a request as failed after this many seconds.", above=0
+        3600.0, "Treat a request as failed after this many seconds.", above=0
     )
     ready_check_timeout_sec: float = option(
         0.0, "Wait up to this many seconds until the server answers.", least=0
@@ -89,14 +89,14 @@ class BenchOptions:
     max_concurrency: int | None = None
     request_rate: float = option(
         math.inf,
-        "Start this many requests or sessions per second. The value inf starts all of "
-        "them at once.",
+        "Start this many requests or sessions per second; inf starts all requests at once.",
         above=0,
         panel=LOAD,
     )
     burstiness: float = option(
         1.0,
-        "Set the burstiness of arrivals. 1 gives a Poisson process, and lower values give bursts.",
+        "Set the burstiness of arrivals: 1 produces a Poisson process, lower values produce "
+        "bursts.",
         above=0,
     )
     num_warmups: int = option(
@@ -118,8 +118,8 @@ class BenchOptions:
     )
     prompt_format: str = option(
         "auto",
-        "Choose the prompt format. ids: exact numbers of token ids, for /v1/completions. text: "
-        "texts whose lengths are based on token counts of the server.",
+        "Choose the prompt format: ids sends exact numbers of token ids to /v1/completions; text "
+        "sends texts whose lengths are estimated from token counts of the server.",
         choices=PROMPT_FORMATS,
     )
     random_input_len: int = option(
@@ -129,10 +129,10 @@ class BenchOptions:
         128, "Set the number of output tokens.", also="--output-len --random-output", least=1
     )
     random_range_ratio: float = option(
-        0.0, "Multiply lengths by random factors: 1 - r to 1 + r, or r to 1 by the rule sglang."
+        0.0, "Multiply lengths by random factors from 1 - r to 1 + r, or from r to 1 (rule sglang)."
     )
     random_range_rule: str = option(
-        "auto", "Choose the range rule. auto selects the rule of --backend.", choices=RANGE_RULES
+        "auto", "Choose the rule of --random-range-ratio; auto uses --backend.", choices=RANGE_RULES
     )
     random_prefix_len: int = option(
         0, "Begin all prompts with the same prefix of this many tokens.", least=0
@@ -153,7 +153,7 @@ class BenchOptions:
         None, "Set the number of output tokens. Default: the recorded answer's length.", least=1
     )
     sharegpt_context_len: int | None = option(
-        None, "Skip conversations of more tokens. Default: the model's context length.", least=1
+        None, "Skip conversations with more tokens. Default: the model's context length.", least=1
     )
     custom_output_len: int = option(
         256, "Set max_tokens of recorded requests that set no limit.", least=1
@@ -175,7 +175,7 @@ class BenchOptions:
     )
     agent_history: str = option(
         "recorded",
-        "Choose the history. recorded: send the same requests in each run. live: include the "
+        "Choose the history: recorded sends the same requests in each run; live includes the "
         "server's answers.",
         choices=HISTORIES,
     )
@@ -188,7 +188,7 @@ class BenchOptions:
     )
     temperature: float | None = option(None, "Set the temperature (default: set by the server).")
     top_p: float | None = option(None, "Set the nucleus probability (default: set by the server).")
-    top_k: int | None = option(None, "Sample from the k likeliest tokens (default: set by server).")
+    top_k: int | None = option(None, "Sample from the top k tokens (default: set by the server).")
     min_p: float | None = option(None, "Exclude tokens below this fraction of the top probability.")
     frequency_penalty: float | None = option(None, "Penalize tokens by their count in the answer.")
     presence_penalty: float | None = option(None, "Penalize tokens that occur in the answer.")
@@ -202,8 +202,8 @@ class BenchOptions:
     goodput: dict[str, float] = field(default_factory=dict)  # metric -> limit in ms
     itl_rule: str = option(
         "gap",
-        "Choose how to measure inter-token latency. gap: one value per gap between chunks. "
-        "token: one value per token of a chunk.",
+        "Choose how to measure inter-token latency: gap records one value per gap between "
+        "chunks; token records one value per token of a chunk.",
         choices=ITL_RULES,
         panel=OUTPUT,
     )
