@@ -13,7 +13,7 @@ from negamax.base import env
 from negamax.options.flags import Kind
 
 SERVER, BENCH = "options", "bench"  # Tables in foreign.toml.
-# values that leave a feature off, in lower case
+# Values that leave a feature off, in lower case.
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 _KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")

@@ -17,13 +17,13 @@ class ParallelOptions:
 
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False  # Each rank has whole experts.
-    # number of groups with different experts; None: 1, or all ranks if `enable_expert_parallel`
+    # Number of groups with different experts; None: 1, or all ranks if `enable_expert_parallel`.
     expert_parallel_size: int | None = None
     # number of tensor-parallel groups with their own requests; all groups share the experts
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None splits evenly
-    # number of tensor-parallel groups that split the tokens of prompts (PCP)
+    # Number of tensor-parallel groups that split the tokens of prompts (PCP).
     prefill_context_parallel_size: int = 1
     # number of ranks that split the KV cache of one head instead of copying it (DCP)
     decode_context_parallel_size: int = 1

@@ -62,7 +62,7 @@ class SpeculationConfig:
     model: str | None = None  # Name of the draft model; after the download, its folder.
     revision: str | None = None  # Branch, tag or commit on the hub.
     draft_lm_head_quantization: str | None = None  # "fp8": hold the draft model's head in FP8.
-    # probabilistic: draft tokens are sampled for requests with a temperature
+    # With "probabilistic", draft tokens are sampled for requests with a temperature.
     draft_sample_method: str = "greedy"
     # layers whose inputs the draft model reads; None: the layers in the config of the draft model
     aux_layer_ids: tuple[int, ...] | None = None
@@ -171,7 +171,7 @@ def _check_keys(given: Mapping[str, Any], method: str) -> None:
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the fewest and most tokens to look up. One given number sets both limits."""
+    """Return the fewest and most tokens to look up. A single given limit sets both limits."""
     either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
     low, high = (
         _integer({key: either, **given}, key, 5, MAX_LOOKUP)

@@ -94,7 +94,7 @@ class KvTransferConfig:
     host: str = "127.0.0.1"  # Address of this machine that the other engines can reach.
     port: int = PORT  # Port for the messages between engines.
     failure_policy: str = FAIL  # What to do if a prompt does not arrive: FAIL or RECOMPUTE.
-    # seconds for which a prompt is kept after the last message of the engine that will read it
+    # Seconds for which a prompt is kept after the last message of the engine that will read it.
     lease_seconds: float = 30.0
     timeout_seconds: float = 120.0  # Time limit of each phase of a transfer.
     allowed_hosts: tuple[str, ...] = ()  # Hosts of prefill servers; () allows private addresses.

@@ -158,7 +158,7 @@ class Costs:
 
     def chunks_seconds(self, chunks: Iterable[int]) -> float:
         """Return the time to first token of one prompt, whose `chunks` overlap in the stages."""
-        ended = [0.0] * self._layout.pp  # end of the latest chunk, by stage
+        ended = [0.0] * self._layout.pp  # end of the latest chunk in each stage
         done = 0
         for size in chunks:
             hop, arrived = self._hops(size) / max(1, self._layout.pp - 1), 0.0

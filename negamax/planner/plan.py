@@ -193,7 +193,7 @@ def _fit(
 
 
 def _describe_shortage(hardware: Hardware, memory: Fit, num_tokens: int, missing: float) -> str:
-    """Describe a cache of `num_tokens` for which `missing` bytes are missing on each GPU."""
+    """Describe why a cache of `num_tokens` does not fit: each GPU lacks `missing` bytes."""
     needed = (hardware.gpu.memory * hardware.utilization + missing) / hardware.utilization
     length = memory.context_length
     shorter = f", or with --max-model-len {length}" if length > LEAST_TOKENS else ""
