@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def test_replicas_run_on_gpus_of_their_own(tmp_path: Path) -> None:
     options = ("--num-replicas", "2", "--device", "cuda", "--kv-cache-memory", "4GiB")
     with serving(*options, log_file=tmp_path / "log") as url:
         gained = [after - held for after, held in zip(used_memory(), before, strict=True)]
-        assert all(4 * GIB < each < 24 * GIB for each in gained), gained
+        if "PYTEST_XDIST_WORKER" not in os.environ:  # Parallel tests use the same GPUs.
+            assert all(4 * GIB < each < 24 * GIB for each in gained), gained
         texts = [[complete(url, text, rank=rank) for text in TEXTS] for rank in range(2)]
         assert texts[0] == texts[1]
         assert call(f"{url}/server_info")["device"].startswith("cuda")
