@@ -201,7 +201,7 @@ M2 = json.loads((EMBEDDED["nano"] / "config.json").read_text())
     ("file", "content", "words"),
     [
         ("M2-Q4.gguf", "GGUF", "in the format GGUF, which is not supported (use a checkpoint in"),
-        ("snapshots/abc/config.json", "{}", "the checkpoint is in snapshots/abc (give "),
+        ("snapshots/abc/config.json", "{}", "the checkpoint is in snapshots/abc (use "),
         ("adapter_config.json", "{}", "contains an adapter; adapters are not supported (merge"),
         ("config.json", LFS, "is a Git LFS pointer; the real file was not downloaded (run"),
         (
