@@ -238,8 +238,8 @@ def sharegpt_workload(
         ):
             turns.append(SessionTurn({**as_prompt(question, options), "max_tokens": output}))
     if not turns:
-        hint = "raise --sharegpt-context-len"
-        raise ConfigError(f"none of the {len(pairs)} conversations fits {limit} tokens", hint=hint)
+        text = f"none of the {len(pairs)} conversations fits in {limit} tokens"
+        raise ConfigError(text, hint="raise --sharegpt-context-len")
     random.Random(options.seed).shuffle(turns)
     notes = []
     if left_out := len(pairs) - len(turns):

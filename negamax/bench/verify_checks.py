@@ -176,7 +176,7 @@ async def _show_prompt(probe: ServerProbe, *, body: Case) -> None:
     keys = [*body["tools"][0]["function"]["parameters"]["properties"]]
     places = [str(prompt).find(key) for key in keys]
     if places[0] < 0 or places != sorted(places):
-        raise CheckFailure(f"the prompt does not show the keys as {', '.join(keys)}")
+        raise CheckFailure(f"the prompt must show the tool's keys in the order {', '.join(keys)}")
 
 
 async def _count(probe: ServerProbe, *, body: Case, thinking: str) -> None:

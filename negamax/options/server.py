@@ -98,7 +98,7 @@ class ServerOptions:
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "If no key is set, accept this host name in requests; repeatable; '*' accepts all names.",
+        "If no API key is set, accept this name in the Host header; repeatable; '*' accepts all.",
         takes_json_list=True,
     )
     allowed_media_domains: tuple[str, ...] = option(
