@@ -1,7 +1,10 @@
+import base64
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from tests.e2e.browser import AIM, Browser
 from tests.e2e.chat_page import ANSWERS, IDLE, SETTLED, ask, begin, contents, say, send, sent
@@ -271,7 +274,10 @@ def test_text_files_go_into_the_message(page: Browser, script: Script, tmp_path:
     image.write_bytes(b"\x89PNG\xff\xfe")
     large.write_text("x" * 600_000)
     page.give_files("#attach-file", image)
-    page.wait_for_text("#notice", "x.png is not text in UTF-8; only text can be attached.")
+    page.wait_for_text("#notice", "x.png is not an image that the browser can read.")
+    page.give_files("#attach-file", image.rename(tmp_path / "x.bin"))
+    reason = "x.bin is not text in UTF-8; allowed: text, and images in PNG, JPEG, GIF or WebP."
+    page.wait_for_text("#notice", reason)
     page.give_files("#attach-file", large)
     page.wait_for_text("#notice", "large.txt has 586 KiB; allowed: 512 KiB of text.")
     page.give_files("#attach-file", code)
@@ -283,6 +289,50 @@ def test_text_files_go_into_the_message(page: Browser, script: Script, tmp_path:
     assert page.text(".attached summary") == "a b.py 17 B"
     reload(page)
     say(page, script, "Sure.", "Sure?")
+    assert script.bodies[-1]["messages"][0] == {"role": "user", "content": content}
+
+
+def test_chosen_dropped_and_pasted_images_become_parts(
+    page: Browser, script: Script, tmp_path: Path
+) -> None:
+    red = tmp_path / "red.png"
+    Image.new("RGB", (3, 2), "red").save(red)
+    url = f"data:image/png;base64,{base64.b64encode(red.read_bytes()).decode()}"
+    page.give_files("#attach-file", red)
+    page.wait_for_text(".file .name", "red.png")
+    page.run(
+        """
+        const text = atob(url.split(',')[1]);
+        const binary = Uint8Array.from(text, (each) => each.charCodeAt(0));
+        for (const [kind, name] of [['drop', 'b.png'], ['paste', 'c.png']]) {
+            const moved = new DataTransfer();
+            moved.items.add(new File([binary], name, { type: 'image/png' }));
+            const Kind = kind === 'drop' ? DragEvent : ClipboardEvent;
+            const data = { dataTransfer: moved, clipboardData: moved };
+            const event = new Kind(kind, { ...data, bubbles: true, cancelable: true });
+            document.querySelector('#prompt').dispatchEvent(event);
+        }
+        """,
+        url=url,
+    )
+    page.wait("document.querySelectorAll('.file').length === 3")
+    say(page, script, "A red one.", "What is this?")
+    image = {"type": "image_url", "image_url": {"url": url}}
+    content = [image, image, image, {"type": "text", "text": "What is this?"}]
+    assert script.bodies[-1]["messages"] == [{"role": "user", "content": content}]
+    page.wait("[...document.querySelectorAll('.bubble img')].every((e) => e.naturalWidth === 3)")
+    reload(page)
+    say(page, script, "Yes.", "Sure?")
+    assert script.bodies[-1]["messages"][0] == {"role": "user", "content": content}
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    page.click("#export")
+    file = tmp_path / "conversation.json"
+    assert eventually(file.exists)
+    before = page.wait("location.hash")
+    page.give_files("#import-file", file)
+    page.wait("location.hash !== before", before=before)
+    assert page.count(".bubble img") == 3
+    say(page, script, "Still.", "And now?")
     assert script.bodies[-1]["messages"][0] == {"role": "user", "content": content}
 
 

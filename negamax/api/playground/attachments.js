@@ -1,12 +1,37 @@
-// Reads and checks text files, and adds them to a message as fenced text.
+// Reads and checks text files and images, and adds them to a message as fenced text and as image
+// parts of the API.
 
 import { button, h } from "./dom.js";
 
 export const MAX_FILE_BYTES = 512 * 1024;
+const MAX_IMAGE_BYTES = 30e6; // as the server
+const IMAGE_TYPES = ["image/png", "image/jpeg", "image/gif", "image/webp"];
 const MAX_FILES = 20;
 
-// Returns the name and text of `file`, or throws an Error with the reason of a refusal.
-export async function readTextFile(file) {
+// Returns the name and the text of `file`, or its name, data URL (`image`) and bytes (`size`).
+// Throws an Error with the reason of a refusal.
+async function readFile(file) {
+  if (!IMAGE_TYPES.includes(file.type)) return readTextFile(file);
+  if (file.size > MAX_IMAGE_BYTES) {
+    throw new Error(
+      `${file.name} has ${bytes(file.size)}; allowed: images of ${bytes(MAX_IMAGE_BYTES)}.`,
+    );
+  }
+  const image = await new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
+    reader.readAsDataURL(file);
+  });
+  const shown = new Image();
+  shown.src = image;
+  await shown.decode().catch(() => {
+    throw new Error(`${file.name} is not an image that the browser can read.`);
+  });
+  return { name: file.name, image, size: file.size };
+}
+
+async function readTextFile(file) {
   if (file.size > MAX_FILE_BYTES) {
     throw new Error(
       `${file.name} has ${bytes(file.size)}; allowed: ${bytes(MAX_FILE_BYTES)} of text.`,
@@ -18,12 +43,38 @@ export async function readTextFile(file) {
   } catch {
     // text that is not UTF-8 is refused below
   }
-  throw new Error(`${file.name} is not text in UTF-8; only text can be attached.`);
+  throw new Error(
+    `${file.name} is not text in UTF-8; allowed: text, and images in PNG, JPEG, GIF or WebP.`,
+  );
 }
 
-// Returns the text of a message after the text of its files.
+// Returns the content of a message: the text after the text of its files. If the message has
+// images, the content is a list of parts with the images first.
 export function withFiles(content, attachments = []) {
-  return [...attachments.map(fenced), content].filter(Boolean).join("\n\n");
+  const texts = attachments.filter((file) => !file.image);
+  const text = [...texts.map(fenced), content].filter(Boolean).join("\n\n");
+  const images = attachments
+    .filter((file) => file.image)
+    .map(({ image }) => ({ type: "image_url", image_url: { url: image } }));
+  if (!images.length) return text;
+  return text ? [...images, { type: "text", text }] : images;
+}
+
+// Returns the images in the data URLs of a message's content.
+export function imagesOf(content) {
+  const urls = (Array.isArray(content) ? content : [])
+    .map((part) => (part?.type === "image_url" ? String(part.image_url?.url ?? "") : ""))
+    .filter((url) => IMAGE_TYPES.some((type) => url.startsWith(`data:${type};base64,`)));
+  return urls.map((image, index) => ({
+    name: `image ${index + 1}`,
+    image,
+    size: Math.floor(((image.length - image.indexOf(",") - 1) * 3) / 4),
+  }));
+}
+
+// Returns the size of an attachment in bytes.
+export function sizeOf({ text, size }) {
+  return size ?? new Blob([text]).size;
 }
 
 function fenced({ name, text }) {
@@ -55,7 +106,7 @@ export class Attachments {
     for (const file of files) {
       try {
         if (this.files.length >= MAX_FILES) throw new Error(`A message takes ${MAX_FILES} files.`);
-        this.files.push(await readTextFile(file));
+        this.files.push(await readFile(file));
       } catch (error) {
         this.refused(error.message);
       }
@@ -84,8 +135,9 @@ export class Attachments {
         return h(
           "span",
           { class: "file" },
+          file.image ? h("img", { src: file.image, alt: "" }) : null,
           h("span", { class: "name" }, file.name),
-          ` ${bytes(new Blob([file.text]).size)} `,
+          ` ${bytes(sizeOf(file))} `,
           away,
         );
       }),

@@ -1,7 +1,7 @@
 // Converts a conversation into API messages and files, reads such files, and formats tool calls as
 // text.
 
-import { withFiles } from "./attachments.js";
+import { imagesOf, withFiles } from "./attachments.js";
 
 const ROLES = ["user", "assistant", "tool"];
 
@@ -113,7 +113,10 @@ function importedMessage(message, index) {
   const content = textOf(message, index);
   if (message.role === "tool")
     return { role: "tool", callId: String(message.tool_call_id ?? ""), content };
-  if (message.role === "user") return { role: "user", content };
+  if (message.role === "user") {
+    const attachments = imagesOf(message.content);
+    return { role: "user", content, ...(attachments.length ? { attachments } : {}) };
+  }
   const calls = (Array.isArray(message.tool_calls) ? message.tool_calls : []).map((call) => {
     const given = call?.function?.arguments ?? "{}";
     const text = typeof given === "string" ? given : JSON.stringify(given);
@@ -135,5 +138,6 @@ function textOf(message, index) {
   const content = message.content ?? "";
   if (typeof content === "string") return content;
   if (!Array.isArray(content)) throw new Error(`The content of message ${index + 1} is not text.`);
-  return content.map((part) => String(part?.text ?? "")).join("\n");
+  const texts = content.filter((part) => part?.text !== undefined);
+  return texts.map((part) => String(part.text)).join("\n");
 }

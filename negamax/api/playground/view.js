@@ -1,7 +1,7 @@
 // Shows messages. Each view shows one message and follows the message while it grows.
 
 import { completeCalls, isJson, prettyJson } from "./conversation.js";
-import { bytes } from "./attachments.js";
+import { bytes, sizeOf } from "./attachments.js";
 import { button, copyButton, count, duration, h } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
@@ -104,9 +104,11 @@ export class UserView {
   }
 }
 
-// Shows a file of a message, folded.
-function fileElement({ name, text }) {
-  const size = h("span", { class: "state" }, ` ${bytes(new Blob([text]).size)}`);
+// Shows an image of a message, or a folded text file.
+function fileElement(file) {
+  const { name, text, image } = file;
+  if (image) return h("img", { class: "image", src: image, alt: name, title: name });
+  const size = h("span", { class: "state" }, ` ${bytes(sizeOf(file))}`);
   return h(
     "details",
     { class: "attached" },
