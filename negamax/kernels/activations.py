@@ -38,8 +38,8 @@ class SwiGlu:
     ) -> Tensor:
         """Map gate_up [T, 2 * width], whose first half is the gate, to [T, width] in its dtype.
 
-        With the default constants, silu(g) and its product with u are rounded. With other constants
-        of the activation, only the result is rounded. `sigmoid` computes in fp32.
+        With the default constants, silu(g) and its product with u are each rounded to this dtype.
+        With other constants, only the final product is rounded. `sigmoid` is a function of fp32.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         if self == SILU:
@@ -71,7 +71,7 @@ class QuantizedActivations:
 class ShardedActivations(QuantizedActivations):
     """Activations whose rows are sharded over `group`; the next all-reduce overwrites them.
 
-    `q` and `scale` have all rows. `hidden` has only this rank's rows, from row `first` on.
+    `q` and `scale` have all ranks' rows. `hidden` has this rank's rows, from row `first` of `q` on.
     """
 
     group: Collective
@@ -90,7 +90,7 @@ def unquantized(x: Hidden) -> Tensor:
 
 
 def model_dtype(x: Hidden) -> torch.dtype:
-    """Return the dtype of the plain activations."""
+    """Return the dtype of the unquantized activations."""
     return x.hidden.dtype if isinstance(x, QuantizedActivations) else x.dtype
 
 

@@ -15,14 +15,14 @@ from negamax.kernels.peers import Collective
 
 @dataclass(frozen=True)
 class DecodeRuns:
-    """Decodes with draft tokens, grouped by sequence.
+    """Query tokens of decodes with draft tokens, grouped by sequence.
 
     The queries of sequence s are tokens query_starts[s] to query_starts[s + 1] - 1 of the step, at
     most `AttentionMetadata.max_decode_run` tokens. Tokens from query_starts[S] on are padding.
     """
 
     block_table_indices: Tensor  # [S] int64
-    seq_lens: Tensor  # [S] int32, lengths that include the tokens of this step; 0 for padding
+    seq_lens: Tensor  # [S] int32, sequence lengths with this step's tokens; 0: padding sequence
     query_starts: Tensor  # [S + 1] int64
 
 
@@ -32,15 +32,15 @@ class SharedTokens:
 
     group: Collective
     positions: Tensor  # [ranks * N] int64
-    token_slots: Tensor  # [ranks * N] int64, as in `AttentionMetadata`
+    token_slots: Tensor  # [ranks * N] int64, see `AttentionMetadata.token_slots`
 
 
 @dataclass(frozen=True)
 class StepTokens:
     """Input of a mixture of experts: data about the T tokens of a step."""
 
-    num_actual_tokens: Tensor | None = None  # `AttentionMetadata` documents all fields
-    # a token's position selects the copy of an expert for the token; None: all positions are 0
+    num_actual_tokens: Tensor | None = None  # see `AttentionMetadata`
+    # [T] int64; a token's position selects the expert replica for the token; None: all are 0
     positions: Tensor | None = None
     most_tokens: int | None = None
     is_share: bool = False
@@ -50,12 +50,12 @@ class StepTokens:
 class AttentionMetadata:
     """T query tokens of S sequences with keys in paged caches.
 
-    A sequence's queries are its last tokens. The first `num_decodes` sequences have one query each.
-    Each later sequence has several queries. The queries of sequence s are tokens query_starts[s] to
-    query_starts[s + 1] - 1. Sequence s has the blocks block_tables[block_table_indices[s]]. Tensors
-    are on the device of the caches. The host plans kernels with the `host_` fields, which are ()
-    during graph capture. On GPUs the `host_` lengths are upper bounds while draft tokens of an
-    earlier step are being verified.
+    The queries of a sequence are its last tokens. Each of the first `num_decodes` sequences has one
+    query, and each later sequence has several queries. The queries of sequence s are tokens
+    query_starts[s] to query_starts[s + 1] - 1. Sequence s has the blocks
+    block_tables[block_table_indices[s]]. Tensors are on the caches' device. The host plans kernels
+    with the `host_` fields, which are () during graph capture. On GPUs the `host_` lengths are
+    upper bounds while draft tokens of an earlier step are being verified.
     """
 
     positions: Tensor  # [T] int64
@@ -137,11 +137,11 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class CacheShard:
-    """The blocks of keys and values that a rank holds.
+    """The blocks of the KV cache that a rank stores.
 
     If several ranks have copies of a KV head, each rank holds every `ranks`-th block of the pool.
-    Rank b % ranks holds block b of the pool at its own index b // ranks + 1. Block 0 of each rank
-    is the padding block.
+    Rank b % ranks stores block b of the pool at index b // ranks + 1 of its own cache. Index 0 of
+    each rank's cache is the padding block.
     """
 
     rank: int = 0

@@ -30,7 +30,7 @@ class QkNorm:
     weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, q part first
     heads: int
     kv_heads: int
-    # number of squares that all ranks add up, including the copies of replicated KV heads
+    # number of elements whose squares all ranks add up, with all copies of replicated KV heads
     q_count: float
     k_count: float
     eps: float
@@ -171,12 +171,12 @@ def attend(q: Tensor, cache: KvCache, queries: Prepared, /) -> Hidden:
 
 
 def rows_of(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """Gather the first `length` tokens of `table` -> [length, kv_heads, head_dim] fp32."""
+    """Gather the first `length` keys or values of `table` -> [length, kv_heads, head_dim] fp32."""
     return gather_rows(cache, table[: -(-length // cache.shape[2])])[:length]
 
 
 def gather_rows(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Gather the tokens of `blocks` -> [tokens, kv_heads, head_dim] fp32."""
+    """Gather the keys or values in `blocks` of a cache -> [tokens, kv_heads, head_dim] fp32."""
     found = cache.view(torch.uint8)[blocks].view(cache.dtype)  # indexing does not support FP8
     return found.transpose(1, 2).flatten(0, 1).float()
 

@@ -1,4 +1,4 @@
-"""Sizes of the Triton attention kernels by architecture. No size is tuned at run time."""
+"""Launch sizes of the Triton attention kernels by architecture. They are not tuned at run time."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from negamax.kernels.launch.tile import Launch, has_h200_tiles
 
 @dataclass(frozen=True)
 class DecodeSplit:
-    """Rules that split the keys of a decode step over programs, for caches of any dtype."""
+    """Constants for splitting the keys of a decode step over programs, for any cache dtype."""
 
     block_n: int = 64  # number of keys per tile
     min_tiles: int = 1  # minimum number of tiles of a split
     programs: float = 3  # number of programs per multiprocessor
-    split_programs: float = 1.5  # number of programs per multiprocessor if each has one split
+    split_programs: float = 1.5  # number of programs per multiprocessor if each processes one split
     # minimum number of splits of a sequence if each program has one split of up to 16 rows; with
     # fewer splits, some splits would be twice as long as others
     min_splits: int = 3
@@ -28,10 +28,10 @@ _FEW = 64  # a step with at most this number of queries does not fill large tile
 
 
 class AttentionTiles:
-    """Sizes that were not measured. Two pipeline stages need at most 64 KB of shared memory."""
+    """Unmeasured sizes, with which two pipeline stages need at most 64 KB of shared memory."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
-        """Return launch sizes for tiles of `block_m` rows, with `cache_bytes` per cache element."""
+        """Return launch sizes for tiles of `block_m` rows and cached elements of `cache_bytes`."""
         return Launch(num_warps=4, num_stages=2)
 
     def prefill_block_m(self, longest: int, num_tokens: int) -> int:
@@ -43,12 +43,12 @@ class AttentionTiles:
         return 128 // block_m
 
     def prefill_launch(self, block_m: int, cache_bytes: int) -> Launch:
-        """Return launch sizes for tiles of `block_m` queries, and `cache_bytes` per cache value."""
+        """Return sizes for tiles of `block_m` queries and cache elements of `cache_bytes` bytes."""
         return Launch(block_n=32, num_warps=4, num_stages=2)
 
 
 class H200AttentionTiles(AttentionTiles):
-    """Sizes measured on an H200 with head_dim 128."""
+    """Launch sizes that were measured on an H200 with head_dim 128."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
         if split_kv or block_m > 16:

@@ -257,7 +257,7 @@ def _decode_kernel(
             return
         if C.PREFETCH_KV:
             prefetched = _prefetch(k_cache, v_cache, tables, table_stride, head, tile, sequence, C)
-    # The loads above need no wait: the plan and the tables were written before the first layer.
+    # The loads above precede this wait: earlier kernels wrote the plan, the tables and old keys.
     wait_for_predecessor(PDL)
     output = (out, values, scales)
     if C.SPLIT_KV:
@@ -282,7 +282,7 @@ def _decode_kernel(
 
 
 def _all_programs_run(device: torch.device, block_m: int) -> bool:
-    """Return whether two programs fit on each multiprocessor, so SPLIT_KV programs run at once."""
+    """Return whether each multiprocessor has shared memory for two programs with SPLIT_KV."""
     assert DECODE.split_programs <= 2
     needed = 84 if block_m == 16 else 100
     return platform.platform_of(device).shared_memory >= 2 * needed * 1024

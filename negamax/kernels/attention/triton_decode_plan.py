@@ -51,7 +51,7 @@ class DecodePlan:
     reduce_later: bool  # whether a second launch reduces the partial results
     runs: DecodeRuns | None  # queries by sequence; None: each sequence has one query
     num_queries: int  # maximum number of queries of a sequence per program
-    dependent: bool = True  # see `launch_options`
+    dependent: bool = True  # argument of `launch_options`
 
 
 # workspaces by thread, device and size; never released, because captured graphs write to them
@@ -143,7 +143,7 @@ def _find_program_tiles(
     return low, total
 
 
-# slices of a step's tensors may have any alignment
+# no specialization on alignment, because slices of a step's tensors may have any alignment
 @triton.jit(
     do_not_specialize=["num_seqs", "programs", "split_kv"],
     do_not_specialize_on_alignment=["seq_lens", "block_table_indices"],
@@ -155,11 +155,11 @@ def _plan_decode_kernel(
     work,  # [programs, WORK_WORDS] int32, written
     num_seqs,
     programs,
-    split_kv,  # 0 or 1
+    split_kv,  # 1 if each program processes one split of one sequence, else 0
     BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS_POW2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write `sequences` and `work` in one program, _BLOCK_S sequences at a time. Grid (1,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read the plan before they wait
+    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read `work` before they wait
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
         # a program without work has 0 as its end tile
@@ -228,7 +228,7 @@ def plan_splits(
         num_seqs, kv_heads, multiprocessors, num_rows=num_rows, min_splits=min_splits
     )
     most = int(multiprocessors * DECODE.programs)
-    if reduce_later:  # every program writes one partial result
+    if reduce_later:  # one partial result per program, at least one program per sequence
         programs, split_kv = max(programs, num_seqs), True
         most = max(most, programs)
     sizes = (num_seqs * SEQUENCE_WORDS.value, programs * WORK_WORDS.value)
@@ -245,7 +245,7 @@ def plan_splits(
 def plan_decode(
     queries: AttentionMetadata, shape: PagedShape, *, reduce_later: bool = False
 ) -> DecodePlan:
-    """Plan one or several queries per sequence. Only the device reads the sequence lengths.
+    """Plan decodes of one or several queries per sequence; only the device reads the lengths.
 
     With `reduce_later` programs do not wait for each other; a second launch reduces the partial
     results.

@@ -10,7 +10,7 @@ A reader polls each word until it is no longer EMPTY, as in NCCL's LL protocol, 
 no counters and fences. The reader then sets the words to EMPTY for the next layer.
 
 The program of a sequence's first tile waits for the other splits and reduces all splits. With
-PARALLEL_REDUCE each program of the sequence reduces some of the rows, so each program reads less.
+PARALLEL_REDUCE each program of the sequence reduces some query rows, so each program reads less.
 With REDUCE_LATER `reduce_kernel` reduces the splits, and no program waits.
 """
 
@@ -47,8 +47,8 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
     """Add rows `row` [rows] of partial results slot + start to slot + count - 1 to the caller's own
     m_i, l_i [rows] and acc [rows, BLOCK_D]. The caller divides acc by l_i.
 
-    Reads are bound by latency, so 32 rows of partial results are read at a time. The values are
-    read before their lse, because each warp waits for the lse of all 32 rows (one row per lane).
+    Reads are bound by latency, so 32 rows of partial results are read at a time. The rows of acc
+    are read before the lse, because each warp waits for the lse of all 32 rows (one per thread).
     """
     PARTIALS: tl.constexpr = 32 // row.shape[0]
     column = tl.arange(0, C.BLOCK_D)
@@ -56,7 +56,7 @@ def _reduce(partials, slot, row, start, count, m_i, l_i, acc, C: tl.constexpr):
         index = first + tl.arange(0, PARTIALS)
         partial = partials + (slot + index) * (C.PARTIAL_ROWS * (C.BLOCK_D + 4))
         result_at = row[None, :, None] * C.BLOCK_D + column[None, None, :]
-        # each warp loads whole rows: all partial results and all columns of a row
+        # each warp loads whole query rows: all columns of a row in all partial results
         result_at = add_last_first(partial[:, None, None], result_at, C.BLOCK_D)
         lse_at = partial[None, :] + C.PARTIAL_ROWS * C.BLOCK_D + row[:, None]
         live = (index < count)[None, :] & (row < C.QUERIES * C.GROUP)[:, None]
@@ -88,7 +88,7 @@ def finish_split(
 ):  # fmt: skip
     """Write the output from m_i, l_i [PARTIAL_ROWS] and acc [PARTIAL_ROWS, BLOCK_D] if this program
     completes its sequence. A program that does not complete its sequence stores m_i, l_i and acc to
-    `partials`. With PARALLEL_REDUCE the program then reduces its rows.
+    `partials`. With PARALLEL_REDUCE the program then reduces some query rows.
     """
     BLOCK_D: tl.constexpr = C.BLOCK_D
     slot = head * programs + sequence.first_program

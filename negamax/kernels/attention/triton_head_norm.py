@@ -1,5 +1,5 @@
 """RMS norm of each head (optional), rope and the write to the paged caches in one launch. The
-launch includes the index heads of block-sparse attention.
+launch also processes the index heads of block-sparse attention.
 
     projected    |   q heads   | k heads | v heads | index q heads | index k |    a token's row
                   norm and rope            copy      norm and rope
@@ -65,7 +65,7 @@ def _load_rotated(
     x, weight, angles, head, is_there, is_key, is_plain, eps,
     DIM: tl.constexpr, BLOCK_REST: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Load the heads `head` [BLOCK_H] at x and rotate them; return tiles, columns and masks. If
+    """Load the heads `head` [BLOCK_H] at x and rotate them; return their tiles, columns, masks. If
     `weight` [2, DIM] is given, heads are normalized first, by weight[1] for keys, else weight[0].
     Heads with `is_plain` are not changed.
     """
@@ -100,7 +100,7 @@ def _write_qkv(
     x, weight, angles, slots, token, tile, q_out, k_cache, v_cache, eps, scales,
     C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Process and write a tile of the q, k and v heads at x."""
+    """Norm and rotate the q and k heads of a tile at x, and store its q, k and v heads."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_there = head < C.HEADS + 2 * C.KV_HEADS
     is_q, is_v = head < C.HEADS, head >= C.HEADS + C.KV_HEADS
@@ -123,7 +123,7 @@ def _write_index(
     x, weight, angles, slots, rows, token, tile, q_out, cache, eps, rank, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Process and write a tile of the index heads at x."""
+    """Norm, rotate and store a tile of the index heads at x."""
     head = tile * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     is_q, is_k = head < C.INDEX_HEADS, head == C.INDEX_HEADS
     if rows is None:  # the index key has the block and offset of the first KV head's key
@@ -166,7 +166,7 @@ def _head_norm_rope_write_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Process and write BLOCK_H heads of one token."""
+    """Norm, rotate and store BLOCK_H heads of one token."""
     TILES: tl.constexpr = triton.cdiv(C.HEADS + 2 * C.KV_HEADS, C.BLOCK_H)
     QKV: tl.constexpr = (C.HEADS + 2 * C.KV_HEADS) * C.DIM
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -27,7 +27,7 @@ def finite(x, dtype: tl.constexpr):
 
 @triton.jit
 def to_cache_dtype(x, dtype: tl.constexpr):
-    """Convert x to the dtype of a cache; FP8 saturates."""
+    """Convert x to the dtype of a cache; large values saturate in FP8."""
     if dtype == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x, -e4m3_max(dtype)), e4m3_max(dtype))
     return x.to(dtype)
@@ -38,7 +38,7 @@ def split_columns(
     is_head, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Return each tile's columns [1, columns] from part * HALF on, and masks [heads, columns]."""
+    """Return the column indices within each tile of `heads`, and the masks [heads, columns]."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = is_head[:, None] & (i < HALF)
     columns, masks = (i, i), (mask, mask)
@@ -60,7 +60,7 @@ def load_heads(x, offsets, masks, HALF: tl.constexpr):
 
 @triton.jit
 def load_angles(cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Load a token's cosines and sines [1, BLOCK_HALF]; both tensors hold each angle twice."""
+    """Load a token's cosines and sines [1, BLOCK_HALF]; cos and sin contain each angle twice."""
     i = tl.arange(0, BLOCK_HALF)
     c = tl.load(cos + i, mask=i < HALF, other=0.0)[None, :]
     return c, tl.load(sin + HALF + i, mask=i < HALF, other=0.0)[None, :]

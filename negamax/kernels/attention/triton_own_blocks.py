@@ -1,4 +1,4 @@
-"""List the blocks of each sequence that a rank holds, if ranks shard the blocks of a cache:
+"""List a rank's blocks of each sequence, if ranks shard the blocks of a cache:
 
     blocks of a sequence    | 0 | 1 | 2 | 3 | 4 | 5 | ...     7  2  9  4  1  6   in the pool
     of rank 1 of 2          | 0 |   | 2 |   | 4 |   |         3     4     0      of this rank
@@ -20,7 +20,7 @@ _CHUNK = 1024  # number of blocks that the planning program loads at a time
 
 @dataclass(frozen=True)
 class OwnBlocks:
-    """The blocks of S sequences that a rank holds, in ascending order."""
+    """The blocks that a rank holds of each of S sequences, in ascending order."""
 
     blocks: Tensor  # [S, 2, max_blocks] int32, block indices in the sequence, then on the rank
     held: Tensor  # [S, max_blocks] int32, number of held blocks up to each block of the sequence
@@ -28,7 +28,7 @@ class OwnBlocks:
     keys: Tensor  # [S] int32, number of keys of the sequence in held blocks
 
 
-# slices of a step's tensors may have any alignment
+# no specialization on alignment, because slices of a step's tensors may have any alignment
 @triton.jit(
     do_not_specialize=["rank"], do_not_specialize_on_alignment=["block_table_indices", "lengths"]
 )
@@ -80,7 +80,7 @@ def plan_own_blocks(
     block_size: int,
     first: int = 0,
 ) -> OwnBlocks:
-    """List the blocks that a rank holds. The rank's index of pool block b is b // ranks + first."""
+    """List a rank's blocks. Pool block b has index b // ranks + first in the rank's cache."""
     num_seqs, tables = lengths.shape[0], metadata.block_tables
     width = tables.shape[1]
     blocks = torch.empty(num_seqs, 2, width, dtype=torch.int32, device=tables.device)

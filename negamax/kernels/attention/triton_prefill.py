@@ -76,7 +76,7 @@ class PrefillPlan:
 
 
 def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
-    """Plan prefills; the queries of a sequence are its last tokens."""
+    """Plan prefills; the queries of a sequence are the sequence's last tokens."""
     device, num_tokens = queries.seq_lens.device, queries.positions.shape[0]
     tiles, on_device = tiles_for(device), queries.is_captured or not queries.is_exact
     longest = num_tokens if on_device else max(queries.host_seq_lens, default=0)
@@ -90,11 +90,11 @@ def plan_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
 
 
 def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) -> SplitTiles:
-    """Distribute `programs` over tiles of at most `size` queries by the tiles' numbers of keys."""
+    """Distribute programs over tiles of at most `size` queries by the number of keys of a tile."""
     places = programs // shape.kv_heads
     rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
     work, merged = rows.split([len(tiles) + places, places // 2])
-    most = max(512, triton.next_power_of_2(len(tiles)))  # larger sizes need fewer compilations
+    most = max(512, triton.next_power_of_2(len(tiles)))  # each value compiles a kernel
     _split_tiles_kernel[(1,)](
         tiles, work, merged, len(tiles), programs, shape.group, shape.kv_heads, size, most
     )
@@ -170,7 +170,7 @@ def list_query_tiles(queries: AttentionMetadata, size: int) -> Tensor:
 def _list_tiles_on_device(queries: AttentionMetadata, size: int) -> Tensor:
     """List the tiles [T / size + S, 4] of sequences if only the device stores their query counts.
 
-    The last tiles may be empty. A sequence's tiles are in descending order of number of keys.
+    The last tiles may be empty. The tiles of a sequence are sorted by descending number of keys.
     """
     starts, num_seqs = queries.query_starts, queries.block_table_indices.shape[0]
     counts = starts.diff()
@@ -202,8 +202,8 @@ def _find_last_own_key(held, position, is_row, C: tl.constexpr):
 
 @triton.jit
 def _place_rows(row, first, count, query_head, C: tl.constexpr):
-    """Return each row's query in the tile and its index in the output (token * heads + head). The
-    rows belong to one head, or to all query heads of a KV head if these fit into the tile.
+    """Return each row's query index in the tile, and its output row (token * heads + head). The
+    rows belong to one head, or to all query heads of a KV head if these heads fit into the tile.
     """
     is_folded = count * C.GROUP <= C.BLOCK_M
     query = tl.where(is_folded, row // C.GROUP, row)
@@ -211,7 +211,7 @@ def _place_rows(row, first, count, query_head, C: tl.constexpr):
     return query, head + tl.where(is_folded, row % C.GROUP, 0)
 
 
-# slices of a step's tensors may have any alignment
+# no specialization on alignment, because slices of a step's tensors may have any alignment
 @triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["block_table_indices"])
 def _prefill_kernel(
     q,  # [T, KV_HEADS * GROUP, DIM]
@@ -224,7 +224,7 @@ def _prefill_kernel(
     values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, KV_HEADS * GROUP] fp32, written if QUANTIZE, else None
     lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
-    held,  # [S, held_stride] int32, `OwnBlocks` of the blocks in `tables`; None: all blocks
+    held,  # [S, held_stride] int32, `OwnBlocks.held`; None: `tables` list all blocks
     held_stride,
     partials,  # [heads, places, BLOCK_M, BLOCK_D + 2] fp32 (`store_split`); None without SPLIT_KV
     places,
@@ -309,7 +309,7 @@ def _locate_partials(partials, place, places, C: tl.constexpr):
 def _merge_prefill_kernel(
     partials, places, merged, out, values, scales, lse, v_scale, C: tl.constexpr
 ):
-    """Merge the splits of 16 rows. Grid (heads, split tiles, BLOCK_M / 16)."""
+    """Merge the partial results of 16 rows. Grid (heads, split tiles, BLOCK_M / 16)."""
     record = merged + tl.program_id(1) * _WORDS
     first, count, _, _ = _load_tile(record + 1)
     row = tl.program_id(2) * 16 + tl.arange(0, 16)

@@ -201,7 +201,7 @@ def select_kernels(score: Score, provider: str, **properties: Any) -> tuple[AnyK
 
 
 def products(index_q: Tensor, index_cache: Tensor, tokens: ScoredTokens, size: int) -> Tensor:
-    """Compute the scores of blocks by one GEMM per sequence."""
+    """Compute scores [S, n, heads, sparse blocks] of blocks by one GEMM per sequence."""
     (sequences, count, heads, dim), tables = index_q.shape, tokens.tables
     stored = index_cache.view(torch.uint8)  # index_select does not support FP8
     keys = stored.index_select(0, tables.flatten()).view(index_cache.dtype).float()

@@ -77,7 +77,7 @@ def split_sparse_heads(projected: Tensor, norm: SparseHeadNorm) -> SparseHeads:
 
 
 def rows_of_index(rows: Tensor, shard: IndexShard, *, kv_heads: int, block_size: int) -> Tensor:
-    """Map row indices of keys to row indices [T] in a rank's index cache; -1 on other ranks."""
+    """Map cache rows of keys to rows [T] of a rank's index cache; -1: stored by another rank."""
     first = rows[::kv_heads]
     block = first // (kv_heads * block_size)
     own = block // shard.ranks * block_size + first % block_size
@@ -99,8 +99,8 @@ def norm_rope_write(
     Returns q [T, heads, head_dim] and index_q [T, index_heads, index_dim]. `projected` has the
     parts of `SparseHeads`; a kernel may overwrite it. index_cache is [num_blocks, 1, block_size,
     index_dim]. `index_rows` [T] are the row indices of the index keys in this cache (-1: not
-    written). The default is derived from the row indices of k. Arithmetic is in fp32; results are
-    rounded once, at the end. The index key is not scaled.
+    written), by default derived from the row indices of k. Arithmetic is in fp32; results are
+    rounded once, at the end. The cache of index keys has no scale.
     """
     own = split_sparse_heads(projected, norm)
     q, k, index_q, index_k = (

@@ -30,7 +30,7 @@ class SparseDecodePlan:
     paged: DecodePlan
 
 
-# slices of a step's tensors may have any alignment
+# no specialization on alignment, because slices of a step's tensors may have any alignment
 @triton.jit(
     do_not_specialize=["num_tokens", "num_seqs"],
     do_not_specialize_on_alignment=["positions", "seq_lens", "query_starts"],
@@ -65,7 +65,7 @@ def _count_keys_kernel(
 def plan_sparse_decode(
     queries: AttentionMetadata, shape: SparseShape, *, reduce_later: bool = False
 ) -> SparseDecodePlan:
-    """Plan one or several queries per sequence. Only the device reads the sequence lengths."""
+    """Plan decodes of one or several queries per sequence; only the device reads the lengths."""
     num_tokens, device = queries.positions.shape[0], queries.positions.device
     num_seqs, num_rows = queries.seq_lens.shape[0], num_tokens * shape.kv_heads
     lengths = torch.empty(num_rows, dtype=torch.int32, device=device)
@@ -83,7 +83,7 @@ def plan_sparse_decode(
         num_decodes=num_rows,
         max_decode_run=1,  # no two of these sequences have the same keys
         decode_runs=None,
-        # lengths are upper bounds; if host lengths exist, no keys are prefetched before selection
+        # upper bounds; kernels with host lengths read no keys before the selection ends
         host_seq_lens=(shape.dense_tokens,) * num_rows,
         host_query_lens=(1,) * num_rows,
         is_exact=False,

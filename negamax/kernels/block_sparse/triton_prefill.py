@@ -60,7 +60,7 @@ class SparsePrefillPlan:
 def plan_sparse_prefill(
     queries: AttentionMetadata, shape: SparseShape
 ) -> SparsePrefillPlan | PrefillPlan:
-    """Plan prefills; the queries of a sequence are its last tokens."""
+    """Plan prefills; the queries of a sequence are the sequence's last tokens."""
     if not queries.is_captured and max(queries.host_seq_lens) <= shape.dense_tokens:
         return plan_prefill(queries, shape)
     return plan_chosen_prefill(queries, shape)
@@ -175,7 +175,7 @@ def _sparse_prefill_kernel(
         k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         first_key, by = block * C.BLOCK_SIZE + part * C.BLOCK_N, chosen_by
-        # load pages one tile ahead: a load that waits for another load would halve the pipeline
+        # load pages one tile ahead: a load after a load would halve the pipeline stages
         following = union + tl.minimum((t + 1) // TILES, size - 1) * _WORDS
         block, chosen_by, page = tl.load(following), tl.load(following + 1), tl.load(following + 2)
         scores = tl.dot(q_tile, tl.trans(k))

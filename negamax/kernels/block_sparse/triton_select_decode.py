@@ -102,7 +102,7 @@ def _follows(seq_lens, block_table_indices, seq, num_seqs):
     )
 
 
-# slices of a step's tensors may have any alignment
+# no specialization on alignment, because slices of a step's tensors may have any alignment
 @triton.jit(
     do_not_specialize=["num_seqs"],
     do_not_specialize_on_alignment=[
@@ -339,7 +339,7 @@ def _choose(
             )  # fmt: skip
 
 
-# slices of a step's tensors may have any alignment
+# no specialization on alignment, because a slice of a buffer may have any alignment
 @triton.jit(do_not_specialize_on_alignment=["arrivals"])
 def _select_decode_kernel(
     index_q,  # [T, HEADS, DIM]

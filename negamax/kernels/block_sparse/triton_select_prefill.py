@@ -9,7 +9,7 @@ the program merges the sort keys of these blocks into the highest sort keys of e
     TOPK_POW2 blocks                                    -> keys [BLOCK_M, TOPK_POW2]
     so far                                              -> best [BLOCK_M, TOPK_POW2]
 
-The memory of a program therefore does not grow with the context. Queries with at most TOPK blocks
+A program's memory therefore does not grow with the context length. Queries with at most TOPK blocks
 up to their position are not scored.
 """
 
@@ -57,7 +57,7 @@ class SelectPrefillPlan:
 
 
 def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> SelectPrefillPlan:
-    """Plan prefills; the queries of a sequence are its last tokens."""
+    """Plan prefills; the queries of a sequence are the sequence's last tokens."""
     num_tokens, device = metadata.positions.shape[0], metadata.positions.device
     heads = shape.index_heads
     block_m = max(tiles_for(device).select_block_m(num_tokens * heads), heads)
@@ -126,7 +126,7 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
     return _merge(best, order, slot_block, C)
 
 
-# slices of a step's tensors may have any alignment
+# no specialization on alignment, because slices of a step's tensors may have any alignment
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _select_prefill_kernel(
     index_q,  # [T, HEADS, DIM]
@@ -135,8 +135,8 @@ def _select_prefill_kernel(
     block_table_indices,  # [S] int64
     tiles,  # [tiles, 4] int32
     keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64, written if SPLITS > 1
-    ids,  # [T, HEADS, TOPK] int32, written unless splits are merged
-    pages,  # [T, HEADS, TOPK] int32, written unless splits are merged
+    ids,  # [T, HEADS, TOPK] int32, written if SPLITS is 1 or if all blocks are selected
+    pages,  # [T, HEADS, TOPK] int32, written together with `ids`
     own_blocks,  # this tensor and the next two are parts of `OwnBlocks`, read only if RANKS > 1
     held,
     width,
@@ -181,7 +181,7 @@ def _select_prefill_kernel(
             tl.store(keys + at * C.TOPK_POW2 + column, best, mask=is_there[:, None])
 
 
-# slices of a step's tensors may have any alignment
+# no specialization on alignment, because slices of a step's tensors may have any alignment
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _merge_splits_kernel(
     tables,

@@ -145,7 +145,7 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
         k = tl.load(k_at)
     else:
         k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-    # load block numbers a tile ahead: a load that waits for another load would halve the pipeline
+    # load block numbers a tile ahead: a load after a load would halve the pipeline stages
     next_i = tl.minimum(i + 1, end - 1)
     cache_block = tl.load(blocks + next_i // C.PER_BLOCK)
     next_number = find_scored_block(numbers, next_i, C)

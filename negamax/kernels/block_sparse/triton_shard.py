@@ -31,7 +31,7 @@ from negamax.kernels.peers import Collective, find_region
 
 @dataclass(frozen=True)
 class MergePlan:
-    """The metadata of the tokens of a step, and constants."""
+    """The metadata of a step's tokens, and constants of the selection kernel."""
 
     metadata: AttentionMetadata
     shape: SparseShape
@@ -67,8 +67,8 @@ def _merge_shards_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Select blocks for this rank's heads of one token. Grid (T,). A row of the region holds the
-    sort keys of the reading rank's heads.
+    """Select blocks for this rank's heads of one token. Grid (T,). A row of the region contains
+    the sort keys for the heads of the rank that reads the row.
     """
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     HEADS: tl.constexpr = C.HEADS
