@@ -18,8 +18,8 @@ from typing import Any
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Session, SessionTurn, TextScale, TurnResponse, Turns
 
-STEPS_PER_TASK = (3, 9)  # Fewest and most turns until the next user message.
-RESULT_SPREAD = (0.3, 1.7)  # Range of a tool result's length, relative to the mean.
+STEPS_PER_TASK = (3, 9)  # Minimum and maximum turns between user messages.
+RESULT_SPREAD = (0.3, 1.7)  # Shortest and longest tool result, relative to the mean.
 TWO_CALLS_SHARE = 0.25
 
 NOUNS = (
@@ -55,7 +55,7 @@ _TOOLS: tuple[tuple[str, str, str], ...] = (
     ("fetch_page", "Read a page of documentation.", "url question"),
     ("note_tasks", "Keep a list of what is to be done.", "tasks:array"),
     ("ask_user", "Ask the user one question.", "question choices:array"),
-)  # (name, description, fields as name:type). Fields without a type are strings.
+)  # Each tool: (name, description, fields as name:type). Fields without a type are strings.
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _live_reply(answer: TurnResponse, step: _RecordedStep) -> list[dict[str, Any
     assert answer.message is not None
     message = dict(answer.message)
     calls = message.get("tool_calls", [])
-    # a truncated call cannot be sent back
+    # remove calls of a truncated answer, because the server would refuse them in the next prompt
     if answer.record.finish_reason != "tool_calls" or not calls:
         message.pop("tool_calls", None)
         return [message, {"role": "user", "content": step.question or "\n".join(step.results)}]

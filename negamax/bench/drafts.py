@@ -22,7 +22,7 @@ class DraftCounts:
     draft_tokens: int = 0
     accepted: int = 0
     per_position: tuple[int, ...] = ()
-    is_synthetic: bool = False  # a schedule decides acceptance, not the model
+    is_synthetic: bool = False  # whether a random schedule accepts drafts, not the model
 
     @staticmethod
     def of_stats(stats: EngineStats, speculation: SpeculationConfig | None) -> "DraftCounts":
@@ -45,7 +45,7 @@ class DraftCounts:
         positions: dict[int, float] = {}
         try:
             samples = [one for each in text_string_to_metric_families(text) for one in each.samples]
-        except ValueError:  # the text is not a page of metrics
+        except ValueError:  # the text has no Prometheus format
             samples = []
         for sample in samples:
             if not math.isfinite(sample.value):

@@ -57,7 +57,7 @@ async def check_endpoints(
         try:
             model = await find_model(client)
         except CheckFailure:
-            model = "default"  # the separate check of /v1/models reports this failure
+            model = "default"  # the check of /v1/models reports the failure
     asked = (_ask(client, name, model, deadline, required) for name in ENDPOINTS)
     states = await asyncio.gather(*asked)
     client.close()
@@ -83,7 +83,7 @@ async def _ask(
     except TimeoutError:
         state, detail = "failed", "no answer in time"
     except CheckFailure as failure:
-        # servers also answer 404 for an unknown model
+        # A 404 that contains the model name reports an unknown model, not a missing endpoint.
         is_absent = failure.status in ABSENT and model not in str(failure)
         state = "absent" if is_absent and name not in required else "failed"
         detail = "" if state == "absent" else str(failure)

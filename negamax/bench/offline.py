@@ -42,7 +42,7 @@ SCHEMA = "negamax-bench-offline/1"
 class Repeat:
     """One measurement of one batch size. Times are in seconds."""
 
-    prefill_seconds: float  # Time of the batch with one token per request.
+    prefill_seconds: float  # Time of the batch with one output token per request.
     ttft: tuple[float, ...]  # Times to first token in the timed batch.
     total_seconds: float  # Duration of the timed batch.
     tpot: float  # (end of the batch - latest first token) / (output_len - 1).

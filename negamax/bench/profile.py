@@ -23,7 +23,7 @@ from negamax.worker.config import START_PROFILE, STOP_PROFILE, KernelTime
 SCHEMA = "negamax-bench-profile/1"
 WARM_UP_STEPS = 8
 
-# (operation, prefixes of kernel names). The first operation that matches a kernel is used.
+# (operation, prefixes of kernel names). A kernel belongs to the first operation that matches.
 OPERATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("all-reduce + add + norm", ("_all_reduce_add_rms", "_push_partials", "_add_rms_all_gather")),
     ("tokens to experts and back", ("_dispatch_kernel", "_combine_kernel")),
@@ -71,7 +71,7 @@ class OperationTime:
     """The time of one operation, or of an unknown kernel, in a decode step of rank 0."""
 
     operation: str
-    microseconds: float  # Microseconds per step.
+    microseconds: float  # GPU time per step.
     launches: float  # Kernel launches per step.
     kernels: tuple[str, ...]  # The recorded kernel names.
 

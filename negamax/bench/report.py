@@ -103,7 +103,7 @@ def read_baseline(file: Path, conditions: Mapping[str, Any]) -> Run:
     """Read the result with the same `conditions` from `file`. Raises `ConfigError`."""
     try:
         results = json.loads(file.read_text(encoding="utf-8"))["results"]
-        # files of older versions lack the key cached_prompts
+        # result files of older versions lack the key cached_prompts
         described = [
             {key: {"cached_prompts": False, **other}[key] for key in conditions}
             for other in results
@@ -129,7 +129,7 @@ def add_comparison(result: dict[str, Any], baseline: Run) -> None:
             run["times_faster_prefill"] = other["prefill_seconds"] / run["prefill_seconds"]
 
 
-_LINES = (  # heading, key of a run, format
+_LINES = (  # row heading, key in a result, number format
     ("TTFT median, ms", "ttft_ms_median", ".1f"),
     ("TTFT max, ms", "ttft_ms_max", ".1f"),
     ("prefill, s", "prefill_seconds", ".3f"),

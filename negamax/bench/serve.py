@@ -28,7 +28,7 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
 from negamax.engine.shape import SHAPE
 
-PROBE_CHARS = (64, 4096)  # Lengths of two texts that measure the tokens per character.
+PROBE_CHARS = (64, 4096)  # Lengths of two prompts, to measure tokens per character.
 # Values of `owned_by` of servers that support continuous_usage_stats.
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
@@ -96,7 +96,7 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
         await _warm_up(load, workload.warmups)
         before = await _drafts(server.client)
         gc.collect()
-        gc.freeze()  # objects of the workload live until the end of the run
+        gc.freeze()  # the workload lives until the end
         progress.stage, progress.started = "running", time.perf_counter()
         interrupted = False
         try:

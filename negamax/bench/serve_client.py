@@ -22,7 +22,7 @@ import msgspec
 
 from negamax.base.errors import ConfigError
 
-HEAD_BYTES = 64 * 1024  # Limit for the head of a response, or for one line of chunk framing.
+HEAD_BYTES = 64 * 1024  # Limit for the headers of a response, or for one chunk header.
 EVENT_BYTES = 16 * 2**20  # Limit for one server-sent event.
 ERROR_BYTES = 4096  # Limit for the body of an error response.
 ANSWER_BYTES = 64 * 2**20  # Limit for a response that is not streamed.
@@ -58,7 +58,7 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._now = 0.0  # Arrival time of the latest bytes.
-        self._num_framing = 0  # Bytes since the head or the last piece of the body ended.
+        self._num_framing = 0  # Received bytes since the headers or the latest body data.
         self._until_close = False  # Whether the body ends when the connection closes.
         self._untouched = True  # Whether no byte of the answer has arrived.
         self._keep = True
@@ -106,7 +106,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = {}
-        self._keep = self._keep and self._sink is not None  # false after unrequested bytes
+        self._keep = self._keep and self._sink is not None  # false if no request is open
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -415,7 +415,7 @@ class ServingClient:
         except TimeoutError:
             record.fail(f"no end within {self._timeout:g} s")
         except ExchangeError as error:
-            if not reader.is_complete:  # a failure after [DONE] loses nothing
+            if not reader.is_complete:  # all output precedes [DONE]
                 record.fail(str(error))
         except (OSError, ssl.SSLError) as error:
             record.fail(_connect_failure(error), str(error))
@@ -484,6 +484,6 @@ def _connect_failure(error: OSError) -> str:
         return "TLS failure"
     if isinstance(error, socket.gaierror):
         return "unknown host"
-    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # several addresses were tried
+    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # after several addresses
     refused = several or isinstance(error, ConnectionRefusedError)
     return "connection refused" if refused else "no connection"

@@ -17,8 +17,8 @@ from negamax.base.errors import ConfigError
 from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import CHAT, COMPLETIONS, BenchOptions
 
-COMMON_IDS = range(300, 4000)  # Ordinary tokens of most vocabularies.
-MIN_TOKENS = 4  # Shortest question and shortest answer of a ShareGPT file.
+COMMON_IDS = range(300, 4000)  # Token ids that are ordinary text in most vocabularies.
+MIN_TOKENS = 4  # Minimum tokens of a question, and of an answer, in ShareGPT files.
 _SYLLABLES = (
     "ba be bo ca ce co da de do fa fe fi ga go ha he hi ja jo ka ke ki la le li lo ma me mi mo "
     "na ne ni no pa pe pi po ra re "
@@ -52,7 +52,7 @@ class Session:
 
     num_turns: int
     start: Callable[[], Turns]
-    wants_responses: bool = False  # whether the generator of `start` reads the answers
+    wants_responses: bool = False  # whether `start` reads the server's answers
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ MAX_ATTEMPTS = 10  # Attempts per request, as in MiniMax's published suite.
 SHOWN_FAILURES = 5  # Number of failures that the report shows per row.
 # Minimum pass rates of the published suite. Every other row of the report allows no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
-_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # case keys that are not sent
+_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # not sent in requests
 _SCHEMA_WORDS = {"type", "description", "required", "additionalProperties", "$schema", "items"}
 _CYRILLIC = re.compile("[\u0400-\u04ff]")
 _THINK_BLOCK = re.compile(r"<(?:mm:)?think>.*?</(?:mm:)?think>", re.DOTALL)

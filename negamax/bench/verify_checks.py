@@ -30,7 +30,7 @@ Case = dict[str, Any]
 
 CASES = Path(__file__).with_name("verify_cases.toml")
 REFUSED = (400, 422)
-EQUAL_ATTEMPTS = 3  # attempts, because the batch composition changes the last bits of logits
+EQUAL_ATTEMPTS = 3  # repeated, because the batch composition changes the last bits of logits
 TAGS = (
     "<think>", "</think>", "<mm:think>", "</mm:think>", "<minimax:tool_call>",
     "</minimax:tool_call>", "]<]minimax[>[",
@@ -88,7 +88,7 @@ def find_wrong_call(answer: JudgedAnswer, tools: Iterable[Mapping[str, Any]] | N
                 return f"arguments of {name} do not follow its schema: {text[:80]!r}"
         except ValueError:
             return f"arguments of {name} are not JSON: {text[:80]!r}"
-        except InvalidRequestError as error:  # the schema is too large
+        except InvalidRequestError as error:  # the tool's schema is too large
             return f"the schema of {name} cannot be checked: {error}"
     return None if answer.calls else f"no call (finish_reason {answer.finish_reason!r})"
 

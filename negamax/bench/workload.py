@@ -23,7 +23,7 @@ class BatchTimes:
     seconds: float  # Time of the last token of the batch.
     # Durations of the steps after all requests have their first token.
     steps: tuple[float, ...]
-    # seconds in which the GPU was busy or idle in the decode phase; both 0 if not measured
+    # seconds in which the GPU was busy and was idle while decoding; 0 and 0 if not measured
     busy: float
     idle: float
     # number of prompt tokens found in the prefix cache; 0 in a valid measurement

@@ -12,7 +12,7 @@ from negamax.checkpoint.licence import RETRY, Licence, describe_error, log_licen
 from negamax.config.json_file import read_json_object
 
 NAME = "the Hugging Face hub"
-_IGNORED_FILES = ("*/*",)  # files in subfolders
+_IGNORED_FILES = ("*/*",)  # pattern of files in subfolders
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -41,7 +41,7 @@ def download(
     licence = _licence(model, folder)
     if licence is not None:
         log_licence(model, licence)
-    # All files come from the commit of the first files, which is the name of the folder.
+    # All files must come from one commit. The folder has the name of the first files' commit.
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)
@@ -111,7 +111,7 @@ def _logged_bar() -> type[Any]:
 
     class LoggedBar(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            # The client has other progress bars, which count files or network traffic.
+            # Show only the bar that counts bytes. The client's other bars count files or traffic.
             counts_bytes = options.get("unit") == "B" and not str(options.get("name")).endswith(
                 ".transfer"
             )

@@ -36,9 +36,9 @@ class CheckpointReport:
     num_kept: int  # Number of weights that were kept as stored.
     dequantized_formats: str  # Stored formats of the dequantized weights.
     kept_formats: str
-    # largest relative error of a converted matrix: RMS(error) / RMS(matrix); None: no conversion
+    # largest RMS(error) / RMS(matrix) of a converted matrix; None: no matrix was converted
     change: float | None
-    skipped: Mapping[str, tuple[str, ...]]  # reason -> tensor names
+    skipped: Mapping[str, tuple[str, ...]]  # reason -> names of skipped tensors
     seconds: float
 
     def summary(self) -> str:
@@ -103,7 +103,7 @@ def fill(
             written = move.slot.write_part(part.tensor, move.tensors[0][1].matrix)
             for scale in part.broken:
                 check.add_scale(scale)
-            # Scales are many small tensors that are copied unchanged, so the host checks them.
+            # The host checks scales, which are many small tensors that are copied unchanged.
             stored = move.slot.stored
             looked_at = part.tensor if stored and stored.role is not Role.VALUES else written
             check.add(looked_at if part.plain is None else part.plain, *move.entries)

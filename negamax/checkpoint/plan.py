@@ -52,7 +52,7 @@ class SourceTensor:
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
         """Translate `part` (one range per dimension) into ranges in the dimensions of `entry`."""
-        if len(part) != len(self.shape):  # a single number may be stored as [] or [1]
+        if len(part) != len(self.shape):  # a scalar may be stored as [] or [1]
             part = tuple(map(range, self.shape))
         start = self.start or (0,) * len(part)
         moved = (range(p.start + s, p.stop + s) for p, s in zip(part, start, strict=True))
@@ -253,7 +253,7 @@ def _wanted(slot: WeightSlot, found: Mapping[str, SourceTensor]) -> dict[str, St
     if slot.stored is not None or slot.source is PLAIN:
         return {slot.name: slot.stored or PLAIN.values}
     wanted = _tensors_of(slot, slot.source)
-    # Some quantization configs do not list all unquantized modules.
+    # Accept plain values, because some quantization configs do not list all unquantized modules.
     source = found.get(slot.name)
     is_plain = source is not None and source.entry.dtype in PLAIN_DTYPES
     if is_plain and not any(name in found for name in wanted if name != slot.name):
@@ -389,7 +389,7 @@ def _module(name: str) -> str:
 
 # --- mismatches -----------------------------------------------------------------------------------
 
-_ONE = ((), (1,))  # both shapes of a tensor with a single number
+_ONE = ((), (1,))  # the shapes that a scalar may have in a file
 _OTHER_MODEL = "config.json and the weights belong to different models"
 _OTHER_CONFIG = "config.json has no quantization_config for this module"
 _INCOMPLETE = "the checkpoint is incomplete, or its quantization config describes another model"
@@ -407,7 +407,7 @@ _UNLISTED = (
 class _Problems:
     """Mismatches between a checkpoint and a model. Single writer: `plan_tensors`."""
 
-    misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # Tensor -> message, hint.
+    misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # Tensor -> error, hint.
     missing: dict[str, None] = field(default_factory=dict)  # Names of missing tensors, in order.
     unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # Name in `Places` -> source.
     lost_files: str | None = None

@@ -58,7 +58,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     num_bytes: int
-    # the part of the tensor that the file contains, one range per dimension; None: the whole tensor
+    # range of each dimension of the full tensor that the file contains; None: the whole tensor
     part: tuple[range, ...] | None = None
 
     @property
@@ -102,7 +102,7 @@ class Span:
     num_bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]  # Shape of the tensor that the bytes contain.
-    part: tuple[slice, ...]  # The part within `shape`.
+    part: tuple[slice, ...]  # The requested part within `shape`; () for all of it.
 
     @staticmethod
     def of(entry: TensorEntry, region: tuple[range, ...] | None = None) -> "Span":
@@ -111,7 +111,7 @@ class Span:
         dtype = DTYPES[entry.dtype]
         if region is None or not entry.num_bytes or tuple(map(len, region)) == shape:
             return Span(entry.file, entry.offset, entry.num_bytes, dtype, shape, ())
-        # In each dimension before `cut` the region has a single index.
+        # The region has a single index in each dimension before `cut`.
         cut = next((n for n, part in enumerate(region) if len(part) != 1), len(shape) - 1)
         inner = shape[cut + 1 :]
         first = 0
@@ -384,7 +384,7 @@ def _entry(
     If the file contains only a part of the tensor, `whole` is the shape of the tensor, and
     `start_in` is the offset of the part in each dimension.
     """
-    if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # messages contain the name
+    if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # errors show the name
         raise ValueError(f"a tensor name is too long or not printable: {name[:200]!a}")
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     for found in (shape, whole or ()):

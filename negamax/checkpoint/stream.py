@@ -29,8 +29,8 @@ from negamax.kernels.quantize.stored import dequantize, encode
 THREADS = 8
 BUFFERS = 16
 PIECE_BYTES = 32 * 2**20
-GAP_BYTES = 256 * 2**10  # Parts with a gap of up to this size are read in one request.
-_ALIGNMENT = 64  # Modulo this number, a piece has the same address in its buffer and in the file.
+GAP_BYTES = 256 * 2**10  # A gap of up to this size between parts is read too.
+_ALIGNMENT = 64  # A piece has equal offsets in its buffer and in the file, modulo this number.
 
 
 class Part(NamedTuple):
@@ -43,8 +43,8 @@ class Part(NamedTuple):
     move: Move
     tensor: Tensor
     broken: list[BrokenScale]
-    zeros: bool  # All bytes of the part's values are 0 in the file.
-    plain: Tensor | None = None  # Values before the loader quantized the part.
+    zeros: bool  # Whether the file has only zero bytes as the part's values.
+    plain: Tensor | None = None  # The part before the loader quantized it; None: not quantized.
     change: Tensor | None = None  # [] fp32.
 
 
@@ -126,7 +126,7 @@ class _Stream:
         self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._reads: deque[tuple[_Piece, Tensor, Future[list[_Found]]]] = deque()
         self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
-        # index of a move to dequantize or quantize -> its parts that were read so far
+        # index of a move that dequantizes or quantizes -> parts of the move that were read so far
         self._there: dict[int, list[_Found]] = {}
         self._needed = [sum(1 for _ in move.parts()) for move in moves]  # number of parts per move
 
@@ -198,11 +198,11 @@ class _Stream:
             del self._there[number]
             if moves[0].is_quantized:
                 make = partial(_quantize, moves, there)
-                # For a GPU, this thread quantizes, so that one CUDA stream orders all work.
+                # For a GPU, this thread calls `make`, so that one CUDA stream orders all work.
                 parts.append(make if self._pinned else self._pool.submit(make).result)
             else:
                 parts.append(self._pool.submit(self._dequantize, moves[0], there).result)
-        for one in found:  # copy parts of incomplete matrices, because the buffer will be reused
+        for one in found:  # copy parts of incomplete moves, as the buffer is reused
             there = self._there.get(one.wanted.moves[0], [])
             for place, other in enumerate(there):
                 if other.wanted is one.wanted:
@@ -267,7 +267,7 @@ def _quantize(moves: Sequence[Move], there: Sequence[_Found]) -> list[Part]:
 
 def _relative_change(made: Tensor, plain: Tensor) -> Tensor:
     whole = plain.float()
-    tiny = torch.finfo(torch.float32).tiny  # the change of a matrix of zeros is 0
+    tiny = torch.finfo(torch.float32).tiny  # avoids 0 / 0 for a matrix of zeros
     return (made.float() - whole).square().sum() / whole.square().sum().clamp_min(tiny)
 
 

@@ -26,10 +26,10 @@ from negamax.layers.weights import WeightSlot
 from negamax.models.family import Initializer
 from negamax.models.registry import import_init
 
-# Constants for E4M3 with scales per block. `weight_only/draw.py` draws other formats.
+# Constants of random E4M3 weights with block scales. `weight_only/draw.py` draws other formats.
 VALUE_STD = 90.0  # Standard deviation of E4M3 values; the largest is 448.
 SCALE_SPREAD = 0.1  # Standard deviation of scales, relative to their mean.
-# Elements per draw. Weights depend on this number, because each draw seeds the generator.
+# Random elements per draw. The weights depend on this number, as each draw has its own seed.
 DRAW_ELEMENTS = 2**27
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

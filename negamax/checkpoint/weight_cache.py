@@ -39,7 +39,7 @@ from negamax.parallel.layout import ParallelLayout
 
 logger = get_logger(__name__)
 
-CHUNK_BYTES = 32 * 2**20  # unit of reads, checksums and copies
+CHUNK_BYTES = 32 * 2**20  # bytes per read, checksum and copy
 READ_THREADS = 4
 READ_AHEAD = 8  # number of host buffers, each one chunk large
 _PAGE = 4096
@@ -151,7 +151,7 @@ def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:
 class _CacheFile:
     path: Path
     key: Mapping[str, str]
-    blocks: Mapping[str, Tensor]  # name -> [bytes] uint8
+    blocks: Mapping[str, Tensor]  # block name -> [bytes] uint8
 
     @property
     def num_bytes(self) -> int:

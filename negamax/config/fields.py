@@ -35,7 +35,7 @@ _IGNORED = {
     "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "transformers_version", "use_cache", "use_mtp", "max_window_layers",
 }  # fmt: skip
-_SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> field that turns it on or off
+_SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> field that enables it
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SIZE = 2**31 - 1
 

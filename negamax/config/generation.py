@@ -36,7 +36,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
     eos_token_ids: tuple[int, ...]  # The end tokens of the tokenizer are first.
-    warning: str | None = None  # Set if the files have different end tokens.
+    warning: str | None = None  # Log text if the files disagree about end tokens.
 
 
 def read_generation_defaults(

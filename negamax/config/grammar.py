@@ -19,11 +19,11 @@ GrammarKind = Literal[
 
 MAX_TEXT_BYTES = 512 * 1024
 MAX_NESTING = 100  # Allowed depth of nested objects and arrays.
-MAX_CALLS_NESTING = MAX_NESTING + 5  # A tool_calls grammar contains schemas 5 levels deeper.
+MAX_CALLS_NESTING = MAX_NESTING + 5  # Tool call grammars nest schemas 5 levels deeper.
 MAX_CHOICES = 2000
 MAX_GROUPS = 200  # allowed depth of nested groups in an expression
 
-# parts of an expression in which brackets do not open or close a group
+# escapes and character classes, in which parentheses do not open or close a group
 _CLASS = r"\\.|\[(?:\\.|[^\]\\])*\]?"
 _NO_GROUPS = {
     "regex": re.compile(_CLASS, re.DOTALL),

@@ -16,7 +16,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-# calculated seconds per layer (H200): one exchange between ranks, and index queries of all heads
+# computed cost of sharding per layer (H200): an exchange, and index queries of all heads
 _SHARDING_SECONDS = 4.5e-6
 _BYTES_PER_SECOND = 4.25e12  # memory bandwidth of an H200
 
@@ -25,7 +25,7 @@ _BYTES_PER_SECOND = 4.25e12  # memory bandwidth of an H200
 class KvCacheSpec:
     """One cache of one layer: `heads` vectors of `width` elements for each token."""
 
-    name: str  # Name by which the layer finds the cache.
+    name: str  # Name of the cache in its layer.
     heads: int  # Number of heads, summed over the ranks.
     width: int  # Number of elements per head and token.
     dtype: str | None = None  # None selects --kv-cache-dtype or --index-cache-dtype.
@@ -37,7 +37,7 @@ class KvCacheSpec:
     holders: int = 1
     is_index: bool = False  # The cache stores the keys of top-k block selection.
     unread_tokens: int = 0  # Decode steps of sequences up to this length do not read the cache.
-    most_read_tokens: int | None = None  # Limit of tokens that a decode step reads; None: no limit.
+    most_read_tokens: int | None = None  # Maximum tokens that a decode reads; None: no limit.
 
     def local_heads(self, ranks: int) -> int:
         """Return the number of heads per rank. If `ranks` > `heads`, several ranks store a head."""

@@ -33,8 +33,8 @@ _DATA_TYPES = {
     "mx_fp": "mx_fp4 mx_fp8 mx_fp4e2m1 mx_fp8e4m3 mxfp4 mxfp8",
     "nv_fp": "nv_fp4 nvfp4 nv_fp4_with_static_gs",
 }
-# Two names of the tensor of scales in FP8 and MXFP8 checkpoints. Values are multiplied by the
-# scales.
+# The scales of an FP8 or MXFP8 matrix have one of these names. With both names, values are
+# multiplied by the scales.
 _SCALES = ("weight_scale", "weight_scale_inv")
 # Values of model_type that tools write into the `text_config` of a vision-language model.
 TEXT_TYPES = (None, "", "minimax_m2", "minimax_m3_vl")

@@ -344,7 +344,7 @@ def _check_content(destination: Path) -> None:
     """Raise `ConfigError` if a folder contains anything except a partial conversion."""
     if destination.is_dir() and not (destination / ConversionRecord.NAME).exists():
         names = (path.name for path in destination.iterdir())
-        # A partial record file is allowed, because the first write may have been interrupted.
+        # A temporary record file is allowed: its writer may have been interrupted.
         found = sorted(name for name in names if not name.startswith(ConversionRecord.NAME))
         if found:
             raise ConfigError(
@@ -444,7 +444,7 @@ def _with_vision(
     quantization = text.pop("quantization_config", None)
     if is_same:
         quantization = whole.get("quantization_config") or quantization
-    elif quantization is not None:  # exclude the vision tower, which is not quantized
+    elif quantization is not None:  # list the unquantized vision tower
         for key, pattern in (("ignore", "re:.*{}.*"), ("modules_to_not_convert", "{}")):
             if key in quantization:
                 tower = [pattern.format(module) for module in VISION_MODULES]

@@ -29,9 +29,9 @@ class Piece:
     slot: str | None  # Name of the weight slot; None: every rank stores the whole tensor.
     shape: tuple[int, ...]  # Shape of the weight.
     format: TensorFormat
-    tensors: tuple[Planned, ...]  # The tensors of `format`.
-    read: Callable[[CheckpointReader], Any]  # Reads the tensors that `make` converts.
-    make: Callable[[Any], Mapping[str, Tensor]]  # Returns tensors by name; any thread may call it.
+    tensors: tuple[Planned, ...]  # The tensors that store the weight.
+    read: Callable[[CheckpointReader], Any]  # Reads the argument of `make`.
+    make: Callable[[Any], Mapping[str, Tensor]]  # Returns `tensors` by name on any thread.
     source_bytes: int
 
 
@@ -138,12 +138,12 @@ def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str
     values, scale = (read[tensor.name] for tensor in stored.tensors[:2])
     bits, dtype = values.view(torch.uint8), getattr(torch, stored.values.dtypes[0])
     made: tuple[Tensor, Tensor]
-    # the dtype of the file may be E4M3FN although config.json declares FNUZ, so check both
+    # config.json may declare FNUZ although the file declares E4M3FN, so both dtypes are checked
     if dtype is torch.float8_e4m3fnuz and values.dtype is dtype:
         made = values, scale
     elif dtype is torch.float8_e4m3fnuz:
         made = bits.masked_fill(bits == 0x80, 0).view(dtype), scale * 2
-    elif (bits & 0x7F == 0x7F).any():  # the scale stays; values below 2^-7 may be rounded
+    elif (bits & 0x7F == 0x7F).any():  # keep the scale; values below 2^-7 may be rounded
         made = values.view(torch.float8_e4m3fnuz).float().to(dtype), scale
     else:
         made = bits.view(dtype), scale / 2

@@ -30,7 +30,7 @@ class Target:
     name: str
     summary: str
     error: float
-    description: Mapping[str, Any] | None  # `quantization_config`; None: not quantized
+    description: Mapping[str, Any] | None  # new `quantization_config`; None: unquantized
 
     @property
     def is_neuron(self) -> bool:

@@ -24,7 +24,7 @@ from negamax.checkpoint.reader import SAFETENSORS_NAMES, read_header
 from negamax.config.json_file import read_json_object
 
 _CHUNK_BYTES = 2**24
-_ALIGNMENT = 8  # alignment of the data after the header, in bytes
+_ALIGNMENT = 8  # alignment of a file's tensor data, in bytes
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ FOLDER = Path(__file__).parent / "problems"
 # suite name -> number of problems
 SUITES = {"nano-math": 1000, "nano-tools": 500}
 SUITES |= dict.fromkeys(("nano-retrieval-2k", "nano-retrieval-4k", "nano-retrieval-8k"), 200)
-DEFAULT_SUITES = ("nano-math", "nano-tools")  # Other suites need up to 8,192 tokens of context.
-_MAX_ANSWER_CHARS = 200  # A longer answer quotes the text instead of the value.
+DEFAULT_SUITES = ("nano-math", "nano-tools")  # Others need up to 8,192 tokens of context.
+_MAX_ANSWER_CHARS = 200  # A longer answer is wrong, as it may quote the whole text.
 
 Calls = Sequence[tuple[str, dict[str, Any]]]  # (name, arguments) of each call, in order
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3 = "float8_e4m3fn"
-E4M3_FNUZ = "float8_e4m3fnuz"  # E4M3 of MI300: the same bits have half the value, and 0x80 is NaN.
+E4M3_FNUZ = "float8_e4m3fnuz"  # FP8 of MI300: bits have half the value of E4M3; 0x80 is NaN.
 E4M3_MAX = 448.0  # Largest value of E4M3, which has no infinity.
 E4M3_GROUP = 128  # A scale applies to 128 columns of activations, or to 128 x 128 weights.
 E4M3_GROUPS = ActivationFormat(E4M3, E4M3_GROUP)

@@ -30,7 +30,7 @@ class Axis(Enum):
 
     ROWS = 0
     COLUMNS = 1
-    FIXED = 2  # neither rows nor columns; every rank stores the whole dimension
+    FIXED = 2  # a dimension that is never sharded
 
 
 class Role(Enum):
@@ -41,7 +41,7 @@ class Role(Enum):
     ZERO_POINT = "zero point"
     PERMUTATION = "permutation"  # group index of each column
     SHAPE = "shape"
-    ACTIVATION = "activation"  # scale of activations, which kernels ignore
+    ACTIVATION = "activation"  # scales of activations, which kernels ignore
 
 
 class Known(Enum):
@@ -74,7 +74,7 @@ class GlobalScale(Enum):
 class Rounding:
     """How an unquantized matrix is quantized to a format."""
 
-    # value to which the scale maps the largest magnitude of a block; 0: the element's largest value
+    # quantized value of the largest magnitude of a block; 0: the largest value of the dtype
     largest: float = 0.0
     to_powers: bool = False  # whether scales are rounded to powers of two
 
@@ -112,11 +112,11 @@ class StoredTensor:
     # allowed dtypes, by their PyTorch names; the loader converts the tensor to the first dtype
     dtypes: tuple[str, ...]
     dims: tuple[Dim, ...]
-    also: tuple[str, ...] = ()  # Other dtypes that the loader can only dequantize.
-    level: int = 1  # Level of a scale; 1: scale of values; 2: scale of level-1 scales.
+    also: tuple[str, ...] = ()  # Other allowed dtypes, which the loader dequantizes.
+    level: int = 1  # Level of scales. 1: scales of values; 2: scales of level-1 scales.
     optional: bool = False  # A checkpoint may lack this tensor.
     known: Known | None = None
-    group: int = 0  # columns per group of a permutation; -1: all columns are one group
+    group: int = 0  # columns per group of `PERMUTATION`; -1: one group for all columns
 
     @property
     def is_kept(self) -> bool:
@@ -160,7 +160,7 @@ class TensorFormat:
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
     # how activations are rounded, or None if activations are not rounded
     activation: ActivationFormat | None = None
-    # checkpoint format if the loader quantizes matrices to this format, or None
+    # source format if the loader quantizes checkpoint matrices to this format; else None
     made_of: TensorFormat | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -293,7 +293,7 @@ class ActivationFormat:
     """Rounded activations with an fp32 scale per token and group of columns."""
 
     element: str
-    group: int  # number of columns per scale; 0: all columns
+    group: int  # columns per scale; 0: one scale for all columns
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 MAX_SOURCE_PIXELS = 64_000_000
 _SPACE = re.compile(r"\s+")
 
-Image.MAX_IMAGE_PIXELS = None  # disabled, because `decode_image` checks `MAX_SOURCE_PIXELS`
+Image.MAX_IMAGE_PIXELS = None  # no limit, because `decode_image` checks `MAX_SOURCE_PIXELS`
 
 
 def decode_image(data: str, rule: Rule, longest: int, needs_pixels: bool) -> bytes:

@@ -14,8 +14,8 @@ RULES: tuple[str, ...] = get_args(Rule)
 # A decoded image begins with its height and width after resizing and the number of source pixels.
 HEADER = struct.Struct(">III")
 SIDE = 28  # One image token represents a square of 28 x 28 pixels.
-LONGEST_SIDE = 2016  # Default limit of rule "longest"; requests may set any multiple of SIDE.
-LONGEST_SIDES = (112, 3584)  # Range of the longest side in requests, in pixels.
+LONGEST_SIDE = 2016  # Default for rule "longest", in pixels; requests may set multiples of SIDE.
+LONGEST_SIDES = (112, 3584)  # Allowed values of the longest side in requests, in pixels.
 MAX_ASPECT_RATIO = 200
 _SHORTEST_SIDE = 112
 _MAX_PIXELS = LONGEST_SIDES[1] ** 2  # Pixels of the largest resized image.

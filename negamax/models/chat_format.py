@@ -28,7 +28,7 @@ from negamax.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 
-_ANY = next(iter(CHAT_FAMILIES.values()))  # family that is used if both parsers are `none`
+_ANY = next(iter(CHAT_FAMILIES.values()))  # used if both parsers are `none`
 _TOOL_CALL_FAMILIES = {
     name: family for family in CHAT_FAMILIES.values() for name in family.parser_names
 }

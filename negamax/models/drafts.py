@@ -31,7 +31,7 @@ class DraftSpec(ModelSpec):
     own_embedding: bool = False  # Whether the draft has its own embedding.
     own_head: bool = True
     is_rotated_back: bool = False  # Whether only the target's weights are rotated (QuaRot).
-    # Properties of the target that the draft's files state.
+    # Properties of the target according to the draft's files.
     target_model_type: str | None = None
     target_num_layers: int | None = None
     speculative_tokens: int | None = None  # Draft tokens per step, from the draft's files.
@@ -103,7 +103,7 @@ class DraftModel:
     """A draft model and the folder of its weights."""
 
     spec: DraftSpec
-    folder: str | None  # None for synthetic weights
+    folder: str | None  # Folder of the draft; None: synthetic weights.
 
 
 @dataclass(frozen=True, kw_only=True)

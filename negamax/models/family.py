@@ -38,7 +38,7 @@ class ModelFamily:
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     # specs of published models by short name, to build models without a checkpoint
     bundled: Mapping[str, ModelSpec] = field(default_factory=dict)
-    embedded: str = "nano"  # bundled checkpoint whose tokenizer is used for models without files
+    embedded: str = "nano"  # bundled checkpoint with the tokenizer for models without files
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class WeightSpec:
     shape: tuple[int, ...]
     count: int = 1
     used: int | None = None  # Number of the `count` tensors that one token uses; None: all.
-    joins_experts: bool = False  # Whether ranks that shard all experts also shard the tensor.
-    parts: int | None = None  # Largest number of shards; other ranks store copies. None: no limit.
+    joins_experts: bool = False  # Whether the ranks that shard each expert also shard this tensor.
+    parts: int | None = None  # Maximum shards; more ranks store copies of shards. None: no limit.
     is_query: bool = False  # Whether ranks that shard one KV cache (DCP) store the same part.
     splits: Axis | None = None  # The axis along which ranks shard the matrix.
     dtype: str | None = None  # Dtype in memory; None: the stored format or the compute dtype.

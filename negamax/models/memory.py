@@ -36,9 +36,9 @@ def dequantized(stored: TensorFormat) -> bool:
 class WeightKind:
     """Weights of a model that differ only in their layer number."""
 
-    weight: WeightSpec  # The weight in the first of the `layers`.
+    weight: WeightSpec  # The weight with the number of the first layer.
     formats: tuple[TensorFormat, ...]  # Stored formats, one for each expert or one for all experts.
-    # The set of formats of each expert's matrices; () for weights outside experts.
+    # For each expert, the formats of all its matrices; () for weights outside experts.
     joined: tuple[frozenset[TensorFormat], ...]
     layers: tuple[int | None, ...]  # layer number of each weight; None: not in a layer
 
@@ -197,7 +197,7 @@ def _count_bytes(
     held, axis = [rows, columns], weight.splits.value
     if not is_expert:
         held[axis] //= ranks
-        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # dequantized by the loader
+        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # the loader dequantizes it
             return weight.num_elements * plain / ranks
     else:
         size = layout.experts.tp

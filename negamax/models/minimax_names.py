@@ -79,7 +79,7 @@ _MTP_OWN = re.compile(r"^model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm)\.")
 _OF_EXPERTS = "gate|router|experts|shared_experts|e_score_correction_bias"
 SPELLINGS = Spellings(
     aliases=(
-        # These rules remove prefixes of other architectures.
+        # This rule replaces module prefixes of other architectures.
         (
             r"^(?:model\.language_model\.|language_model\.)?(?:model\.)?"
             r"(?=(?:layers|embed_tokens|norm)\.)",

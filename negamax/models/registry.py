@@ -100,7 +100,7 @@ def read_spec(config: Mapping[str, Any], folder: Path | None = None) -> ModelSpe
         types = dict.fromkeys(name for family in found for name in family.model_types)
         refuse("model_type", model_type, " or ".join(map(repr, types)))
     spec = of_type[0].read_spec(config)
-    # a quantization in config.json or its text_config overrides the file of ModelOpt
+    # a quantization in config.json or its text_config overrides ModelOpt's hf_quant_config.json
     described = read_quantization(config, folder)
     is_beside = described is None or described.source == MODELOPT_FILE
     quantization = (spec.quantization or described) if is_beside else described

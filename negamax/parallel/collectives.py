@@ -91,7 +91,7 @@ class ProcessGroup:
         return out
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        if dim == 0 and tensor.dim() and tensor.is_cuda:  # Parts along dimension 0 are contiguous.
+        if dim == 0 and tensor.dim() and tensor.is_cuda:  # One call fills all parts of `out`.
             out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
             dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
             return out

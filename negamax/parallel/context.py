@@ -17,7 +17,7 @@ from negamax.parallel.poll_control import PollControl
 from negamax.parallel.rendezvous import open_store
 
 START_TIMEOUT_S = 120.0  # Time limit for all ranks to connect at start.
-STEP_TIMEOUT_S = 600.0  # Time limit of a collective; any forward pass takes less time.
+STEP_TIMEOUT_S = 600.0  # Time limit of a collective, which is longer than any step.
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class ParallelContext:
     # The ranks of this group split the experts of a layer.
     expert_group: Collective = field(default_factory=SingleRank)
     world: Collective = field(default_factory=SingleRank)
-    # The ranks of this group have one position in all replicas, and exchange tokens for experts.
+    # These ranks have the same position in each data-parallel replica, and exchange expert inputs.
     data_group: Collective = field(default_factory=SingleRank)
     # The ranks of this group split the tokens of prompts (prefill context parallelism).
     context_group: Collective = field(default_factory=SingleRank)
-    # The ranks of this group have equal `tp_rank` in one stage, and split sharded steps.
+    # These ranks of a stage have the same `tp_rank`, and split the tokens of sharded steps.
     token_group: Collective = field(default_factory=SingleRank)
     # Each rank of this group has the same KV heads and a part of the KV cache blocks.
     cache_group: Collective = field(default_factory=SingleRank)
@@ -92,8 +92,8 @@ class ParallelContext:
         _meet(layout, rendezvous, backend=backend, device=device)
         control = PollControl(symmetric.PEER_TIMEOUT_S)
         groups: dict[tuple[int, ...], Collective] = {}
-        # Maximum tokens, maximum sampled rows, and words per row that is sent to experts. The keys
-        # are groups of ranks whose kernels exchange rows.
+        # Ranks whose kernels exchange rows -> maximum tokens, maximum sampled rows, and words of a
+        # row that is sent to experts (0: none).
         kernel_groups = {layout.attention.ranks: (max_tokens, max_rows, 0)}
         for senders in (layout.data_ranks, layout.context_ranks):
             if is_one_sided and len(senders) > 1:

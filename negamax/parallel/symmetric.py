@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 # Limits of peer memory, in rows (hidden states). NCCL transfers larger batches.
 REDUCE_ROWS = 256  # Limit of the rows that are summed through peer memory.
 DISPATCH_ROWS = 128  # Limit of the rows that a rank sends to experts through peer memory.
-SHARED_ROWS = 2048  # Rows of the shared buffer. On 4 H200, NCCL is as fast for more rows.
+SHARED_ROWS = 2048  # Maximum rows of the shared buffer. For more rows, NCCL is as fast on 4 H200.
 SHARD_ROWS = 16384  # Limit of the rows of a sharded step that uses peer memory.
 BUFFERS = 2
 # Longest wait of a kernel for another rank. --engine-hang-timeout should be longer.
@@ -41,7 +41,7 @@ class SharedBuffer:
     world: int
 
     def fits(self, tensor: Tensor) -> bool:
-        whole_slices = tensor.numel() % (8 * self.world) == 0  # Slices are multiples of 16 bytes.
+        whole_slices = tensor.numel() % (8 * self.world) == 0  # slices of 16 n bytes
         return (
             tensor.dtype == self.memory.dtype
             and whole_slices
@@ -80,7 +80,7 @@ def connect(
         (max_tokens, 2),
         (max_rows, 2 * CANDIDATES),
         *([(reduce_rows, token_words)] if token_words else []),
-    ]  # Number of rows and words per row, for each region.
+    ]  # Of each memory region: number of rows, words per row.
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
     # PyTorch can sum only memory at the start, so the shared buffer comes first.
     shared_words = _aligned(-(-min(SHARED_ROWS, max_tokens) * hidden_size // 4))
@@ -176,7 +176,7 @@ def _share(
         handle = symm_mem.rendezvous(words, group)
     except RuntimeError as error:
         return torch.empty(0), [], lambda: None, str(error).splitlines()[0]
-    # All ranks allocate in the same order, so this offset is equal on all ranks.
+    # All ranks allocate in the same order, so the offset of `words` is equal on all ranks.
     within = words.data_ptr() - handle.buffer_ptrs[handle.rank]
     barrier = partial(handle.barrier, timeout_ms=round(1000 * PEER_TIMEOUT_S))
     return words, [pointer + within for pointer in handle.buffer_ptrs], barrier, None

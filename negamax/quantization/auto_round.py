@@ -35,8 +35,8 @@ from negamax.quantization.integers import (
 from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse, spellings
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
-# Layout -> allowed bits, and function that makes the format. The layout "auto_round" is GPTQ with
-# unshifted zero points.
+# Layout -> allowed bits, and function (bits, group size) that returns the format. The layout
+# "auto_round" is GPTQ with unshifted zero points.
 _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat]]] = {
     _GPTQ: (PACKED_BITS, lambda bits, size: gptq(bits, size, version=1)),
     _AWQ: ((4,), lambda bits, size: awq(size)),
@@ -54,7 +54,7 @@ _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("mx_fp", 8): (mxfp8(), MX_GROUP),
     ("nv_fp", 4): (PACKED_NVFP4, NVFP4_GROUP),
 }
-_PLAIN_BITS = 16  # A module with this many bits or more is not quantized.
+_PLAIN_BITS = 16  # Modules with 16 or more bits are not quantized.
 # Special characters of regular expressions, which module names do not contain.
 _META = frozenset("*+?^$|()[]{}\\")
 

@@ -60,7 +60,7 @@ from negamax.quantization.scheme import (
     refuse,
 )
 
-_GROUP_ORDERS = ("group", "dynamic", True)  # values of `actorder` with stored group numbers
+_GROUP_ORDERS = ("group", "dynamic", True)  # `actorder` values with stored groups
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -153,7 +153,7 @@ def _group(spec: QuantizationSpec, name: str, group: Any) -> tuple[tuple[str, ..
     return read_modules(fields, "targets"), stored
 
 
-# Fields of a group's weights, and the values that are supported for every format.
+# Fields of `weights` in a config group -> values that every format supports.
 _WEIGHTS = {
     "symmetric": (True,), "dynamic": (None, False), "block_structure": (None,),
     "actorder": (None, False), "zp_dtype": (None,),

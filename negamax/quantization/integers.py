@@ -22,7 +22,7 @@ from negamax.quantization.scheme import refuse
 
 P = ParamSpec("P")
 
-PACKED_BITS = (2, 4, 8)  # Bits per integer; these numbers divide 32.
+PACKED_BITS = (2, 4, 8)  # Supported bits per integer, all divisors of 32.
 # Fields of AutoAWQ, GPTQModel and AutoRound that do not change the stored tensors.
 OF_THE_QUANTIZER = (
     "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",
@@ -35,8 +35,8 @@ OF_THE_QUANTIZER = (
     "static_attention_granularity", "static_groups", "static_kv_dtype", "static_kv_granularity",
     "supported_types", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
-# Allowed values of fields that all three tools write. Other values declare quantized activations,
-# rotated weights or scales of scales.
+# Allowed values of fields that AutoAWQ, GPTQModel and AutoRound write. Other values declare
+# quantized activations, rotated weights or scales of scales.
 UNLESS_MORE: Mapping[str, Sequence[object]] = {
     "adapter": (None,), "act_bits": (None, 16, 32), "data_type": (None, "int"),
     "pack_dtype": (None, "int32"), "rotation": (None,), "rotation_config": (None, {}),

@@ -30,7 +30,7 @@ from negamax.quantization.integers import group_name, group_size, make_group_dim
 from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse
 
 _INT8 = StoredTensor("weight", Role.VALUES, ("int8",), (ROWS, COLUMNS))
-# tensors for static quantization of activations
+# tensors that static quantization of activations adds to a matrix
 _STATIC = (
     StoredTensor("input_offset", Role.ACTIVATION, (*FLOATS, "int8"), (ONE,)),
     StoredTensor("quant_bias", Role.ACTIVATION, ("int32",), (ROWS,)),
@@ -93,7 +93,7 @@ def int4(parts: int) -> TensorFormat:
     )
 
 
-_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # modules whose scale_bias has 16 parts
+_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # modules whose scale_bias has 16 columns
 _TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
 
 

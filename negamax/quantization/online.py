@@ -28,7 +28,7 @@ _FORMATS: Mapping[str, TensorFormat] = {
     "nvfp4": nvfp4(),
 }
 NAMES = tuple(_FORMATS)
-SOURCE = "--quantization"  # source of descriptions that the option defines
+SOURCE = "--quantization"  # `source` of a spec that the option defines
 _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")
 
 

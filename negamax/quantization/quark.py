@@ -32,7 +32,7 @@ _MXFP4 = {
 _NVFP4 = {"dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (NVFP4_GROUP,)}
 _FP8 = {"dtype": (_E4M3,), "qscheme": ("per_tensor", "per_channel"), "ch_axis": (None, 0)}
 _INT8 = {**_FP8, "dtype": ("int8",)}
-# The scales must be stored. Scales that are computed at run time are not supported.
+# Supported values of fields: scales must be stored, not computed at run time.
 _STORED = {"is_dynamic": (None, False), "symmetric": (None, True), "block_size": (None,)}
 # Algorithms whose effect is part of the stored weights.
 _FOLDED = ("awq", "autosmoothquant", "gptq", "gptaq", "smooth", "smoothquant")
@@ -68,7 +68,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     layers = spec.fields.get("layer_quant_config") or {}
     if not isinstance(layers, Mapping):
         refuse(spec, "layer_quant_config", layers, "an object of modules")
-    # Some descriptions list the modules with cached outputs in only one of these fields.
+    # Modules whose outputs are cached may be listed in only one of these two fields.
     cached = (*read_modules(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
 
     def is_cached(name: str) -> bool:

@@ -197,7 +197,7 @@ _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sp
 
 _PROJECTION = re.compile(r"(?<=\.)(?:gate|up|down)_proj$")
 _INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # Name of the indexer in transformers.
-_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Names in experts.
+_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # name -> name in experts
 _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PROJECTIONS.items()}
 
 

@@ -96,7 +96,7 @@ class ChatTemplate:
         """
         is_trusted = path in EMBEDDED.values()
         config_file = path / "tokenizer_config.json"
-        # If tokenizer_config.json is missing, `Tokenizer` refuses the folder.
+        # The file may be missing here, because `Tokenizer` refuses a folder without this file.
         config = read_json_object(config_file) if config_file.exists() else {}
         variables = {
             name: text
@@ -115,7 +115,7 @@ class ChatTemplate:
                     hint="use a file of UTF-8 text",
                 ) from error
             return cls(source, variables=variables, origin=str(file), is_trusted=is_trusted)
-        beside = path / "chat_template.json"  # old versions of transformers write this file
+        beside = path / "chat_template.json"  # old transformers versions write templates here
         if beside.exists():
             config_file, config = beside, read_json_object(beside)
         entry = config.get("chat_template")

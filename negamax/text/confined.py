@@ -18,7 +18,7 @@ from negamax.base.errors import CheckpointError, InvalidRequestError, NegamaxErr
 from negamax.base.supervision import Supervised
 
 LOAD_SECONDS, LOAD_BYTES = 10.0, 2 << 30
-ANSWER, ERROR = b"a", b"e"  # first byte of a message from a child process
+ANSWER, ERROR = b"a", b"e"  # first byte of each message from a child process: result or error
 IMAGE_DECODER = "image decoder"  # value of `kind` for images
 _IMAGE_SECONDS, _IMAGE_BYTES, _MOST_IMAGE_ANSWER = 8.0, 3 << 29, 48 << 20
 _SLOWEST = 20.0  # wall-clock seconds that a call may take per allowed second of processor time
@@ -85,7 +85,7 @@ class Confined:
         limit. Raises `CheckpointError` if loading fails.
         """
         try:
-            job = json.dumps(arguments).encode()  # JSON in ASCII escapes lone surrogates
+            job = json.dumps(arguments).encode()  # `dumps` escapes lone surrogates as ASCII
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"messages contain a non-JSON value: {error}") from None
         seconds, memory, most = compute_limits(self._kind, len(job))
@@ -114,7 +114,7 @@ class Confined:
             with theirs:
                 try:
                     send_handle(self._source, theirs.fileno(), pid)
-                except OSError:  # the process has ended; the next call starts a new process
+                except OSError:  # the child process has ended; the next call starts a new one
                     self._process = None
                     raise
             return child

@@ -34,7 +34,7 @@ def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
     loaded.
     """
     if kind == confined.IMAGE_DECODER:
-        from negamax.images.decode import decode_image  # this module imports Pillow
+        from negamax.images.decode import decode_image  # slow: imports Pillow
 
         return None, decode_image
     if kind == "tokenizer":
@@ -69,7 +69,7 @@ def main(fd: int) -> None:
         control.send_bytes(confined.pack_error(error))
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
-    gc.freeze()  # otherwise garbage collection in a child process copies all memory pages
+    gc.freeze()  # so that garbage collection in children does not copy all memory pages
     control.send_bytes(confined.ANSWER + json.dumps(facts).encode())
     with suppress(EOFError):
         while True:

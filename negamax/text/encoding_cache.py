@@ -16,12 +16,12 @@ from negamax.base.pieces import find_all
 from negamax.base.unicode import valid_unicode
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-KEPT_CHARS = 256  # a part of a prompt with more characters is cached
+KEPT_CHARS = 256  # parts of prompts with more than this number of characters are cached
 CACHE_BYTES = 64 << 20
 
-_RUN_CHARS = 1024  # length of a part that contains several short texts, in characters
+_RUN_CHARS = 1024  # minimum characters of a part that joins several short texts
 _DIGEST_BYTES = 32
-_ENTRY_BYTES = 512  # upper bound of the bytes of an entry without its token ids
+_ENTRY_BYTES = 512  # assumed bytes of a cache entry, in addition to its token ids
 
 
 class EncodingCache:

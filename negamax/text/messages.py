@@ -17,12 +17,12 @@ THINK_TAGS = (("<think>", "</think>"), ("<mm:think>", "</mm:think>"))
 
 # fields of a message that may contain its reasoning
 _REASONING = ("reasoning", "reasoning_text", "reasoning_details", "thinking", "thinking_blocks")
-_KIND_CHARS = 60  # maximum characters of a part's type in a note
+_KIND_CHARS = 60  # maximum characters of a content part's type that a note quotes
 _QUOTES = tuple("`'\"“‘«")
 
 # type of a content part -> field with the text of the part
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-RAW_ARGUMENTS = "arguments"  # parameter that contains arguments that are not JSON objects
+RAW_ARGUMENTS = "arguments"  # parameter for the text of arguments that are not a JSON object
 
 # Other servers and client libraries use these types of reasoning, call and result parts.
 _THOUGHTS = ("thinking", "reasoning", "reasoning_content", "reasoning_text")
@@ -240,7 +240,7 @@ def _check_message(
     checked = {key: value for key, value in message.items() if key not in _REASONING}
     given = message.get("content")
     if role != "assistant":
-        # Templates separate parts of tool results, so notes in tool results need no line breaks.
+        # Templates separate the parts of a tool result, so the notes in it need no line breaks.
         joins = role != "tool"
         checked["content"] = _read_content(
             given, i, family, joins_notes=joins, takes_images=takes_images
@@ -444,7 +444,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _refuse(i, f"answers no call; {problem}")
         ordered.append(message)
         i += 1
-        if "tool_calls" in message and i < len(messages):  # calls at the end need no results
+        if "tool_calls" in message and i < len(messages):  # the last calls need no results
             end = i
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1

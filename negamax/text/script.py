@@ -51,7 +51,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: list[Rule] = msgspec.field(name="rule")
     context_length: int = 196_608  # limit of the tokens of prompt and output together
-    tokens_per_second: float = 60.0  # output rate of each stream
+    tokens_per_second: float = 60.0  # output tokens per second of each stream
 
 
 def read_script(name: str) -> Script:

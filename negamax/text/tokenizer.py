@@ -32,7 +32,7 @@ STRUCTURE_TOKENS = frozenset({
 # Normalizers and pre-tokenizers that process each text between added tokens separately.
 _LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
 _LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
-_POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # never change token ids
+_POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # ids stay unchanged
 
 # Limits of added tokens, because each text of a conversation is compared with each added token.
 MAX_ADDED_TOKENS, MAX_ADDED_CHARS = 4096, 65_536
@@ -124,7 +124,7 @@ class Tokenizer:
         backend = self._backend if allow_special else self._plain_backend
         # `encode_batch_fast` computes no offsets
         (encoding,) = backend.encode_batch_fast([valid_unicode(text)], add_special_tokens=False)
-        _check_count(len(encoding), max_tokens)  # check this before `ids` builds a long list
+        _check_count(len(encoding), max_tokens)  # before `ids` builds a long list
         return encoding.ids
 
     def encode_escaped(self, text: str, *, max_tokens: int | None = None) -> list[int]:

@@ -39,7 +39,7 @@ class StepColumns(NamedTuple):
     token_slots: Column  # [T]
     slots: Column  # [S]
     token_offsets: Column  # [T]
-    end_offsets: Column  # [S] offset after each sequence's last token
+    end_offsets: Column  # [S] offset of each sequence's last token, plus 1
     query_starts: Column  # [S + 1]
 
     @classmethod
@@ -58,14 +58,14 @@ class BatchLayout:
     num_decodes: int
     columns: StepColumns
     seq_len_bounds: Column  # [S] upper bound of each sequence's length after this step
-    # for each row of the plan: index of the row's first prompt token among the T tokens; unused if
-    # the row has no prompt token
+    # for each row of the plan: index of its first prompt token among the T tokens; unused if the
+    # row has no prompt token
     prompt_starts: list[int]
     # [R] index of the plan's row for each sample; a row with k draft tokens has k + 1 samples
     sample_rows: Column
     sample_slots: Column  # [R]
     sample_offsets: Column  # [R] offset of the sampled token
-    sample_tokens: Column  # [R] index of the token before the sampled token
+    sample_tokens: Column  # [R] index among the T tokens of the sampled token's predecessor
 
     @classmethod
     def without_samples(
@@ -124,15 +124,15 @@ def build_batch_layout(
     layer writes all keys before it attends. Without `generated_apart`, a resumed sequence is one
     run. Without `generated_apart` and `drafts_apart`, a row with draft tokens is one run.
     """
-    decodes: list[tuple[int, int, int]] = []  # slot, first offset, number of tokens
+    decodes: list[tuple[int, int, int]] = []  # (slot, first offset, number of tokens)
     prefills: list[tuple[int, int, int]] = []
     num_prompt_tokens = 0
     prompt_starts: list[int] = []
-    # For each row: whether its last token is in a run, and the index of this token. The index
-    # counts either the tokens of all runs or the single tokens.
+    # For each row of the plan: whether its last token is in a run, and the index of this token
+    # among the tokens of all runs or among the single tokens.
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
-    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # prompt tokens not yet computed
+    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # uncomputed prompt tokens
     table = plan.slots, plan.num_scheduled, plan.num_draft_tokens, left
     for slot, count, num_drafts, num_left in zip(*table, strict=True):
         in_prompt = min(max(num_left, 0), count)
@@ -154,7 +154,7 @@ def build_batch_layout(
         for row, is_sampled in enumerate(plan.needs_sampling)
         if is_sampled
         for in_run, last in [last_tokens[row]]
-        for place in range(plan.num_draft_tokens[row], -1, -1)  # tokens up to the row's last token
+        for place in range(plan.num_draft_tokens[row], -1, -1)  # distance to the row's last token
     ]
     return BatchLayout(
         num_decodes,

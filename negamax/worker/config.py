@@ -21,10 +21,10 @@ class RankAddresses:
     machine. Sockets are ZeroMQ endpoints. TCP sockets require a key (`worker.node_sockets`).
     """
 
-    plans: tuple[str, ...]  # one endpoint per rank, for all messages of the executor
+    plans: tuple[str, ...]  # one endpoint per rank, for all messages from the executor
     results: tuple[str, ...]  # one endpoint per data-parallel rank, for the results of its plans
     rendezvous: str  # a file or TCP address that all ranks can reach
-    beats: str  # file on the ranks' machine that receives their heartbeats
+    beats: str  # file on the ranks' machine to which they write heartbeats
     # network interface between the ranks; None: all ranks are on one machine
     interface: str | None = None
 
@@ -94,19 +94,19 @@ class WorkerConfig:
     seed: int
     show_progress: bool
     addresses: RankAddresses | None  # None if the rank runs alone in the executor's process
-    index_cache_dtype: str = "auto"  # same allowed values as kv_cache_dtype
+    index_cache_dtype: str = "auto"  # allowed: the values of kv_cache_dtype
     # all-to-all backend between data-parallel ranks
     all2all_backend: str = "allgather_reducescatter"
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # folder of the weight cache
-    num_replicas: int = 1  # number of engines with this configuration on the machine
-    experts: str = FIXED  # how experts are placed: FIXED, COUNTED or MOVED
+    num_replicas: int = 1  # number of equal engines on the machine
+    experts: str = FIXED  # placement of experts: FIXED, COUNTED or MOVED
     draft: DraftModel | None = None
     speculation: SpeculationConfig | None = None  # `model` is a folder or a bundled name
-    max_logprobs: int = 20  # largest number of log-probabilities of a token
+    max_logprobs: int = 20  # limit of log-probabilities per token
     encoder_tokens: int = 0  # size of the encoder cache, in image tokens; 0: images are refused
     kv_offloading_size: float | None = None  # host memory for KV blocks of all ranks, in GiB
-    kv_offloading_ratio: float | None = None  # host blocks per KV block; overrides the size above
+    kv_offloading_ratio: float | None = None  # host blocks per KV block, instead of the size
     kv_offloading_path: str | None = None  # folder for files of KV blocks
     kv_offloading_path_size: float = 0.0  # maximum size of the files of KV blocks, in GiB
     kernels: tuple[str, ...] = ()  # arguments of `KernelTable.select`
@@ -189,10 +189,10 @@ class WorkerReady:
     step_seconds: tuple[tuple[int, int, float], ...] = ()
     num_host_blocks: int = 0  # number of KV blocks in host memory
     host_block_bytes: int = 0  # bytes of one host block on this rank
-    num_file_blocks: int = 0  # capacity of the files in KV blocks
-    file_hashes: bytes = b""  # hashes of the files found at start, least recently used first
-    # endpoints at which other engines read the host blocks of one rank or, once merged, of all
-    # ranks
+    num_file_blocks: int = 0  # capacity of the files, in KV blocks
+    file_hashes: bytes = b""  # hashes of KV block files at start, least recently used first
+    # endpoints at which other engines read host blocks. A rank reports its own endpoint. Merged
+    # reports contain the endpoints of all ranks.
     lanes: tuple[str, ...] = ()
     shape: dict[str, Any] = field(default_factory=dict)  # `worker.shape`
 

@@ -108,7 +108,7 @@ def upload(
     columns: Sequence[NDArray[np.int64]], device: torch.device, *, out: Tensor | None = None
 ) -> list[Tensor]:
     """Send all columns in one transfer, and return int64 tensors, which view `out` if given."""
-    if device.type == "cpu" and out is None:  # a CPU needs no transfer
+    if device.type == "cpu" and out is None:  # no transfer is needed
         return [torch.from_numpy(np.ascontiguousarray(column)) for column in columns]
     packed = torch.from_numpy(np.concatenate(columns))
     if device.type != "cpu":

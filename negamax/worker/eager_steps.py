@@ -64,11 +64,11 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
     """
     most, longest = config.max_num_batched_tokens, config.max_model_len
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
-    most_rows = min(config.max_num_seqs * (1 + num_drafts), most)  # each draft token is a decode
+    most_rows = min(config.max_num_seqs * (1 + num_drafts), most)  # a draft token runs as a decode
     powers = {1 << power for power in range(most.bit_length())}
     rows = sorted({*(power for power in powers if power < most_rows), most_rows})
     tokens = capture_sizes(TOKENS, most)
-    # FP8 GEMMs have other specializations for odd numbers of tokens
+    # FP8 GEMMs have separate specializations for odd numbers of tokens
     sizes = sorted({*powers, *tokens, *(size - 1 for size in tokens if size > 1)})
     yield from ((num_rows, 0, 0, longest) for num_rows in rows)
     yield from ((0, size, 0, longest) for size in sizes)
@@ -109,7 +109,7 @@ def _launch(
     runner.sampler.launch_all(logits[:1], sample_inputs(slots[:1], np.ones(1, np.int64), requests))
     if proposer is None or not capture:
         return
-    # a warmup of the first layers captures fewer residual streams
+    # add streams, because a warmup of only the first layers captures fewer residual streams
     streams += [hidden] * (len(capture) - len(streams))
     states = TokenStates(shard.describe_all(metadata), [shard.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)

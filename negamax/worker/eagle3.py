@@ -59,7 +59,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _finish_loading(self, target: Decoder) -> None:
         self._model.finish_loading(target, self._rotation if self._draft.folder else None)
         self._target_ids = self._model.target_ids
-        if self._draws:  # drawing scatters logits to the target's token ids
+        if self._draws:  # logits are scattered to the target's ids
             size = self._model.spec.vocab_size
             self._target_ids = torch.arange(size + 1, device=self._target_ids.device)
             self._target_ids[size] = -1
@@ -77,7 +77,7 @@ class Eagle3Proposer(DraftModelProposer):
             return drafts
         hidden, recurrent = model.forward(combined, following, states.metadata, kv)
         hidden, recurrent = hidden[ends], recurrent[ends]
-        # Writes past the context length are clamped, and no step reads their values.
+        # Drafts past the context length are written at a clamped position, which no step reads.
         last = requests.tokens.shape[1] - 2
         for place in range(num_tokens):
             picked = self._pick_drafts(hidden, slots, lengths, requests, place=place)
@@ -99,7 +99,7 @@ class Eagle3Proposer(DraftModelProposer):
         """
         model = self._model
         logits, first_id = model.local_logits(hidden), model.vocab_range.start
-        if self._draws:  # the noise depends on the target's token ids
+        if self._draws:  # the sampling noise depends on the target's token ids
             logits, first_id = model.scatter_logits(logits), 0
         return self._choose(logits, slots, lengths, requests, place=place, first_id=first_id)
 
@@ -107,7 +107,7 @@ class Eagle3Proposer(DraftModelProposer):
         self, slots: Tensor, positions: Tensor, seq_lens: Tensor, requests: RequestState
     ) -> AttentionMetadata:
         """Describe one token per slot. `seq_lens` is [R] int32, other arguments are [R] int64."""
-        # on a GPU, the host does not have the lengths
+        # the host has the sequence lengths only if the device is a CPU
         host = tuple(seq_lens.tolist()) if slots.device.type == "cpu" else ()
         return AttentionMetadata(
             positions=positions,

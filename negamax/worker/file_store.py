@@ -45,13 +45,13 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 READ_THREADS = 4
-SCAN_SHARE = 16  # the folder is scanned after writing 1 / SCAN_SHARE of its maximum size
-STALL_SECONDS = 60.0  # the files are disabled if no copy ends for this time
-MOST_FOUND = 1 << 18  # maximum number of indexed files of earlier engines
+SCAN_SHARE = 16  # each write of 1 / SCAN_SHARE of the folder's maximum size triggers a scan
+STALL_SECONDS = 60.0  # the files are disabled if no pending copy ends within this time
+MOST_FOUND = 1 << 18  # maximum number of files of earlier engines that are indexed at start
 ABANDONED_SECONDS = 3600.0  # an older temporary file is deleted as abandoned
 FINGERPRINT_BYTES = 16
 _MAGIC = b"NMXKV01\n"
-_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # last fields: length, CRC
+_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # the last: length, CRC
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _FILE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _PART = ".part"
@@ -115,10 +115,10 @@ class FileStore:
             )
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-read")
         self._writer = ThreadPoolExecutor(1, "kv-write")  # writes and deletes files in plan order
-        self._reads: deque[_FileBatch] = deque()  # batches of reads that are not reported
+        self._reads: deque[_FileBatch] = deque()  # read batches that are not reported yet
         self._writes: deque[_FileBatch] = deque()
         self._read_step = self._written_step = -1
-        self._active_at = 0.0  # monotonic time of the last end of a copy
+        self._active_at = 0.0  # monotonic time at which a file copy last ended
         self._is_off = False
         self._lock = threading.Lock()  # protects `_counts`
         self._counts = Counter[str]()  # field of `FileProgress` -> total
@@ -283,7 +283,7 @@ class FileStore:
         )
         total, most, now = sum(file.num_bytes for file in files), self._most_bytes, time.time()
         if total > most - most // SCAN_SHARE and self._cleans:
-            most -= most // SCAN_SHARE  # files may grow by this size until the next scan
+            most -= most // SCAN_SHARE  # reserve for files that are written before the next scan
         kept = []
         for file in files:
             is_part = file.path.name.endswith(_PART)

@@ -48,7 +48,7 @@ from negamax.worker.verify import VerifiedRows, Verifier
 class StepBuffers:
     """Outputs of a replay, in the first rows of each buffer, for up to N tokens and R samples."""
 
-    hidden: Tensor  # [N, hidden]; a step that samples does not write this buffer
+    hidden: Tensor  # [N, hidden]; written only by steps that do not sample
     entering: Tensor | None  # [N, hidden], see `Decoder.forward`; None: this is the first stage
     residuals: list[Tensor]  # residual streams of the captured layers, [N, hidden] each
     logits: Tensor  # [R, V of this rank] fp32
@@ -92,7 +92,7 @@ class StepGraphs:
         num_tokens = max(shape.num_tokens for shape in every)
         num_sampled = max(shape.num_tokens for shape in every if shape.is_sampled)
         device = requests.tokens.device
-        # this buffer has the padded `StepColumns` of a step and the step's number of tokens
+        # this buffer contains the padded `StepColumns` of a step, then the step's number of tokens
         self._columns = torch.zeros(
             max(sum(_widths(shape)) for shape in every), dtype=torch.int64, device=device
         )
@@ -252,7 +252,7 @@ class StepGraphs:
         slots, lengths = upload((columns.slots, starts), num_computed.device)
 
         def replay() -> None:
-            num_computed[slots] = lengths  # the step changes the lengths
+            num_computed[slots] = lengths  # each replay changes these lengths
             graph.replay()
 
         seconds = self._runtime.seconds_of(replay, repeats=repeats)

@@ -29,7 +29,7 @@ from negamax.worker.device import Runtime, indices
 from negamax.worker.file_store import FileStore
 from negamax.worker.kv_cache import STAGING_BYTES, zeros_on_large_pages
 
-# longest wait for a load or a file if no step can run; new requests may arrive meanwhile
+# longest wait for a load or a file copy while no step can run; short, as requests may arrive
 AWAIT_SECONDS = 0.005
 
 
@@ -51,8 +51,8 @@ class _Batch:
 class LoadProgress:
     """Progress of the loads of all plans up to a launch. Any thread may read this progress."""
 
-    loaded_step: int  # loads of plans up to this step id were complete at the launch
-    pending: tuple[_Batch, ...]  # batches of later plans, in plan order
+    loaded_step: int  # at the launch, loads of plans up to this step id were complete
+    pending: tuple[_Batch, ...]  # copies of the plans after `loaded_step`, in plan order
     is_awaited: bool
     files: FileStore | None = None  # None: blocks are not stored in files
 
@@ -109,7 +109,7 @@ class HostPool:
         self._pinned: list[Tensor] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            for memory in raw:  # torch's pinned memory would take up to twice the bytes
+            for memory in raw:  # torch would pin up to twice the bytes
                 code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
                 if int(code):
                     raise ResourceError(
@@ -175,7 +175,7 @@ class HostPool:
         self._pinned.clear()
 
     def _launch(self, copies: HostCopies, step_id: int) -> None:
-        launched = self._runtime.record_event()  # this event marks the end of earlier steps
+        launched = self._runtime.record_event()  # marks the end of earlier steps
         on_stream = contextlib.nullcontext()
         if self._stream is not None and launched is not None:
             self._stream.wait_event(launched)

@@ -87,7 +87,7 @@ class ImageEncoder:
         if not runs:
             return None
         rows = np.full(len(columns.token_slots), -1, dtype=np.int64)
-        # this bound is exact, because a prompt has no unverified drafts
+        # the bound of computed tokens is exact, because a prompt has no unverified drafts
         computed = self._requests.num_computed_bound[columns.token_slots]
         positions = computed + columns.token_offsets
         for run in runs:

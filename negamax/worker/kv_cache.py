@@ -107,7 +107,7 @@ def choose_blocks(
         budget = config.kv_cache_memory
     elif device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # CUDA graphs and eager steps have separate workspaces.
+        # The workspace is subtracted twice: CUDA graphs and eager steps have separate workspaces.
         budget = (
             int(total * config.gpu_memory_utilization)
             - (total - free)
@@ -136,7 +136,7 @@ def draft_buffers(config: WorkerConfig) -> int:
         return 0
     rows = config.cudagraph_size * speculation.num_speculative_tokens
     logits = rows * -(-spec.vocab_size // config.layout.attention.size) * 4
-    if config.draft and config.draft.spec.most_tokens is not None:  # logits of the draft model
+    if config.draft and config.draft.spec.most_tokens is not None:  # the draft has its own logits
         logits *= 2
     streams = len(config.draft.spec.aux_layers) if config.draft else 0
     return logits + streams * config.max_num_batched_tokens * spec.hidden_size * 2
@@ -181,7 +181,7 @@ def choose_host_blocks(
         )
     local, free = config.layout.ranks_per_node, min(env.available_memory(), env.main_memory())
     free = int(free * HOST_SHARE)
-    if device.type == "cpu":  # the KV cache takes memory only when it is used
+    if device.type == "cpu":  # unused KV cache does not take memory yet
         free -= local * bytes_of_blocks(num_blocks, config, dtype=dtype)
     needed = local * chosen * per_block
     if needed > free:

@@ -20,7 +20,7 @@ class ReadBlocks(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 
     places: list[int]  # host blocks
     ranges: list[HeadRange]
-    step_id: int  # the lane first waits for copies of plans up to this step id
+    step_id: int  # the lane replies after the copies of plans up to this step id
 
 
 class KindLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -44,10 +44,10 @@ class ImportBlocks(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     places: list[int]  # indices of the host blocks to write
-    after_step: int  # the lane first waits for copies of plans up to this step id
+    after_step: int  # the lane writes after the copies of plans up to this step id
     lanes: list[str]  # endpoints of the ranks of the other engine
-    remote_places: list[int]  # host block of the other engine for each of `places`
-    remote_step: int  # value of `ReadBlocks.step_id` in each read
+    remote_places: list[int]  # source block in the other engine for each of `places`
+    remote_step: int  # `ReadBlocks.step_id` of the reads from the other engine
 
 
 class ImportDone(msgspec.Struct, frozen=True, array_like=True):

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-STALL_SECONDS = 10.0  # an import fails if it receives no reply for this time
+STALL_SECONDS = 10.0  # an import fails if the other engine sends no reply for this time
 _POLL_MS = 100  # interval between checks of the stop flag
-_AHEAD = 2  # largest number of reads without a reply
+_AHEAD = 2  # maximum reads that wait for a reply at a time
 
 
 class LaneError(Exception):
@@ -137,7 +137,7 @@ class Lane:
         )
         if asked > max(wire.PIECE_BYTES, whole):
             raise ValueError(f"a read of {asked} bytes exceeds the limit of {wire.PIECE_BYTES}")
-        # this wait is shorter than the reader's timeout
+        # half of the reader's timeout, so that the reader receives the error below
         if not self._pool.await_copies(message.step_id, seconds=STALL_SECONDS / 2):
             return [b"the blocks were not copied to main memory in time"]
         found = [
@@ -171,7 +171,7 @@ def plan_reads(
     engine. Each head is read once.
     """
     reads: dict[int, list[HeadCopy]] = {}
-    first = rank * peers // ranks  # ranks with copies of a head read from different peers
+    first = rank * peers // ranks  # ranks that store one head read from different peers
     order = [(first + each) % peers for each in range(peers)]
     for index, kind in enumerate(kinds):
         own = kind.heads_of(rank, ranks)

@@ -113,7 +113,7 @@ class MinTokens:
         if not params.min_tokens:
             return False
         blocked, allowed = {*eos_token_ids, *params.stop_token_ids}, params.allowed_token_ids
-        # keep at least one token allowed
+        # if only end tokens are allowed, do not block them
         return bool(blocked) and (allowed is None or not blocked.issuperset(allowed))
 
     def prepare(

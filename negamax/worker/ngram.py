@@ -35,11 +35,11 @@ class NgramProposer(Proposer):
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:
             return lengths.new_empty(len(lengths), 0)
-        lengths = lengths.clamp_max(tokens.shape[1])  # a padding row may have any length
-        if tokens.device.type == "cpu":  # on a GPU, the host does not have the lengths
+        lengths = lengths.clamp_max(tokens.shape[1])  # padding rows may exceed it
+        if tokens.device.type == "cpu":  # on a GPU, only the device has the lengths
             width = min(width, max([1, *lengths.tolist()]))
         begins = (lengths - width).clamp_min(0)
-        # [R, width] last tokens of each sequence; short sequences have other tokens at the end
+        # [R, width] last tokens of each sequence; a short sequence is followed by unused tokens
         searched = tokens.flatten().unfold(0, width, 1)[slots * tokens.shape[1] + begins]
         # Extend the matches that end at each position. The last token must not match itself.
         matches = torch.arange(width, device=tokens.device) < (lengths - 1 - begins).unsqueeze(1)

@@ -54,7 +54,7 @@ class NixlMover:
         command: wire.ImportBlocks,
     ) -> None:
         self._messages.send(endpoint, wire.ReadBlocks([], [], command.remote_step))
-        self._messages.receive(endpoint)  # the reply means that the peer's copies are complete
+        self._messages.receive(endpoint)  # the peer replies when its copies are complete
         agent, description = self._find_peer(endpoint)
         own, theirs = self.description.kinds, description.kinds
         pairs = []
@@ -66,7 +66,7 @@ class NixlMover:
                     _describe_heads(there, command.remote_places, part.remote_head, count),
                 )
             )
-            whole = here.shape[2] == there.shape[2] == count  # then layers are adjacent
+            whole = here.shape[2] == there.shape[2] == count  # then a block's layers are adjacent
             if whole:
                 pairs[-1] = tuple(_join_layers(each, here.shape[1]) for each in pairs[-1])
         local, remote = (np.concatenate(each) for each in zip(*pairs, strict=True))

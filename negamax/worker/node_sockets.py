@@ -24,9 +24,9 @@ from negamax.options.nodes import KEY_VARIABLE
 _TCP = "tcp://"
 # default limit for a frame, in bytes; frames with log-probabilities may be larger
 FRAME_BYTES = 16 * 2**20
-_CONNECT_MS = 2000  # TCP repeats a lost packet after 1 s
+_CONNECT_MS = 2000  # long enough for one repeat of a lost packet after 1 s
 _HANDSHAKE_MS = 5000  # time in which a new connection must prove the key
-_MOST_STRANGERS = 64  # number of extra connections that a socket accepts
+_MOST_STRANGERS = 64  # connections that a socket accepts in addition to `num_peers`
 
 
 def has_key() -> bool:
@@ -70,7 +70,7 @@ class ConnectionLimit:
     def __init__(self, socket: zmq.Socket[bytes], *, num_peers: int) -> None:
         """`num_peers`: connections that the nodes need. Create the limit before `bind`."""
         self._most = num_peers + _MOST_STRANGERS
-        self._open: set[int] = set()  # file descriptors of connections
+        self._open: set[int] = set()  # file descriptors of open connections
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
@@ -93,7 +93,7 @@ class ConnectionLimit:
 
 def _hang_up(connection: int) -> None:
     """Shut down a TCP connection of ZeroMQ, which then closes the file descriptor."""
-    # check a duplicate, because the system may reuse the number for another file at any time
+    # Duplicate the descriptor, because the system may reuse its number for another file anytime.
     with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
         if peer.family in (sockets.AF_INET, sockets.AF_INET6):
             peer.shutdown(sockets.SHUT_RDWR)

@@ -64,9 +64,9 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
         if model.is_last_stage:
             model.local_logits(hidden[:most])
         if proposer is not None and capture and model.is_last_stage:
-            # a warmup of the first layers captures fewer residual streams
+            # add streams, because a warmup of only the first layers captures fewer residual streams
             residuals += [hidden] * (len(capture) - len(residuals))
-            # there may be more sequences than slots, so slots are reused
+            # the profiled step may have more sequences than slots, so slots are reused
             at = replace(metadata, token_slots=metadata.token_slots % most)
             ends = metadata.query_starts[1:].long()[:most] - 1
             proposer.use_caches(kv[len(model.layers) :])

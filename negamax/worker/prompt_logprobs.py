@@ -32,7 +32,7 @@ def score_prompts(
                     requests.tokens[slot, start + 1 : start + 1 + predicted].long(),
                     num_top=state.sampling.prompt_logprobs or 0,
                 )
-            except EngineDeadError:  # the death of another rank is not an error of the row
+            except EngineDeadError:  # if a rank died, the row is not at fault
                 raise
             except Exception as error:
                 requests.fail(slot, error)

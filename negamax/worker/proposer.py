@@ -24,7 +24,7 @@ from negamax.worker.synthetic_acceptance import SyntheticAcceptance
 class TokenStates:
     """The T tokens that a step has run, including rejected drafts, and their residual streams."""
 
-    metadata: AttentionMetadata  # metadata with positions and slots of the tokens
+    metadata: AttentionMetadata  # contains positions and slots of the tokens
     # stream [T, hidden] of each layer in `Proposer.capture`; see `Decoder.forward`
     residuals: list[Tensor]
 
@@ -52,10 +52,10 @@ class Proposer:
 
     num_draft_tokens: int  # maximum draft tokens per row and step
     capture: tuple[int, ...] = ()  # layers whose residual streams the proposer reads
-    has_gaps: bool = False  # whether proposed tokens may be missing
-    acceptance: SyntheticAcceptance | None = None  # replaces verification by a random number
+    has_gaps: bool = False  # whether a proposal may have fewer tokens than requested
+    acceptance: SyntheticAcceptance | None = None  # accepts random numbers of drafts
     # [rows, num_draft_tokens] fp32: estimated probability that draft j of row i is accepted if
-    # drafts 0 to j - 1 are accepted. A shorter proposal also has an estimate for the next draft.
+    # drafts 0 to j - 1 are accepted. A shorter proposal also has the estimate of its next draft.
     # None if the proposer estimates nothing.
     confidences: Tensor | None = None
 
@@ -135,5 +135,5 @@ def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | N
         proposer = BlockProposer(config, config.draft, kernels=kernels)
     if speculation.synthetic_acceptance_rates is not None:
         proposer.acceptance = SyntheticAcceptance(speculation.synthetic_acceptance_rates)
-        proposer.has_gaps = False  # synthetic acceptance may accept even a missing token
+        proposer.has_gaps = False  # synthetic acceptance counts missing tokens as drafts
     return proposer

@@ -50,7 +50,7 @@ Socket = zmq.Socket[bytes]
 # The first byte of a frame that the rank sends is one of these types.
 RESULT, ROW_FAILURES, FILE_PROGRESS = b"r", b"f", b"d"
 PLAN, BITMASK, DEBUG_COMMAND = b"s", b"m", b"p"  # types of frames that the rank receives
-IDLE_MILLISECONDS = 100  # a rank is idle after this time without a frame
+IDLE_MILLISECONDS = 100  # a rank is idle if it receives no frame for this time
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks use plain peer memory, so NVLink multicast of PyTorch and NCCL is off. PyTorch's watchdog is
 # off because it reports an orderly end as an error; the executor watches the ranks instead.
@@ -84,7 +84,7 @@ def main(endpoint: str, rank: int) -> int:
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as socket,
-        context.socket(zmq.PUSH) as reports,  # ranks that send no results use this socket
+        context.socket(zmq.PUSH) as reports,  # for ranks that send no results
     ):
         socket.linger = reports.linger = 1000
         connect(socket, endpoint)
@@ -99,17 +99,17 @@ def main(endpoint: str, rank: int) -> int:
         part = f"rank-{rank}"
         dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
-            with large_imports():  # importing torch takes seconds, so connect first
+            with large_imports():  # this import takes seconds, so it is after `connect`
                 from negamax.worker.worker import Worker
 
             worker = Worker(config)
             heartbeat.watch(worker.poll_control)
         except NegamaxError as error:
             socket.send(msgspec.msgpack.encode(RankFailed(str(error), error.exit_code)))
-            # wait until the executor ends all ranks; an early exit would look like a failure
+            # Wait until the executor ends this rank. An earlier exit would be reported as a crash.
             socket.recv()
             return error.exit_code
-        # garbage collection skips the objects from the start, which live as long as the process
+        # exclude all current objects from garbage collection, as they live as long as the process
         gc.freeze()
         socket.send(msgspec.msgpack.encode(RankReady(worker.ready)))
         sender = None
@@ -130,7 +130,7 @@ def main(endpoint: str, rank: int) -> int:
             if sender is not None:
                 sender.finish()
         if heartbeat.is_aborted:
-            exit_now(1)  # a rank is missing, so the groups cannot be closed in order
+            exit_now(1)  # a rank is missing, so process groups cannot be closed in order
         worker.close()
     return 0
 

@@ -63,7 +63,7 @@ class RequestState:
         self.padding_slot = max_num_seqs
         num_rows = max_num_seqs + 1
         index_dtype = torch.int64 if device.type == "cpu" else torch.int32
-        # The last column stores the last sampled token of a full sequence, which never runs.
+        # The last column is for the last sampled token of a sequence of maximum length.
         self.tokens = _zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
         # draft tokens that follow the known tokens of each slot; -1: none
         self.drafts = torch.full((num_rows, num_draft_tokens), -1, dtype=torch.int64, device=device)
@@ -72,8 +72,8 @@ class RequestState:
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
         # number of tokens whose KV is in the cache; the slot's next step starts at this position
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # upper bounds on the host
-        # number of drafts in flight, which the bound includes
+        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # bounds of `num_computed`
+        # number of unverified drafts of each slot, which `num_computed_bound` includes
         self._unverified = np.zeros(num_rows, dtype=np.int64)
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
         # [rows, len(FILTERS)] fp32
@@ -82,7 +82,7 @@ class RequestState:
         self._states: list[SlotState | None] = [None] * num_rows
         self.special_slots: set[int] = set()  # slots with logit edits (`worker.logit_edits`)
         self.drawn_slots: set[int] = set()  # slots with a temperature above 0
-        self.filtered_slots: set[int] = set()  # slots with a temperature and another filter
+        self.filtered_slots: set[int] = set()  # drawn slots with top_k, top_p or min_p
         self.wide_slots: set[int] = set()  # filtered slots that DRAW_LEADING does not sample
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
@@ -96,7 +96,7 @@ class RequestState:
         if plan.appended_slots:
             slots = np.array(plan.appended_slots, dtype=np.int64)
             columns = self._num_blocks[slots]
-            # blocks of one slot use consecutive columns
+            # several new blocks of one slot use consecutive columns
             if len(set(plan.appended_slots)) < len(slots):
                 columns += [
                     plan.appended_slots[:i].count(slot)
@@ -206,7 +206,7 @@ class RequestState:
             self.fail(slot, error)
             self._states[slot] = SlotState(row.prompt_len, _GREEDY, [])
             self.block_tables[slot] = self._padding_block
-            # ranks exchange candidates for all rows with temperature > 0, including failed rows
+            # ranks exchange candidates of all rows with temperature > 0, also of failed rows
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
@@ -234,7 +234,7 @@ class RequestState:
         tokens, blocks, seed = upload(numbers, self._device)
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
-        # a proposer with its own caches also runs draft tokens, which follow the known tokens
+        # a proposer with its own caches runs drafts, which may be past the last block of the row
         self.block_tables[slot, len(row.block_ids) :] = self._padding_block
         self.seeds[slot : slot + 1] = seed
         self._fill_sampling(row)

@@ -166,11 +166,11 @@ class Sampler:
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
         """Sample each row from whole logits. On a GPU, sharded sampling returns equal tokens."""
         requests, kernels = self._requests, self._kernels
-        if self._on_shards:  # rows without filters are sampled with noise
+        if self._on_shards:  # PICK samples rows without filters
             token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)
             drawing = requests.filtered_slots
         else:
-            best, token_ids = logits.max(dim=-1)  # max treats NaN as the largest number
+            best, token_ids = logits.max(dim=-1)  # `max` returns NaN if a logit is NaN
             token_ids = token_ids.where(best.isfinite(), BROKEN)
             drawing = requests.drawn_slots
         members = [i for i, slot in enumerate(inputs.slots) if slot in drawing]

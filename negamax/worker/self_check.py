@@ -51,10 +51,10 @@ from negamax.worker.config import WorkerConfig
 
 logger = get_logger(__name__)
 
-_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens, decodes and cached tokens
+_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # last: cached tokens per decode
 # extra relative error allowed for GEMMs with 8-bit activations, and for an FP8 cache
 _EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2
-_MOST_LISTED = 3  # maximum number of differences in an error message
+_MOST_LISTED = 3  # maximum number of listed differences in an error message
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class SelfCheck:
         scores, top_k = mlp.rank_experts(unquantized(hidden)), mlp.top_k
         yield _Result(f"{name}: the router", ids[:, :top_k].long(), (ADD_RMS, ROUTE), scores)
         yield _Result(f"{name}: the router's weights", weights.sort(-1).values, (ADD_RMS, ROUTE))
-        # run every expert, not only the experts that the router selects
+        # replace the router's ids, so that every expert runs
         every = torch.arange(ids[:, :top_k].numel(), device=ids.device) % mlp.num_experts
         ids[:, :top_k], weights[:, :top_k] = every.view(-1, top_k), 1 / top_k
         out = mlp.run_experts(hidden, ids, weights)
@@ -272,7 +272,7 @@ def _compare(one: _Result, other: _Result) -> float:
     if other.scores is None:
         size = other.value.float().norm().clamp_min(1e-30)
         return float((one.value.float() - other.value.float()).norm() / size)
-    # nearly equal scores may be ranked differently
+    # compare scores, not ids: nearly equal scores may have another order
     found, wanted = (other.scores.gather(1, each.value).sort(-1).values for each in (one, other))
     return float((found - wanted).abs().max())
 

@@ -36,7 +36,7 @@ class _Expected:
     slots: list[int]  # [S]
     slots_device: Tensor  # [S] int64
     positions: Tensor  # [S] int64
-    # slots that were assigned to other sequences meanwhile
+    # slots of this step that later plans assigned to other sequences
     reassigned: set[int] = field(default_factory=set)
     message: Tensor | None = None  # int64; `Stage.give_back` defines the layout
     arrival: Arrival | None = None
@@ -57,8 +57,8 @@ class Entering:
 
     # this rank's part of the residual stream [T, width]; None on the first stage
     stream: Tensor | None
-    # streams of earlier stages' layers that a draft model reads: [T, width] each on the last stage,
-    # [P, width] each on other stages
+    # residual streams from earlier stages that a draft model reads: each is [T, width] on the last
+    # stage and [P, width] on other stages
     captured: list[Tensor]
 
 
@@ -88,8 +88,8 @@ class Stage:
             return []
         assigned = {row.slot for row in plan.new_rows}
         needed = set(plan.slots) - assigned
-        # the last stage has finished all but the latest `num_stages` steps, because a step advances
-        # one stage at a time
+        # The last stage has finished all steps except the latest `num_stages`, because each launch
+        # advances every step by one stage.
         last = len(self._expected) - self._num_stages
         for number, step in enumerate(self._expected):
             step.reassigned |= assigned

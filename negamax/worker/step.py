@@ -45,7 +45,7 @@ class Batch:
 
     plan: StepPlan
     layout: BatchLayout
-    # graphs and shape if a graph replays at least the layers; None for eager steps
+    # graphs and step shape if a graph runs the layers; None if the step is eager
     captured: tuple[StepGraphs, StepShape] | None = None
 
     @property
@@ -59,8 +59,8 @@ class Executed:
     """Outputs of the layers. On the last stage, `hidden` has the tokens of all shards."""
 
     began: torch.cuda.Event | None
-    hidden: Tensor  # [T or more, hidden], the end is padding
-    states: TokenStates | None  # states that the proposer reads
+    hidden: Tensor  # [T or more, hidden]; rows after T are padding
+    states: TokenStates | None  # input of the proposer
 
 
 class StepRunner:
@@ -151,7 +151,7 @@ class StepRunner:
         has_drafts = any(plan.num_draft_tokens)
         if has_drafts:
             requests.place_drafts(plan)
-        # If results must not depend on the step, every step must use the same kernel for a token.
+        # For batch-invariant results, generated tokens use the kernels of decodes in every step.
         apart = self._runtime.is_batch_invariant
         layout = build_batch_layout(plan, requests, generated_apart=apart)
         if graphs is not None:

@@ -25,7 +25,7 @@ class StepTimes:
 
     def seconds(self) -> tuple[float, float]:
         """Return step time and idle time before the step. Time without requests is idle time."""
-        self.ended.synchronize()  # host-sync: a step may have no other event
+        self.ended.synchronize()  # host-sync: a step may return no tensors to wait for
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
 
@@ -41,7 +41,7 @@ class StepOutput:
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
     times: StepTimes | None = None
-    # for each failed row of the plan: error before or after the model ran
+    # failed row of the plan -> text of an error before or after the model ran
     failures: dict[int, str] = field(default_factory=dict)
     verification: Verification | None = None  # None: the plan has no draft tokens
     # indices of grammar rows in the plan; [] if the plan proposes no tokens
@@ -49,7 +49,7 @@ class StepOutput:
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, new drafts of grammar rows
     expert_counts: HostTensor | None = None  # see `StepResult.expert_counts`
     loads: LoadProgress | None = None  # None: no blocks are in host memory
-    confidences: HostTensor | None = None  # [R, places] fp32, see `Proposer.confidences`
+    confidences: HostTensor | None = None  # [R, drafts] fp32, see `Proposer.confidences`
 
     def result(self) -> StepResult:
         """Wait for the tensors and build the result."""
@@ -93,7 +93,7 @@ class StepOutput:
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
             [] if self.confidences is None else _expect_accepted(self.confidences.read()),
-            None if self.loads is None else self.loads.report_files(),  # report files last
+            None if self.loads is None else self.loads.report_files(),  # last: reports are final
         )
 
 

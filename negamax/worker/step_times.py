@@ -36,7 +36,7 @@ def measure_steps(
     found: list[StepSeconds] = []
 
     def replay(shape: StepShape) -> None:
-        requests.num_computed.zero_()  # steps change this tensor and the tensors below
+        requests.num_computed.zero_()  # reset the tensors that each replay changes
         requests.tokens[:most_rows, :1] = firsts.to(requests.tokens.dtype)
         requests.drafts[:most_rows] = drafts
         graphs.replay(shape)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from negamax.kernels.sampling import noise
 
-# choices of one request have consecutive seeds; `_SEED_STEP` moves the choices far apart
+# The `n` outputs of a request have consecutive seeds. `_SEED_STEP` spreads them in the table.
 _DRAWS, _SEED_STEP = 2**16, 40503
 
 

@@ -106,7 +106,7 @@ TokenShard = AllTokens | ShardedRuns
 
 @dataclass(frozen=True)
 class _ShardTokens:
-    tokens: Column  # indices of the shard's tokens in the step
+    tokens: Column  # index of each token of the shard in the step
     layout: BatchLayout  # layout that contains only these tokens, without samples
 
 
@@ -132,7 +132,7 @@ def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     columns, pieces = layout.columns, 2 * ranks
     starts, counts = columns.query_starts[:-1], np.diff(columns.query_starts)
     edges = starts[:, None] + counts[:, None] * np.arange(pieces + 1) // pieces
-    # shift by one for each sequence, so that single tokens rotate over the ranks
+    # each sequence starts at the next rank, so that single tokens are spread over the ranks
     owner = np.minimum(np.arange(pieces), pieces - 1 - np.arange(pieces))
     owner = (owner + np.arange(len(counts))[:, None]) % ranks
     sequence, piece = np.nonzero((owner == rank) & (edges[:, 1:] > edges[:, :-1]))
@@ -140,7 +140,7 @@ def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     lengths = stop - first
     query_starts = np.concatenate(([0], lengths.cumsum()))
     tokens = np.arange(query_starts[-1]) + (first - query_starts[:-1]).repeat(lengths)
-    before_end = columns.query_starts[1:][sequence] - stop  # number of tokens after each piece
+    before_end = columns.query_starts[1:][sequence] - stop  # tokens after each piece of a sequence
     own = StepColumns(
         token_slots=columns.token_slots[tokens],
         slots=columns.slots[sequence],

@@ -27,9 +27,9 @@ class VerifiedRows(NamedTuple):
 
     slots: Tensor
     counts: Tensor  # verified tokens of the row: its last known token and its drafts; 0: padding
-    seq_lens: Tensor  # tokens of the sequence, including the verified tokens
-    first_samples: Tensor  # index in the step of the row's first sample
-    first_tokens: Tensor  # index in the step of the token before the first sample
+    seq_lens: Tensor  # number of tokens of the row's sequence, including verified tokens
+    first_samples: Tensor  # index of the row's first sample in the step's samples
+    first_tokens: Tensor  # index in the step of the row's last known token
 
 
 @dataclass(frozen=True)

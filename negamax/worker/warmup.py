@@ -41,7 +41,7 @@ def warming_up(context: ParallelContext, *, shows: bool = False) -> Iterator[Non
     """Compile Triton kernels instead of running them. All ranks of a stage must launch the same
     kernels. `shows`: show the progress of the first rank.
     """
-    from negamax.kernels.launch.triton import compiling  # Triton is installed only with a GPU
+    from negamax.kernels.launch.triton import compiling  # needs Triton
 
     layout = context.layout
     threads = max(1, min(_MOST_THREADS, usable_cores() // layout.world_size))
@@ -53,4 +53,4 @@ def warming_up(context: ParallelContext, *, shows: bool = False) -> Iterator[Non
     ):
         yield
     context.world_min(0)  # wait until the kernels of every rank are in Triton's cache
-    torch.cuda.empty_cache()  # free memory of the warmup before later measurements
+    torch.cuda.empty_cache()  # later code measures free memory

@@ -29,8 +29,8 @@ class Worker:
         self.ready, self.poll_control = runner.ready, runner.context.poll_control
         self._debug_commands = DebugCommands(runner)
         self._steps = StepRunner(runner, needs_eager=lambda: self._debug_commands.needs_eager)
-        # (launch number, verification) of steps with drafts; the launch made or received the
-        # results, which may still be on the device
+        # (launch number, verification) of each step with drafts; the verification results may still
+        # be on the device
         self._unverified: deque[tuple[int, Arrived]] = deque()
         self._num_steps = 0
 
@@ -57,7 +57,7 @@ class Worker:
         size = plan.of_all
         if plan.slots or (size is not None and size.num_tokens) or loads is None:
             output = self._run(plan, bitmask)
-        else:  # the plan contains only copies
+        else:  # the plan contains only copies of KV blocks
             output = StepOutput(plan.step_id, [])
         if plan.slots:
             requests.raise_bounds(plan, postponed=bitmask.postponed)
@@ -96,7 +96,7 @@ class Worker:
                 len(plan.slots),
             )
         requests.restore_lengths()
-        for row in plan.grammar_rows:  # the plan's masks may be for other drafts
+        for row in plan.grammar_rows:  # drop drafts, which the grammar masks may not match
             requests.drafts[plan.slots[row]] = -1
         return run_rows_separately(plan, bitmask, self._steps.run)
 

@@ -42,12 +42,12 @@ _OF_DFLASH = {
     "enable_confidence_head": False,
     "selector_rank": None,  # of DFlash2
 }
-# fields that describe the target whenever one config.json describes draft and target
+# fields that describe the target if one config.json describes both draft and target
 _OF_TARGET = {
     "num_hidden_layers", "intermediate_size", "dense_intermediate_size", "layer_types",
     "sliding_window", "use_sliding_window", "sparse_attention_config", *_PER_LAYER,
 }  # fmt: skip
-# Each row lists the spellings of one field. This module uses the first spelling.
+# Each row lists spellings of a config.json field. This module uses the first spelling.
 _SPELLINGS = (
     ("mask_token_id", "noise_token_id"),
     ("intermediate_size", "dense_intermediate_size", "ffn_hidden_size"),
@@ -135,7 +135,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     )
     fixed = _FIXED | (_OF_MINIMAX if is_minimax else {})
     fields.check_fixed(flat, fixed | (_OF_DFLASH if architecture == DFLASH else {}))
-    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # MiniMax's files use both
+    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # in MiniMax's files
     if flat.get("hidden_act", "silu") not in activations:
         refuse("hidden_act", flat["hidden_act"], " or ".join(map(repr, activations)))
     fields.check_fixed(flat, {"draft_vocab_size": common["vocab_size"]})
@@ -254,7 +254,7 @@ def _read_swiglu(config: Mapping[str, Any]) -> tuple[float, float, float]:
     return alpha, limit, 1.0
 
 
-# the draft of MiniMax-M3.1-Flash
+# the draft model of MiniMax-M3.1-Flash
 _M31 = BlockDraftSpec(
     architecture=DSPARK,
     vocab_size=200_064,

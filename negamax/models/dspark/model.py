@@ -47,7 +47,7 @@ from negamax.models.dspark.config import BlockDraftSpec
 from negamax.parallel.collectives import Partial
 from negamax.parallel.layout import shard
 
-_KIND = "draft block"  # key in `AttentionMetadata.prepared`
+_KIND = "draft block"  # key of draft blocks in `AttentionMetadata.prepared`
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class BlockDraft:
     def __init__(self, spec: BlockDraftSpec, setup: LayerSetup) -> None:
         self.spec, layout, device = spec, setup.context.layout, setup.weights.device
         hidden, streams = spec.hidden_size, spec.num_aux * spec.target_hidden_size
-        # Published drafts store these matrices unquantized, even if config.json has a quantization.
+        # Published drafts store `fc` unquantized, even if config.json has a quantization.
         plain = replace(setup, weights=replace(setup.weights, scheme=None))
         self._columns = shard(streams, rank=layout.tp_rank, size=layout.tp, what="streams")
         self._fc = RowParallel(names.FC, (hidden, streams), columns=self._columns, setup=plain)
@@ -193,7 +193,7 @@ class BlockDraft:
             name: torch.empty(shape, dtype=torch.float32, device=device) if used else None
             for name, shape in parts.items()
         }
-        self._confidence = tuple(empty.values())  # weight and bias
+        self._confidence = tuple(empty.values())  # weight and bias of the confidence head
         return [
             WeightSlot(name, parts[name], target=target, optional=not used)
             for name, target in empty.items()

@@ -16,7 +16,7 @@ from negamax.models.eagle3 import speculators
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
-_IDS = LAYERS_KEY  # Name of the field in config.json.
+_IDS = LAYERS_KEY  # Name of the field that lists the target layers.
 NUM_AUX = 3  # Default number of target layers that a draft reads.
 
 _FIXED: dict[str, Any] = {
@@ -52,8 +52,8 @@ class Eagle3Spec(DraftSpec):
     draft_vocab_size: int  # number of tokens that the draft can propose
     intermediate_size: int
     fc_norm: bool = False  # Whether each stream has its own norm before fc.
-    norm_before_fc: bool = False  # Whether the concatenated streams have one norm before fc.
-    norm_output: bool = False  # Whether the next pass reads the normed hidden state.
+    norm_before_fc: bool = False  # Whether one norm precedes fc for all streams together.
+    norm_output: bool = False  # Whether the next draft pass reads the normed hidden state.
     norm_before_residual: bool = False  # Whether the residual starts as the normed hidden state.
     attention_bias: bool = False
 
@@ -169,7 +169,7 @@ def _read_aux_layers(ids: object) -> tuple[int, ...]:
 
 def _read_input_layers(ids: object) -> tuple[int, ...]:
     """Return layers numbered by their inputs; () if config.json lists none."""
-    if ids in (None, []):  # exporters write an empty list before the draft is trained
+    if ids in (None, []):  # some exporters write an empty list
         return ()
     given = ids if isinstance(ids, list | tuple) else ()
     layers = tuple(one for one in given if type(one) is int and one >= 0)

@@ -229,7 +229,7 @@ class Eagle3Draft:
         )
         self._slots = slots_by_name(slots)
         self._target: Decoder | None = None
-        self._rotation_back: Tensor | None = None  # transposed rotation of the target
+        self._rotation_back: Tensor | None = None  # transpose of the target's rotation matrix
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return self._slots
@@ -351,7 +351,7 @@ class Eagle3Draft:
 
 def _run_norm(norm: RmsNorm, x: Tensor) -> Tensor:
     """Return the norm of x [T, width]."""
-    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # x is complete on every rank
+    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # x is whole on each rank
     assert isinstance(normed, Tensor)
     return normed
 

@@ -18,7 +18,7 @@ _ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
 # The library always writes these fields. Readers disagree about defaults, so missing fields are
 # refused.
 _WRITTEN = ("draft_vocab_size", "norm_before_residual")
-_IGNORED = {  # fields that the library uses for itself or for training
+_IGNORED = {  # fields that only the library itself or training uses
     MODEL_TYPE, _LAYER, _USE, "architectures", "base_model_ep_plan", "embed_requires_grad",
     "enable_sp_ulysses", "has_no_defaults_at_init", "model_type", "speculators_version",
 }  # fmt: skip

@@ -52,7 +52,7 @@ from negamax.text.parser.tag_names import argument_name, quoted_name, tool_name
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _CALL_OPEN, _CALL_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
-# possibly garbled text between the name and the end of a tag
+# possibly garbled text between the name and the closing angle bracket of a tag
 _ATTRIBUTES = rf"(?:[\s=:\"']|name)[^<>]{{0,{MAX_ATTRIBUTE_CHARS}}}"
 _TAGS = "|".join((_THINK_OPEN, _THINK_CLOSE, _CALL_OPEN, _CALL_CLOSE))
 _QUOTED = rf"\s+name\s*=\s*\"(?:(?!{_TAGS})[^\"\n]){{0,{MAX_ATTRIBUTE_CHARS}}}"
@@ -70,10 +70,10 @@ _OTHER_FORMS = (  # possible beginnings of an argument with a broken tag or anot
     "{}:",
 )
 
-# opener or closer of an element around all parameters
+# opening or closing tag of an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# A closer ends the open value if one of these tags or the end of a complete output follows.
+# Tags that may follow a closing tag; otherwise the closing tag is text of the open value.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),
@@ -103,17 +103,17 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # schemas of call and value
+        self._arguments = self._schema = self._schemas.arguments("")  # of open call and value
         self._is_declared = False
         self._keys: set[str] = set()  # Names of the parameters of the open call so far.
-        self._stray: list[str] = []  # Text after the last parameter.
-        self._unnamed: list[str] = []  # Values without a name.
+        self._stray: list[str] = []  # Text after the last parameter of the open call.
+        self._unnamed: list[str] = []  # Parameter values without a name.
         self._waiting: list[WaitingMember] = []  # Values that may be items of one array.
         self._key = ""
         self._value: list[str] = []  # Text of the open value that is not written yet.
         self._is_written = False  # Whether the open value is streamed as a string.
-        self._closer: Lexeme | None = None  # Last closer, if it may be data.
-        self._space: list[str] = []  # Text after `_closer`, which may be data.
+        self._closer: Lexeme | None = None  # Last closing tag, if it may be text of the value.
+        self._space: list[str] = []  # Text after `_closer`, which may be text of the value.
         self._forms: tuple[str, ...] = ()  # Prefixes of arguments in another syntax.
         self._num_forms = 0  # len(_keys) when `_forms` was computed.
         self._wrapper = ""  # Name of an element around all parameters.
@@ -217,7 +217,7 @@ class MiniMaxM2Block(CallBlock):
                 or self._arguments.lists(argument_name(before.text, self._arguments))
             )  # fmt: skip
         if follows and not self._words:
-            self._close_value()  # the next lexeme ends the call if `closer` closes the call
+            self._close_value()  # if `closer` closes the call, the next lexeme ends the call
         else:
             self._keep_closer()
 
@@ -321,7 +321,7 @@ class MiniMaxM2Block(CallBlock):
         """Read a parameter closer that has no opener."""
         text, self._stray = "".join(self._stray), []
         if not text.strip():
-            return  # a repeated closer
+            return  # drop white space or a repeated closing tag
         key, value = find_key(text, self._arguments, self._keys)
         if key:
             self._calls.announce()

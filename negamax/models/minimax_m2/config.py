@@ -33,7 +33,7 @@ _FIXED: dict[str, Any] = {
     "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_alpha": 1.0,
     "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_alpha": 1.0, "layernorm_mlp_beta": 1.0,
 }  # fmt: skip
-# Lists with one entry per layer, or one value for all. Only the value below is supported.
+# Fields with one value per layer, or one value for all layers. Only these values are supported.
 _PER_LAYER = {"attn_type_list": 1, "layer_types": "full_attention", "moe_layer_freq": 1}
 
 _READ = {"intermediate_size", "num_experts_per_tok", "num_local_experts"}
@@ -69,7 +69,7 @@ def read_experts(config: Mapping[str, Any]) -> dict[str, int]:
     return {name: fields.read_size(config, key) for name, key in names.items()}
 
 
-# fields that are equal in all published models
+# fields whose values are equal in all published M2 models
 PUBLISHED: dict[str, Any] = {
     "vocab_size": 200_064, "head_dim": 128, "rotary_dim": 64, "rope_theta": 5_000_000.0,
     "rms_norm_eps": 1e-6, "dtype": "bfloat16", "bos_token_id": 200_034, "eos_token_ids": (200_020,),

@@ -236,7 +236,7 @@ class M3Calls(CallStyle):
         return {"type": "tag", "begin": begin, "content": calls, "end": end}
 
     def embed_in_text(self, block: Format, *, once: bool, no_other_calls: bool) -> Format:
-        # Parsers also accept an opener without its marker.
+        # The parser also accepts `<invoke` without a marker, so the grammar excludes it from text.
         excludes = ["<invoke"] if no_other_calls else []
         triggers = [f"{MARKER}<tool_call>"]
         return {

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 VISION_ARCHITECTURE = "MiniMaxM3SparseForConditionalGeneration"
 VISION_TYPE = "minimax_m3_vl"
-# The second name is that of transformers.
+# transformers uses the second name.
 TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")
 TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
 BLOCK_SIZES = (16, 32, 64, 128)  # Supported block sizes of sparse attention, in tokens.
@@ -44,7 +44,7 @@ _READ = {
     "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config",
     "swiglu_alpha", "swiglu_limit",
 }  # fmt: skip
-# Known fields at the level of `text_config`. Some fields describe images or videos.
+# Known fields of config.json beside `text_config`. Some fields describe images or videos.
 _AROUND = {
     "image_grid_pinpoints", "image_seq_length", "image_token_index",
     "img_token_compression_config", "merged_hidden_size", "multimodal_projector_bias",
@@ -236,7 +236,7 @@ def _read_tower(
         rope_theta=fields.read_required_number(sizes, "rope_theta"),
         layer_norm_eps=fields.read_required_number(sizes, "layer_norm_eps"),
         image_token_id=image_token,
-        # the vocabulary has the start and end tokens after the image and video tokens
+        # in the vocabulary, the start and end tokens of images follow the image and video tokens
         image_start_id=image_token + 4,
         image_end_id=image_token + 5,
     )
@@ -355,7 +355,7 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
     """Read how many of the first or last blocks are always selected. SGLang's config may give the
     number in tokens. The range of the last tokens may begin inside a block.
     """
-    own = int(which == "local")  # the last blocks include the block of the query token
+    own = int(which == "local")  # count the block of the query token
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
     stated = [name for name in names if given.get(name) is not None]
     found = {name: fields.read_size(given, name, least=0) for name in stated}

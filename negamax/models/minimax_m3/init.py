@@ -10,8 +10,8 @@ from negamax.models.family import Initializer
 from negamax.models.minimax_m2 import init as minimax_m2
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 
-NORM = Initializer(std=0.05)  # A norm multiplies by 1 + w.
-# Scale of outputs of the shared expert and dense MLPs. The model doubles outputs of routed experts.
+NORM = Initializer(std=0.05)  # Norms multiply by 1 + weight.
+# Factor for outputs of the shared expert and dense MLPs. The model doubles routed outputs.
 SHARED_GAIN = 0.5
 
 

@@ -36,7 +36,7 @@ def moe(layer: int) -> MoeNames:
 class VisionLayerNames:
     """Module names of one layer of the vision tower. Each module has a weight and a bias."""
 
-    norms: tuple[str, str]  # the norms before the attention and before the MLP
+    norms: tuple[str, str]  # norms before attention and before the MLP
     qkv: tuple[str, str, str]
     out: str
     mlp: tuple[str, str]
@@ -44,7 +44,7 @@ class VisionLayerNames:
 
 _TOWER = "vision_tower.vision_model"
 PATCHES = f"{_TOWER}.embeddings.patch_embedding.weight"
-PATCH_NORM = f"{_TOWER}.pre_layrnorm"  # checkpoints spell the name this way
+PATCH_NORM = f"{_TOWER}.pre_layrnorm"  # checkpoints spell "layernorm" this way
 PROJECTOR = "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"
 MERGE = "patch_merge_mlp.linear_1", "patch_merge_mlp.linear_2"
 

@@ -128,7 +128,7 @@ class VisionTower:
         pixels = (image.float() / 255 - self._mean) / self._std
         rows, columns = image.shape[0] // (merge * side), image.shape[1] // (merge * side)
         cut = pixels.to(self._dtype).view(rows, merge, side, columns, merge, side, 3)
-        patches = cut.permute(0, 3, 1, 4, 6, 2, 5)  # squares, patches, colors, pixels
+        patches = cut.permute(0, 3, 1, 4, 6, 2, 5)  # to squares, patches, colors, pixels
         frames = patches.unsqueeze(5).expand(*[-1] * 5, self.spec.temporal_patch_size, -1, -1)
         return frames.reshape(-1, self.spec.patch_values)
 
@@ -142,7 +142,7 @@ class VisionTower:
                     torch.arange(columns, device=self._device),
                     indexing="ij",
                 )
-            )  # [2, rows, columns]
+            )  # row and column of each patch: [2, rows, columns]
             squares = grid.view(2, rows // merge, merge, columns // merge, merge)
             places.append(squares.transpose(2, 3).flatten(1))
         row, column = torch.cat(places, dim=1).unsqueeze(-1) * self._frequencies

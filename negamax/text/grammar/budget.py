@@ -14,7 +14,7 @@ RISKY_CHOICES = 64 << 10  # bytes of all strings in a choice grammar
 RISKY_LEVELS = 1000  # levels of nested rules
 RISKY_LITERAL = 16 << 10  # characters of a literal
 RISKY_FORMATS = 200  # formats in a client's structural tag
-MAX_REFUSALS = 8  # the cost of a refused tool schema is refunded below this number of refusals
+MAX_REFUSALS = 8  # costs of refused tool schemas are refunded until this number of refusals
 
 
 class Budget:
@@ -24,7 +24,7 @@ class Budget:
         self._nodes = 0
         self._bytes = 0
         self._refusals = 0
-        self.is_risky = False  # whether compiling the grammar may take long or crash
+        self.is_risky = False  # whether compiling the grammar may take long or crash the process
         self._formats = 0
 
     @contextmanager

@@ -25,15 +25,15 @@ class _Kind(IntEnum):
 
     STRING = 0  # bytes
     CHARACTERS = 1  # 1 if the class is negated; first and last character of each range
-    ANY_CHARACTERS = 2  # any number of characters of a class; integers as for CHARACTERS
+    ANY_CHARACTERS = 2  # repeats a character class; the integers are those of CHARACTERS
     EMPTY = 3
     RULE = 4  # number of the rule
     SEQUENCE = 5  # expressions
     CHOICES = 6  # expressions
-    TAG_DISPATCH = 7  # (trigger, rule) of each tag; 1 if more tags may follow; excluded texts
+    TAG_DISPATCH = 7  # (trigger text, rule) of each tag; 1 if more tags may follow; excluded texts
     REPEAT = 8  # a rule, and the least and the largest number of repeats
     TOKEN = 9  # the allowed tokens
-    # number of tags; (token, rule) of each tag; 1 if more tags may follow; excluded tokens
+    # number of tags; (trigger token, rule) of each tag; 1 if more tags may follow; excluded tokens
     TOKEN_TAG_DISPATCH = 11
 
 

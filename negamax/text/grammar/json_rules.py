@@ -36,7 +36,7 @@ from negamax.text.grammar.tag_formats import MAX_WHITESPACE, Format
 
 _ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _LITERAL: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, LAST_CHARACTER))
-_RAW: Ranges = ((0x01, 0xD7FF), (0xE000, LAST_CHARACTER))  # NUL would end a text in xgrammar
+_RAW: Ranges = ((0x01, 0xD7FF), (0xE000, LAST_CHARACTER))  # no NUL: it ends texts in xgrammar
 _HEX = "0123456789abcdef"
 
 _BLOCK = 8  # a long run of one character class is written in blocks of this many characters
@@ -74,8 +74,8 @@ class Rules:
         self._rules: dict[str, list[_Alternative]] = {}
         self._classes: dict[Ranges, list[str]] = {}
         self._chains: dict[tuple[Ranges, str], str] = {}
-        self._written: dict[tuple[int, str], str] = {}  # (language, following text) -> rule
-        self.is_risky = False  # whether compiling may take long
+        self._written: dict[tuple[int, str], str] = {}  # (language, following text) -> rule name
+        self.is_risky = False  # whether compiling the grammar may take long
 
     def define(self, name: str, alternatives: Iterable[_Alternative]) -> str:
         self._rules[name] = list(alternatives)
@@ -418,7 +418,7 @@ def spell_json(value: Any) -> str:
     except ValueError:
         refuse_grammar(f"the JSON schema lists {value!r}, which is not a finite number")
     has_surrogates = any(0xD800 <= ord(char) < 0xE000 for char in text)
-    return json.dumps(value) if has_surrogates else text  # JSON needs escapes for surrogates
+    return json.dumps(value) if has_surrogates else text  # `dumps` escapes surrogates
 
 
 def _quote(text: str) -> str:

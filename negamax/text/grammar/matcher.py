@@ -113,7 +113,7 @@ class GrammarMatcher:
     def take(self, part: int | bytes) -> bool:
         """Advance by a token or by text. Return False if the grammar does not allow `part`."""
         if self.has_ended:
-            return True  # tokens after the end are not checked
+            return True  # tokens after the end of the grammar are not checked
         taken = (
             self._matcher.accept_token(part)
             if isinstance(part, int)

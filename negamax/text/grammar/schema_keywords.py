@@ -8,7 +8,7 @@ from typing import Any
 from negamax.text.grammar.shapes import Nodes
 
 _LARGEST = Decimal("1e308")  # lower bounds <= -_LARGEST and upper bounds >= _LARGEST are ignored
-MAX_COUNT = 1_000_000_000  # a larger upper limit is ignored
+MAX_COUNT = 1_000_000_000  # upper limits of lengths and counts above this number are ignored
 
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?"

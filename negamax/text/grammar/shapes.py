@@ -50,9 +50,9 @@ class ArrayShape:
 class ObjectShape:
     """An object of `least` to `most` members."""
 
-    listed: dict[str, Nodes]  # name -> schemas, in the order of the schema
+    listed: dict[str, Nodes]  # member name -> schemas of its value
     required: frozenset[str]
-    # (language of names, schemas) of unlisted members; language None allows any name
+    # (language of names, schemas of values) of unlisted members; language None allows any name
     others: list[tuple[Language | None, Nodes]]
     least: int
     most: int | None

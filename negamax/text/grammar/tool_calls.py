@@ -49,7 +49,7 @@ class CallStyle(ABC):
     free_key: tuple[str, str, int | None]
     call_tags: tuple[str, str]  # opener and closer of a call, with {} in place of the tool's name
     argument_tags: tuple[str, str]  # opener and closer of an argument, with {} in place of its name
-    lead: Format | None = None  # format of the white space allowed before the first block
+    lead: Format | None = None  # format of the white space before the first call block
     tag_ids: Mapping[str, int]  # ids of the tags that are written as tokens
 
     def __init__(

@@ -18,7 +18,7 @@ from negamax.text.parser.schema_values import (
 from negamax.text.parser.tag_names import quoted_name
 
 _MAX_DEPTH = 16  # maximum levels of nested elements
-WRAPPERS = ("arguments", "parameters", "args", "input")  # keys of the object with all arguments
+WRAPPERS = ("arguments", "parameters", "args", "input")  # keys of an object of all arguments
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _ELEMENT = re.compile(r"\s*<([^<>/\s=]+)(\s[^<>]*)?>")
 _OPEN_TAG = re.compile(r"\s*<?parameter\s+name\s*=\s*[\"']([^\"'<>\n]+)[\"']")
@@ -114,7 +114,7 @@ def _parse(text: str) -> Any:
 def _write_members(members: dict[str, Any]) -> dict[str, str] | None:
     try:
         return {key: write_json(member) for key, member in members.items()}
-    except RecursionError:  # a member is nested too deeply
+    except RecursionError:  # the value of a member is nested too deeply
         return None
 
 

@@ -34,7 +34,7 @@ from negamax.text.parser.schema_values import (
 MAX_DEPTH = 64  # maximum levels of nested elements; a call with more levels is dropped
 ITEM = "item"  # name of the elements that are items of an array
 
-_MAX_UNDECIDED_CHARS = 64  # longer text of an undecided type becomes a string
+_MAX_UNDECIDED_CHARS = 64  # a longer text becomes a string if its type is still unknown
 _WORDS = ("true", "false", "null")  # if the type is unknown, these words are not strings
 
 
@@ -58,7 +58,7 @@ class _Element:
     name: str
     key: str | None  # key of the element's value; None in an array
     schema: ValueSchema
-    waits: bool  # whether the value is stored, and written at the end of the container
+    waits: bool  # whether the value is written only at the end of the container
     is_collected: bool  # whether the element is written when the element ends
     shape: _Shape = _UNDECIDED
     text: list[str] = field(default_factory=list)  # text that is not written yet
@@ -73,11 +73,11 @@ class _Element:
     may_be_over: bool = False  # a closing tag with another name followed the last child
     is_implied: bool = False  # whether the element is an item without an item tag
     is_marked: bool = False  # whether the text begins with a marker
-    mark: int = 0  # index of the opening bracket in the written arguments
+    mark: int = 0  # index of this element's opening bracket in the written arguments
     ended: "_Element | None" = None  # last member, an array whose bracket is not closed yet
     # an ended array of the same name to which this element adds items
     resumed: "_Element | None" = None
-    arrays: dict[str, str] = field(default_factory=dict)  # name of a closed array -> items as JSON
+    arrays: dict[str, str] = field(default_factory=dict)  # closed array's name -> JSON of its items
     waiting: set[str] = field(default_factory=set)  # names of `values`
 
 
@@ -89,7 +89,7 @@ class ElementArguments:
     def __init__(self, calls: CallWriter, schema: ValueSchema, *, marker: str) -> None:
         self._calls = calls
         self._marker = marker
-        self.lost = ""  # text of an argument that cannot be read
+        self.lost = ""  # text of an argument that cannot be parsed
         arguments = _Element(
             "", None, schema, waits=False, is_collected=False, shape=_Shape.OBJECT, is_written=True
         )
@@ -266,7 +266,7 @@ class ElementArguments:
             self._become_container(element)
         self._begin(name)
         text = text.lstrip().removeprefix(self._marker) if is_marked else text.strip()
-        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # remains of the opening tag
+        left = (f"<{name}>", f"{name}>", f"<{name} ", f"<{name}")  # forms of a broken opening tag
         self.add_text(text.removeprefix(next(filter(text.startswith, left), "")))
         self._close()
 
@@ -351,7 +351,7 @@ class ElementArguments:
     def _push(self, name: str, schema: ValueSchema, *, shape: _Shape = _UNDECIDED) -> _Element:
         container = self._open[-1]
         may_repeat = container.shape is _Shape.OBJECT and len(self._open) > 1 and not schema.types
-        if name in container.arrays:  # the array will be written again with more items
+        if name in container.arrays:  # more items follow, so the array is written later
             items = container.arrays.pop(name)
             container.values.append(WaitingMember(name, f"[{items}]", items))
             container.waiting.add(name)

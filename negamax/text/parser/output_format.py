@@ -27,7 +27,7 @@ class CallWriter:
         self._emit = emit
         self._index = -1
         self._name = ""  # name of the open call until its `ToolCallStart` is emitted
-        self.before_call: Callable[[], None] = lambda: None  # called before `ToolCallStart`
+        self.before_call: Callable[[], None] = lambda: None  # callback before each `ToolCallStart`
         self._written: list[str] = []  # parts of the arguments that were written within containers
         self._closers: list[str] = []  # closing brackets of the open containers in the arguments
         self._has_members = False  # whether the innermost open container has members or items
@@ -134,7 +134,7 @@ class CallBlock(ABC):
         self._opener = opener
         self._show = show
         self._has_calls = False
-        self._unread: list[str] = []  # text between calls, and calls that cannot be read
+        self._unread: list[str] = []  # text between calls, and text of calls that cannot be parsed
         self._num_tried = 0  # number of parts of `_unread` that were searched for calls in JSON
         self._raw: list[str] = []  # text of the open call until its `ToolCallStart` is emitted
         calls.before_call = self._begin_calls

@@ -209,7 +209,7 @@ class OutputParser:
             case TagKind.LOOSE_BLOCK_OPEN:
                 self._opener, self._opener_is_loose = [lexeme.text], True
             case TagKind.BLOCK_CLOSE:
-                if not self._is_after_block:  # a repeated closer is dropped
+                if not self._is_after_block:  # drop a repeated closing tag
                     self._write(lexeme.text)
             case TagKind.INVOKE_OPEN:
                 self._take_bare_invoke(lexeme)
@@ -279,7 +279,7 @@ class OutputParser:
                 self._content.drop_space()
                 self._enter(_REASONING)
             case _:
-                pass  # drop a repeated opening or closing tag
+                pass  # drop a repeated opening or closing tag of reasoning
 
     def _take_bare_invoke(self, lexeme: Lexeme) -> None:
         is_prose = self._state is _CONTENT and not self._content.code.is_inline()
@@ -302,7 +302,7 @@ class OutputParser:
 
     def _show_unread(self, text: str) -> None:
         """Show text of a call block as content, after a line break."""
-        if self._closer_is_token:  # think closers without an opener are dropped from content
+        if self._closer_is_token:  # drop closing think tags from content
             text = text.replace(self._format.think_close, "")
         lead = "\n" if self._content.has_begun else ""
         self._content.write(lead + text)

@@ -36,7 +36,7 @@ class Packets:
     def __init__(self, *, min_chars: int = MIN_CHARS, max_chars: int = MAX_CHARS) -> None:
         self._min_chars = min_chars
         self._max_chars = max_chars
-        # the last text event; the held text has the same kind
+        # the last text event, which has the type of the held text
         self._like: ReasoningDelta | ContentDelta | ToolArgumentsDelta | None = None
         self._ready = ""  # a complete fragment that waits for the next fragment
         self._held = ""  # the beginning of an incomplete fragment
@@ -85,7 +85,7 @@ class Packets:
         if like is None or not text:
             return
         num_parts = -(-len(text) // self._max_chars)
-        for part in range(num_parts):  # parts have about equal lengths, so that no part is short
+        for part in range(num_parts):  # fragments have about equal lengths, so none is short
             fragment = text[len(text) * part // num_parts : len(text) * (part + 1) // num_parts]
             out.append(structs.replace(like, text=fragment))
 
@@ -102,7 +102,7 @@ class PacedPackets:
     def __init__(self) -> None:
         self._packets = Packets()
         self._has_begun = False
-        self._last_output = -math.inf  # monotonic seconds of the last output
+        self._last_output = -math.inf  # monotonic time of the last `push`
         self._held_since = -math.inf
 
     def push(

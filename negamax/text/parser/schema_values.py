@@ -39,7 +39,7 @@ class ToolSchemas:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._roots: dict[str, Any] = {}
-        self._arguments: dict[str, ValueSchema] = {}  # the first call of a tool adds an entry
+        self._arguments: dict[str, ValueSchema] = {}  # tool name -> schema, added on first use
         self._folded: dict[str, list[str]] = {}  # case-folded name -> declared names
         for tool in tools or ():
             function = tool.get("function", tool)
@@ -182,7 +182,7 @@ class WaitingMember:
 
     name: str
     json: str
-    json_in_list: str  # JSON of the list items that the value adds if the name repeats
+    json_in_list: str  # JSON of the items that this value adds to the list of a repeated name
 
 
 def group_members(members: Iterable[WaitingMember]) -> Iterator[tuple[str, str]]:

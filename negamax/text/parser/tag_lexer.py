@@ -10,8 +10,8 @@ import msgspec
 
 from negamax.text.detokenizer import TextPiece
 
-MAX_ATTRIBUTE_CHARS = 512  # maximum length of a tag with attributes; longer text is no tag
-_MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # maximum length of any tag
+MAX_ATTRIBUTE_CHARS = 512  # maximum characters of a tag with attributes; longer tags are text
+_MAX_TAG_CHARS = MAX_ATTRIBUTE_CHARS + 64  # maximum characters of any tag
 _NEVER = "(?!)"
 
 
@@ -156,7 +156,7 @@ class TagLexer:
         self._tables = self._tables_with(())
         self._list_named = list_named
         self._held = ""
-        self._is_inside = False  # whether `TagBeginnings.inside` matches `_held`
+        self._is_inside = False  # whether pattern `TagBeginnings.inside` matches `_held`
         self._is_tag = False  # whether `_held` may contain a whole tag
 
     def feed(self, pieces: Sequence[TextPiece]) -> list[Lexeme]:

@@ -60,7 +60,7 @@ def _list_candidates(readings: list[str]) -> Iterator[str]:
         yield from _list_quoted(tag)
         name = _read_attributes(tag)
         yield name
-        while name.startswith("name"):  # `<invoke name name=f>`
+        while name.startswith("name"):  # the tag repeats `name`: `<invoke name name=f>`
             name = name.removeprefix("name").strip(_LOOSE_EDGES)
             yield name
 
