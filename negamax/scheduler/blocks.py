@@ -8,8 +8,8 @@ class BlockPool:
     """Reference counts of KV blocks, and an index from content hash to block.
 
     A block is *held* (reference count above 0) or free. A free block is *blank* or *cached*.
-    `share` turns a cached block into a held block. Blank blocks are allocated first, then cached
-    blocks, least recently released first.
+    `BlockPool.share` turns a cached block into a held block. Blank blocks are allocated first, then
+    cached blocks, least recently released first.
     """
 
     __slots__ = (
@@ -21,7 +21,7 @@ class BlockPool:
         """`changes`: list that receives (block hash, True if indexed or False if evicted)."""
         self.num_blocks = num_blocks
         self._changes = changes
-        # number of times that a block was freed or indexed; more admissions may then succeed
+        # number of frees and indexings of blocks; each may allow a refused admission
         self.gain_count = 0
         self.eviction_count = 0  # number of cached blocks that were evicted for other content
         self._ref_counts = [0] * num_blocks
@@ -66,7 +66,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release blocks, given in order of their positions. The last blocks are reused first."""
+        """Release the blocks of a sequence, in position order. The last blocks are reused first."""
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:

@@ -1,8 +1,8 @@
 """Log the changes of a rank's prefix cache. `engine.core.kv_events` publishes these changes.
 
-The block pools append each change to the log. A chain lists the hashes and tokens of consecutive
-blocks of a sequence. The log contains chains of blocks that were indexed or that an admitted
-sequence reuses. The chain of a block that is loaded or imported is logged after the change.
+The block pools append each indexed or evicted block to the log. A chain lists the hashes and tokens
+of consecutive blocks of a sequence. The log contains chains of blocks that were indexed or that an
+admitted sequence reuses. The log gets a loaded block's chain after its change.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from typing import Any
 
 from negamax.scheduler.prefix_cache import BlockHashes
 
-Change = tuple[bytes, bool]  # (hash of a block, True if it is cached or False if it is evicted)
+Change = tuple[bytes, bool]  # (hash of a block, True if it was cached or False if evicted)
 
 
 @dataclass

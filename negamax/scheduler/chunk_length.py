@@ -9,11 +9,11 @@ from typing import Protocol
 
 
 class ChunkLength(Protocol):
-    """Chooses the length of each chunk. The result depends only on the arguments."""
+    """Chooses the length of each prompt chunk. The length depends only on the arguments."""
 
     def fit(self, computed: int, left: int, budget: int) -> tuple[int, int]:
-        """Return the number of tokens to run (at least 1), and the part of `budget` that they use.
-        `left`: tokens of the sequence that are not computed yet. `budget`: tokens left in the step.
+        """Return the number of tokens to run (at least 1), and how much of `budget` these tokens
+        use. `left`: uncomputed tokens of the sequence. `budget`: tokens left in the step.
         """
 
 
@@ -27,8 +27,8 @@ class EvenChunks:
 
 @dataclass(frozen=True)
 class EvenTimes:
-    """Chooses chunks of equal duration: the duration of the first `budget` tokens of a prompt. A
-    chunk that does not end its prompt ends at the last block boundary that it reaches.
+    """Chooses chunks that each take as long as the first `budget` tokens of a prompt. A chunk that
+    does not end its prompt ends at the last block boundary that it reaches.
     """
 
     block_size: int

@@ -10,7 +10,7 @@ from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import StepPlan
 
 _MAX_REQUESTS = 1000
-# fields with texts or token ids; a crash dump contains only their lengths
+# sampling parameters of which a crash dump contains only the length
 _COUNTED = ("stop", "stop_token_ids", "allowed_token_ids", "logit_bias")
 
 

@@ -6,14 +6,14 @@ earlier drafts. Committed steps update the estimates of T and p_i:
 
 - T is the step time measured at start, multiplied by two factors. One factor applies to all k,
   because contexts grow; the other factor applies to one k. A Kalman filter estimates the logarithms
-  of these factors. A draft length k with an uncertain factor gets a better score, so that it is
-  tried. The uncertainty of a factor grows in steps that do not use its k.
-- p_i is the accepted share of recently verified drafts, combined with a prior. An unused k is tried
-  again after growing intervals, because the weight of old trials decays. If the draft model has a
-  confidence head, p_i is the mean of the head's recent estimates, corrected by their mean error.
-  Such a p_i adapts to changes after few trials.
+  of these factors. A draft length k with an uncertain factor gets a better score, so that the
+  scheduler tries this k. The uncertainty of a factor grows in steps that do not use its k.
+- p_i is the accepted share of recently verified drafts, combined with a prior. The scheduler tries
+  an unused k again after growing intervals, because the weight of old trials decays. If the draft
+  model has a confidence head, p_i is the mean of the head's recent estimates, corrected by their
+  mean error. A p_i with estimates of the head adapts to changes after few trials.
 
-The choices depend only on the sequence of calls.
+The chosen lengths depend only on the sequence of calls.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ StepSeconds = tuple[int, int, float]  # (number of rows, drafts per row, seconds
 
 # steps between two choices of the draft length; odd, to sample both of two alternating batches
 STEPS_PER_CHOICE = 5
-_GAIN = 1.01  # factor by which the score of another draft length must be better
+_GAIN = 1.01  # factor by which the score of a new draft length must exceed the current score
 
-# Acceptance of drafts. The weight of a trial falls to a third after `_TRIALS` newer trials and at
+# The weight of a trial (a verified draft) falls to a third after `_TRIALS` newer trials and at
 # least `_TRIAL_STEPS` steps. The prior `_PRIOR` weighs as much as `_PRIOR_TRIALS` trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
 # Estimates by the draft model. The weight of an estimate falls to a third after `_ESTIMATES` newer
@@ -42,14 +42,14 @@ _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
-_UNTIMED_STEPS = 256  # interval of trials of other lengths while step times are unusable
-# Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts; the
-# times measured at start exclude the host's work. Shorter drafts have a part of this error.
-# `_OWN_ERROR`: independent variance of each draft length. `_NOISE`: variance of one measurement.
+_UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable
+# Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts,
+# because times measured at start exclude the host's work. Shorter drafts have a part of it.
+# `_OWN_ERROR`: variance of each draft length. `_NOISE`: variance of a measurement.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
-_NEAR = 0.07**2  # variance that `extrapolate` adds
+_NEAR = 0.07**2  # variance that `extrapolate` adds for each draft length
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
-_OUTLIERS = 3  # consecutive outliers after which the estimates of times are reset
+_OUTLIERS = 3  # consecutive outlying step times after which all time estimates are reset
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
 _ASSUMED_COST = 0.2  # time of a draft token / time of a step, if no times are measured
 _TRIED = 2.0  # number of standard deviations to subtract from an uncertain log time
@@ -77,8 +77,8 @@ class FixedDraftLength:
 
 
 class _Times:
-    """Corrections to the logarithms of step times at similar numbers of rows. A Kalman filter
-    estimates a number for all draft lengths and one for each length. A correction is their sum.
+    """Corrections to the logarithms of step times, for one size class. A draft length's correction
+    is the sum of one number for all lengths and one of its own, which a Kalman filter estimates.
     """
 
     def __init__(self, lengths: Sequence[int], *, step: int) -> None:
@@ -88,7 +88,7 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # common correction, correction per length
+        self._means = [0.0] * (len(self._lengths) + 1)  # for all lengths, then for each length
         # an error of long drafts also changes the estimates of shorter drafts, but less
         most = math.log1p(self._lengths[-1])
         shares = [math.log1p(length) / most for length in self._lengths]
@@ -113,7 +113,7 @@ class _Times:
         return math.sqrt(max(0.0, rows[i][i] + rows[j][j] - 2.0 * rows[i][j]))
 
     def correct(self, index: int, found: float, *, step: int) -> None:
-        """Update the state with a step. `found`: log(time of the step / expected time)."""
+        """Update the state with a step. `found`: log(time of the step / expected step time)."""
         rows, own, passed = self._covariances, index + 1, step - self._latest
         self._latest = step
         rows[0][0] = min(_UNKNOWN, rows[0][0] + passed * _DRIFT)
@@ -130,7 +130,7 @@ class _Times:
             self.correct(index, found, step=step)
             return
         error = min(bound, max(-bound, error))
-        if expected < self._noise:  # the error is mostly noise of this step
+        if expected < self._noise:  # `error` is mostly noise of this step
             noise = self._noise + (error * error - variance) / _NOISE_STEPS
             self._noise = min(_MOST_NOISE, max(_LEAST_NOISE, noise))
         for row, gain in zip(rows, gains, strict=True):
@@ -143,7 +143,7 @@ class _Times:
 
 @dataclass
 class _Shares:
-    """Counts the accepted drafts at one position of a row. Old trials have less weight."""
+    """Counts the trials and accepted drafts at one draft position. Old trials have less weight."""
 
     accepted: float = 0.0
     trials: float = 0.0
@@ -151,7 +151,7 @@ class _Shares:
     new_trials: int = 0
     tried: int = 0  # number of steps with trials since the last pause in trials
     untried: int = 0  # number of steps since the last trial
-    rest: float = _FIRST_REST  # steps without trials until old trials weigh a third
+    rest: float = _FIRST_REST  # steps without trials after which old trials weigh a third
     estimate: float | None = None  # mean of the draft model's recent estimates
     latest: float = 0.0  # the draft model's latest estimate
     error: float = 0.0  # accepted minus estimated drafts, with decaying weights
@@ -172,7 +172,7 @@ class _Shares:
             before = share if self.estimate is None else self.estimate
             self.estimate, self.latest = before + weight * (share - before), share
         elif self.estimate is not None:
-            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # older trials may be outdated
+            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # earlier trials may be outdated
                 most = max(self.trials, _ESTIMATE_TRIALS)
                 self.accepted, self.error = self.share(0.0) * most, self.bias * most
                 self.trials = most
@@ -184,7 +184,7 @@ class _Shares:
             if self.untried > STEPS_PER_CHOICE:
                 self.tried, self.rest = 0, min(2.0 * self.rest, _LAST_REST)
             self.tried, self.untried = self.tried + 1, 0
-            if self.tried > 3 * STEPS_PER_CHOICE:  # this position is tried regularly
+            if self.tried > 3 * STEPS_PER_CHOICE:  # drafts at this position are verified regularly
                 self.rest = _FIRST_REST
             kept = math.exp(-min(self.new_trials / _TRIALS, 1.0 / _TRIAL_STEPS))
         else:
@@ -203,11 +203,11 @@ class _Shares:
 
 
 class AdaptiveDraftLength:
-    """Chooses the number of drafts that has the highest estimate of tokens per second."""
+    """Chooses the number of drafts with the highest estimate of tokens per second."""
 
     def __init__(self, lengths: Sequence[int], measured: Sequence[StepSeconds] = ()) -> None:
         """`lengths`: numbers of drafts to choose from, ascending, without 0. `measured`: step
-        times, in any order. If a length has no measured time, all lengths use assumed times.
+        times, in any order. If a draft length has no step time, all lengths use assumed times.
         """
         self._lengths = (0, *lengths)
         self._places = [_Shares() for _ in range(self._lengths[-1])]
@@ -244,7 +244,7 @@ class AdaptiveDraftLength:
         return self._lengths[self._chosen]
 
     def acceptance(self) -> list[float]:
-        """Estimate the share of rows that accept all drafts up to a position, for each position."""
+        """For each draft position, estimate the share of rows that accept all drafts up to it."""
         shares, share, prior = [], 1.0, _PRIOR
         for place in self._places:
             prior = place.share(prior)
@@ -282,8 +282,8 @@ class AdaptiveDraftLength:
             place.new_accepted += num_rows
 
     def add_expected(self, num_rows: int, shares: Sequence[float]) -> None:
-        """Record the draft model's estimates for `num_rows` rows. `shares`: for each draft
-        position, the expected share of rows that accept all drafts up to this position.
+        """Record what the draft model expects for `num_rows` rows. `shares[i]` is the share of rows
+        that the draft model expects to accept drafts 0 to i.
         """
         self._num_expected += num_rows
         for place, share in enumerate(shares[: len(self._places)]):
@@ -306,7 +306,7 @@ class AdaptiveDraftLength:
             self._times_of(num_rows).correct(index, found, step=self._num_steps)
 
     def _scores(self, num_rows: int, *, tried: float) -> list[float]:
-        """Score draft lengths by tokens/s. Reduce each step time by `tried` standard deviations."""
+        """Score draft lengths by tokens/s, with step times reduced by `tried` deviations."""
         times = self._times_of(num_rows)
         shares = self.acceptance()
         scores = []
@@ -345,14 +345,14 @@ class RankDraftLength:
     """
 
     def __init__(self, joint: AdaptiveDraftLength, ranks: list[RankDraftLength]) -> None:
-        """Append this rank to `ranks`. The ranks plan and commit in the order of this list."""
+        """Append this rank to `ranks`, whose members plan and commit in the order of the list."""
         self._joint, self._ranks = joint, ranks
         self._num_rows = self._number = 0
         self._committed: tuple[StepPlan, StepResult] | None = None
         ranks.append(self)
 
     def choose(self, num_rows: int) -> int:
-        """Choose on rank 0. Other ranks are assumed to have as many rows as in the last step."""
+        """Return rank 0's choice, which assumes that other ranks have their last number of rows."""
         self._num_rows = num_rows
         first = self._ranks[0]
         if self is first:

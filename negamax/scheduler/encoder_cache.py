@@ -2,8 +2,8 @@
 
 The scheduler decides which images a step encodes. An image keeps its pages until all sequences that
 use the image have committed its tokens. Then the pages stay cached under the cache salt and the
-digest of the image. If another image needs pages, the least recently used image is evicted. Plans
-run in order, so pages may be allocated again while an earlier plan still reads them.
+digest of the image. If another image needs pages, the least recently used image is evicted. The
+worker runs plans in order. A later plan may therefore reuse pages that a running plan still reads.
 """
 
 from collections import OrderedDict
@@ -14,8 +14,8 @@ from negamax.scheduler.request import ImageInput
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun
 
-# `STEP_PATCHES`: most weighted patches that a rank encodes in a step; the first image of a rank has
-# no limit. A patch of an image with n patches weighs 1 + n / `_SQUARE`, the cost of attention.
+# `STEP_PATCHES`: largest weighted number of patches of a rank in a step; a rank's first image may
+# exceed it. A patch of an image with n patches weighs 1 + n / `_SQUARE`, the cost of attention.
 STEP_PATCHES, _SQUARE = 10_000, 8_824
 
 _Key = tuple[str, bytes]
@@ -23,7 +23,7 @@ _Key = tuple[str, bytes]
 
 @dataclass(eq=False)
 class EncodedImage:
-    """An image with pages in the pool."""
+    """An image whose embeddings have pages in the pool."""
 
     key: _Key
     pages: list[int]
@@ -35,7 +35,7 @@ class EncoderCache:
     """Tracks the free pages of the pool, and the pages of each image."""
 
     def __init__(self, num_tokens: int, *, num_ranks: int) -> None:
-        """`num_tokens`: capacity of the pool in image tokens. `num_ranks`: ranks that encode."""
+        """`num_tokens`: capacity of the pool in image tokens. `num_ranks`: encoding ranks."""
         self.num_hits = 0  # number of images whose embeddings were found in the pool
         self._free = list(range(num_tokens // ROWS_PER_PAGE - 1, -1, -1))
         self._images: dict[_Key, EncodedImage] = {}
@@ -75,7 +75,7 @@ class EncoderCache:
         return count
 
     def release(self, sequence: Sequence) -> None:
-        """Release each image of a sequence if all tokens of the image are committed."""
+        """Release those images of a sequence whose tokens are all committed."""
         for number, held in list(sequence.held_images.items()):
             if sequence.request.images[number].end <= sequence.num_committed:
                 del sequence.held_images[number]
@@ -90,7 +90,7 @@ class EncoderCache:
         sequence.held_images.clear()
 
     def fail(self, step_id: int, running: Iterable[Sequence]) -> list[Sequence]:
-        """Drop the images of a lost plan. Return the `running` sequences that use such images."""
+        """Drop images that a lost plan encodes. Return the `running` sequences that use them."""
         for held in [held for held in self._images.values() if held.step_id == step_id]:
             del self._images[held.key]
             if self._unused.pop(held.key, None) is not None:

@@ -12,15 +12,15 @@ Slots = Sequence[int]  # index of the expert in each slot
 
 
 def rank_loads(loads: Sequence[int], slots: Slots, num_ranks: int) -> list[float]:
-    """Return the load of each rank, in tokens. `loads`: number of tokens of each expert."""
+    """Return the number of tokens on each rank. `loads`: number of tokens of each expert."""
     copies, per_rank = Counter(slots), len(slots) // num_ranks
     shares = [loads[expert] / copies[expert] for expert in slots]
     return [sum(shares[at : at + per_rank]) for at in range(0, len(slots), per_rank)]
 
 
 def best_placement(loads: Sequence[int], current: Slots, num_ranks: int) -> list[int]:
-    """Return the placement whose busiest rank has the least load. The candidates are `current`
-    (preferred in a tie), a packed placement near `current`, and the experts in index order.
+    """Return the placement whose busiest rank has the least load. The candidates are `current`, a
+    packed placement near `current`, and the experts in index order. In a tie, `current` wins.
     """
     num_slots = len(current)
     packed = pack(loads, copies_of(loads, num_slots, num_ranks), num_ranks)
@@ -56,7 +56,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
         to = min(lacking, key=lambda rank: (len(ranks[rank]) == per_rank, totals[rank], rank))
         if len(ranks[to]) == per_rank:
             # All ranks with free slots already have this expert. A full rank gets the expert
-            # instead, and one of its other experts moves to a rank with a free slot.
+            # instead, and one of this rank's other experts moves to a rank with a free slot.
             roomy = next(rank for rank in range(num_ranks) if len(ranks[rank]) < per_rank)
             given = min(
                 ranks[to] - ranks[roomy],
@@ -72,7 +72,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[se
 
 
 def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> list[int]:
-    """Assign each pack to the rank that has most of its experts. These experts keep their slots."""
+    """Assign packs of experts to ranks that have many of them, and keep these in their slots."""
     per_rank = len(current) // num_ranks
     held = [current[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
     pairs = [
@@ -91,7 +91,7 @@ def keep_in_place(packs: Sequence[set[int]], current: Slots, num_ranks: int) -> 
 
 
 def settle(wanted: Sequence[int], held: Slots) -> list[int]:
-    """Assign the `wanted` experts of a rank to its slots. Experts in `held` keep their slots."""
+    """Assign the `wanted` experts of a rank to its slots; `held`: the current experts."""
     missing = Counter(wanted)
     slots: list[int | None] = []
     for expert in held:
@@ -103,7 +103,7 @@ def settle(wanted: Sequence[int], held: Slots) -> list[int]:
 
 
 def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int, int]]:
-    """Return simultaneous moves (from slot, to slot) towards `target`; [] if every rank has its
+    """Return simultaneous moves (from slot, to slot) towards `target`; [] if each rank has its
     experts. Each rank sends at most one expert and receives at most one. Every expert keeps a copy.
     """
     per_rank = len(current) // num_ranks
@@ -115,7 +115,7 @@ def next_moves(current: Slots, target: Slots, num_ranks: int) -> list[tuple[int,
     where: dict[int, list[int]] = {}
     for slot, expert in enumerate(current):
         where.setdefault(expert, []).append(slot)
-    left = Counter(current)  # for each expert, number of slots that no move overwrites
+    left = Counter(current)  # for each expert, number of its slots that no move overwrites
     senders: set[int] = set()
     receivers: set[int] = set()
     moves: list[tuple[int, int]] = []

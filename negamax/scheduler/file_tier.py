@@ -1,15 +1,15 @@
 """Track the files that are the third level of a rank's prefix cache, and the pending copies.
 
-A file contains the data of one host block, and its name is the hash of this block. The index may
-list files that other engines have deleted, and files that are damaged. A read that fails on any
-rank of the group is a miss on all ranks.
+A file contains the data of one host block, and its name is the hash of this block. The index of
+files may list files that other engines have deleted, and damaged files. If one rank fails to read a
+file, all ranks treat the block as missing.
 
 - A block in host memory is *written* to a file when the number of pending writes allows it.
-- A waiting request's missing blocks are *read* into free host blocks. Then the request waits for
-  its admission again, and `HostTier` loads the blocks into the KV cache.
+- A waiting request's missing blocks are *read* into free host blocks. After the read, the request
+  waits for its admission again, and `HostTier` loads the blocks into the KV cache.
 
 The host block of a write or read stays allocated until all ranks have reported the end of the copy.
-The next plan repeats the copies of a lost plan.
+The next plan repeats the file copies of a lost plan.
 """
 
 from collections import OrderedDict
@@ -31,8 +31,8 @@ class _FileRead:
 
     sequences: list[Sequence]  # sequences that wait for this read
     hashes: list[bytes]
-    places: list[int]  # index of the host block for each hash
-    held_places: list[int]  # other host blocks, which the sequences need after the read
+    places: list[int]  # index of the host block to fill, for each hash
+    held_places: list[int]  # host blocks that need no read but must stay for the sequences
     step_id: int = -1  # id of the plan with the copies; -1: not planned yet
 
 
@@ -59,14 +59,14 @@ class FileTier:
         list that receives (block hash, True if indexed or False if discarded).
         """
         self.num_blocks = num_blocks
-        self.num_hits = 0  # number of blocks that were read
-        self.num_written = 0  # number of blocks that were written
-        self.progress = _NO_PROGRESS  # the latest report of all ranks
+        self.num_hits = 0  # number of blocks that were read from files
+        self.num_written = 0  # number of blocks that were written to files
+        self.progress = _NO_PROGRESS  # latest progress of copies on all ranks
         self._host, self._waiting, self._changes = host, waiting, changes
         self._most_writes = max(1, min(MOST_WRITES, host.num_blocks // 4))
-        self._index: OrderedDict[bytes, int] = OrderedDict()  # hash -> time of its last use
-        self._time = 0  # number of uses of blocks so far, which is the clock of `_index`
-        self._used: list[bytes] = []  # hashes of used files, to report with the next plan
+        self._index: OrderedDict[bytes, int] = OrderedDict()  # hash -> `_time` of the last use
+        self._time = 0  # number of block uses so far: the clock of `_index`
+        self._used: list[bytes] = []  # hashes of used blocks, which the next plan reports
         self._queue: dict[bytes, None] = {}  # hashes of the host blocks to write, in order
         self._writes: dict[bytes, _FileWrite] = {}
         self._reads: list[_FileRead] = []  # pending reads, oldest first
@@ -123,7 +123,7 @@ class FileTier:
             self.offer(block_hash)
 
     def take_queued(self) -> None:
-        """Write queued blocks with the next plan, up to the limit of pending writes."""
+        """Let the next plan write queued blocks to files, up to the limit of pending writes."""
         while self._queue and len(self._writes) < self._most_writes:
             block_hash = next(iter(self._queue))
             del self._queue[block_hash]
@@ -133,9 +133,9 @@ class FileTier:
                 self._writes[block_hash] = _FileWrite(block_hash, place)
 
     def begin(self, sequence: Sequence, hashes: list[bytes], held_places: list[int]) -> bool:
-        """Read blocks for a waiting sequence, or join a pending read of the first block. `hashes`:
-        hashes of blocks that are not in host memory. `held_places`: host blocks of the sequence
-        that need no read. Return False if no host block is free.
+        """Plan to read blocks for a waiting sequence, or wait for a pending read of the first
+        block. `hashes`: hashes of blocks that are not in host memory. `held_places`: host blocks of
+        the sequence that need no read. Return False if no host block is free.
         """
         for read in self._reads:
             if hashes[0] in read.hashes:
@@ -153,7 +153,7 @@ class FileTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Detach a sequence from its read, which continues. Return False if no read is found."""
+        """Detach a sequence from its read, which continues. Return False if it has no read."""
         for read in self._reads:
             if sequence in read.sequences:
                 read.sequences.remove(sequence)

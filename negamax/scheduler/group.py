@@ -2,9 +2,9 @@
 slots, blocks, prefix cache and running sequences.
 
 A request waits in one common queue until a rank can admit it. The rank with the lowest cost gets
-the request (`Scheduler.cost_of`). The cost depends on the prefix that the rank has cached, and on
-the rank's pending tokens, rows and context lengths. Preempted requests stay on their rank, which
-may still cache their prefix.
+the request (`Scheduler.cost_of`). The cost depends on the request's prefix that the rank has
+cached, and on the rank's pending tokens, rows and context lengths. Preempted requests stay on their
+rank, which may still cache their prefix.
 """
 
 from collections.abc import Sequence as Items
@@ -30,8 +30,8 @@ from negamax.scheduler.waiting import WaitingQueue
 
 
 class GroupScheduler:
-    """A `Scheduler` for each data-parallel rank. Call `plan`, launch the plans, then call `commit`
-    or `fail` for the steps in order. `add` and `end` may be called at any time.
+    """A `Scheduler` for each data-parallel rank. Callers call `plan`, launch the plans, and then
+    call `commit` or `fail` for the steps in order. `add` and `end` may be called at any time.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GroupScheduler:
         """`limits` apply to each rank, but `max_queued_requests` applies to all ranks together."""
         self.limits, self._requests = limits, RequestTable(limits)
         self.ranks = [Scheduler(limits, self._requests, length) for length in draft_lengths]
-        self._waiting = WaitingQueue()  # sequences that are not assigned to a rank yet
+        self._waiting = WaitingQueue()  # sequences that have no rank yet
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests.sequences
@@ -128,7 +128,7 @@ class GroupScheduler:
         return [msgspec.structs.replace(plan, of_all=size) for plan in plans]
 
     def take_admitted(self) -> list[str]:
-        """Return the ids of requests that were first admitted since the last call."""
+        """Return the ids of requests that have begun to run since the last call."""
         admitted, self._requests.admitted = self._requests.admitted, []
         return admitted
 
@@ -178,7 +178,7 @@ class GroupScheduler:
 def _size(
     plans: Items[StepPlan], sequences: Items[Items[Sequence]], *, num_shards: int
 ) -> StepSize:
-    """Return the size of the step. `sequences`: for each plan, the sequences of its rows."""
+    """Return the largest values over `plans`. `sequences[i]`: the rows' sequences of plans[i]."""
     is_decode, longest_run, largest_shard = True, 0, 0
     for plan, of_plan in zip(plans, sequences, strict=True):
         columns = (plan.num_scheduled, plan.num_draft_tokens, plan.needs_sampling)

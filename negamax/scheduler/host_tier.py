@@ -2,17 +2,17 @@
 
 A host block contains the data of one KV block, and has the hash of this KV block. Plans list the
 copies (`HostCopies`). The worker runs copies in plan order, and each step waits on the device for
-copies of blocks that it reads or writes. Thus the index may change before the copies run:
+copies of blocks that it reads or writes. Thus host blocks may be indexed before the copies run:
 
 - A full KV block is *stored* with the next plan. Requests can use the host block after the commit
   of this plan.
 - A waiting request's missing blocks are *loaded* into free KV blocks. The host blocks and KV blocks
-  of a load stay allocated until the worker reports the end of the load. Then the KV blocks are
-  cached like computed blocks, and the request waits for its admission again.
+  of a load stay allocated until the worker reports the end of the load. After the load, the KV
+  blocks are cached like computed blocks, and the request waits for its admission again.
 
-A new block replaces the least recently used block. When a sequence leaves the batch, its blocks are
-marked as used, from the last to the first. The last block of a sequence is therefore evicted first.
-Files may be a third level (`FileTier`): their blocks are read into host memory and then loaded.
+A new host block replaces the least recently used host block. When a sequence leaves the batch, its
+blocks are marked as used, from the last to the first, and later evicted in this order. Files may be
+a third level (`FileTier`): blocks in files are read into host memory and then loaded.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ class _BlockLoad:
     """Blocks of waiting sequences that are being loaded from host memory."""
 
     sequences: list[Sequence]  # sequences that wait for this load
-    held_blocks: list[int]  # KV blocks that were found or are loaded, by position
+    held_blocks: list[int]  # KV blocks that were found in the cache or are loaded, by position
     blocks: list[int]  # KV blocks that the load writes
     hashes: list[bytes]  # hashes of `blocks`
     places: list[int]  # host blocks that the load reads
@@ -43,7 +43,7 @@ class _BlockLoad:
 class _BlockStore:
     block_id: int
     block_hash: bytes
-    place: int  # index of the host block
+    place: int  # index of the host block to write
 
 
 class HostTier:
@@ -53,8 +53,8 @@ class HostTier:
         self, limits: SchedulerLimits, pool: BlockPool, waiting: WaitingQueue, log: CacheLog | None
     ) -> None:
         """`limits` sets the numbers of host blocks and of blocks in files. `pool`: the KV blocks.
-        `waiting`: the queue that sequences return to after their loads. `log`: receives the changes
-        of the index.
+        `waiting`: the queue that sequences return to after their loads. `log` receives the changes
+        of the index of host blocks.
         """
         self.num_blocks = num_blocks = limits.num_host_blocks
         self.num_queries = 0  # number of tokens that were looked up in host memory
@@ -67,7 +67,7 @@ class HostTier:
             limits.num_file_blocks, self.blocks, waiting, log.files if log else None
         )
         self._queue: dict[bytes, None] = {}  # hashes of the KV blocks to store, in order
-        self._new_stores: list[_BlockStore] = []  # stores that are not part of a plan yet
+        self._new_stores: list[_BlockStore] = []  # copies to host memory that no plan contains yet
         self._stores: dict[int, list[_BlockStore]] = {}  # planned stores, by id of the plan
         self._storing: dict[bytes, int] = {}  # host blocks of all pending stores, by hash
         self._loads: list[_BlockLoad] = []  # pending loads, oldest first
@@ -106,7 +106,7 @@ class HostTier:
             self.offer_hashes(sequence.block_hashes[index] for index in range(first, stop))
 
     def offer_hashes(self, hashes: Iterable[bytes]) -> None:
-        """Queue cached blocks for storing. Skip blocks that are in host memory or being stored."""
+        """Queue KV blocks for storing. Skip blocks that are in host memory or being stored."""
         for block_hash in hashes:
             if self.blocks.find(block_hash) is None and block_hash not in self._storing:
                 self._queue[block_hash] = None
@@ -175,7 +175,7 @@ class HostTier:
         return True
 
     def detach(self, sequence: Sequence) -> bool:
-        """Detach a sequence from its load, which continues. Return False if no load is found."""
+        """Detach a sequence from its load, which continues. Return False if it has no load."""
         for load in self._loads:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)
@@ -214,9 +214,9 @@ class HostTier:
         )
 
     def commit(self, result: StepResult) -> None:
-        """Index blocks that the step stored, and blocks of completed loads, reads and writes."""
+        """Index host blocks that the step stored, and end completed loads, reads and writes."""
         for store in self._stores.get(result.step_id, ()):
-            if self._storing.get(store.block_hash) == store.place:  # the store was not dropped
+            if self._storing.get(store.block_hash) == store.place:  # the block was not dropped
                 self.blocks.index(store.place, store.block_hash)
                 self.num_stored += 1
                 self.files.offer(store.block_hash)
@@ -243,7 +243,7 @@ class HostTier:
 
     def _match(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[int | None, int | None]]:
         """Yield (KV block, host block) for each cached block of a waiting sequence, from `first`
-        on. Yield (None, None) for a block that is only in a file. The last block is left out.
+        on. Yield (None, None) for a block that is only in a file. Skip the sequence's last block.
         """
         hashes = sequence.block_hashes
         if sequence.request.sampling.prompt_logprobs is not None:

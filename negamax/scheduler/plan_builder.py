@@ -1,4 +1,4 @@
-"""Collect the columns of a plan."""
+"""Build a `StepPlan`, whose fields are lists with one entry per row or block."""
 
 from negamax.scheduler.chunk_length import ChunkLength
 from negamax.scheduler.encoder_cache import EncoderCache, list_runs
@@ -7,7 +7,7 @@ from negamax.scheduler.step import ImageRun, NewRow, StepPlan
 
 
 class PlanBuilder:
-    """Collects the columns of one plan. Decodes come first, then short chunks, then long chunks."""
+    """Collects the rows of one plan: decodes, then chunks of one token, then longer chunks."""
 
     __slots__ = (
         "appended_blocks", "appended_slots", "budget", "chunk_length", "chunks", "drafts",
@@ -18,15 +18,15 @@ class PlanBuilder:
         self, step_id: int, budget: int, chunk_length: ChunkLength, encoder: EncoderCache
     ) -> None:
         self.step_id, self.encoder = step_id, encoder
-        self.budget = budget  # number of tokens that may still be added
+        self.budget = budget  # number of tokens that the plan can still get
         self.chunk_length = chunk_length
         self.new_rows: list[NewRow] = []
         self.appended_slots: list[int] = []
         self.appended_blocks: list[int] = []
         self.sequences: list[Sequence] = []  # one sequence per entry of `slots`
         self.slots: list[int] = []
-        self.drafts: dict[int, int] = {}  # number of draft tokens by row, for rows that have any
-        self.chunks: list[tuple[int, bool, Sequence]] = []  # (num_tokens, samples, sequence)
+        self.drafts: dict[int, int] = {}  # row -> number of its draft tokens, if above 0
+        self.chunks: list[tuple[int, bool, Sequence]] = []  # (num_tokens, if it samples, sequence)
 
     def append_block(self, sequence: Sequence) -> None:
         self.appended_slots.append(sequence.slot)
@@ -62,7 +62,7 @@ class PlanBuilder:
             self.chunks.append((earlier[0][0] + count, samples, sequence))
 
     def finish(self, *, has_constrained: bool, num_proposed: int) -> StepPlan:
-        """Return the plan. Afterwards `sequences` has one entry per row."""
+        """Return the plan, and add the sequences of chunks to `sequences`, in the order of rows."""
         num_scheduled = [1] * len(self.slots)
         needs_sampling = [True] * len(self.slots)
         images: list[ImageRun] = []

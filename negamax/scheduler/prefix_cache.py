@@ -1,8 +1,8 @@
 """Compute hashes of full blocks. The prefix cache uses the hashes to find blocks that requests
-share. KV of a position depends on all earlier tokens. The hash of a block therefore covers the
+share. The KV of a token depends on all earlier tokens. The hash of a block therefore covers the
 previous block's hash, the block's tokens, and the digest and position of each image that overlaps
-the block. The first hash of a chain starts from the request's cache salt: requests with different
-salts never share blocks.
+the block. The first block's hash also covers the request's cache salt. Requests with different
+salts therefore never share blocks.
 """
 
 from array import array
@@ -16,7 +16,7 @@ HASH_BYTES = 32  # 32 bytes give 128 bits of security against deliberate collisi
 
 
 class BlockHashes:
-    """Hashes of full blocks, computed on demand. `tokens`: a sequence's token list, which grows."""
+    """Hashes of a sequence's full blocks, computed on demand. `tokens`: growing list of tokens."""
 
     __slots__ = ("_hashes", "_images", "_root", "_tokens", "block_size", "salt")
 
@@ -32,7 +32,7 @@ class BlockHashes:
         self._hashes: list[bytes] = []
 
     def __getitem__(self, index: int) -> bytes:
-        """Return the hash of block `index`. All tokens of the block must be known."""
+        """Return the hash of block `index`, whose tokens must all be known."""
         hashes = self._hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size

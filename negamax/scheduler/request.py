@@ -39,7 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # None: off; 0: the sampled token only; k: also the k most likely
+    logprobs: int | None = None  # None: off; 0: the sampled token only; k: also the top k tokens
     prompt_logprobs: int | None = None  # like `logprobs`, for prompt tokens after the first
     grammar: Grammar | None = None  # grammar that constrains the content
     reasoning: Reasoning | None = None  # tags around the reasoning; None: no reasoning
@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "min_tokens": (0, most if self.max_tokens is None else self.max_tokens),
             "logprobs": (0, max_logprobs),
             "prompt_logprobs": (0, max_logprobs),
-            "repetition_penalty": (0.01, 10.0),  # much smaller values overflow float32 logits
+            "repetition_penalty": (0.01, 10.0),  # division by smaller values overflows float32
             "thinking_token_budget": (0, most),
         }
         for name, (low, high) in ranges.items():
@@ -162,12 +162,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    priority: int = 0  # lower values run earlier
-    tenant: str = ""  # tenants share the rows of the batch
+    priority: int = 0  # requests with lower values run earlier
+    tenant: str = ""  # the rows of a batch are divided among tenants
     cache_salt: str = ""  # only requests with the same salt share prefix-cache blocks
     data_parallel_rank: int | None = None  # data-parallel rank that must run the request; None: any
     lease_id: str = ""  # if set, id under which the KV of the prompt is kept for another engine
-    remote: RemotePrompt | None = None  # where to read the prompt's KV; None: compute it here
+    remote: RemotePrompt | None = None  # engine that has the prompt's KV; None: compute the KV here
     images: list[ImageInput] = []  # images in the order of the prompt
     # number of prompt tokens that the other engine found cached; None: this engine runs the prompt
     num_remote_cached_tokens: int | None = None

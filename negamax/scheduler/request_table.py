@@ -1,4 +1,4 @@
-"""Store the unfinished requests of all data-parallel ranks, and check new requests."""
+"""Store the unfinished requests of all data-parallel ranks, and validate new requests."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ class RequestTable:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.sequences: dict[str, Sequence] = {}
         self.num_constrained = 0  # number of constrained sequences
-        self.num_rows: Counter[str] = Counter()  # running sequences, by tenant
+        self.num_rows: Counter[str] = Counter()  # number of running sequences by tenant
         self.admitted: list[str] = []  # ids that `GroupScheduler.take_admitted` returns
         self._limits = limits
         self._count = 0
@@ -70,7 +70,7 @@ class RequestTable:
         return sequence
 
     def admit(self, sequence: Sequence) -> bool:
-        """Record that a sequence starts or resumes. Return whether it runs for the first time."""
+        """Record that a sequence gets a slot. Return whether this is its first admission."""
         self._turn = max(self._turn, sequence.turn)
         self.num_rows[sequence.tenant] += 1
         is_first, sequence.was_admitted = not sequence.was_admitted, True
@@ -82,7 +82,7 @@ class RequestTable:
 
     def leave(self, sequence: Sequence) -> None:
         """Record that a running sequence ends or is preempted."""
-        self.num_rows -= Counter((sequence.tenant,))  # `-=` drops tenants without rows
+        self.num_rows -= Counter((sequence.tenant,))  # `-=` removes tenants without rows
 
     def remove(self, sequence: Sequence) -> None:
         sequence.finished = True

@@ -2,9 +2,9 @@
 
 Steps overlap: `plan` may be called before the last plan is committed. The worker executes plans in
 order and stores each sampled token in the slot of its row. A later plan may therefore reuse freed
-blocks and slots. A later plan may also contain a decode row whose input token the scheduler has not
-received. A row whose next token depends on a grammar mask is planned like other rows. If the mask
-is late, `postpone` removes the row's last token from the computed tokens.
+blocks and slots. A later plan may also contain a decode row whose input token is still unknown. A
+row whose next token depends on a grammar mask is planned like other rows. If the mask is late,
+`postpone` removes the row's last token from the computed tokens.
 
 A row with k draft tokens yields 1 to k+1 tokens. Until the row's step is committed, the scheduler
 assumes that all drafts are accepted, and keeps their blocks. The commit subtracts rejected drafts.
@@ -43,7 +43,7 @@ from negamax.scheduler.waiting import (
 )
 
 # Cost of a running sequence over all its steps: `ROW_COST`, plus 1 per `TOKENS_PER_COST` tokens of
-# KV cache. The unit is the time of one prompt token.
+# KV cache. The unit of cost is the time of one prompt token.
 ROW_COST, TOKENS_PER_COST = 128, 4
 
 
@@ -58,7 +58,7 @@ class Scheduler:
     """Continuous batching on one data-parallel rank: paged KV blocks, chunked prefill, prefix cache
     and preemption by recompute.
 
-    Call `plan`, launch the plan, then call `commit` or `fail` for the plans in order.
+    Callers call `plan`, launch the plan, and then call `commit` or `fail` for the plans in order.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Scheduler:
         self._requests = requests
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
         self.preemption_count = 0
-        self.prompt_tokens = 0  # prompt tokens of admitted requests
-        self.cached_prompt_tokens = 0  # prompt tokens found in the prefix cache
+        self.prompt_tokens = 0  # number of prompt tokens of admitted requests
+        self.cached_prompt_tokens = 0  # number of these tokens found in the prefix cache
         self.generated_tokens = 0
         self.drafts = DraftCounters(limits.num_draft_tokens)
         self.cache_log = log = CacheLog() if limits.logs_cache_changes else None
@@ -139,8 +139,8 @@ class Scheduler:
         return {sequences[row].request_id: drafts for row, drafts in result.proposed.items()}
 
     def postpone(self, plan: StepPlan, rows: list[int]) -> None:
-        """Postpone rows of the latest plan until `unblock`: their samples are ignored, and their
-        last token runs again. The step's `GrammarBitmask` lists these rows.
+        """Postpone rows of the latest plan until `unblock`: `commit` ignores their samples, and
+        their last token runs again. The step's `GrammarBitmask` lists these rows.
         """
         latest = self._in_flight[-1]
         assert latest.step_id == plan.step_id
@@ -171,11 +171,11 @@ class Scheduler:
         while builder.budget and len(self._free_slots) > self.host.num_waiting:
             first = self._waiting.first(self._requests.num_rows, after=started)
             if first is not None and self._begin_load(first):
-                self._waiting.remove(first)  # other requests run meanwhile
+                self._waiting.remove(first)  # let other requests run during the load
                 continue
             new_row = None if first is None else self._admit(first)
             if first is None or new_row is None:
-                break  # no request may overtake the first request
+                break  # later requests must wait until the first request is admitted
             builder.new_rows.append(new_row)
             self._waiting.remove(first)
             builder.add_chunk(first)
@@ -217,7 +217,7 @@ class Scheduler:
 
     def cost_of(self, sequence: Sequence) -> int | None:
         """Return the cost of admitting a waiting sequence to this rank, or None if it must wait.
-        The cost is the number of tokens that run before its first output, plus the batch's cost.
+        The cost is the number of tokens to run before its first output, plus the cost of the batch.
         """
         pool, block_size, waiting = self._pool, self.limits.block_size, self._waiting
         attempt = (sequence.request_id, pool.gain_count)
@@ -284,7 +284,7 @@ class Scheduler:
             if prompt_logprobs and row in prompt_logprobs and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs.extend(prompt_logprobs[row])
             if not sampled or row in postponed:
-                # a postponed row's last token will run again
+                # a postponed row's last token runs again, so do not count it
                 sequence.num_committed += count - num_drafts - sampled
                 if sequence.num_committed >= sequence.index_at:
                     self._index_blocks(sequence)
@@ -301,7 +301,7 @@ class Scheduler:
             if num_drafts:
                 for token_id in token_ids[first + 1 : end]:
                     if finish_reason is not None:
-                        break  # drop accepted tokens after the sequence's end
+                        break  # drop tokens after the end of the sequence
                     tokens.append(token_id)
                     sequence.tokens.append(token_id)
                     finish_reason = sequence.finish_reason()
@@ -357,10 +357,10 @@ class Scheduler:
         has_drafts, looks_ahead = (self.limits.num_draft_tokens > least for least in (0, 1))
         most_rows = self._turns.most_rows(self._running, builder.budget)
         spare = builder.budget - min(len(self._running), most_rows) if most_drafts else 0
-        # _grow may preempt later sequences, but no sequence that was already visited
+        # `_grow` may preempt sequences that this loop has not visited, but no visited sequence
         for sequence in self._running:
             if sequence.is_postponed:
-                num_postponed += 1  # one token of the budget is reserved for this row
+                num_postponed += 1  # the budget contains one token for this row
                 continue
             computed = sequence.num_computed
             total = sequence.num_total
@@ -368,7 +368,7 @@ class Scheduler:
                 prefills.append(sequence)
                 continue
             if total >= sequence.limit:
-                continue  # the last token is in flight
+                continue  # a step in flight samples the last token
             if not self._turns.is_due(sequence) or len(slots) == most_rows:
                 continue
             if computed >= sequence.capacity:
@@ -390,7 +390,7 @@ class Scheduler:
             sequences.append(sequence)
             slots.append(sequence.slot)
         builder.budget -= len(slots) + sum(builder.drafts.values()) + num_postponed
-        if self.limits.num_stages > 1:  # rows of other plans reserve no budget
+        if self.limits.num_stages > 1:  # rows of other plans have no reserved token in this budget
             builder.budget = max(0, builder.budget)
         assert builder.budget >= 0
         return prefills
@@ -439,9 +439,9 @@ class Scheduler:
             builder.append_block(sequence)
 
     def _find_yielding(self, waiting: Sequence) -> list[Sequence] | None:
-        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption.
-        Victims belong to the tenant with the most rows, and have the fewest computed tokens. Their
-        tenant keeps more rows than the waiting tenant. Return None if preemption cannot make room.
+        """Return the rows to preempt for a waiting sequence; [] if it fits without preemption. The
+        rows have the fewest computed tokens of the tenant with the most rows. That tenant keeps
+        more rows than the waiting tenant. Return None if preemption cannot make room.
         """
         pool, num_rows = self._pool, self._requests.num_rows
         own = num_rows[waiting.tenant]
@@ -466,7 +466,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Allocate a block for a running sequence; preempt later sequences if needed. Return False
-        if the sequence itself is chosen as the victim: it skips the step. The first sequence never
+        if the sequence itself is the victim and skips the step. The first sequence in order never
         skips a step.
         """
         pool = self._pool
@@ -483,7 +483,7 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue for recomputation. Tokens of steps in flight are kept."""
+        """Return a sequence to the queue for recomputation. It keeps tokens of steps in flight."""
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1
@@ -492,8 +492,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> NewRow | None:
         """Admit a waiting sequence with blocks for all its tokens; return None if it must wait.
-        While other sequences run, one more block must be free. Otherwise the next sequence that
-        grows would preempt the new sequence. If no sequence runs, all blocks are free and suffice.
+        While other sequences run, one more block must be free. Without this block, the next running
+        sequence that grows would preempt the new one. If no sequence runs, all blocks are free.
         """
         if not self._may_admit(sequence):
             return None
@@ -532,7 +532,7 @@ class Scheduler:
         )
 
     def _may_admit(self, sequence: Sequence) -> bool:
-        """Whether all tokens of a waiting sequence are known, and enough blocks could be free."""
+        """Whether a waiting sequence has no tokens in flight and enough blocks could be free."""
         retry_gain = sequence.retry_gain if self._running else 0
         return sequence.resume_after <= self._last_committed and self._pool.gain_count >= retry_gain
 
@@ -547,7 +547,7 @@ class Scheduler:
         return self.host.begin(sequence)
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return (cached blocks, number of missing blocks, number of free blocks that are used)."""
+        """Return (cached blocks, number of missing blocks, number of free blocks needed)."""
         pool, block_size, num_tokens = self._pool, self.limits.block_size, len(sequence.tokens)
         shared: list[int] = []
         if sequence.request.sampling.prompt_logprobs is None:
@@ -584,7 +584,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT
         sequence.block_ids = []
-        sequence.index_at = NEVER  # stop indexing: rows in flight still write released blocks
+        sequence.index_at = NEVER  # no more indexing: rows in flight may still write these blocks
 
     def _take_in_flight(self, plan: StepPlan) -> _UncommittedPlan:
         step = self._in_flight.popleft()

@@ -9,7 +9,7 @@ from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate, TokenLogprobs
 
 NO_SLOT = -1
-NEVER = 2**63  # larger than any position
+NEVER = 2**63  # larger than any number of tokens
 
 
 class Sequence:
@@ -43,7 +43,7 @@ class Sequence:
         self.request_id = request.request_id
         self.tenant = request.tenant
         self.turn = turn
-        self.order = (request.priority, turn, arrival)  # lower values run first
+        self.order = (request.priority, turn, arrival)  # sequences with lower values run first
         self.tokens = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.limit = limit
@@ -60,7 +60,7 @@ class Sequence:
         self.rank: int | None = None  # data-parallel rank that runs the sequence
         self.slot = NO_SLOT
         self.block_ids: list[int] = []
-        self.capacity = 0  # number of positions in the blocks of `block_ids`
+        self.capacity = 0  # number of tokens that the blocks in `block_ids` hold
         self.num_computed = 0
         self.num_committed = 0  # number of leading tokens whose steps are committed
         self.num_total = self.prompt_len
@@ -68,8 +68,8 @@ class Sequence:
         self.index_at = NEVER  # number of computed tokens at which the next block is full
 
         self.known_at = 0  # first turn in which a plan may read the last sampled token
-        self.num_proposed = 0  # number of draft tokens proposed after the last sampled token
-        self.drafts = (0, 0, 0)  # (rows with drafts, draft tokens, accepted draft tokens)
+        self.num_proposed = 0  # number of draft tokens that follow the last sampled token
+        self.drafts = (0, 0, 0)  # numbers of rows with drafts, drafts, accepted drafts
         self.was_admitted = False
         self.num_cached_tokens = 0  # number of prompt tokens found cached at first admission
         # after a preemption: id of the last step that may still yield tokens for this sequence
@@ -81,15 +81,15 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
-        self.is_constrained = sampling.is_constrained  # whether the next token may depend on a mask
-        self.is_postponed = False  # whether the sequence waits for its mask
+        self.is_constrained = sampling.is_constrained  # whether masks may limit the next token
+        self.is_postponed = False  # whether the sequence waits for its grammar mask
         self.worker_sampling = sampling  # `sampling` without fields that only the engine reads
         if sampling.grammar is not None or sampling.reasoning is not None:
             self.worker_sampling = msgspec.structs.replace(sampling, grammar=None, reasoning=None)
         self.finished = False
 
     def give_back(self, num_rejected: int) -> None:
-        """Subtract rejected drafts from the counts. Later tokens reuse their blocks."""
+        """Subtract rejected drafts from the token counts. Later tokens reuse the drafts' blocks."""
         self.num_computed -= num_rejected
         self.num_total -= num_rejected
 
@@ -121,7 +121,7 @@ class DraftCounters:
     def __init__(self, most_drafts: int) -> None:
         self.num_rows = 0  # number of rows with draft tokens
         self.num_tokens = 0  # number of draft tokens in these rows
-        self.accepted_per_position = [0] * most_drafts  # index: position of the draft token
+        self.accepted_per_position = [0] * most_drafts  # index: draft position
 
     def add(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count a committed row with drafts."""

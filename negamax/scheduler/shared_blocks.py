@@ -1,9 +1,9 @@
 """Track host blocks that other engines read, and host blocks that are read from other engines.
 
 An engine keeps the full blocks of a computed prompt in host memory under a *lease*. The lease ends
-when another engine has read the blocks, or when its time is over. The reading engine *imports* the
-blocks: it allocates host blocks, its ranks fill these blocks, and it indexes the blocks. Then the
-prompt is a cached prefix in the reading engine's host memory.
+when another engine has read the blocks, or when the lease expires. The reading engine *imports* the
+blocks: it allocates host blocks, its ranks fill these blocks, and it indexes the blocks. After the
+import, the prompt is a cached prefix in the reading engine's host memory.
 """
 
 from collections.abc import Sequence as Items
@@ -19,7 +19,7 @@ from negamax.scheduler.step import StepResult
 
 def hash_prompt(tokens: Items[int], *, block_size: int) -> bytes:
     """Return the hash of a prompt's full blocks, without salt; b"" if the prompt has no full block.
-    The last token is left out, because it must run to sample.
+    The last token is not hashed, because it must run to sample the next token.
     """
     num_blocks = (len(tokens) - 1) // block_size
     hashes = BlockHashes(list(tokens), block_size=block_size, salt="")
@@ -34,11 +34,11 @@ class Lease:
     hashes: list[bytes]  # hashes of the prompt's full blocks, in order
     prompt_hash: bytes  # result of `hash_prompt`
     num_cached_tokens: int  # number of prompt tokens that were found cached
-    blocks: list[int]  # KV blocks that are held until all of them are in host memory
-    held: dict[int, int] = field(default_factory=dict)  # index in `hashes` -> held host block
-    step_id: int = -1  # id of the plan whose copies must be complete before a read
-    is_open: bool = False  # whether a reader has received the list of blocks
-    expires: float = inf  # monotonic seconds; the caller sets it
+    blocks: list[int]  # KV blocks that stay allocated until host memory has all of them
+    held: dict[int, int] = field(default_factory=dict)  # index in `hashes` -> allocated host block
+    step_id: int = -1  # id of the plan whose copies must end before a read
+    is_open: bool = False  # whether another engine has received the list of blocks
+    expires: float = inf  # end of the lease in monotonic seconds, set by the caller
 
     @property
     def places(self) -> list[int]:
@@ -47,7 +47,7 @@ class Lease:
 
     @property
     def is_readable(self) -> bool:
-        """Whether all blocks are in host memory, or a launched plan copies them there."""
+        """Whether all blocks are in host memory or a launched plan copies them to host memory."""
         return len(self.held) == len(self.hashes)
 
 
@@ -65,19 +65,19 @@ class SharedBlocks:
     def __init__(self, pool: BlockPool, host: HostTier, *, block_size: int) -> None:
         self.leases: dict[str, Lease] = {}
         self.last_step = -1  # step id of the last committed plan
-        self.settled: list[Lease] = []  # leases that became readable; the caller empties the list
+        self.settled: list[Lease] = []  # newly readable leases; the caller clears this list
         self._pool, self._host, self._block_size = pool, host, block_size
         self._blocks = host.blocks
         self._unsettled: list[Lease] = []
 
     @property
     def has_new_stores(self) -> bool:
-        """Whether a plan is needed for the stores of a lease."""
+        """Whether a plan is needed to copy a lease's KV blocks to host memory."""
         return bool(self._unsettled) and self._host.has_new_stores
 
     @property
     def can_store(self) -> bool:
-        """Whether a lease waits for stores and host memory has a free block."""
+        """Whether a lease waits for copies to host memory, which has a free block."""
         return bool(self._unsettled) and self._blocks.num_free > 0
 
     @property
@@ -86,7 +86,7 @@ class SharedBlocks:
 
     @property
     def holds_kv_blocks(self) -> bool:
-        """Whether a lease holds KV blocks. A lease releases its KV blocks when its stores end."""
+        """Whether a lease holds KV blocks, which it releases when host memory has its blocks."""
         return bool(self._unsettled)
 
     def lend(self, sequence: Sequence, *, step_id: int) -> None:
@@ -111,7 +111,7 @@ class SharedBlocks:
 
     def take_queued(self) -> None:
         """Store queued blocks and the blocks of the oldest unsettled lease with the next plan. If
-        two leases stored blocks at a time, each could wait for host blocks that the other holds.
+        two leases stored blocks at a time, each could wait for host blocks of the other.
         """
         for lease in self._unsettled[:1]:
             self._host.offer_hashes(lease.hashes)
@@ -124,7 +124,7 @@ class SharedBlocks:
 
     def _settle(self, step_id: int) -> None:
         """Make each lease readable if all its blocks are in host memory after plan `step_id`. The
-        oldest unsettled lease holds its host blocks, so that no other block replaces them.
+        oldest unreadable lease keeps its host blocks, so that no other block replaces them.
         """
         self.last_step = step_id
         for lease in self._unsettled.copy():
@@ -142,7 +142,7 @@ class SharedBlocks:
                 self.settled.append(lease)
 
     def end(self, lease_id: str) -> bool:
-        """Release the blocks of a lease. Return False if the lease does not exist."""
+        """End a lease and release its blocks. Return False if the lease does not exist."""
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return False
@@ -178,7 +178,7 @@ class SharedBlocks:
         self._blocks.release(blocks.places)
 
     def hold(self, hashes: Items[bytes]) -> list[int]:
-        """Hold the existing host blocks with these hashes until `release`."""
+        """Keep the existing host blocks with these hashes allocated until `release`."""
         places = [place for each in hashes if (place := self._blocks.find(each)) is not None]
         self._blocks.share(places)
         return places

@@ -1,5 +1,5 @@
-"""Messages between scheduler and worker: `StepPlan` and `StepResult`. Messages store columns, so a
-plan for hundreds of sequences consists of a few flat lists.
+"""Messages between scheduler and worker: `StepPlan` and `StepResult`. A plan contains one flat list
+per property of its rows, so that hundreds of rows are encoded fast.
 
 A *slot* is a persistent row of the worker's request state: tokens, block table, sampling state and
 length of a sequence. A sequence holds its slot from `NewRow` until another sequence gets the slot.
@@ -7,7 +7,7 @@ A plan states only how many tokens a slot runs; the worker counts the computed t
 The worker writes each sampled token into the slot, so a plan can run before the previous step's
 tokens have reached the host.
 
-A row may verify *draft tokens* from the worker's proposer. The row runs its last known token and
+A row may verify *draft tokens* that the worker has proposed. The row runs its last known token and
 the drafts after it, and samples after each of these tokens. A draft is accepted if this draft and
 all earlier drafts equal the tokens sampled at their positions. The sequence keeps the accepted
 drafts and one bonus token.
@@ -33,7 +33,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepSize(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Maxima over all data-parallel ranks that run the step together."""
+    """Largest values over all data-parallel ranks that run the step together."""
 
     num_tokens: int
     num_rows: int
@@ -49,7 +49,7 @@ def is_sharded(longest_run: int, num_shards: int) -> bool:
 
 
 def bound_shard(num_tokens: int, *, num_runs: int, num_shards: int) -> int:
-    """Bound the tokens of a rank if each of `num_runs` chunks is split into two pieces per rank."""
+    """Return an upper bound of a rank's tokens if each chunk has two parts per rank."""
     return min(num_tokens, -(-num_tokens // num_shards) + 2 * num_runs)
 
 
@@ -62,34 +62,34 @@ class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ExpertStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Moves of experts before a step. All `moves` are simultaneous."""
+    """Moves of experts before a step. All `moves` of a step are simultaneous."""
 
-    version: int  # number of steps that have moved experts, including this step
+    version: int  # number of steps with moves so far, including this step
     wants_counts: bool = False  # whether the result counts the selections of each expert
     moves: list[ExpertMove] = []  # each rank sends at most one and receives at most one expert
 
 
 class FileCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies between host blocks and files. The name of a file is the hash of its block."""
+    """Copies between host blocks and files. The hash of a block is the name of its file."""
 
-    written_places: list[int]  # host blocks to write
+    written_places: list[int]  # host blocks to write to files
     written_hashes: list[bytes]  # the file for each written host block
-    read_hashes: list[bytes]  # files to read
+    read_hashes: list[bytes]  # files to read into host blocks
     read_places: list[int]  # the host block for each read file
-    used_hashes: list[bytes] = []  # files to mark as used
-    deletes_all: bool = False  # whether all files are deleted after the writes
+    used_hashes: list[bytes] = []  # files to mark as recently used
+    deletes_all: bool = False  # whether to delete all files after the writes
 
 
 class HostCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies between KV blocks and host blocks. Stores run before loads. The copies run after all
-    earlier steps and in parallel with the plan's own step.
+    """Copies between KV blocks and host blocks. Stores (copies to host blocks) run before loads.
+    The copies run after all earlier steps and in parallel with the plan's own step.
     """
 
-    stored_blocks: list[int]  # KV blocks to store
+    stored_blocks: list[int]  # KV blocks to copy to host blocks
     stored_places: list[int]  # the host block of each stored KV block
-    loaded_places: list[int]  # host blocks to load
+    loaded_places: list[int]  # host blocks to copy to KV blocks
     loaded_blocks: list[int]  # the KV block of each loaded host block
-    # whether the worker waits briefly for copies before it returns the result of an empty plan
+    # whether the worker waits briefly for running copies if the plan has no rows
     is_awaited: bool = False
     files: FileCopies | None = None
 
@@ -101,7 +101,7 @@ class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An image that one rank encodes before the step. Other ranks set the embeddings to 0."""
 
     rank: int  # tensor-parallel rank that encodes the image
-    pages: list[int]  # pages for the image's embeddings, in order
+    pages: list[int]  # pages that store the image's embeddings, in order
     grid: tuple[int, int]  # rows and columns of patches
     pixels: bytes  # uint8 [height, width, 3]
 
@@ -111,30 +111,30 @@ class ImageRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     slot: int
     offset: int  # position of the image's first token
-    start: int  # first position that the step runs
-    stop: int  # position after the last token that the step runs
+    start: int  # position of the first image token that the step runs
+    stop: int  # position after the last image token that the step runs
     pages: list[int]  # pages of the image's `EncodeJob`
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step. The worker applies `new_rows` and `appended_*`, then runs the next num_scheduled[i]
-    tokens of slots[i]. Decodes come first, prompt chunks of several tokens last.
+    tokens of slots[i]. Decodes come first, and prompt chunks of several tokens come last.
     """
 
     step_id: int
     new_rows: list[NewRow]
-    appended_slots: list[int]  # slot to which each appended block belongs
-    appended_blocks: list[int]  # id of each appended block
+    appended_slots: list[int]  # slot of each block in `appended_blocks`
+    appended_blocks: list[int]  # KV blocks to append to block tables
     slots: list[int]
     num_scheduled: list[int]  # number of tokens to run, at least 1
-    # how many of the num_scheduled tokens are drafts; missing drafts are replaced by padding
+    # how many of the num_scheduled tokens are drafts; the worker replaces missing drafts by padding
     num_draft_tokens: list[int]
     # whether the row samples after its last known token and after each draft token
     needs_sampling: list[bool]
     # indices of rows that wait for the `GrammarBitmask` before sampling; []: no bitmask is sent
     grammar_rows: list[int] = []
     num_proposed: int = 0  # number of drafts to propose for each sampled row
-    # maxima over the plans of all data-parallel ranks; None: there is one rank
+    # largest values over the plans of all data-parallel ranks; None: there is one rank
     of_all: StepSize | None = None
     experts: ExpertStep | None = None
     copies: HostCopies | None = None
@@ -147,7 +147,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sampled row of a plan whose next token may be constrained."""
+    """A row that samples, and whose tokens a grammar or a thinking budget may constrain."""
 
     row: int  # index of the row in the plan
     request_id: str
@@ -157,14 +157,14 @@ class GrammarRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class GrammarBitmask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Allowed tokens of a step's grammar rows, sent after the plan. `rows` has an entry for each
-    sample with a mask, in order. A row's draft tokens after its last mask are rejected.
+    sample with a mask, in order. The worker rejects a row's draft tokens after the row's last mask.
     """
 
     step_id: int
     rows: list[int]  # row of the plan for each sample
     places: list[int]  # index in `masks` for each entry of `rows`; -1: all tokens are allowed
     masks: list[bytes]  # ceil(vocabulary / 8) bytes each: bit i of byte j allows token 8 j + i
-    # rows with late masks: their samples are ignored, and their last token runs again later
+    # rows with late masks; the scheduler ignores their samples and runs their last token again
     postponed: list[int] = []
 
 
@@ -193,7 +193,7 @@ class FileProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     written_step: int = -1  # the writes of plans up to this step id are complete
     missing: list[bytes] = []  # hashes of blocks whose reads failed since the last report
     is_off: bool = False  # whether an error has disabled the files
-    # Totals since the start. Files over the size limit are evicted. Damaged files count as errors.
+    # Totals since the start: files over the size limit are evicted; damaged files are errors.
     bytes_read: int = 0
     bytes_written: int = 0
     num_evicted: int = 0
@@ -214,7 +214,7 @@ class FileProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Results of a step. `token_ids`: accepted drafts and bonus token of sampled rows, in order."""
+    """Results of a step. `token_ids`: accepted drafts and bonus token of each sampled row."""
 
     step_id: int
     token_ids: list[int]
@@ -226,7 +226,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # grammar row of the plan -> proposed draft tokens; -1 stands for no draft
     proposed: dict[int, list[int]] = {}
     device_seconds: float = 0.0  # GPU time of the step
-    idle_seconds: float = 0.0  # GPU idle time before the step
+    idle_seconds: float = 0.0  # time for which the GPU was idle before the step
     # [layers, experts] int64: number of selections of each expert on all ranks; b"": not requested
     expert_counts: bytes = b""
     # row of the plan -> number of proposed drafts, for rows with fewer drafts than planned
@@ -239,7 +239,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Output of one request from a committed step. Clients receive this message unchanged."""
+    """Output of one request from a committed step. The engine sends it to the server unchanged."""
 
     request_id: str
     token_ids: list[int]
@@ -249,8 +249,8 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: int | None = None  # stop token id, if one of `stop_token_ids` ended the request
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None
-    is_refusal: bool = False  # whether the request caused the error, so that a retry fails too
-    # whether the grammar process died or no process was free in time, so a retry may succeed
+    is_refusal: bool = False  # whether the request caused the error, so a retry would fail
+    # whether no grammar process was free in time or the process died, so a retry may succeed
     is_lost: bool = False
     lacks_prompt: bool = False  # whether the prompt did not arrive from another engine
     # totals of a finished request: rows with drafts, drafts, accepted drafts; None: no drafts

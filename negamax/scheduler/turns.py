@@ -1,8 +1,8 @@
-"""Choose which plans of a pipeline run a row. One plan per stage is in flight. A generating row
-runs again only when its last sampled token can be available.
+"""Choose which plans of a pipeline run a row. The pipeline runs one plan per stage at the same
+time. A generating row runs again only when its last sampled token can be available.
 
 The first stage needs the token that the last stage sampled. With P stages, each row is therefore in
-one of P consecutive plans. Rows are spread evenly over these plans.
+one of P consecutive plans. The scheduler spreads rows evenly over these plans.
 """
 
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from negamax.scheduler.sequence import Sequence
 
 
 class Turns:
-    """Spreads rows over the plans in flight. With one stage, every row may run in every plan."""
+    """Spreads rows over the plans in flight. With one stage, each row may run in each plan."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
         self._number = 0
 
     def begin(self) -> None:
-        """Advance to the next turn. A turn may have no plan."""
+        """Advance to the next turn, for which there may be no plan."""
         self._number += 1
 
     def is_due(self, sequence: Sequence) -> bool:
@@ -37,12 +37,12 @@ class Turns:
         return -(-num_rows // self._num_stages)
 
     def most_slots(self, max_num_seqs: int, budget: int) -> int:
-        """Return how many sequences may run if each needs a turn in one of the plans in flight."""
+        """Return how many sequences may run if each must generate in one of the plans in flight."""
         stages = self._num_stages
         return max_num_seqs if stages == 1 else min(max_num_seqs, stages * budget)
 
     def planned(self, sequences: list[Sequence], needs_sampling: list[bool]) -> None:
-        """Record the rows of this plan that sample."""
+        """Record that the sampling rows of this plan have no known last token yet."""
         if self._num_stages > 1:
             for sequence, is_sampled in zip(sequences, needs_sampling, strict=True):
                 if is_sampled:

@@ -1,7 +1,7 @@
 """The queue of requests without a slot, in which tenants take turns.
 
 Among waiting requests of equal priority, requests of the tenant with the fewest running rows come
-first. Ties are ordered by turn, then by arrival.
+first. Requests of the same tenant and priority are ordered by turn, then by arrival.
 """
 
 from bisect import insort
@@ -45,8 +45,8 @@ class WaitingQueue:
     ) -> Sequence | None:
         """Return the next sequence to admit, or None if no sequence waits.
 
-        `num_rows`: number of running rows of each tenant with such rows. `after`: tenant -> order
-        of its first unfinished prompt; the tenant's later requests are skipped.
+        `num_rows`: tenant -> number of its running rows. `after`: tenant -> order of its first
+        unfinished prompt; later requests of this tenant are skipped.
         """
         heads = [queue[0] for queue in self._by_tenant.values()]
         if after:
@@ -63,7 +63,7 @@ def choose_victim(
     running: list[Sequence], sequence: Sequence, num_rows: Mapping[str, int]
 ) -> Sequence:
     """Return the row to preempt so that `sequence` may grow. Candidates are `sequence` and the rows
-    after it. The order of choice is: worst priority, tenant with most rows, last row.
+    after it. The victim has the worst priority, then a tenant with most rows, then the last place.
     """
     if len(num_rows) == 1:
         return running[-1]
@@ -74,9 +74,9 @@ def choose_victim(
 def list_yielding(
     running: list[Sequence], waiting: Sequence, num_rows: Mapping[str, int]
 ) -> tuple[list[Sequence], str]:
-    """Return the rows that may be preempted for a waiting sequence, shortest first, and their
-    tenant. The priority of these rows is equal or worse. Their tenant has the most rows of all
-    tenants with such rows.
+    """Return rows that may be preempted for a waiting sequence, and their tenant. The rows are
+    sorted by computed tokens, and their priority is not better than that of the sequence. Their
+    tenant has the most running rows.
     """
     rows = [
         row
