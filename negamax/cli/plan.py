@@ -14,13 +14,13 @@ from negamax.base.errors import ConfigError
 from negamax.checkpoint.split import read_ranks
 from negamax.cli.bench_options import MAX_COUNT, parse_counts
 from negamax.cli.io import print_line
-from negamax.cli.options import parse_count, setting
+from negamax.cli.options import json_object, parse_count, setting
 from negamax.config.embedded import QUOTED_NAMES
 from negamax.config.model_spec import ModelSpec
-from negamax.models.registry import bundled_names, bundled_spec, format_hub_id
-from negamax.options.engine import KV_CACHE_DTYPES, EngineOptions
+from negamax.models.registry import bundled_names, bundled_spec, find_bundled_draft, format_hub_id
+from negamax.options.engine import KV_CACHE_DTYPES, MAX_HOST_GIB, EngineOptions
 from negamax.parallel.layout import ParallelLayout
-from negamax.planner.cost import Workload
+from negamax.planner.cost import Drafts, Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, MEASURED_RANKS, find_gpu, visible_gpus
 from negamax.planner.plan import Candidate, Hardware, Plan, Refused, make_plan
 from negamax.planner.topology import LIMITS, Topology
@@ -79,6 +79,12 @@ def command(
     ),
     quantization: str | None = setting(None, "Quantize as with `negamax serve --quantization`."),
     revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
+    speculative_config: str | None = setting(
+        None, "Plan steps with draft tokens, as in `negamax serve`.", metavar="JSON"
+    ),
+    kv_offloading_size: float = setting(
+        0.0, "Keep KV blocks in this many GiB of main memory per engine.", min=0, max=MAX_HOST_GIB
+    ),
     concurrency: str = setting(
         "1,16,64,100",
         "Set one or several numbers of concurrent requests. The best latency is computed for the "
@@ -97,9 +103,11 @@ def command(
     counts = sorted(parse_counts(concurrency, flag="--concurrency"))
     dtypes = {"kv_cache_dtype": kv_cache_dtype, "index_cache_dtype": index_cache_dtype}
     sizes = {"max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
-    names = {"revision": revision, "quantization": quantization}
+    names: dict[str, Any] = {"revision": revision, "quantization": quantization}
+    given = json_object("--speculative-config", speculative_config or "{}") or None
+    names |= {"speculative_config": given, "kv_offloading_size": kv_offloading_size or None}
     engine = EngineOptions(_bundled(model), **names, **dtypes, **sizes)  # type: ignore[arg-type]
-    spec, ranks = _model(engine)
+    spec, ranks, drafts = _model(engine)
     lengths = _lengths(input_len, output_len, engine, spec)
     workloads = [Workload(count, *lengths) for count in counts]
     planned = partial(
@@ -109,6 +117,8 @@ def command(
         kv_dtype=kv_cache_dtype,
         index_dtype=index_cache_dtype,
         max_model_len=engine.max_model_len,
+        drafts=drafts,
+        host_gib=kv_offloading_size,
     )
     plan = planned(spec, split_for=ranks)
     if as_json:
@@ -156,8 +166,8 @@ def _lengths(
     return prompt, answer
 
 
-def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
-    """Return the model, and the layouts for which its files are split. Raises `ConfigError`."""
+def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout], Drafts | None]:
+    """Return the model, the layouts of split files, and draft tokens. Raises `ConfigError`."""
     from negamax.engine.core.source import locate
     from negamax.quantization.names import quantized
 
@@ -166,7 +176,9 @@ def _model(engine: EngineOptions) -> tuple[ModelSpec, list[ParallelLayout]]:
     quantization, _ = quantized(
         engine.quantization, spec.quantization, is_drawn=_is_bundled(engine.model)
     )
-    return replace(spec, quantization=quantization), read_ranks(source.tokenizer_folder)
+    draft = None if source.draft is None else source.draft.spec
+    drafts = None if source.speculation is None else Drafts(source.speculation, draft)
+    return replace(spec, quantization=quantization), read_ranks(source.tokenizer_folder), drafts
 
 
 def _bundled(model: str) -> str:
@@ -207,8 +219,11 @@ def commands(
     each: Candidate, engine: EngineOptions, spec: ModelSpec, hardware: Hardware
 ) -> list[str]:
     """Return the command that starts a server, or one command for each machine."""
-    model, start = engine.model, []
-    if _is_bundled(model) and engine.quantization is not None:
+    model, start, given = engine.model, [], engine.speculative_config or {}
+    # A plan assumes synthetic acceptance. A server verifies draft tokens.
+    drafts = {key: each for key, each in given.items() if "synthetic" not in (key[:9], each)}
+    is_drawn = engine.quantization or find_bundled_draft(str(given.get("model")))
+    if _is_bundled(model) and is_drawn:
         start = ["--load-format", "synthetic"]
     elif _is_bundled(model):
         model = format_hub_id(model)
@@ -230,6 +245,8 @@ def commands(
         ("index-cache-dtype", engine.index_cache_dtype, "auto"),
         ("index-cache-sharding", sharding, "off"),
         ("gpu-memory-utilization", hardware.utilization, EngineOptions.gpu_memory_utilization),
+        ("speculative-config", json.dumps(drafts), "{}"),
+        ("kv-offloading-size", f"{engine.kv_offloading_size or 0:g}", "0"),
     ):
         words += [] if value == default else [f"--{name}", str(value)]
     if nodes == 1:
@@ -262,6 +279,7 @@ def _document(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> dict[str, A
                 "weight_bytes_per_gpu": each.memory.weights,
                 "kv_bytes_per_token_per_gpu": each.memory.token,
                 "kv_tokens": each.cache_tokens,
+                "host_tokens": each.host_tokens,
                 "max_model_len": each.context_length,
                 "first_token_ms": 1e3 * each.prompt_seconds,
                 "prefill_tokens_per_second": each.prefill_rate,
@@ -270,6 +288,7 @@ def _document(plan: Plan, engine: EngineOptions, spec: ModelSpec) -> dict[str, A
                         "concurrency": workload.concurrency,
                         "running": found.concurrency,
                         "tpot_ms": 1e3 * found.token_seconds,
+                        "draft_tokens": found.draft_tokens,
                         "tokens_per_second": found.tokens_per_second,
                     }
                     for workload, found in zip(plan.workloads, each.predictions, strict=True)
@@ -373,6 +392,11 @@ def _notes(plan: Plan) -> Iterator[str]:
     best = {each.topology for each in _best(plan).values() if each is not None}
     if any(each.ranks > per_node for each in best):
         yield f"Run one command on each machine; {FIRST_NODE} is an address of the first machine."
+    for found in dict.fromkeys(each for each in _best(plan).values() if each is not None):
+        counts = [each.draft_tokens for each in found.predictions]
+        if any(counts) or found.host_tokens:
+            label, said = found.topology.label, f"{counts} draft tokens per step"
+            yield f"{label}: {said} by load; main memory holds {found.host_tokens:,} tokens."
     if not plan.candidates:
         yield "No topology fits and runs."
     elif not gpu.platform.is_measured:

@@ -13,7 +13,7 @@ were measured one by one. docs/parallelism.md states the prediction error.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, sqrt
 from statistics import NormalDist
@@ -25,7 +25,9 @@ from negamax.formats.floats import E4M3_BLOCKS, PLAIN
 from negamax.formats.platform import Feature
 from negamax.formats.readable import is_kept
 from negamax.formats.tensor_format import TensorFormat
+from negamax.models.drafts import DraftSpec
 from negamax.models.memory import Kept, ModelWeights, WeightKind, hit_share
+from negamax.options.speculation import MAX_DRAFT_TOKENS, SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
@@ -46,6 +48,9 @@ SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.
 SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Times of a sum in a fused norm, and of a QK norm.
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
 MERGE_SECONDS = 4e-6  # Calculated time to merge attention results, with stores of values and flags.
+# Assumed probabilities that a step accepts the first, second, ... draft token.
+DRAFT_RATES = [0.65**place for place in range(1, MAX_DRAFT_TOKENS + 1)]
+DRAFT_SECONDS = 0.4e-3  # Time of a step with a draft model in addition, fitted to EAGLE3 drafts.
 NETWORK_BYTES = 45e9  # Bytes per second of a GPU to other machines, with a 400 Gb/s adapter.
 
 
@@ -66,6 +71,14 @@ class Workload:
     def context(self) -> float:
         """Tokens of a request in the middle of its answer."""
         return self.input_len + self.output_len / 2
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Draft tokens of a draft model, or of n-gram lookup if `spec` is None."""
+
+    speculation: SpeculationConfig
+    spec: DraftSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -140,16 +153,36 @@ class Costs:
         self._is_local = layout.stage_size <= per_node
         self._hops_locally = layout.world_size <= per_node
 
-    def decode_seconds(self, concurrency: int, *, context: float) -> float:
-        """Return the time between two tokens of a sequence, with `concurrency` sequences."""
+    def decode_seconds(self, concurrency: int, *, context: float, rows: int = 1) -> float:
+        """Return the time of a step of `concurrency` sequences with `rows` tokens each."""
         batches = min(self._layout.pp, concurrency)
-        rows = ceil(concurrency / batches)
-        own = ceil(rows / self._layout.dp)
+        batch = ceil(concurrency / batches)
+        sizes = {"tokens": batch * rows, "own": ceil(batch / self._layout.dp) * rows}
         stages = [
-            self._stage(place, tokens=rows, own=own, context=context, is_prefill=False)
+            self._stage(place, **sizes, context=context, is_prefill=False, width=rows)
             for place in range(self._layout.pp)
         ]
-        return max(sum(stages), batches * max(stages)) + self._hops(own)
+        return max(sum(stages), batches * max(stages)) + self._hops(sizes["own"])
+
+    def token_seconds(
+        self, concurrency: int, *, context: float, drafts: Drafts | None
+    ) -> tuple[float, int]:
+        """Return the least time per token of a sequence, and the draft tokens of a step for it."""
+        if drafts is None:
+            return self.decode_seconds(concurrency, context=context), 0
+        settings, block, once = drafts.speculation, None, 0.0
+        if drafts.spec is not None:
+            block, layout = drafts.spec.most_tokens, replace(self._layout, pp=1, cp=1, ep=1, dcp=1)
+            model = Model.of(drafts.spec, self._gpu, kv_dtype=self._model.kv_dtype)
+            drafter = Costs(model, self._gpu, layout, per_node=layout.world_size)
+            once = drafter.decode_seconds(concurrency, context=context, rows=block or 1)
+        rates, found = settings.synthetic_acceptance_rates or DRAFT_RATES, []
+        for count in {0, *settings.lengths} if settings.adaptive else settings.lengths:
+            seconds = self.decode_seconds(concurrency, context=context, rows=count + 1)
+            if once and count:
+                seconds += DRAFT_SECONDS + once * (1 if block else count)
+            found.append((seconds / (1 + sum(rates[:count])), count))
+        return min(found)
 
     def prefill_seconds(self, num_tokens: int, *, chunk: int) -> float:
         """Return the time to first token of a single prompt of `num_tokens`."""
@@ -189,9 +222,9 @@ class Costs:
         ]
 
     def _stage(
-        self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool
+        self, place: int, *, tokens: int, own: int, context: float, is_prefill: bool, width: int = 1
     ) -> float:
-        """Return a stage's time for `tokens` (`own` per rank) that follow `context` tokens."""
+        """Return a stage's time for `tokens` (`own` per rank, `width` per decoded sequence)."""
         layout, gpu, spec = self._stages[place], self._gpu, self._model.weights.spec
         layers = layout.layers(spec.num_layers)
         own = ceil(own / layout.cp) if is_prefill else own
@@ -211,7 +244,7 @@ class Costs:
             seconds += operations / (ATTENTION_SHARE * gpu.bf16)
         else:
             cached = cached_bytes(caches, context, dtype=self._model.kv_dtype, ranks=layout.tp)
-            seconds += own * cached / bandwidth
+            seconds += own / width * cached / bandwidth
         relative = MEASURED.bandwidth / gpu.bandwidth
         seconds += len(layers) * (
             LAYER_SECONDS

@@ -9,8 +9,8 @@ from negamax.config.model_spec import ModelSpec
 from negamax.options.engine import EngineOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.planner.chunks import chunks, plan_even_times
-from negamax.planner.cost import Costs, Model, Workload, tokens_per_second
-from negamax.planner.gpus import GpuModel, format_gib
+from negamax.planner.cost import Costs, Drafts, Model, Workload, tokens_per_second
+from negamax.planner.gpus import GIB, GpuModel, format_gib
 from negamax.planner.topology import LEAST_TOKENS, LIMITS, Fit, Topology, fit, topologies
 
 TIE = 0.05  # relative error of predicted times per token
@@ -41,6 +41,7 @@ class Prediction:
     concurrency: int  # Number of requests that run at a time. Other requests wait for cache blocks.
     token_seconds: float  # Time between two tokens of a request.
     tokens_per_second: float  # Output tokens per second, while prompts run between decode steps.
+    draft_tokens: int = 0  # Draft tokens per sequence and step.
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Candidate:
     prompt_seconds: float  # Time to first token of a single prompt.
     prefill_rate: float  # Prompt tokens per second of all replicas.
     predictions: tuple[Prediction, ...]  # One entry for each requested concurrency.
+    host_tokens: int = 0  # Tokens of all replicas that main memory holds.
 
     @property
     def most_sequences(self) -> int:
@@ -116,6 +118,8 @@ def make_plan(
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
     one_engine: bool = False,
+    drafts: Drafts | None = None,
+    host_gib: float = 0.0,
     split_for: Sequence[ParallelLayout] = (),
 ) -> Plan:
     """Plan all topologies of `spec` on `hardware`.
@@ -125,7 +129,8 @@ def make_plan(
     the largest that fits. Each data-parallel rank has `max_num_seqs` slots. The default is the
     larger of the engine's default and the rank's concurrent requests. With `one_engine`, unneeded
     GPUs stay idle. Index keys are sharded with DCP, and if a required request does not fit without
-    sharding. `split_for` lists the layouts for which the checkpoint's files are split.
+    sharding. `host_gib` is an engine's main memory for whole blocks, which excludes sharding.
+    `split_for` lists the layouts for which the checkpoint's files are split.
 
     Raises `ConfigError` if `max_model_len` exceeds the model's context length.
     """
@@ -141,7 +146,7 @@ def make_plan(
     longest = max(workload.tokens for workload in workloads)
     least = max_model_len or min(max(LEAST_TOKENS, longest), max_length)
     candidates, refused = [], []
-    heads = spec.num_kv_heads if spec.supports_dcp else None
+    heads = spec.num_kv_heads if spec.supports_dcp and not host_gib else None
     for topology in topologies(hardware.gpus, per_node=hardware.per_node, kv_heads=heads):
         topology = replace(topology, replicas=1) if one_engine else topology
         try:
@@ -157,8 +162,9 @@ def make_plan(
                 budget=hardware.budget,
                 longest=max_model_len or max_length,
                 max_num_seqs=max_num_seqs or max(LIMITS.max_num_seqs, share),
+                drafts=drafts,
             )
-            model, memory = _fit(plain, sharded, topology, fitting, least)
+            model, memory = _fit(plain, plain if host_gib else sharded, topology, fitting, least)
         except ConfigError as error:
             refused.append(Refused(topology, error.message))
             continue
@@ -168,7 +174,9 @@ def make_plan(
             refused.append(Refused(topology, reason, missing))
             continue
         context_length = max_model_len or memory.context_length
-        candidates.append(_candidate(model, hardware, topology, memory, context_length, workloads))
+        each = _candidate(model, hardware, topology, memory, context_length, workloads, drafts)
+        held = int(host_gib * GIB / topology.ranks) // memory.token
+        candidates.append(replace(each, host_tokens=held * topology.dp * topology.replicas))
     plan = Plan(hardware, tuple(workloads), tuple(candidates), tuple(refused))
     ordered = sorted(candidates, key=plan._request_seconds)
     return replace(plan, candidates=tuple(ordered))
@@ -212,6 +220,7 @@ def _candidate(
     memory: Fit,
     context_length: int,
     workloads: Sequence[Workload],
+    drafts: Drafts | None,
 ) -> Candidate:
     costs = Costs(model, hardware.gpu, topology.layout, per_node=hardware.per_node)
     prompt = workloads[0].input_len
@@ -220,11 +229,11 @@ def _candidate(
     for workload in workloads:
         fitting = memory.tokens * topology.dp // workload.tokens
         own = max(1, min(-(-workload.concurrency // topology.replicas), fitting))
-        seconds = costs.decode_seconds(own, context=workload.context)
+        seconds, count = costs.token_seconds(own, context=workload.context, drafts=drafts)
         running = min(workload.concurrency, own * topology.replicas)
         share = replace(workload, concurrency=own)
         per_replica = tokens_per_second(share, decode_seconds=seconds, prefill_rate=rate)
-        predictions.append(Prediction(running, seconds, per_replica * running / own))
+        predictions.append(Prediction(running, seconds, per_replica * running / own, count))
     seconds, rate = _prompt_seconds(costs, topology, prompt), rate * topology.replicas
     index = model.shards_index
     return Candidate(topology, memory, context_length, index, seconds, rate, tuple(predictions))

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from negamax.base.errors import ConfigError
 from negamax.config.kv_cache import block_bytes, slot_bytes, split_over_holders
 from negamax.config.model_spec import ModelSpec
+from negamax.models.memory import draft_bytes
 from negamax.options.engine import STEP_LIMITS
 from negamax.options.flags import flag_name
 from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split
-from negamax.planner.cost import Model
+from negamax.planner.cost import Drafts, Model
 from negamax.planner.gpus import GIB
 
 LIMITS = STEP_LIMITS["cuda"]  # Limits of each data-parallel rank.
@@ -162,6 +163,7 @@ def fit(
     budget: int,
     longest: int,
     max_num_seqs: int = LIMITS.max_num_seqs,
+    drafts: Drafts | None = None,
 ) -> Fit:
     """Return the memory of a GPU with `budget` bytes and slots for requests of `longest` tokens."""
     slots = slot_bytes(longest, LIMITS.block_size, item=4) * (max_num_seqs + 1)
@@ -173,6 +175,18 @@ def fit(
         layers = stage.layers(model.weights.spec.num_layers)
         caches = split_over_holders(model.caches[layers.start : layers.stop], layout.dcp)
         token = block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp)
-        room = budget - gpu_reserve(model.weights.spec.hidden_size) - weights
+        room = budget - gpu_reserve(model.weights.spec.hidden_size)
+        if drafts is not None and drafts.spec is not None and stage.is_last_stage:
+            draft, tp = drafts.spec, layout.tp
+            check_split(replace(layout.within_stage, dcp=1), draft)
+            token += block_bytes(draft.kv_caches(), 1, dtype=model.kv_dtype, ranks=tp)
+            weights += draft_bytes(
+                draft, dtype=model.dtype, kept=model.kept, ranks=tp, embeds=stage.is_first_stage
+            )
+            # logits of draft tokens, and residual streams of a prompt chunk
+            logits = max_num_seqs * drafts.speculation.num_speculative_tokens * draft.vocab_size
+            streams = len(draft.aux_layers) * LIMITS.max_num_batched_tokens
+            room -= 4 * logits // tp + 2 * streams * draft.target_hidden_size
+        room -= weights
         found.append(Fit(weights, room, token, -(-slots // longest), longest))
     return min(found, key=lambda each: each.tokens or each.room)

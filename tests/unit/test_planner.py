@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from negamax.config.kv_cache import block_bytes, set_index_dtype, split_over_hol
 from negamax.config.model_spec import ModelSpec
 from negamax.config.quantization import QuantizationSpec
 from negamax.models.memory import ModelWeights, weight_bytes
-from negamax.models.registry import bundled_spec
+from negamax.models.registry import bundled_spec, find_bundled_draft
 from negamax.options.engine import EngineOptions
 from negamax.options.parallel import ParallelOptions
+from negamax.options.speculation import SpeculationConfig
 from negamax.parallel.layout import ParallelLayout
 from negamax.parallel.split import check_split, possible_splits
-from negamax.planner.cost import Model, Workload
+from negamax.planner.cost import Costs, Drafts, Model, Workload
 from negamax.planner.gpus import GIB, GPUS, MEASURED, find_gpu
 from negamax.planner.plan import Candidate, Hardware, Plan, make_plan
 from negamax.planner.topology import Topology, fit, gpu_reserve, topologies
@@ -221,6 +223,65 @@ def test_page_compares_predictions_with_measurements() -> None:
     assert rows == expected
 
 
+# ms per token by number of requests, with prompts of 1,000 tokens and 129 output tokens on H200
+MEASURED_MS = {
+    "minimax-m2": [
+        (Topology(4), {1: 2.54, 4: 4.11, 16: 8.87, 64: 16.96, 100: 18.82, 256: 24.31}),
+        (Topology(2), {1: 3.24, 4: 6.24, 16: 14.53, 32: 21.54, 64: 28.91, 100: 32.83}),
+        (Topology(dp=4, ep=4), {1: 8.08, 16: 12.14, 64: 19.21, 100: 21.05, 512: 33.05}),
+        (Topology(2, pp=2), {1: 3.22, 16: 9.67, 64: 21.53, 100: 26.65, 256: 34.81}),
+        (Topology(dp=2, ep=2), {1: 6.30, 16: 17.16, 64: 31.46}),
+        (Topology(pp=2), {1: 4.41, 16: 16.04, 64: 39.89, 100: 49.54}),
+    ],
+    "minimax-m3-mxfp8": [(Topology(4), {1: 4.12, 4: 7.57, 16: 16.34, 64: 32.92, 100: 37.34})],
+}
+
+
+def error_of(spec: ModelSpec, layout: ParallelLayout, count: int, milliseconds: float,
+             drafts: Drafts | None = None, *, kv_dtype: str = "fp8") -> float:  # fmt: skip
+    """Return the relative error of the predicted time per token in the middle of an answer."""
+    costs = Costs(Model.of(spec, MEASURED, kv_dtype=kv_dtype), MEASURED, layout, per_node=8)
+    seconds, _ = costs.token_seconds(count, context=1064, drafts=drafts)
+    return abs(1e3 * seconds / milliseconds - 1)
+
+
+def test_predictions_match_measurements_of_two_and_four_gpus() -> None:
+    for name, rows in MEASURED_MS.items():
+        spec, dtype = bundled_spec(name), "fp8" if "m3" in name else "auto"
+        errors = [
+            error_of(spec, topology.layout, count, measured, kv_dtype=dtype)
+            for topology, times in rows
+            for count, measured in times.items()
+        ]
+        assert median(errors) < (0.03 if name == "minimax-m2" else 0.08) and max(errors) < 0.3
+
+
+def test_predictions_with_drafts_match_measurements() -> None:
+    """Check M2 and M3 on two GPUs, with three draft tokens and with adaptive lengths."""
+    errors, specs = [], {"minimax-m2": M2}
+    specs["minimax-m3"] = replace(bundled_spec("minimax-m3"), quantization=online.spec("int4"))
+    for name in ("h200_tp2_drafts", "h200_tp2_m3_drafts"):
+        for found in json.loads((RESULTS / f"{name}.json").read_text())["results"]:
+            spec, given = specs[found["model"]], found["options"]["speculative_config"]
+            given |= {"adaptive": "always" not in found["note"]}
+            draft = find_bundled_draft(given["model"])
+            assert draft is not None
+            drafts = Drafts(SpeculationConfig.read(given), draft.adapt_to(spec, None))
+            errors += [
+                error_of(spec, ParallelLayout(tp=2), run["concurrency"], run["tpot_ms"], drafts)
+                for run in found["runs"]
+                if run["tpot_ms"] and "no draft tokens" not in found["note"]
+            ]
+    assert len(errors) == 18 and median(errors) < 0.08 and max(errors) < 0.25
+    # The measured cache has 16.38 GiB with 64,512 bytes per token.
+    drafts = Drafts(
+        SpeculationConfig.read({"model": "x"}), find_bundled_draft("minimax-m2.5-eagle3")
+    )
+    model, budget = Model.of(M2, MEASURED, kv_dtype="fp8"), int(0.95 * MEASURED.memory)
+    two = fit(model, ParallelLayout(tp=2), budget=budget, longest=4096, drafts=drafts)
+    assert two.token == 64_512 and two.tokens == pytest.approx(16.38 * GIB / 64_512, rel=0.06)
+
+
 def test_best_candidates_are_best() -> None:
     plan = planned(M2, 8, gpu="H100")
     assert plan.fastest is not None and plan.busiest is not None
@@ -249,6 +310,9 @@ def test_ranks_that_shard_a_cache_hold_most_tokens() -> None:
     assert sharded.predictions[0].token_seconds > plain.predictions[0].token_seconds
     (line,) = commands(sharded, EngineOptions("minimax-m3-mxfp8"), M3, hardware)
     assert "--decode-context-parallel-size 2" in line and "--index-cache-sharding on" in line
+    whole = make_plan(M3, hardware, [Workload(1)], kv_dtype="fp8", host_gib=300).candidates
+    (eight,) = [each for each in whole if each.topology.tp == 8 and each.topology.ep == 1]  # no DCP
+    assert eight.host_tokens == 300 * GIB // 8 // 29_952
 
 
 def test_index_keys_are_sharded_if_a_request_needs_it() -> None:
@@ -328,6 +392,7 @@ def plan_json(line: str, capsys: pytest.CaptureFixture[str]) -> Any:
         "minimax-m2 --gpus 2 --quantization int4 --input-len 10 --output-len 100 "
         "--concurrency 1,512,700",
         "nano --gpus 2 --nodes 2 --max-model-len 2K",
+        'nano --gpus 2 --speculative-config {"model":"nano-draft"} --kv-offloading-size 2',
     ],
 )
 def test_commands_are_what_serve_understands(line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,6 +452,7 @@ def test_table_names_the_two_best_and_reasons(capsys: pytest.CaptureFixture[str]
         ("--gpus 4 --input-len 200000", "200001 tokens; the model's context length is 196608"),
         (f"{SHORT} --output-len 101", "1001 tokens; --max-model-len is 1000 (lower"),
         ("--gpus 4 --concurrency 0", "--concurrency is '0'; allowed: numbers from 1"),
+        ('--gpus 4 --speculative-config {"method":"x"}', "method is 'x'; allowed: eagle3, "),
         ("--gpus 4 --quantization vtq", "--quantization is 'vtq'; allowed: "),
     ],
 )
