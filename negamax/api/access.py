@@ -28,7 +28,7 @@ class Access:
         self.has_keys = bool(self._keys)
 
     def reload(self) -> None:
-        """Read the key file again. For an unusable file, keep the keys and raise `ConfigError`."""
+        """Read the key file again. If it is unusable, keep the old keys and raise `ConfigError`."""
         keys = (*self._options.api_keys, *keys_of_file(self._options.api_key_file))
         if self._options.admin_api_key in keys:
             raise ConfigError(
@@ -90,7 +90,7 @@ def get_tenant(request: Request) -> str:
 
 
 def get_owner(request: Request, names: Iterable[str] = ()) -> Owner:
-    """Return the owner of a request. The client can abort the request by each of `names`."""
+    """Return the owner of a request. The client can abort the request by each id in `names`."""
     return Owner(
         get_tenant(request), frozenset(names), shares_queue=request.scope["state"]["shares_queue"]
     )
@@ -103,7 +103,7 @@ def get_salt(request: Request, cache_salt: str) -> str:
 
 
 def list_ids(answer_id: str) -> list[str]:
-    """List the ids that abort a request: the id of the answer, with and without its prefix."""
+    """List the ids that a client can send to abort: the answer's id with and without its prefix."""
     return [answer_id, answer_id.partition("-")[2]]
 
 

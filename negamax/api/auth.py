@@ -114,7 +114,7 @@ def _check_size(headers: _Headers, *, url_bytes: int) -> None:
 
 
 def _check_host(headers: _Headers, allowed: set[str]) -> None:
-    """Refuse Host headers of other machines, to stop attacks of web pages by DNS rebinding."""
+    """Refuse a Host header that names another machine, to stop attacks by DNS rebinding."""
     for name, value in headers:
         if name == b"host":
             host = _parse_host(value.decode("latin-1"))

@@ -42,12 +42,12 @@ _KEEP_ALIVE = b": keep-alive\n\n"  # An SSE comment, which clients ignore.
 class Choice:
     """One choice of a running answer. Only the request's `AnswerWriter` changes this object."""
 
-    index: int  # Number of the choice, counted over all prompts.
+    index: int  # Index of the choice among the choices of all prompts.
     reader: ChoiceReader | PlainReader
     prompt_index: int = 0
     is_prompt_only: bool = False  # True if the request only caches or scores its prompt.
     packets: PacedPackets = field(default_factory=PacedPackets)
-    latest: RequestOutput | None = None  # The latest output has the token counts.
+    latest: RequestOutput | None = None  # Latest output, which has the choice's token counts.
 
 
 AnswerSource = OpenRequest | OpenRequests
@@ -59,16 +59,16 @@ Send = Callable[[ChoiceT, RequestOutput, list[ParserEvent]], object]
 class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     """Writes the answer to one request. Only the request's handler changes this object."""
 
-    is_paced = False  # Whether a stream joins small text fragments.
-    keeps_parts = False  # Whether a failed answer keeps the output before the error.
+    is_paced = False  # Whether a stream joins small text fragments into one event.
+    keeps_parts = False  # Whether a failed answer keeps the text generated before the error.
 
     def __init__(self, request_id: str, source: AnswerSource, choices: Sequence[ChoiceT]) -> None:
-        """`choices` are in the order of their prompts."""
+        """`choices` lists all choices of a prompt before the choices of the next prompt."""
         self.id = request_id
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.num_bytes = 0  # Estimated size of the answer. A thread builds large answers.
+        self.num_bytes = 0  # Estimated bytes of the answer. A thread builds a large answer.
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
@@ -103,8 +103,8 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
 
     @property
     def usage(self) -> Usage:
-        """Current token counts. The cached tokens of a prompt are the minimum over its choices."""
-        prompts: dict[int, tuple[int, int]] = {}  # Tokens and cached tokens per prompt index.
+        """Token counts of all choices so far, with each prompt's least number of cached tokens."""
+        prompts: dict[int, tuple[int, int]] = {}  # Total and cached tokens by prompt index.
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
             if (output := choice.latest) is None:
@@ -146,7 +146,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         return await run_off_loop(build, num_bytes=self.num_bytes)
 
     async def stream(self, write: Write) -> None:
-        """Write the response as events. Errors after the stream's start become events."""
+        """Write the response as events. Errors after the stream's start are written as events."""
         chunks = _Chunks(write)
 
         def send(choice: ChoiceT, output: RequestOutput, events: list[ParserEvent]) -> None:
@@ -195,7 +195,7 @@ class _Chunks:
         self._task: asyncio.Task[None] | None = None
 
     def add(self, build: Callable[[], bytes], *, num_bytes: int) -> None:
-        """Write the result of `build`, whose size is about `num_bytes`."""
+        """Write the chunk that `build` returns. The chunk has about `num_bytes` bytes."""
         if self._waiting or num_bytes > INLINE_BYTES:
             self._waiting.append((build, num_bytes))
             if len(self._waiting) == 1:
@@ -221,7 +221,7 @@ async def start_source(
 ) -> None:
     """Wait for the first output of a stream, so that an early error can set the HTTP status.
 
-    If the request has a grammar, the wait has no time limit, because compiling may be slow.
+    If the request has a grammar, the wait has no time limit, because grammars compile slowly.
     """
     if request.params.stream:
         seconds = None if has_grammar else FIRST_OUTPUT_SECONDS

@@ -34,7 +34,7 @@ ParamsT_co = TypeVar("ParamsT_co", bound=RequestModel, covariant=True)
 class ApiRequest(Generic[ParamsT_co]):
     http: Request
     params: ParamsT_co
-    num_bytes: int  # Size of the fields that were read; a thread processes large requests.
+    num_bytes: int  # Size of the JSON text of the fields in `params`.
     arrival: float  # Arrival time in monotonic seconds.
     addresses: Mapping[str, str]  # IP address of each host name in the request.
 
@@ -62,7 +62,7 @@ def check_sampling(context: ApiContext, sampling: SamplingParams) -> None:
 
 
 def check_prompt_logprobs(prompts: Iterable[tuple[SamplingParams, int]]) -> None:
-    """Refuse too many prompt logprobs. `prompts` are pairs of parameters and token counts."""
+    """Refuse too many prompt logprobs. `prompts` has parameters and token count of each prompt."""
     count = sum(
         sampling.n * num_tokens * (1 + sampling.prompt_logprobs)
         for sampling, num_tokens in prompts
@@ -94,7 +94,7 @@ def generate(
 
     The client may abort the request by any id in `names`. The time limits of the request and of the
     server both apply. Raises the errors of `AsyncEngine.generate`, and `InvalidRequestError` for a
-    priority or a rank that the server does not support.
+    priority or a data-parallel rank that the server does not support.
     """
     http, params, options = request.http, request.params, context.options
     record = RequestRecord(
@@ -149,7 +149,7 @@ def generate(
 
 
 def _requested_rank(request: ApiRequest[EngineRequest], *, num_ranks: int) -> int | None:
-    """Return the data-parallel rank in the header or the body, or None if the client sent none."""
+    """Return the data-parallel rank of the header or the body, or None if the client sent none."""
     params = request.params
     in_body = params.data_parallel_rank if params.routed_dp_rank is None else params.routed_dp_rank
     where, given = "routed_dp_rank", None if in_body is None else str(in_body)

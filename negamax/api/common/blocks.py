@@ -16,13 +16,13 @@ class BlockKind(enum.Enum):
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer. Only the answer's `BlockWriter` changes this object.
+    """A reasoning, content or call block. Only the answer's `BlockWriter` changes this object.
 
-    The text of a call is the JSON of its arguments. A truncated call has truncated JSON.
+    The text of a tool call is the JSON text of its arguments. A truncated call has truncated JSON.
     """
 
     kind: BlockKind
-    index: int  # Number of the block in the answer.
+    index: int  # Index of the block in the answer.
     call: StartedCall | None = None
     parts: list[str] = field(default_factory=list)
     is_whole: bool = False  # False if the block has not ended or is truncated.
@@ -90,7 +90,7 @@ class BlockWriter:
         yield BlockGrew(self._open, text)
 
     def _interrupt(self) -> Iterator[BlockEvent]:
-        """Close the open block. If the block is a call, the call is truncated."""
+        """Close the open block. If the open block is a tool call, mark the call as truncated."""
         is_call = self._open is not None and self._open.kind is BlockKind.CALL
         yield from self._close(is_whole=not is_call)
 

@@ -19,8 +19,8 @@ from negamax.text.parser.output_parser import Thinking
 class ReasoningCounter:
     """Counts a choice's reasoning tokens, which are between the token ids of the think tags.
 
-    Reasoning ends once, and later think tags are content. The opening tag of a call may be a
-    quotation within reasoning. The text reader calls `call_began` if the tag opens a call.
+    A choice has one section of reasoning, and later think tags are content. Reasoning may quote
+    the opening tag of a call. The reader calls `call_began` if such a tag opens a call instead.
     """
 
     def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
@@ -31,7 +31,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # Tokens since the last opening tag of a call, or 0.
+        self._num_since_call = 0  # Tokens from the latest call tag in the reasoning, or 0.
         self.has_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -44,7 +44,7 @@ class ReasoningCounter:
         return self._num_since_call > 0
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Count the reasoning tokens in `token_ids`. Tags count only if they are quoted."""
+        """Count the reasoning tokens in `token_ids`, with the tags that the reasoning quotes."""
         for token_id in token_ids:
             if token_id == self._closer or (token_id == self._call and not self._in_reasoning):
                 self._end(self.count)
@@ -62,7 +62,7 @@ class ReasoningCounter:
         self._num_certain += count
 
     def call_began(self) -> None:
-        """Treat the latest opening tag of a call as a call. The reasoning ended before the tag."""
+        """End the reasoning before the latest opening tag of a call, because a call began there."""
         self._end(self._num_certain)
 
     def _end(self, count: int) -> None:
@@ -72,12 +72,12 @@ class ReasoningCounter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingRules:
-    # The declared tools; their schemas determine the types of arguments.
+    # The declared tools, whose schemas determine the types of call arguments.
     tools: Sequence[Mapping[str, Any]] | None = None
     may_call: bool = True  # If False, text that looks like a call is content.
-    parallel_calls: bool = True  # If False, only the first call is reported.
-    is_call_forced_by_name: bool = False  # If True, the finish reason of a call is "stop".
-    reasoning: ReasoningPlace | None = None  # None selects the parser's default.
+    parallel_calls: bool = True  # If False, the answer contains only its first call.
+    is_call_forced_by_name: bool = False  # If True, the finish reason after a call is "stop".
+    reasoning: ReasoningPlace | None = None  # None selects the parser's default place of reasoning.
     stream_reasoning: bool = True  # If False, one event sends the whole reasoning.
     stop: tuple[str, ...] = ()  # Strings in the content that end the answer.
     includes_stop: bool = False  # If True, the stop string stays in the content.
@@ -106,7 +106,7 @@ class ChoiceReader(_CountingReader):
     """Reads one choice of a chat answer. Only the request's handler changes this object.
 
     If a request has stop strings, the engine's client calls this reader as a `TextReader` to find
-    the stop strings. The outputs then contain the parser's events.
+    the stop strings. The client's outputs then contain the events of the reader's parser.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ChoiceReader(_CountingReader):
         # Whether the reader drops or delays events of the parser.
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         placed = _place_reasoning(rules.reasoning, chat_format)
-        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # The content has no reasoning.
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # Content has no reasoning.
         self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
@@ -134,11 +134,11 @@ class ChoiceReader(_CountingReader):
             stop=rules.stop,
             includes_stop=rules.includes_stop,
         )
-        self._held_reasoning: list[str] = []  # Reasoning to send when the reasoning ends.
+        self._held_reasoning: list[str] = []  # Sent when the reasoning ends.
         self.calls: list[StartedCall] = []
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """Return the events of `output`. Raises `EngineError` if the request failed."""
+        """Return the parser events of `output`. Raises `EngineError` if the request failed."""
         check_failed(output)
         is_end = output.finish_reason is not None
         counter = self._counter
@@ -165,7 +165,7 @@ class ChoiceReader(_CountingReader):
         return self._parser.matched_stop
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Parse the next pieces. Count reasoning tokens here if tags have several tokens."""
+        """Parse the next text pieces. Count reasoning tokens if think tags have no token ids."""
         if self._counter.has_tags:
             return self._parser.feed(pieces, may_stop=may_stop)
         events = []
@@ -207,16 +207,16 @@ class ChoiceReader(_CountingReader):
 
 
 class PlainReader(_CountingReader):
-    """Counts the tokens of unparsed text. Only the request's handler changes this object."""
+    """Counts reasoning tokens of unparsed text. Only the request's handler changes this object."""
 
     def __init__(self, chat_format: ChatFormat, prompt: Sequence[int]) -> None:
         super().__init__(chat_format, in_reasoning=chat_format.reasoning_after(prompt) == "open")
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:
-        """Count the tokens of `output`. Raises `EngineError` if the request failed."""
+        """Count the reasoning tokens of `output`. Raises `EngineError` if the request failed."""
         check_failed(output)
         self._counter.push(output.token_ids)
-        if self._counter.is_undecided:  # Without a parser, the tag opens a call.
+        if self._counter.is_undecided:  # Without a parser, each call tag counts as a call.
             self._counter.call_began()
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return []

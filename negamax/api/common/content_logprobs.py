@@ -13,12 +13,12 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # Matched text above this number of characters is dropped.
+_COMPACT_CHARS = 65_536  # Matched text is dropped when it has more characters.
 _SPACE = re.compile(r"\s*")
 
 
 class ContentLogprobs:
-    """Finds the tokens of blocks by their texts. Only the request's handler changes this object.
+    """Finds the tokens of blocks by text. Only the request's handler changes this object.
 
     Reasoning and content occur in the generated text in order. The search skips tags, calls and
     white space between blocks. A token that two blocks of content share belongs to the first block.
@@ -30,7 +30,7 @@ class ContentLogprobs:
         """`as_ids` is passed to `convert_chat_logprobs`."""
         self._as_ids = as_ids
         self._closer_id = None
-        if chat_format.thinking is not Thinking.RAW:  # No block contains the closing tag.
+        if chat_format.thinking is not Thinking.RAW:  # No block contains the closing think tag.
             self._closer_id = chat_format.tag_ids.get(chat_format.output.think_close)
         self._tokenizer = tokenizer
         output = chat_format.output
@@ -42,11 +42,11 @@ class ContentLogprobs:
         self._tokens: deque[tuple[int, int, TokenLogprobs]] = deque()
         self._new_texts: list[str] = []  # Texts of new tokens, not yet in `_text`.
         self._text = ""
-        self._start = 0  # Position of `_text` in the whole text.
+        self._start = 0  # Position of `_text` in the whole generated text.
         self._at = 0  # End of the last match in `_text`.
-        self._end = 0  # Number of characters of the whole text so far.
+        self._end = 0  # Number of characters of the generated text so far.
         self._of_block: dict[int, list[ChatLogprob]] = {}  # Content logprobs by block index.
-        self._num_parts: dict[int, int] = {}  # Number of matched parts by block index.
+        self._num_parts: dict[int, int] = {}  # Number of matched text parts by block index.
         self._latest = -1  # Index of the block that was matched last.
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
@@ -61,7 +61,7 @@ class ContentLogprobs:
             self._tokens.append((first, self._end + self._is_mid_character, entry))
 
     def take(self, block: Block, text: str) -> list[ChatLogprob]:
-        """Match the next part `text` of `block`. Return the part's tokens if it is content."""
+        """Match `text`, the next part of `block`. Return its logprobs if `block` is content."""
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
         if block.kind is BlockKind.CALL:
             return []
@@ -74,7 +74,7 @@ class ContentLogprobs:
         return entries
 
     def list_tokens(self, block: Block) -> list[ChatLogprob]:
-        """Return the tokens of a block so far. Callers pass blocks in order."""
+        """Return the logprobs of a block so far. Callers must pass the blocks in answer order."""
         for part in block.parts[self._num_parts.get(block.index, 0) :]:
             self.take(block, part)
         return self._of_block.get(block.index, [])
@@ -88,7 +88,7 @@ class ContentLogprobs:
         self._is_mid_character = False
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
-        """Return the tokens of the next part `text`. Drop all tokens up to the end of `text`."""
+        """Return the tokens of `text`, the next part of a block. Drop tokens up to its end."""
         # A truncated answer may end within a character.
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()
@@ -109,7 +109,7 @@ class ContentLogprobs:
         return found
 
     def _place(self, text: str, *, is_begun: bool) -> int:
-        """Skip white space and tags, and return the position of `text`, or -1 if it is missing."""
+        """Skip white space and tags, and return the position of `text` in `_text`, or -1."""
         if is_begun and self._text.startswith(text, self._at):
             return self._at
         start = self._at

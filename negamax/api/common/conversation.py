@@ -26,8 +26,8 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # A probe of a long text has this many characters per token.
-_LEAST_TOKENS = 2**18  # Minimum of the token limit, because some requests only count tokens.
+_PROBE_CHARS_PER_TOKEN = 8  # Size of the first part of a long text to tokenize.
+_LEAST_TOKENS = 2**18  # Least token limit, so that any model can count the tokens of long texts.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Conversation:
 
 
 def compute_max_tokens(max_model_len: int) -> int:
-    """Return how many tokens a request may encode or decode with a context of `max_model_len`."""
+    """Return how many tokens a request may encode or decode at context length `max_model_len`."""
     return max(_LEAST_TOKENS, 2 * max_model_len)
 
 
@@ -62,7 +62,7 @@ class ChatPrompt:
 
 
 class PromptBuilder:
-    """Renders conversations and tokenizes text. Long work runs in threads."""
+    """Renders conversations and tokenizes text. Threads process long texts."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class PromptBuilder:
     ) -> None:
         """`default_template_kwargs` contains defaults of template variables.
         With `allow_special_tokens_in_text`, text in a conversation may become control tokens.
-        Without `images` the server reads no images.
+        Without `images`, conversations cannot contain images.
         """
         self._images = images
         self._escaper = None if allow_special_tokens_in_text else tokenizer.escaper
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        # A thread waits if another process runs the template and the tokenizer of a checkpoint.
+        # If another process runs the template and the tokenizer, a thread waits for the process.
         self._inline_bytes = -1 if tokenizer.is_confined else INLINE_BYTES
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})
@@ -98,7 +98,7 @@ class PromptBuilder:
     ) -> ChatPrompt:
         """Build the prompt of `conversation`, whose size is about `num_bytes`.
 
-        Without `needs_pixels`, only the tokens of images are counted. Raises the errors of
+        Without `needs_pixels`, the prompt has image tokens but no pixels. Raises the errors of
         `ImageLoader.load`, and `InvalidRequestError` if messages or the template are unusable.
         """
         if conversation.continue_final_message and conversation.add_generation_prompt:
@@ -133,7 +133,7 @@ class PromptBuilder:
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
     ) -> list[list[int]]:
-        """Tokenize plain prompts. Text may contain special tokens. Token ids stay unchanged."""
+        """Tokenize text prompts, which may contain special tokens. Keep prompts of token ids."""
 
         def build() -> list[list[int]]:
             return [
@@ -147,8 +147,8 @@ class PromptBuilder:
     def _render(
         self, conversation: Conversation, images: list[ImagePart] | None
     ) -> tuple[str, ReasoningState, str]:
-        """Return the prompt's escaped text, its reasoning state, and the content to continue. The
-        images of the messages are appended to `images`.
+        """Return the prompt's escaped text, its reasoning state, and the text that the answer
+        continues. Append the images of the messages to `images`.
         """
         template = require_template(self._chat_format.template)
         thinking, kwargs = conversation.thinking, conversation.template_kwargs or {}
@@ -208,7 +208,7 @@ class _Mark:
 
     text: str
     is_in_reasoning: bool
-    continued: str  # Content before the mark.
+    continued: str  # Text of the message before the mark.
 
     @classmethod
     def put(cls, messages: list[dict[str, Any]]) -> Self:

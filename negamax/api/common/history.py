@@ -36,14 +36,14 @@ class AssistantParts:
         self._is_text_last = True
 
     def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:
-        """Add a call, which is checked later together with all messages."""
+        """Add a tool call, which is checked later together with all messages."""
         self._is_text_last = False
         self.calls.append(
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         )
 
     def message(self, thoughts: HiddenThoughts | None = None, *, place: str = "") -> dict[str, Any]:
-        """Build the message at path `place`. `thoughts` decodes the message's hidden thoughts."""
+        """Build the message at path `place`. `thoughts` decodes hidden thoughts of the message."""
         texts: list[str] = []
         for thought in self.reasoning:
             if not isinstance(thought, HiddenThought):
@@ -65,7 +65,8 @@ class History:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)  # Message index, parts.
+    # Index and parts of each message that has hidden thoughts.
+    _hidden: list[tuple[int, AssistantParts]] = field(default_factory=list)
 
     @property
     def is_in_loop(self) -> bool:
@@ -92,7 +93,7 @@ class History:
 
 
 def collect_texts(parts: object) -> list[str]:
-    """Return the texts in a list of parts, or an empty list for any other value."""
+    """Return the texts of message parts, or an empty list if `parts` is not a list."""
     texts = [
         part.get("text")
         for part in (parts if isinstance(parts, list) else ())

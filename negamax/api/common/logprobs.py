@@ -23,14 +23,14 @@ def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _describe(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> tuple[str, list[int]]:
-    """Return the text and the bytes of a token. Many entries share the two objects."""
+    """Return the text and the bytes of a token. Many logprob entries share the two objects."""
     return _get_text(tokenizer, token_id, as_ids=as_ids), list(tokenizer.token_bytes(token_id))
 
 
 def convert_chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> list[ChatLogprob]:
-    """Build one entry per token. With `as_ids` the text of token 123 is "token_id:123"."""
+    """Build one logprob entry per token. With `as_ids` the text of token 123 is "token_id:123"."""
     describe = functools.partial(_describe, tokenizer, as_ids=as_ids)
     converted = []
     for entry in entries:
@@ -46,7 +46,7 @@ def convert_chat_logprobs(
 def convert_prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]
 ) -> PromptLogprobs:
-    """Build vLLM's list, with null for the first prompt token and an object per later token."""
+    """Build vLLM's list of logprobs: null for the first prompt token, then an object per token."""
     answer: PromptLogprobs = [None]
     for entry in entries:
         ranked = dict(zip(entry.top_ids, enumerate(entry.top_logprobs, start=1), strict=True))
@@ -63,7 +63,7 @@ def convert_prompt_logprobs(
 
 
 class TextLogprobWriter:
-    """Collects logprobs and text offsets. Only the request's handler changes this object."""
+    """Collects token logprobs and text offsets. Only the request's handler changes this object."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -73,7 +73,7 @@ class TextLogprobWriter:
         self._taken = TextLogprobs([], [], [], [])
 
     def push(self, entry: TokenLogprobs) -> None:
-        """Add a token. If tokens have equal texts, report the sampled or the likeliest token."""
+        """Add a token. Of tokens with equal texts, list the sampled, else the likeliest token."""
         chosen, texts = max(entry.logprob, LEAST_LOGPROB), dict[str, float]()
         for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             texts.setdefault(self._text(token_id), max(logprob, LEAST_LOGPROB))

@@ -1,8 +1,8 @@
 """Download images from hosts that the operator allows, without reaching private networks.
 
-The server resolves a name once, requires that all its addresses are public, and connects to one of
-these addresses. Downloads use no redirects, proxies, cookies or compression. Errors do not contain
-response bodies.
+The server resolves a host name once, requires that all its addresses are public, and connects to
+one of these addresses. Downloads use no redirects, proxies, cookies or compression. Errors do not
+contain response bodies.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from negamax import __version__
 from negamax.base.errors import InvalidRequestError
 from negamax.engine.client.image_loader import MAX_IMAGE_BYTES, build_bytes_error
 
-TIMEOUT_SECONDS = 10.0  # Time limit from connecting to the last byte.
+TIMEOUT_SECONDS = 10.0  # Time limit of a download, from connecting to the last byte.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 Resolve = Callable[[str, int], list[str]]
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Return the addresses of a host. Raises `OSError` for an unknown name."""
+    """Return the IP addresses of a host. Raises `OSError` for an unknown name."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
@@ -41,7 +41,7 @@ def fetch_media(
     """Download `url`, whose host must be one of `domains` in lower case.
 
     `is_allowed` returns whether to connect to an address. The default allows public addresses.
-    Raises `InvalidRequestError` or `PayloadTooLargeError` without the image's path.
+    Raises `InvalidRequestError` or `PayloadTooLargeError` without the image's path in the request.
     """
     try:
         parts = urlsplit(url)
@@ -112,7 +112,7 @@ def _download(
 
 
 def _shut_down(connection: http.client.HTTPConnection) -> None:
-    """End all reads and writes. TLS's own shutdown is skipped because it would race with reads."""
+    """Shut down the TCP socket, because a shutdown by TLS would race with reads."""
     if (sock := connection.sock) is not None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Check and resolve the host names that requests contain for prefilling servers.
+"""Check and resolve the host names of prefilling servers in requests.
 
 A few threads resolve names within a time limit, and the engine receives IP addresses. Therefore
 the engine never waits for DNS, and a name cannot resolve to another host later.
@@ -24,8 +24,8 @@ _threads = threading.BoundedSemaphore(_MOST_THREADS)
 
 
 async def find_addresses(params: EngineRequest, info: TransferInfo | None) -> dict[str, str]:
-    """Return the addresses of the hosts in a request. Raises `InvalidRequestError` for a
-    host that is not allowed or cannot be resolved in time.
+    """Return the IP address of each prefilling host in a request. Raises `InvalidRequestError` for
+    a host that is not allowed or cannot be resolved in time.
     """
     if info is None or info.role == PRODUCER:
         return {}
@@ -83,7 +83,7 @@ async def _resolve(host: str) -> str:
                 address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         finally:
             _threads.release()
-        with contextlib.suppress(RuntimeError):  # The event loop has ended.
+        with contextlib.suppress(RuntimeError):  # Raised if the event loop has ended.
             loop.call_soon_threadsafe(_settle(answer, address))
 
     # The thread is a daemon, so that a missing DNS answer does not delay the exit.

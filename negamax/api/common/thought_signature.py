@@ -1,4 +1,4 @@
-"""Sign thinking blocks. Clients send a signature back with the text or instead of the text.
+"""Sign thinking blocks. Clients send a signature back with the thought or instead of it.
 
 The signature of a shown thought is a MAC of its text. All servers of a model compute equal MACs.
 The signature of a hidden thought contains the compressed thought, so that the next request returns
@@ -16,7 +16,7 @@ from negamax.base.errors import ContextLengthError
 
 _SHOWN, _HIDDEN = "nm1s.", "nm1h."  # Prefixes of signatures of shown and of hidden thoughts.
 _MAC_BYTES = 24
-_BYTES_PER_TOKEN = 16  # Limit of decoded thoughts, in bytes per token of the context length.
+_BYTES_PER_TOKEN = 16  # Limit of a request's decoded thoughts, in bytes per context token.
 
 
 class ThoughtSigner:
@@ -57,14 +57,14 @@ class HiddenThoughts:
     """Decodes the hidden thoughts of a request. Only the request's handler changes this object."""
 
     def __init__(self, signer: ThoughtSigner, *, context_length: int, shows_earlier: bool) -> None:
-        """With `shows_earlier` the prompt shows thoughts from before the last user message."""
+        """With `shows_earlier` the prompt also shows thoughts from before the last user message."""
         self._signer = signer
         self._context_length = context_length
         self._bytes_left = _BYTES_PER_TOKEN * context_length
         self.shows_earlier = shows_earlier
 
     def unpack(self, signature: str, *, param: str) -> str | None:
-        """Return the thought within `signature`, or None. `param` is the signature's path.
+        """Return the thought within `signature`, or None. `param` is the path of the signature.
 
         Raises `ContextLengthError` if all thoughts of the request together are too long.
         """

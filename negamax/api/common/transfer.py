@@ -20,11 +20,11 @@ _PARAMS, _ROOM = "kv_transfer_params", "bootstrap_room"
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Settings to keep a prompt for another server, or to read a prompt from another server."""
+    """Settings to keep a prompt's KV blocks for another server, or to read them from a server."""
 
     lease_id: str = ""
     remote: RemotePrompt | None = None
-    only_prefills: bool = False  # The client also sends the whole request to a decoding server.
+    only_prefills: bool = False  # If True, a decoding server also gets the request and answers.
 
 
 def read_transfer(
@@ -35,7 +35,7 @@ def read_transfer(
     index: int,
     num_prompts: int,
 ) -> Transfer:
-    """Read the fields of vLLM or of SGLang for prompt `index`.
+    """Read the transfer fields of vLLM or of SGLang for prompt `index` of a request.
 
     `addresses` comes from `find_addresses`. Raises `InvalidRequestError` for unusable values.
     """
@@ -53,7 +53,7 @@ def read_transfer(
     if given.do_remote_decode:
         _check_role(_check_server(info, _PARAMS), CONSUMER, _PARAMS)
         if num_prompts > 1:
-            return Transfer()  # An answer can describe only one prompt.
+            return Transfer()  # An answer can describe the kept KV blocks of one prompt only.
         return Transfer(lease_id=secrets.token_hex(16))
     if not given.do_remote_prefill:
         return Transfer()
@@ -72,7 +72,7 @@ def read_transfer(
 def describe_lease(
     request: GenerateRequest, info: TransferInfo | None, *, block_size: int
 ) -> TransferParams | None:
-    """Return a decoding server's parameters to read the prompt. None if the prompt is not kept."""
+    """Return a decoding server's parameters to read the prompt, or None if it is not kept."""
     if not request.lease_id or info is None or request.lease_id.startswith(_ROOM):
         return None
     num_blocks = (len(request.prompt_token_ids) - 1) // block_size

@@ -53,18 +53,18 @@ class Turn:
     places: Sequence[str] = ()
     tools: list[dict[str, Any]] | None  # Tools that the model may call.
     calls: CallChoice
-    form: Grammar | None  # Grammar of the content.
+    form: Grammar | None  # Grammar of the answer's content.
     sampling: SamplingParams
     reasoning: ReasoningPlace | None = ReasoningPlace.BLOCK
     stream_reasoning: bool = True
-    named_call_stops: bool = False  # A call that is forced by name has finish reason "stop".
+    named_call_stops: bool = False  # If True, a call forced by name has finish reason "stop".
     is_prompt_only: bool = False  # True if the request only caches its prompt.
 
 
 @dataclass(frozen=True, slots=True)
 class StartedTurn:
     prompt: ChatPrompt
-    readers: list[ChoiceReader]  # One reader per choice.
+    readers: list[ChoiceReader]  # One reader per choice of the answer.
     source: OpenRequest
     is_prompt_only: bool
 
@@ -76,7 +76,7 @@ async def build_prompt(
     *,
     needs_pixels: bool = True,
 ) -> ChatPrompt:
-    """Build the prompt of `turn`. Errors contain the path in the client's request. Without
+    """Build the prompt of `turn`. Each error contains the JSON path of the invalid field. Without
     `needs_pixels` the prompt has no image pixels, and is used only to count tokens.
     """
     try:
@@ -108,7 +108,7 @@ async def start_turn(
     request_id: str,
     names: Sequence[str],
 ) -> StartedTurn:
-    """Check, render and start `turn`. Raises the errors of the checks and of the engine."""
+    """Check and render `turn`, and start its answer. Raises errors of the checks and the engine."""
     check_sampling(context, turn.sampling)
     conversation, calls, chat_format = turn.conversation, turn.calls, context.chat_format
     tools = turn.tools
@@ -171,7 +171,7 @@ class PlainPrompt:
 async def start_prompts(
     context: ApiContext, request: ApiRequest[EngineRequest], prompts: Sequence[PlainPrompt]
 ) -> tuple[list[list[int]], AnswerSource]:
-    """Check, tokenize and start `prompts`; return their tokens and the source of their outputs.
+    """Check, tokenize and start `prompts`. Return their token ids and the source of their outputs.
 
     Raises the errors of the checks and of the engine.
     """
@@ -221,7 +221,7 @@ async def start_prompts(
 
 
 def _complete_form(context: ApiContext, form: Grammar | None) -> Grammar | None:
-    """Fill in the server's default for compact JSON."""
+    """Use the server's default of compact JSON if `form` does not set compact JSON."""
     if form is None or form.compact is not None:
         return form
     return replace(form, compact=context.options.compact_json)
@@ -236,7 +236,7 @@ def build_answer_grammar(
 ) -> Grammar | None:
     """Build the grammar of an answer from its tools, its tool choice and the content's grammar.
 
-    Raises `InvalidRequestError` for a forced call that is impossible.
+    Raises `InvalidRequestError` if a call is forced but the server does not parse calls.
     """
     if choice.mode == "none":
         return content
@@ -264,7 +264,7 @@ def constrain(
     grammar: Grammar | None,
     budget: int | None,
 ) -> SamplingParams:
-    """Add the grammar, which applies after the reasoning, and the reasoning budget."""
+    """Add to `sampling` the reasoning budget, and the grammar of the text after the reasoning."""
     if grammar is None and budget is None:
         return sampling
     return replace(
@@ -289,7 +289,7 @@ class BlockAnswerWriter(AnswerWriter[Choice, ResponseT]):
 
     @property
     def finish_reason(self) -> str | None:
-        """The finish reason of chat completions, or None before the answer ends."""
+        """The finish reason, as in chat completions, or None before the answer ends."""
         return self._reader.finish_reason
 
     @property

@@ -1,4 +1,4 @@
-"""Serve /v1/chat/completions. Whole answers and streams use the same parser events."""
+"""Serve /v1/chat/completions. Whole answers and streams are built from the same parser events."""
 
 import secrets
 from collections.abc import Iterator
@@ -119,12 +119,12 @@ class _ChatChoice(Choice):
 
     reader: ChoiceReader
     blocks: BlockWriter
-    found: ContentLogprobs | None  # None if no tokens or all tokens get logprobs.
-    events: list[ParserEvent] = field(default_factory=list)  # Events of a whole answer.
+    found: ContentLogprobs | None  # None if the answer has logprobs of no tokens or of all tokens.
+    events: list[ParserEvent] = field(default_factory=list)  # Events of an unstreamed answer.
     role_sent: bool = False
-    entries: list[TokenLogprobs] = field(default_factory=list)  # Logprobs that are not converted.
+    entries: list[TokenLogprobs] = field(default_factory=list)  # Logprobs not converted to JSON.
     logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # Unsent logprobs.
-    # With return_token_ids: unsent token ids of a stream, or all token ids of a whole answer.
+    # Unsent token ids of a stream, or all token ids of an unstreamed answer.
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -182,7 +182,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
         deltas = self._deltas(choice, events)
         is_last = output.finish_reason is not None
         if not (deltas or is_last) and self._reports_tokens and output.token_ids:
-            deltas = [schema.Delta()]  # Reports tokens that have no text yet.
+            deltas = [schema.Delta()]  # An empty delta reports tokens without text.
         chunks = [encode_event(self._chunk(choice, delta)) for delta in deltas]
         if is_last:
             chunks.append(encode_event(self._chunk(choice, schema.Delta(), last=True)))
@@ -234,7 +234,7 @@ class _ChatWriter(CompletionWriter[_ChatChoice, schema.ChatAnswer]):
     def _convert_logprobs(
         self, choice: _ChatChoice, events: list[ParserEvent]
     ) -> Iterator[ChatLogprob]:
-        """Yield the logprobs of the content in `events`, or of all tokens if `found` is None."""
+        """Yield logprobs of the content in `events`, or of all tokens if `choice.found` is None."""
         entries, choice.entries = choice.entries, []
         if choice.found is None:
             as_ids = self._chat.return_tokens_as_token_ids

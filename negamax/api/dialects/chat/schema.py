@@ -28,7 +28,7 @@ from negamax.text.messages import INSTRUCTION_ROLES
 
 
 def _check_tool_choice(choice: object) -> object:
-    """Check the JSON shape of `tool_choice`. `call_choice` checks the names of tools later."""
+    """Check the JSON types in `tool_choice`. `call_choice` checks the names of tools later."""
     if _allows_some(choice):
         read_allowed_tools(choice)
         return choice
@@ -49,7 +49,7 @@ def _allows_some(choice: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _get_chosen_name(choice: dict[str, Any]) -> str | None:
-    """Return the function name in `choice`, which has the format of chats or of /v1/responses."""
+    """Return the function name in `choice`, in the format of chat completions or /v1/responses."""
     if choice.get("type", "function") != "function":
         return None
     function = choice.get("function", choice)
@@ -98,7 +98,7 @@ class ChatRequest(StructuredRequest):
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
-    top_logprobs: int | None = Field(default=None, ge=0)  # Number of likely tokens per position.
+    top_logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
     tools: Tools | None = None  # Functions that the model may call; at most 1,024.
     # Whether the model may or must call tools, and which tools it may call.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
@@ -109,7 +109,7 @@ class ChatRequest(StructuredRequest):
     add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
     continue_final_message: bool = False  # Requires add_generation_prompt=false.
     echo: bool = False  # Return also the text that continue_final_message continues.
-    thinking: ThinkingParam | None = None  # Whether the model thinks, and the token limit.
+    thinking: ThinkingParam | None = None  # Whether and how long the model thinks.
     # Selects whether the model thinks, as in M3's chat template.
     thinking_mode: Annotated[str, validate_one_of("thinking_mode", MODES)] | None = None
     enable_thinking: bool | None = None  # True sets thinking_mode to enabled, false to disabled.
@@ -163,7 +163,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """The thinking settings. The first value in `modes` that is not None sets the mode."""
+        """The thinking settings. The field `thinking` has precedence over other fields."""
         mode, budget = None, self.reasoning_budget
         if self.thinking is not None:
             mode = self.thinking.type
@@ -201,10 +201,10 @@ class ReasoningDetail(Struct, frozen=True):
     """Reasoning in MiniMax's format. In a stream, `text` contains only the new part."""
 
     text: str  # Text of the reasoning.
-    type: str = "reasoning.text"  # Kind of detail.
+    type: str = "reasoning.text"  # Always `reasoning.text`.
     id: str = "reasoning-text-1"  # Id of the reasoning in the message.
-    format: str = "MiniMax-response-v1"  # The format of the text.
-    index: int = 0  # Number of the reasoning in the message.
+    format: str = "MiniMax-response-v1"  # Name of MiniMax's reasoning format.
+    index: int = 0  # Always 0, because a message has one reasoning.
 
 
 class Message(Struct, frozen=True):
@@ -212,14 +212,14 @@ class Message(Struct, frozen=True):
     content: str | None  # Text without reasoning and calls; null if the message has only calls.
     reasoning_content: str | None  # The reasoning, separate from the content.
     reasoning: str | None  # Same text as reasoning_content, for vLLM's clients.
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Reasoning, with reasoning_split.
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Set if reasoning_split is true.
     tool_calls: list[ToolCall] | UnsetType = UNSET  # Tool calls in the order of generation.
 
 
 class ChatChoice(Struct, frozen=True):
     index: int  # Number of the choice, 0 to n - 1.
     message: Message  # The answer.
-    logprobs: ChatLogprobs | None  # Log-probabilities, if requested.
+    logprobs: ChatLogprobs | None  # Log-probabilities of answer tokens, if requested.
     finish_reason: str | None  # One of `stop`, `length`, `tool_calls` and `abort`.
     stop_reason: int | str | None  # Stop string or stop token id that ended the answer.
     token_ids: list[int] | UnsetType = UNSET  # Token ids of the answer, with return_token_ids.
@@ -239,7 +239,7 @@ class Delta(Struct, frozen=True):
     content: str | UnsetType = UNSET  # The next text, without reasoning and tool calls.
     reasoning_content: str | UnsetType = UNSET  # The next reasoning, in a delta without content.
     reasoning: str | UnsetType = UNSET  # Same text as reasoning_content, for vLLM's clients.
-    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Reasoning, with reasoning_split.
+    reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Set if reasoning_split is true.
     tool_calls: list[ToolCall] | UnsetType = UNSET  # The next parts of tool calls.
 
 
@@ -265,4 +265,4 @@ class RenderedPrompt(Struct, frozen=True, kw_only=True):
     request_id: str  # The id that an answer would have.
     model: str  # Model name that the request used.
     prompt: str  # Text of the prompt.
-    token_ids: list[int]  # Tokens of the prompt.
+    token_ids: list[int]  # Token ids of the prompt.

@@ -26,7 +26,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParserEvent
 
 _CHARS_PER_TOKEN = 4
-_BYTES_PER_PROMPT_TOKEN = 8  # Estimated size of a token's text and id in the answer.
+_BYTES_PER_PROMPT_TOKEN = 8  # Estimated bytes of a prompt token's text and id in JSON.
 
 
 def make_completions_router(context: ApiContext) -> APIRouter:
@@ -77,7 +77,7 @@ def make_completions_router(context: ApiContext) -> APIRouter:
 
 
 def _check_echo(params: CompletionRequest, *, max_chars: int) -> None:
-    """Refuse an echo if its total length over all choices is too large."""
+    """Refuse `echo` if the echoed prompts of all choices together are too long."""
     if params.echo:
         sizes = (
             len(one) * (1 if isinstance(one, str) else _CHARS_PER_TOKEN) for one in params.prompt

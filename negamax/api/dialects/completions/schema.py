@@ -62,7 +62,7 @@ class CompletionRequest(StructuredRequest):
         list[Prompt], PlainValidator(_convert_prompts), WithJsonSchema(_PROMPT_SCHEMA)
     ]
     max_tokens: int | None = Field(default=16, ge=0)  # Limit of generated tokens; 0 requires echo.
-    logprobs: int | None = Field(default=None, ge=0)  # Number of likely tokens per position.
+    logprobs: int | None = Field(default=None, ge=0)  # Likely tokens to list per position.
     echo: bool = False  # Return the prompt and its logprobs before the generated text.
 
     @property
@@ -78,7 +78,7 @@ class CompletionRequest(StructuredRequest):
 class TextChoice(Struct, frozen=True):
     index: int  # Index of the prompt times n, plus index of the choice.
     text: str  # Text of the answer; a stream chunk has only the new text.
-    logprobs: TextLogprobs | None  # Log-probabilities, if requested.
+    logprobs: TextLogprobs | None  # Log-probabilities of the text's tokens, if requested.
     finish_reason: str | None  # `stop`, `length` or `abort`; null before the last chunk.
     stop_reason: int | str | UnsetType | None = UNSET  # Stop string or token that ended the text.
     token_ids: list[int] | UnsetType = UNSET  # Token ids of the text, with return_token_ids.

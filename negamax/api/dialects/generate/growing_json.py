@@ -1,4 +1,4 @@
-"""Encode streams whose events repeat all earlier output, and encode each part only once."""
+"""Encode each output only once for streams whose events repeat all earlier output."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,7 @@ class RepeatPacing:
         self._next = 0.0
 
     def is_due(self, num_bytes: int, *, now: float) -> bool:
-        """Return True and count the bytes of an event that may be sent at `now`, in seconds."""
+        """Return whether an event may be sent at `now`, in seconds, and if so, count its bytes."""
         if now < self._next:
             return False
         self._next = now + num_bytes / self._rate

@@ -35,7 +35,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
 
-_ABORT = "abort"  # Name of the internal request between server processes.
+_ABORT = "abort"  # Internal request that makes other server processes abort sequences.
 
 
 def make_native_router(context: ApiContext) -> APIRouter:
@@ -158,7 +158,7 @@ def _add_expert_routes(router: APIRouter, context: ApiContext) -> None:
 
 
 def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str | None]:
-    """Return the name and the tenant of the requests to abort. None matches all requests."""
+    """Return the id and the tenant of the requests to abort. The value None matches all."""
     if params.rid is None and not params.abort_all:
         refuse("rid", "send the id of a request, or abort_all")
     if params.abort_all:
@@ -170,7 +170,7 @@ def _read_abort(request: Request, params: schema.AbortRequest) -> dict[str, str 
 
 
 def _abort(engine: AsyncEngine, meant: Mapping[str, str | None]) -> int:
-    """Abort this process's sequences with the name and tenant of `meant`; return their number."""
+    """Abort this process's sequences with the id and tenant in `meant`, and return their number."""
     name, tenant = meant["name"], meant["tenant"]
     return engine.abort(
         lambda owner: name in (None, *owner.names) and tenant in (None, owner.tenant)

@@ -89,8 +89,8 @@ class NativeRequest(EngineRequest):
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
     rid: RequestId | list[RequestId] | None = None  # Id of the request, or one id per prompt.
     return_logprob: bool = False  # Return the log-probability of each token in meta_info.
-    logprob_start_len: int = Field(default=-1, ge=-1)  # First position with logprobs; -1 for none.
-    top_logprobs_num: int = Field(default=0, ge=0)  # Number of likely tokens per position.
+    logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt position to score, or -1.
+    top_logprobs_num: int = Field(default=0, ge=0)  # Likely tokens to list per position.
     return_text_in_logprobs: bool = False  # Add the text of the token to each logprob.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
 
@@ -137,7 +137,7 @@ class NativeRequest(EngineRequest):
 class AbortRequest(RequestModel):
     """Selects the requests to abort."""
 
-    rid: RequestId | None = None  # Id of the request, from the request or from its answer.
+    rid: RequestId | None = None  # Id that the request or its answer contains.
     abort_all: bool = False  # Abort the requests of all clients.
 
 
@@ -153,10 +153,10 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     completion_tokens: int  # Generated tokens.
     cached_tokens: int  # Prompt tokens found in the prefix cache.
     weight_version: str = "default"  # Always `default`.
-    e2e_latency: float | UnsetType = UNSET  # Seconds from arrival to the end, in a complete answer.
-    spec_verify_ct: int | UnsetType = UNSET  # Steps with draft tokens, in a complete answer.
-    spec_draft_token_num: int | UnsetType = UNSET  # Verified draft tokens.
-    spec_accept_token_num: int | UnsetType = UNSET  # Accepted draft tokens.
+    e2e_latency: float | UnsetType = UNSET  # Seconds from arrival to the answer's end.
+    spec_verify_ct: int | UnsetType = UNSET  # Number of steps with draft tokens.
+    spec_draft_token_num: int | UnsetType = UNSET  # Number of verified draft tokens.
+    spec_accept_token_num: int | UnsetType = UNSET  # Number of accepted draft tokens.
     spec_accept_rate: float | UnsetType = UNSET  # Fraction of draft tokens that were accepted.
     spec_accept_length: float | UnsetType = UNSET  # Mean generated tokens per step with drafts.
     # A list [logprob, token id, text or null] per prompt token, starting at logprob_start_len.
@@ -203,7 +203,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     ep_size: int  # Number of ranks that hold shards of the experts.
     dp_size: int  # Number of data-parallel ranks in all replicas.
     page_size: int  # Tokens per block of the KV cache.
-    max_running_requests: int  # Most sequences in one step.
+    max_running_requests: int  # Maximum number of sequences in one step.
     max_total_num_tokens: int  # Capacity of the KV cache in tokens.
     sampling_defaults: dict[str, Any]  # The checkpoint's defaults for missing request fields.
     num_running_reqs: int  # Number of running sequences.
@@ -213,10 +213,10 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     serving_shape: dict[str, Any]  # Settings that affect results and speed, and their `hash`.
     speculative_algorithm: str | None = None  # Method that proposes draft tokens.
     speculative_draft_model_path: str | None = None  # Folder of a draft model.
-    speculative_num_steps: int | None = None  # Most draft tokens per sequence and step.
+    speculative_num_steps: int | None = None  # Maximum draft tokens per sequence and step.
     speculative_num_draft_tokens: int | None = None  # `speculative_num_steps` plus one.
     speculative_adaptive: bool = False  # Whether measured step times limit the draft length.
-    avg_spec_accept_length: float | None = None  # Mean tokens per step with draft tokens.
+    avg_spec_accept_length: float | None = None  # Mean generated tokens per step with drafts.
     # Mean acceptance length that a benchmark sets; the answers become meaningless text.
     synthetic_acceptance_length: float | None = None
 
@@ -226,7 +226,7 @@ class ExpertPlaces(Struct, frozen=True):
 
     # Per layer, the expert id of each slot. The slots are in the order of the ranks.
     physical_to_logical_map: list[list[int]]
-    balancedness: float  # Mean load of the ranks divided by the busiest rank's load.
+    balancedness: float  # Mean expert load of a rank, divided by the largest expert load.
 
 
 class ExpertDistribution(Struct, frozen=True):

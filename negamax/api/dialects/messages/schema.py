@@ -67,7 +67,7 @@ class ToolChoice(RequestModel):
     # "any" forces a call of some tool, and "tool" forces a call of the tool in `name`.
     type: Annotated[str, validate_one_of("tool_choice.type", tuple(_CHOICES))]
     name: str | None = None  # Tool to call, if `type` is "tool".
-    disable_parallel_tool_use: bool = False  # Allow at most one call.
+    disable_parallel_tool_use: bool = False  # Allow at most one call per answer.
 
 
 class CountRequest(TurnRequest):
@@ -102,14 +102,14 @@ class CountRequest(TurnRequest):
 
     @cached_property
     def tools_in_effect(self) -> ToolsInEffect:
-        """The tools after all changes in the conversation; empty with tool_choice "none"."""
+        """The tools after all tool changes in the conversation; empty with tool_choice "none"."""
         effect = read_tools(self.tools or (), self.messages)
         is_none = self.tool_choice is not None and self.tool_choice.type == "none"
         return ToolsInEffect() if is_none else effect
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model may call after all changes in the conversation."""
+        """The tools that the model may call after all tool changes in the conversation."""
         return list(self.tools_in_effect.callable.values()) or None
 
     def call_choice(self, tools: list[dict[str, Any]] | None) -> CallChoice:
@@ -224,7 +224,7 @@ class SignatureDelta(Struct, frozen=True, tag="signature_delta", tag_field="type
 
 
 class InputJsonDelta(Struct, frozen=True, tag="input_json_delta", tag_field="type"):
-    partial_json: str  # The next piece of the input's JSON text.
+    partial_json: str  # The next piece of the JSON text of the tool input.
 
 
 class StopDelta(Struct, frozen=True):
@@ -257,7 +257,7 @@ class BlockStop(Struct, frozen=True, tag="content_block_stop", tag_field="type")
 
 class MessageDelta(Struct, frozen=True, tag="message_delta", tag_field="type"):
     delta: StopDelta  # Why the answer ended.
-    usage: MessageUsage  # All token counts.
+    usage: MessageUsage  # Final token counts of the answer.
 
 
 class MessageStop(Struct, frozen=True, tag="message_stop", tag_field="type"):

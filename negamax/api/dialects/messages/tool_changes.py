@@ -1,6 +1,6 @@
 """Read the tools that a request to /v1/messages declares, and the tools that its messages add.
 
-The prompt shows an added tool where its message is, so that cached prefixes stay valid.
+The prompt shows an added tool where a message adds it, so that cached prefixes stay valid.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ _SERVER_SEARCH = "tool_search_tool_"  # Type prefix of tool searches that this s
 class ToolsInEffect:
     """The tools of a conversation as functions. Only `read_tools` changes this object."""
 
-    shown: list[dict[str, Any]] = field(default_factory=list)  # Tools at the prompt's start.
+    shown: list[dict[str, Any]] = field(default_factory=list)  # Tools shown at the prompt's start.
     callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # Callable tools by name.
-    notes: dict[str, str] = field(default_factory=dict)  # Text to show for each block's path.
+    notes: dict[str, str] = field(default_factory=dict)  # Text to show, by path of a block.
 
 
 def read_tools(
@@ -39,7 +39,7 @@ def read_tools(
     servers are omitted. The prompt shows a tool with `defer_loading` where a message first refers
     to the tool. If a tool search of Anthropic's servers is declared, or if all tools have
     `defer_loading`, the prompt shows all tools at its start. The first tool is always shown at the
-    prompt's start, because the template describes calls there.
+    prompt's start, because the template describes the format of calls there.
     """
     effect, known, deferred = ToolsInEffect(), dict[str, dict[str, Any] | None](), set[str]()
     check_tool_count(len(tools))

@@ -50,7 +50,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         request_id: str,
     ) -> None:
         """`blank` is the response without an answer. `new_id` makes an item id from an id prefix.
-        `keep` stores the final state of a streamed response. The client receives the state later.
+        `keep` stores the final state of a streamed response before the client receives this state.
         """
         super().__init__(blank.id, started)
         self._blank = blank
@@ -62,7 +62,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         self._tools = {tool.shown_name: tool for tool in params.declared_tools}
         self._has_summary = params.reasoning.summary not in (None, "none")
         self._has_encrypted = ENCRYPTED_REASONING in params.include
-        self._ids: list[str] = []  # Item ids of the blocks.
+        self._ids: list[str] = []  # Item id of each block.
         self._sequence_number = -1
 
     def start(self) -> bytes:
@@ -126,7 +126,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _items(self) -> list[items.OutputItem]:
         self._read_logprobs()
         for block in self.blocks:
-            self._of_block(block)  # Logprobs must be matched in block order.
+            self._of_block(block)  # Logprobs must be matched to blocks in this order.
         return [
             self._item(block, "completed" if block.is_whole else "incomplete")
             for block in self.blocks
@@ -201,7 +201,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
             case BlockClosed():
-                if self._has_own_item(block):  # Only a complete call has a known type.
+                if self._has_own_item(block):  # The item type is unknown before the call ends.
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")

@@ -23,7 +23,7 @@ from negamax.text.messages import find_text, find_thought, unseen_note
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call", *CLIENT_CALLS)
 _RESULTS = ("function_call_output", "custom_tool_call_output", *CLIENT_RESULTS)
-# Types of items that the prompt omits, because models or tools of other servers wrote them.
+# Types of items that the prompt omits, because other servers and their tools wrote the items.
 _PASSED_OVER = (
     "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call",
     "computer_call", "computer_call_output", "program", "program_output",
@@ -31,7 +31,7 @@ _PASSED_OVER = (
     "compaction", "context_compaction", *SETTINGS,
 )  # fmt: skip
 _NO_NOTES: Mapping[int, str] = {}
-_END: Mapping[str, Any] = {"type": "end"}  # Marks the end of the items.
+_END: Mapping[str, Any] = {"type": "end"}  # Marks the end of the request's items.
 
 
 def build_history(
@@ -48,7 +48,7 @@ def build_history(
     item of unknown type becomes a user message, or a system message within a loop of tool calls.
     Unknown items without text are omitted. Reasoning is read from `content`, `encrypted_content` or
     `summary`, in this order of preference. A truncated call without a result is omitted.
-    `tool_notes` maps the number of an item that adds tools to the text that the prompt shows.
+    `tool_notes` maps the index of an item that adds tools to the text that describes the tools.
     Raises `InvalidRequestError` with the path of an item that the prompt cannot show.
     """
     history = History()
@@ -140,7 +140,7 @@ def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any
 def _build_message(
     item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any], *, found_tools: str
 ) -> dict[str, Any]:
-    """Build the message of a message item or of a tool result. The content is checked later."""
+    """Build the message of a message item or of a tool result. Do not check its content."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
         output = item.get("output")
@@ -156,7 +156,7 @@ def _build_message(
 
 
 def _read_unknown(item: Mapping[str, Any], place: str) -> str:
-    """Return the text to show for an item of an unknown type."""
+    """Return the text that the prompt shows for an item of unknown type."""
     kind = item["type"]
     if kind == "compaction_trigger":
         refuse(f"{place}.type", f"{kind!r} is not supported; ask for a summary in a message")
@@ -164,7 +164,7 @@ def _read_unknown(item: Mapping[str, Any], place: str) -> str:
 
 
 def is_passed_over(item: Mapping[str, Any]) -> bool:
-    """Return whether the prompt omits an item that a model or a tool of another server wrote."""
+    """Return whether the prompt omits `item`, because another server or its tools wrote it."""
     return item.get("type") in _PASSED_OVER or is_hosted_search(item)
 
 

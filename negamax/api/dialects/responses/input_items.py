@@ -11,7 +11,7 @@ from negamax.api.schemas.request_model import check_choice, describe, refuse
 MAX_PAGE = 100  # Limit of items per page, as in OpenAI's API.
 _DEFAULT_PAGE = 20
 _ORDERS = ("asc", "desc")
-# Id prefix of each item type. The server adds no `status` to items of other types.
+# Id prefix of each item type. The server adds no `status` to items of types not listed here.
 _ID_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -36,7 +36,7 @@ def build_page(
 ) -> ItemList:
     """Return a page of the input `items`. `query` may have `order`, `limit` and `after`.
 
-    By default the last item comes first. Raises `InvalidRequestError` for a wrong parameter.
+    By default, the last item is first. Raises `InvalidRequestError` for an invalid query parameter.
     """
     order, limit, after = query.get("order", "desc"), query.get("limit"), query.get("after")
     check_choice(order, _ORDERS, "order")

@@ -32,10 +32,10 @@ def apply_settings(
     """Apply the changes in `items` to the request. `items` has pairs of a path and an item.
 
     A tool is added if no other tool has its name. The start of the prompt shows the declared tools
-    and the tools of items before the first user message. If there are no such tools, the start
-    shows the tools that are added first, because the template describes calls there. Other tools
-    are shown where their item is, so that cached prefixes stay valid. A tool with `defer_loading`
-    is shown where a search result contains the tool. The last effort and text format apply.
+    and the tools of items before the first user message. If the start would show no tools, it shows
+    the tools that are added first, because the template describes the format of calls there. Later
+    tools are shown where an item adds them, to keep cached prefixes valid. Search results show the
+    tools with `defer_loading` that they contain. The last reasoning effort and text format apply.
     """
     tools = read_declared_tools(
         [(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())]

@@ -14,7 +14,7 @@ class ReasoningText(Struct, frozen=True, tag="reasoning_text", tag_field="type")
 
 
 class SummaryText(Struct, frozen=True, tag="summary_text", tag_field="type"):
-    text: str  # Same text as in `content`.
+    text: str  # Same text as in `content` of the reasoning.
 
 
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
@@ -24,7 +24,7 @@ class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
 
 
 class Item(Struct, frozen=True, tag_field="type"):
-    """A part of an answer."""
+    """An output item of a response."""
 
     id: str  # Id of the item.
     status: str  # One of `in_progress`, `completed` and `incomplete`.
@@ -94,7 +94,7 @@ OutputItem = (
 
 
 class InputTokensDetails(Struct, frozen=True):
-    cached_tokens: int  # Tokens found in the prefix cache.
+    cached_tokens: int  # Prompt tokens found in the prefix cache.
     cache_write_tokens: int = 0  # Always 0: cache writes are not counted.
 
 
@@ -104,15 +104,15 @@ class OutputTokensDetails(Struct, frozen=True):
 
 class ResponseUsage(Struct, frozen=True):
     input_tokens: int  # Prompt tokens, including cached tokens.
-    input_tokens_details: InputTokensDetails  # Details of the prompt.
+    input_tokens_details: InputTokensDetails  # Details of the prompt tokens.
     output_tokens: int  # Generated tokens, including reasoning.
-    output_tokens_details: OutputTokensDetails  # Details of the completion.
-    total_tokens: int  # Prompt and completion tokens.
+    output_tokens_details: OutputTokensDetails  # Details of the generated tokens.
+    total_tokens: int  # Sum of prompt tokens and generated tokens.
 
 
 class ResponseError(Struct, frozen=True):
     code: str  # Always `server_error`.
-    message: str  # Details of the error.
+    message: str  # Why the response failed.
 
 
 class IncompleteDetails(Struct, frozen=True):
@@ -132,9 +132,9 @@ class TextEcho(Struct, frozen=True):
 class ResponseAnswer(Struct, frozen=True, kw_only=True):
     """A response, with the fields of the request and the answer so far."""
 
-    id: str  # Id to fetch or continue the response.
+    id: str  # Id by which clients fetch or continue the response.
     object: str = "response"  # Type of the object.
-    created_at: int  # Unix time in seconds.
+    created_at: int  # Unix time of the creation, in seconds.
     completed_at: int | None = None  # Unix time of the completion; null if not completed.
     status: str  # `queued`, `in_progress`, `completed`, `incomplete`, `failed` or `cancelled`.
     background: bool  # Repeats the value in the request.
@@ -142,7 +142,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     incomplete_details: IncompleteDetails | None = None  # Why the response is incomplete.
     instructions: str | None  # Repeats the value in the request.
     max_output_tokens: int | None  # Repeats the value in the request.
-    max_tool_calls: int | None = None  # Always null: calls are not limited.
+    max_tool_calls: int | None = None  # Always null: the number of calls has no limit.
     metadata: dict[str, str]  # Repeats the value in the request.
     model: str  # Model name that the request used.
     output: list[OutputItem]  # Items in the order in which the model wrote them.
@@ -158,7 +158,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0  # Repeats the value in the request.
     top_p: float  # Value that the sampler used.
     truncation: str = "disabled"  # Always `disabled`.
-    usage: ResponseUsage | None = None  # Token counts; null before the end.
+    usage: ResponseUsage | None = None  # Token counts; null before the answer ends.
     user: str | None = None  # No effect.
 
 
@@ -214,18 +214,18 @@ class PartEvent(GrowthEvent, frozen=True, kw_only=True):
     """The events response.content_part.added and response.content_part.done."""
 
     content_index: int = 0  # Number of the part in the item's content.
-    part: OutputText | ReasoningText  # An added event has an empty part, a done event all text.
+    part: OutputText | ReasoningText  # Empty in added events, whole in done events.
 
 
 class SummaryPartEvent(GrowthEvent, frozen=True, kw_only=True):
     """The events response.reasoning_summary_part.added and response.reasoning_summary_part.done."""
 
     summary_index: int = 0  # Number of the part in the item's summary.
-    part: SummaryText  # An added event has an empty part, and a done event the whole part.
+    part: SummaryText  # Empty in added events, whole in done events.
 
 
 class TextEvent(GrowthEvent, frozen=True, kw_only=True):
-    """A delta event or a done event. The fields depend on the event's type."""
+    """A delta or done event of a text, of call arguments or of a tool input."""
 
     content_index: int | UnsetType = UNSET  # Number of the part in the item's content.
     summary_index: int | UnsetType = UNSET  # Number of the part in the item's summary.

@@ -110,7 +110,7 @@ def _json_bytes(body: bytes) -> Response:
 
 
 async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesRequest] | Response:
-    """Read the request. If another server process owns the previous response, relay the request."""
+    """Read the request, or relay it to the server process that owns the previous response."""
     arrival = time.monotonic()
     body = await receive(http, context.body_limits)
     params, num_bytes = await decode_request(body, ResponsesRequest, context.body_limits)
@@ -125,9 +125,9 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    request: ApiRequest[ResponsesRequest]  # `num_bytes` includes referenced items.
+    request: ApiRequest[ResponsesRequest]  # Its `num_bytes` includes referenced items.
     parent: StoredTurn | None  # The turn that the request continues.
-    input_items: bytes  # The request's own input items, encoded for the store.
+    input_items: bytes  # Input items of this request only, as JSON for the store.
     in_effect: ResponsesRequest  # The request after its items changed settings.
     turn: Turn
 
@@ -139,7 +139,7 @@ class _Responses:
         self._context = context
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._awaited: dict[str, asyncio.Event] = {}  # The fetch of a response sets its event.
+        self._awaited: dict[str, asyncio.Event] = {}  # Set when a client fetches the response.
         context.peers.when_asked(
             _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )
@@ -230,7 +230,7 @@ class _Responses:
         return _Prepared(replace(request, num_bytes=num_bytes), parent, stored, in_effect, turn)
 
     def _check_chain(self, parent: StoredTurn, *, num_bytes: int) -> None:
-        """Refuse a request that exceeds the limits of one body together with its earlier turns."""
+        """Refuse a request if it and its earlier turns together exceed the limits of one body."""
         limits = self._context.body_limits
         if num_bytes > limits.num_bytes or parent.total_openers > limits.openers:
             raise PayloadTooLargeError(
@@ -251,7 +251,7 @@ class _Responses:
     async def cancel(self, response_id: str, tenant: str) -> bytes:
         """Cancel a background response and return its last state.
 
-        Raises `NotFoundError` for an unknown id. `InvalidRequestError` refuses other responses.
+        Raises `NotFoundError` for an unknown id, `InvalidRequestError` for a foreground response.
         """
         response = msgspec.json.decode(self.kept(response_id, tenant).body)
         if not response["background"]:
@@ -272,7 +272,7 @@ class _Responses:
         blank: ResponseAnswer,
         keep: Callable[[ResponseAnswer], None],
     ) -> None:
-        """Run a response in the background. Store its last state if no client has deleted it."""
+        """Generate a response in the background. Store its final state if it was not deleted."""
         try:
             response = await writer.whole()
         except asyncio.CancelledError:
@@ -355,7 +355,7 @@ class _Responses:
         return given, num_bytes
 
     async def _items(self, item_ids: set[str], tenant: str) -> dict[str, Item]:
-        """Return output items of stored responses by id, also items that other processes store."""
+        """Map item ids to output items of responses that this and other server processes store."""
         rank = self._context.server_rank
         by_owner: dict[int, set[str]] = {}
         for item_id in item_ids:

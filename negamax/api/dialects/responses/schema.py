@@ -54,7 +54,7 @@ class DeclaredTool:
     namespace: str | None
     kind: str
     as_function: dict[str, Any]
-    is_deferred: bool = False  # The prompt shows the tool only after a search.
+    is_deferred: bool = False  # If True, the prompt shows the tool only after a tool search.
 
     @property
     def shown_name(self) -> str:
@@ -119,21 +119,21 @@ class ResponsesRequest(TurnRequest):
     }
     # A text, or at most 65,536 items of the conversation.
     input: Annotated[str | list[dict[str, Any]], AfterValidator(_check_input)]
-    instructions: str | None = None  # System message; replaces earlier instructions.
+    instructions: str | None = None  # System message that replaces earlier instructions.
     previous_response_id: str | None = None  # Id of the stored response to continue.
     store: bool = True  # Store the response on the server.
-    background: bool = False  # Answer in the background; needs store.
+    background: bool = False  # Answer in the background; requires store=true.
     max_output_tokens: int | None = Field(default=None, ge=1)  # Limit of generated tokens.
     stop: StopStrings = Field(default_factory=list)  # Strings that end the answer.
     # At most 1,024 functions, custom tools, namespaces, and other tools that clients run.
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"  # A mode, a tool, or an allowed_tools object.
-    parallel_tool_calls: bool = True  # False allows at most one call.
-    reasoning: ReasoningConfig = ReasoningConfig()  # Reasoning effort, and whether to summarize.
+    parallel_tool_calls: bool = True  # False allows at most one call per answer.
+    reasoning: ReasoningConfig = ReasoningConfig()  # Reasoning effort and kind of summary.
     text: TextConfig = TextConfig()  # Format of the answer.
     # The values reasoning.encrypted_content and message.output_text.logprobs add output fields.
     include: list[str] = Field(default_factory=list)
-    # Number of likely tokens per position. Requires message.output_text.logprobs in `include`.
+    # Likely tokens to list per position. Requires message.output_text.logprobs in `include`.
     top_logprobs: int = Field(default=0, ge=0)
     # The response repeats metadata. Keys have up to 64 and values up to 512 characters.
     metadata: Annotated[

@@ -74,8 +74,8 @@ class _TenantResponses:
 class ResponseStore:
     """Stores the most recently used responses. Only the event loop changes this object.
 
-    The store keeps a turn while a stored response needs the turn. A shared turn is counted once.
-    A full store removes the least recently used response of the tenant with the most data.
+    The store keeps a turn while a stored response needs the turn. Size counts include a shared turn
+    once. A full store removes the least recently used response of the tenant that uses the most.
     """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -91,7 +91,7 @@ class ResponseStore:
         return sum(each.num_bytes for each in self._tenants.values())
 
     def put(self, response_id: str, kept: StoredResponse) -> None:
-        """Store a response or its current state. A full store removes other responses."""
+        """Store a response, or replace its stored state. A full store removes other responses."""
         own = self._tenants.setdefault(kept.tenant, _TenantResponses())
         _change_users(kept.turn, 1, owner=own)
         _remove(own, response_id)
@@ -145,7 +145,7 @@ def _remove(own: _TenantResponses, response_id: str) -> bool:
 
 
 def _change_users(turn: StoredTurn, change: int, *, owner: _TenantResponses) -> None:
-    """Add `change` to the users of `turn`. If `turn` becomes used or unused, update its parent."""
+    """Add `change` to `turn.num_users`. If `turn` becomes used or unused, update its parent."""
     below: StoredTurn | None = turn
     while below is not None:
         num_before = below.num_users

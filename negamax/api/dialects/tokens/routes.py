@@ -127,7 +127,7 @@ def _build_info(context: ApiContext) -> schema.TokenizerInfo:
 def _check_sizes(
     lists: Sequence[Sequence[int]], tokenizer: Tokenizer, *, max_model_len: int
 ) -> None:
-    """Refuse more tokens or text than the largest prompt has, because copying holds the GIL."""
+    """Refuse more tokens or text than a prompt may have, because copying them holds the GIL."""
     count, allowed = sum(map(len, lists)), compute_max_tokens(max_model_len)
     if count > allowed:
         refuse("tokens", f"the list has {count} token ids; at most {allowed} are allowed")

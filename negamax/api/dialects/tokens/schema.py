@@ -42,7 +42,7 @@ def _convert_ids(value: object) -> list[int] | list[list[int]]:
 class TokenizeRequest(RequestModel):
     """A request to tokenize one or several texts, or a conversation."""
 
-    # MiniMax's tokenizer adds no special tokens by itself.
+    # The field has no effect, because MiniMax's tokenizer adds no special tokens.
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"add_special_tokens"})
     unsupported_fields: ClassVar[Mapping[str, str]] = {
         "chat_template": "the template is chosen when the server starts (--chat-template)"
@@ -91,7 +91,7 @@ class TokenizeAnswer(Struct, frozen=True):
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
     """Metadata from tokenizer_config.json, for clients that build prompts themselves."""
 
-    tokenizer_class: str  # Name of the class in the transformers library.
+    tokenizer_class: str  # Name of the tokenizer's class in the library transformers.
     model_max_length: int  # Context length in tokens, including the answer.
     bos_token: str | None  # Text of the token that begins a sequence.
     eos_token: str | None  # Text of the token that ends an answer.
@@ -104,5 +104,5 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
 class DetokenizeAnswer(Struct, frozen=True):
     """The text of the tokens. For several lists of tokens, each field is a list of texts."""
 
-    prompt: str | list[str]  # vLLM's name of the text.
-    text: str | list[str]  # SGLang's name of the text.
+    prompt: str | list[str]  # The text, in the field that vLLM uses.
+    text: str | list[str]  # The text, in the field that SGLang uses.
