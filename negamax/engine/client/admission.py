@@ -8,10 +8,10 @@ from negamax.base.shared_numbers import SharedNumbers
 
 _RATE_SECONDS = 20.0  # Time constant of the average rate of finished sequences.
 _LONGEST_RETRY = 120.0  # Seconds.
-_POOLS_WAITING = 4  # Default limit of waiting tokens, in multiples of the KV cache size.
+_POOLS_WAITING = 4  # Default limit of waiting prompt tokens, as a multiple of the KV cache size.
 
-# Columns of the shared table: totals, then the waiting sequences and tokens of each group of
-# tenants. Tenants whose names hash to the same group are treated as one tenant.
+# Columns of the shared table: three totals of all tenants, then the waiting sequences and tokens of
+# each group of tenants. Tenants whose names hash to the same group are treated as one tenant.
 _GROUPS = 256
 _OPEN, _WAITING, _WAITING_TOKENS, _GROUP_WAITING = range(4)
 _GROUP_TOKENS = _GROUP_WAITING + _GROUPS
@@ -22,9 +22,9 @@ class Admission:
     """Counts open sequences for `AsyncEngine`, and admits or refuses new sequences.
 
     A sequence waits from `enter` until `start`, and is open until `leave`. If no other prompt
-    waits, a prompt of any length is admitted. Times are monotonic seconds. If tenants share the
-    queue, a tenant must not use more of the queue than remains free. A single tenant can use half
-    of the queue, and two tenants can use a third each.
+    waits, a prompt of any length is admitted. All times are monotonic seconds. If tenants share the
+    queue, a tenant must not use more of the queue than the tenant leaves free. A single tenant can
+    use half of the queue, and two tenants can use a third each.
 
     Each server process counts its sequences in one row of `numbers`, and compares the sums of all
     rows with the limits. Requests that reach several processes at the same time can exceed a limit.
@@ -40,7 +40,7 @@ class Admission:
         numbers: SharedNumbers | None = None,
         index: int = 0,
     ) -> None:
-        """Set the limits. `pool_tokens`: KV cache size. This process writes row `index`."""
+        """Set the limits. `pool_tokens`: tokens in the KV caches. `index`: row of this process."""
         self._max_waiting = max_waiting
         self._given_waiting_tokens = max_waiting_tokens
         self.resize(max_running=max_running, pool_tokens=pool_tokens)
@@ -111,7 +111,7 @@ class Admission:
             self._check_share(sharer, num_sequences, num_tokens, now=now)
 
     def _check_share(self, tenant: str, num_sequences: int, num_tokens: int, *, now: float) -> None:
-        """Refuse a request if its tenant would use more of the queue than would remain free."""
+        """Refuse a request if its tenant would use more of the queue than it leaves free."""
         group = _hash_tenant(tenant)
         held = int(self._numbers.total(_GROUP_WAITING + group))
         num_open = self.num_open
@@ -141,14 +141,14 @@ class Admission:
         )
 
     def retry_after(self, now: float) -> float:
-        """Estimate the seconds until all waiting sequences run, from 1 to 120."""
+        """Estimate the seconds (1 to 120) until all sequences that wait now have started."""
         rate = self._rate_at(now)
         if not self._waiting or rate <= 0.0:
             return 1.0
         return min(max(1.0, len(self._waiting) / rate), _LONGEST_RETRY)
 
     def enter(self, sequence_id: str, num_tokens: int, *, tenant: str = "") -> None:
-        """Count an admitted sequence, of which `num_tokens` prompt tokens must be computed."""
+        """Count an admitted sequence, which must compute `num_tokens` prompt tokens."""
         self._waiting[sequence_id] = num_tokens, tenant
         self._count_waiting(1, num_tokens, tenant)
         self._publish()
@@ -160,7 +160,7 @@ class Admission:
             self._publish()
 
     def leave(self, sequence_id: str, *, now: float) -> None:
-        """Remove a sequence that has ended. Ignore unknown ids."""
+        """Stop counting a sequence that has ended. Ignore unknown ids."""
         if sequence_id in self._running:
             self._running.remove(sequence_id)
             self._rate = self._rate_at(now) + 1.0 / _RATE_SECONDS

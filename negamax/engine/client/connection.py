@@ -27,12 +27,12 @@ SHUTDOWN_SECONDS = 5.0
 # Seconds without a heartbeat after which an engine is hung. --engine-hang-timeout may reduce it.
 BEAT_TIMEOUT_SECONDS = 30.0
 # Seconds without a heartbeat after which an engine on several nodes is hung. The time limit between
-# two nodes is shorter (`engine.nodes.wire`). Clients get an error within 3 s of a loss.
+# two nodes is shorter (`engine.nodes.wire`). Clients get an error within 3 s.
 NODES_BEAT_SECONDS = 2.4
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02
-_LAST_WORDS_SECONDS = 5.0  # Longest wait for messages that an ended process has sent.
-_FRAMES_PER_TURN = 32  # Number of messages to handle before other events of the event loop.
+_LAST_WORDS_SECONDS = 5.0  # Longest wait for the last messages of an ended engine.
+_FRAMES_PER_TURN = 32  # Largest number of engine messages that `drain` handles at once.
 
 Receive = Callable[[list[wire.StepOutputs]], None]
 T = TypeVar("T")
@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 class EngineChannel:
     """The two sockets of one server process, for use by the event loop only. One call of `receive`
-    gets the outputs of all steps that have arrived together. When the engine has ended, `failed` is
-    called once with the reason.
+    passes the outputs of all steps that have arrived together. When the engine has ended, `failed`
+    is called once with the reason.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class EngineChannel:
         self._from_engine = self._context.socket(zmq.PULL)
         for socket in (self._to_engine, self._from_engine):
             socket.linger = 0
-            socket.set_hwm(0)  # No queue limit: admission limits the number of messages.
+            socket.set_hwm(0)  # No queue limit, because `Admission` limits the messages.
         self._to_engine.bind(address.requests(server))
         self._from_engine.bind(address.outputs(server))
         self._fd = int(self._from_engine.FD)
@@ -79,7 +79,7 @@ class EngineChannel:
         return bool(self._to_engine.poll(0, zmq.POLLOUT))
 
     def receive_first(self) -> wire.FromEngine | None:
-        """Return a message that has arrived before `start_reading`, or None."""
+        """Return the next message of the engine, or None. Call this only before `start_reading`."""
         if not self._from_engine.poll(0, zmq.POLLIN):
             return None
         return wire.from_engine_decoder.decode(self._from_engine.recv())
@@ -88,7 +88,7 @@ class EngineChannel:
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
-        self.drain()  # The socket never reports messages that arrived earlier.
+        self.drain()  # The event loop is not informed about messages that arrived earlier.
 
     def send(self, message: wire.ToEngine | wire.StartEngine) -> None:
         """Send a message without waiting. Drop the message if the engine has ended."""
@@ -98,7 +98,7 @@ class EngineChannel:
                 self._to_engine.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def drain(self) -> None:
-        """Handle all messages that have arrived; the socket reports each message only once."""
+        """Handle all arrived messages, because the socket's `_fd` reports a message only once."""
         steps: list[wire.StepOutputs] = []
         for _ in range(_FRAMES_PER_TURN):
             if (
@@ -230,7 +230,7 @@ class EngineConnection:
         self._folder.remove()
 
     async def _until(self, look: Callable[[], T]) -> T:
-        """Call `look` until its result is true. Raises `EngineDeadError` if the process ends."""
+        """Call `look` until its result is true. Raises `EngineDeadError` if the engine ends."""
         while not (found := look()):
             await asyncio.sleep(_START_POLL_SECONDS)
             code = self._process.exit_code

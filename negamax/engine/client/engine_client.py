@@ -69,7 +69,7 @@ class AsyncEngine:
     """The engines of a server, and the requests that this process sends to the engines.
 
     Several server processes, each with an `index`, may share the engines. A request without a named
-    replica goes to the replica with the lowest cost. Only the event loop may use a client.
+    replica goes to the replica with the lowest cost. Only the event loop may use an instance.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AsyncEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.info: wire.ModelInfo  # Properties that all engines have in common.
+        self.info: wire.ModelInfo  # Model properties, with the smallest limits of all engines.
         # Resolves with the reason when all engines are dead and none of them will be restarted.
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         queue = queue or SharedQueue.of(options.num_replicas)
@@ -121,8 +121,8 @@ class AsyncEngine:
     ) -> "AsyncEngine":
         """Create a client without engines. Find or download the model's tokenizer and template.
 
-        The file `chat_template` replaces the checkpoint's template. All clients of the same engines
-        share `queue`, in which this client writes row `index`. Raises `ConfigError`.
+        The file `chat_template` replaces the checkpoint's template. All server processes share
+        `queue`, in which this process writes row `index`. Raises `ConfigError`.
         """
         source = await asyncio.to_thread(locate, options)
         template = ChatTemplate.from_folder(source.tokenizer_folder, chat_template)
@@ -145,7 +145,7 @@ class AsyncEngine:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of data-parallel ranks of all replicas. A request may select a rank."""
+        """Return the number of data-parallel ranks of all replicas, which a request may select."""
         return self.info.data_parallel_size * len(self.replicas)
 
     def check_responsive(self) -> None:
@@ -182,7 +182,7 @@ class AsyncEngine:
     def prefill_tokens(
         self, num_prompt_tokens: int, sampling: SamplingParams, *, num_choices: int
     ) -> list[int]:
-        """Return how many prompt tokens each choice computes. Later choices use cached blocks."""
+        """Return how many prompt tokens each choice computes. Later choices reuse its blocks."""
         shares_prompt = self._options.enable_prefix_caching and sampling.prompt_logprobs is None
         others = 1 if shares_prompt else num_prompt_tokens
         return [num_prompt_tokens, *[others] * (num_choices - 1)]
@@ -207,11 +207,11 @@ class AsyncEngine:
     ) -> OpenRequest:
         """Admit a request to continue a prompt. The caller must run or close the `OpenRequest`.
 
-        The outputs of the request's `n` choices arrive interleaved. `interval` is the least number
-        of tokens per output. `data_parallel_rank` is an index in the ranks of all replicas; None
-        allows any rank. `deadline` is a value of `time.monotonic()`. Each choice may have a reader
-        in `readers` that finds stop strings; without readers, a stop string anywhere ends the
-        choice. `GenerateRequest` describes `lease_id`, `remote` and `images`. Raises
+        The outputs of the request's `n` choices arrive interleaved. Outputs have at least
+        `interval` tokens. `data_parallel_rank` is an index in the ranks of all replicas; None
+        allows any rank. `deadline` is in monotonic seconds. Each choice may have a reader in
+        `readers` that finds stop strings; without readers, a stop string anywhere ends the choice.
+        `lease_id`, `remote` and `images` are fields of `GenerateRequest`. Raises
         `InvalidRequestError`, `ContextLengthError`, `OverloadedError` or `UnavailableError`.
         """
         self.check_alive()
@@ -263,7 +263,7 @@ class AsyncEngine:
         )
 
     def enter(self, request: OpenRequest) -> Replica:
-        """Choose a replica, and open the request on it. Raises the errors of `generate`."""
+        """Choose a replica, and register the request there. Raises the errors of `generate`."""
         self.check_alive()
         first = request.requests[0]
         tokens = self.prefill_tokens(
@@ -275,11 +275,11 @@ class AsyncEngine:
         return replica
 
     def abort(self, is_meant: Callable[[Owner], bool]) -> int:
-        """Abort open sequences of owners that `is_meant` selects. Return how many were aborted."""
+        """Abort open sequences whose owner `is_meant` accepts. Return how many were aborted."""
         return sum(replica.abort(is_meant) for replica in self.replicas if replica.alive)
 
     def reset_prefix_cache(self) -> None:
-        """Remove all unused blocks from the prefix caches. Raises the errors of `check_alive`."""
+        """Remove unused blocks from all prefix caches. Raises the errors of `check_alive`."""
         self.check_alive()
         for replica in self.replicas:
             replica.send(wire.ResetPrefixCache())
@@ -294,7 +294,7 @@ class AsyncEngine:
     def on_engine_ready(self, replica: int, channel: EngineChannel, info: wire.ModelInfo) -> None:
         self.replicas[replica].on_engine_ready(channel, info)
         self._prefixes.resize(replica, num_blocks=info.num_kv_blocks * info.data_parallel_size)
-        if self._index == 0:  # One process clears the shared table.
+        if self._index == 0:  # The first server process clears the shared table.
             self._prefixes.discard(replica)
         infos = [each.info for each in self.replicas if each.info is not None]
         self.info = msgspec.structs.replace(
@@ -335,11 +335,11 @@ class AsyncEngine:
     def _place(self, request: GenerateRequest, *, named: int | None) -> tuple[Replica, int]:
         """Return a replica, and the number of prompt tokens that the replica probably computes.
 
-        If `named` is None, choose the replica with the lowest cost of the request. Raises
+        If `named` is None, the replica with the lowest cost for the request is returned. Raises
         `UnavailableError` or `EngineDeadError` if the named replica does not run.
         """
         if len(self.replicas) == 1:
-            return self.replicas[0], 0  # With a single replica, no costs are compared.
+            return self.replicas[0], 0  # A single replica needs no comparison of costs.
         running = [replica for replica in self.replicas if replica.alive]
         possible = [replica for replica in running if replica.silence is None] or running
         if named is not None:

@@ -40,7 +40,7 @@ ErrorT = TypeVar("ErrorT", bound=NegamaxError)
 
 @dataclass(frozen=True, slots=True)
 class _Image:
-    """An image and the size of the image after resizing."""
+    """An image of a message, and the image's size after resizing."""
 
     part: ImagePart
     data: str  # base64
@@ -135,7 +135,7 @@ class ImageLoader:
         return self._threads.submit(asyncio.run, self.load(parts)).result()
 
     async def _map(self, work: Callable[[T], _Image], items: Sequence[T]) -> list[_Image]:
-        """Call `work` in threads, for `_PER_REQUEST` items at a time."""
+        """Apply `work` to each item in a thread, to `_PER_REQUEST` items at a time."""
         free = asyncio.Semaphore(_PER_REQUEST)
         loop = asyncio.get_running_loop()
 
@@ -178,7 +178,7 @@ class ImageLoader:
         return self._call(image, needs_pixels=True)
 
     def _call(self, image: _Image, *, needs_pixels: bool) -> _Image:
-        """Let a process with resource limits decode an image, or measure it."""
+        """Let a process with resource limits decode or measure an image."""
         longest = image.part.longest or LONGEST_SIDE
         try:
             answer = self._decoder.call(image.data, self._rule, longest, needs_pixels)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-Take = Callable[[int, RequestOutput], object]  # Called with a prompt's index and an output.
+Take = Callable[[int, RequestOutput], object]  # Arguments: index of the prompt, output.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Owner:
     """The sender of a request."""
 
     tenant: str = ""
-    names: frozenset[str] = frozenset()  # Names that a client may use to abort the request.
+    names: frozenset[str] = frozenset()  # Ids by which a client can abort the request.
     shares_queue: bool = False  # Whether several tenants share the queue.
 
 
@@ -54,7 +54,7 @@ class Observer(Protocol):
 class OpenRequest:
     """The choices of one prompt. One user in the event loop must `run` or `close` the request.
 
-    During a pause, the updates of a choice are joined into one update to save memory. Consecutive
+    While the request is paused, the updates of a choice are joined to save memory. Consecutive
     outputs are joined until they have `interval` tokens, except the first and the last output.
     """
 
@@ -72,7 +72,7 @@ class OpenRequest:
     ) -> None:
         """Prepare a request, which `first_output` or `run` sends. `requests` has an entry for each
         choice, and `streams` maps request ids to streams. `deadline` is in monotonic seconds. If
-        `replica_index` is given, only this replica may answer.
+        `replica_index` is given, only the replica with this index may answer.
         """
         self.owner = owner
         self.replica_index = replica_index
@@ -80,15 +80,15 @@ class OpenRequest:
         self.prompt_index = 0  # Index of this prompt in `OpenRequests`.
         self.is_told_to_end = False
         self._engine = engine
-        self._replica: Replica | None = None  # None until the request is sent to a replica.
+        self._replica: Replica | None = None  # Replica that got the request; None before.
         self._streams = dict(streams)  # Streams of unfinished choices by sequence id.
         self._deadline = deadline
         self._observer = observer
         self._interval = interval
-        self._waiting: dict[int, RequestOutput] = {}  # Joined outputs by index of the choice.
+        self._waiting: dict[int, RequestOutput] = {}  # Undelivered joined output by choice.
         self._unsent: Sequence[GenerateRequest] = ()
         self._updates: dict[str, SequenceUpdate] = {}  # Updates that the user has not received.
-        self._failure: Exception | None = None  # An error to raise after `_updates` are delivered.
+        self._failure: Exception | None = None  # Error to raise after the stored `_updates`.
         self._take: Take | None = None
         self._is_paused = False
         self._arrival: asyncio.Future[None] | None = None
@@ -113,8 +113,8 @@ class OpenRequest:
             raise self._failure
 
     async def run(self, take: Take) -> None:
-        """Pass every output to `take` until the last choice has ended. When this method ends, even
-        with an error, the engine runs no sequence of the request. Raises `EngineError`,
+        """Pass every output to `take` until the last choice has ended. When `run` ends, even with
+        an error, the engine runs no sequence of the request. Raises `EngineError`,
         `EngineDeadError`, `RequestTimeoutError`, and the errors of `first_output` and `take`.
         """
         self._ended = asyncio.get_running_loop().create_future()
@@ -138,7 +138,7 @@ class OpenRequest:
         self._hand_kept()
 
     def abort(self) -> None:
-        """End the choices that were not sent; `Replica.abort` aborts the choices that were sent."""
+        """End the choices that were not sent to the engine; `Replica.abort` aborts the others."""
         self.is_told_to_end = True
         unsent, self._unsent = self._unsent, ()
         for request in unsent:
@@ -163,8 +163,8 @@ class OpenRequest:
             self._observer.started(at)
 
     def push(self, update: SequenceUpdate) -> None:
-        """Pass an update to the user, or store it during a pause. The request may modify the update
-        later. This method never raises: an error ends this request alone.
+        """Pass an update to the user, or store the update while the request is paused. The request
+        may modify the update later. This method never raises: an error ends this request alone.
         """
         if self._take is None or self._is_paused:
             earlier = self._updates.get(update.request_id)
@@ -182,7 +182,7 @@ class OpenRequest:
             self._end(None)
 
     def fail(self, error: Exception) -> None:
-        """End the request with the first `error`, after the outputs that have arrived."""
+        """End the request with `error` after the arrived outputs. Later errors are ignored."""
         if self._failure is None:
             self._failure = error
         self._announce()
@@ -215,7 +215,7 @@ class OpenRequest:
             self._replica.send(*map(wire.AddRequest, unsent))
         stream = self._streams.get(update.request_id)
         if stream is None or self._take is None:
-            return  # The engine sent the update before the abort arrived.
+            return  # The engine sent this update before the abort arrived there.
         try:
             output = stream.push(update)
         except Exception as wrong:
@@ -244,7 +244,7 @@ class OpenRequest:
                 self._take(self.prompt_index, output)
 
     def _begin(self) -> None:
-        """Send the first choice. Its first output starts the other choices."""
+        """Send the first choice to a replica. Its first output starts the other choices."""
         if self._has_started:
             return
         self._has_started = True

@@ -15,7 +15,7 @@ from negamax.text.tokenizer import Tokenizer
 
 
 class TextReader(Protocol):
-    """Reads the text of a choice, and finds stop strings in the content of the text."""
+    """Parses the text of a choice, and finds stop strings in the content of the message."""
 
     @property
     def matched_stop(self) -> str | None:
@@ -32,18 +32,18 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     index: int  # Index of the choice, 0 to n - 1.
     token_ids: list[int]
-    pieces: list[TextPiece]  # Printable text; a piece of a single token has its token id.
+    pieces: list[TextPiece]  # Parts of the text; a part of one token has its id.
     logprobs: list[TokenLogprobs] | None  # Logprobs of the tokens in token_ids.
     # Logprobs of all prompt tokens after the first token; only in the first output.
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None: not finished.
-    stop_reason: int | str | None  # The stop token id or the stop string.
+    stop_reason: int | str | None  # The stop token id or stop string that ended the choice.
     num_prompt_tokens: int
     num_output_tokens: int  # Output tokens of the choice, including this output.
     num_cached_tokens: int
     error: str | None
     drafts: tuple[int, int, int] | None = None  # See `SequenceUpdate.drafts`.
-    events: list[ParserEvent] | None = None  # Events of the choice's reader; None without a reader.
+    events: list[ParserEvent] | None = None  # Events of the choice's `TextReader`, if any.
 
     @property
     def text(self) -> str:
@@ -52,7 +52,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 def join_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     """Join two outputs of the same choice. The result reuses the lists of `earlier`."""
-    # Extending the longer list lets a series of joins take linear time.
+    # A series of joins takes linear time, because each join extends the longer list.
     earlier.token_ids.extend(later.token_ids)
     earlier.pieces.extend(later.pieces)
     if earlier.logprobs is not None:
@@ -70,7 +70,7 @@ def join_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
 
 
 class ChoiceStream:
-    """Converts the updates of one sequence to outputs, for one user.
+    """Converts the updates of one sequence to outputs for one `OpenRequest`.
 
     If there is no `reader`, a stop string anywhere in the text ends the choice.
     """
@@ -120,7 +120,7 @@ class ChoiceStream:
         events: list[ParserEvent] | None = None if self._reader is None else []
         if self._has_stop_strings:
             pieces, num_used = self._push_until_stop(text_ids, events)
-            if self._matched_stop is not None:  # Drop the tokens after the stop string.
+            if self._matched_stop is not None:  # Drop output tokens after the stop string.
                 token_ids, logprobs = token_ids[:num_used], logprobs and logprobs[:num_used]
         else:
             pieces = self._detokenizer.push(text_ids)
@@ -177,7 +177,7 @@ class ChoiceStream:
 
 
 def check_served(update: SequenceUpdate) -> None:
-    """Raise `InvalidRequestError` for a refused request, `UnavailableError` for a lost request."""
+    """Raise `InvalidRequestError` if the engine refused or `UnavailableError` if it lost it."""
     if update.is_lost:
         raise UnavailableError(update.error or "lost", code="no_grammar_process", retry_after=1.0)
     if update.lacks_prompt:

@@ -1,6 +1,6 @@
-"""Choose a replica for a request by load and by earlier prompts, without asking an engine.
+"""Choose a replica for a request by its load and earlier prompts, without asking an engine.
 
-`negamax route` chooses servers for requests in the same way.
+The command `negamax route` uses the same functions to choose a server.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,8 @@ from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.scheduler import ROW_COST, TOKENS_PER_COST
 from negamax.scheduler.step import SequenceUpdate
 
-# Shared columns of each replica: number of open sequences, prompt tokens that are not computed yet,
-# prompt tokens of open sequences, and prompt tokens of all sequences ever sent.
+# Columns of each replica in the shared table: number of open sequences, their uncomputed prompt
+# tokens, all their prompt tokens, and prompt tokens of all sequences ever sent.
 _ROWS, _PENDING, _CONTEXT, _SENT = range(4)
 NUM_COLUMNS = 4
 MAX_BLOCKS = 1 << 15  # Largest number of block hashes that are stored for a replica.
@@ -62,8 +62,8 @@ class ReplicaLoad:
     def cost(self, own: int, *, num_ranks: int) -> tuple[float, float]:
         """Return the cost of `own` further prompt tokens on this replica, and a tie breaker.
 
-        The cost is in prompt tokens, as in `Scheduler.cost_of`. The data-parallel ranks share the
-        load. The tie breaker is the number of tokens ever sent to the replica.
+        The cost is in prompt tokens, as in `Scheduler.cost_of`. The load is divided by the number
+        of data-parallel ranks. The tie breaker is the number of tokens ever sent to the replica.
         """
         rows, pending, context, sent = (
             self._numbers.total(self._start + column) for column in range(NUM_COLUMNS)
@@ -73,7 +73,7 @@ class ReplicaLoad:
 
 
 class PrefixTable:
-    """Hashes of prompt blocks sent to each replica. A later hash may overwrite an earlier hash.
+    """Hashes of the prompt blocks sent to each replica. A hash may overwrite another hash.
     Processes share the table without locks, because a wrong entry affects speed only.
     """
 

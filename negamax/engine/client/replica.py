@@ -25,16 +25,16 @@ class Replica:
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
         self.index = index
         self.load = load
-        self.info: wire.ModelInfo | None = None  # Properties of the latest engine.
+        self.info: wire.ModelInfo | None = None  # Description of the latest engine.
         self.restart_count = 0
         self.open: dict[str, OpenRequest] = {}  # Open requests by sequence id.
-        # Called with the number of tokens of each step.
+        # Callback for the number of tokens of each step.
         self.on_steps: Callable[[list[int]], None] | None = None
         self._admission = admission
         self._channel: EngineChannel | None = None
         self._past: wire.EngineStats | None = None  # Counters of this replica's dead engines.
         self._death = "the engine is not running"
-        self._next_ready = 0.0  # Expected end of the current start, in monotonic seconds.
+        self._next_ready = 0.0  # Monotonic second when the next engine should be ready.
         self.has_failed = False
         # Futures of `RecordExperts` commands without an answer, by number of the command.
         self._records: dict[int, asyncio.Future[wire.ExpertRecord]] = {}
@@ -78,7 +78,7 @@ class Replica:
         return wire.sum_generations([part for part in (self._past, latest) if part is not None])
 
     def enter(self, request: OpenRequest, tokens: Sequence[int], *, pending: int) -> None:
-        """Add sequences of `tokens[i]` prompt tokens. The first one computes `pending` tokens."""
+        """Add a request whose choice i has tokens[i] prompt tokens; choice 0 computes `pending`."""
         for sequence, num_tokens in zip(request.requests, tokens, strict=True):
             self.open[sequence.request_id] = request
             self._admission.enter(sequence.request_id, num_tokens, tenant=request.owner.tenant)
@@ -86,7 +86,7 @@ class Replica:
             pending = 0
 
     def leave(self, sequence_ids: Sequence[str], *, abort: bool) -> None:
-        """Remove sequences from this process, and from the engine if `abort` is set."""
+        """Remove sequences from this object, and abort them in the engine if `abort` is set."""
         known = [name for name in sequence_ids if self.open.pop(name, None) is not None]
         self._left(known)
         if abort and known and self._channel is not None:
@@ -160,7 +160,7 @@ class Replica:
         self.has_failed = True
 
     def receive(self, steps: Sequence[wire.StepOutputs]) -> None:
-        """Join the updates of a sequence that arrived together, and deliver the joined update."""
+        """Deliver updates. If several updates of a sequence arrived together, join them first."""
         for step in steps:
             for sequence_id, at in step.admitted:
                 request = self.open.get(sequence_id)

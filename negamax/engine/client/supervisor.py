@@ -32,13 +32,13 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class EngineListener(Protocol):
-    """Receives the start, loss and failure of engines, and informs other server processes."""
+    """Is informed when engines start and end, and informs the other server processes."""
 
     def on_engine_ready(self, replica: int, address: EngineAddress, info: ModelInfo) -> None:
         """An engine is ready for requests."""
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """An engine has ended. The next engine should be ready in `ready_in` seconds."""
+        """An engine has ended. Its successor should be ready in `ready_in` seconds."""
 
     def on_engine_failed(self, replica: int, reason: str) -> None:
         """An engine has ended and will not be started again."""
@@ -46,7 +46,7 @@ class EngineListener(Protocol):
 
 @dataclass(frozen=True)
 class _Servers:
-    engine: AsyncEngine  # This process's client of the engines.
+    engine: AsyncEngine  # Client of this process for all engines.
     count: int
     listener: EngineListener | None
     parent: ParentPulse | None
@@ -84,8 +84,8 @@ class EngineSupervisor:
     ) -> "EngineSupervisor":
         """Start the engine processes, which run `module`, and wait until all engines are ready.
 
-        The engines serve `engine` and the `num_servers` - 1 clients of `listener`. `parent` is the
-        heartbeat of this process; if the heartbeat stops, the engine kills this process. If an
+        The engines serve `engine` and the `num_servers` - 1 processes of `listener`. `parent` is
+        the heartbeat of this process; if the heartbeat stops, the engine kills this process. If an
         engine refuses to start, end all engines and raise `ConfigError` with its message.
         """
         supervisor = cls(options, _Servers(engine, num_servers, listener, parent, limits, module))
@@ -133,13 +133,13 @@ class _SupervisedEngine:
         self._task: asyncio.Task[None] | None = None
         # Prefix of log messages if the server has several replicas.
         self._name = f"replica {replica}: " if options.num_replicas > 1 else ""
-        self._described = dataclasses.asdict(options)  # Fields for crash dumps.
+        self._described = dataclasses.asdict(options)  # Options for crash dumps.
         self._crash_dumps = CrashDumps(
             options.crash_dump_dir, part="server", options=self._described
         )
 
     async def start(self) -> None:
-        """Start a process, await its readiness, and supervise it. Raises errors of `_connect`."""
+        """Start a ready engine process, and supervise it. Raises errors of `_connect`."""
         await self._connect()
         self._task = asyncio.create_task(self._supervise())
 
@@ -152,7 +152,7 @@ class _SupervisedEngine:
             await self._connection.close(kill=False)
 
     async def _connect(self) -> None:
-        """Start a process and wait until it is ready. Raises the errors of `handshake`."""
+        """Start an engine process and wait until it is ready. Raises the errors of `handshake`."""
         servers, started = self._servers, time.monotonic()
         connection = EngineConnection(
             self._options,
@@ -177,7 +177,7 @@ class _SupervisedEngine:
             servers.listener.on_engine_ready(self._replica, connection.address, info)
 
     async def _supervise(self) -> None:
-        """When the engine ends, fail its open requests, and restart it if the limits allow."""
+        """When the engine ends, fail its open requests, and start a new one if the limits allow."""
         servers, policy = self._servers, RestartPolicy(self._servers.limits)
         assert self._connection is not None
         reason = self._name + await asyncio.shield(self._connection.ended)
@@ -250,7 +250,7 @@ def _divide_gpus(options: EngineOptions) -> list[dict[str, str]]:
     if devices == []:
         return [{}] * count
     needed = num_ranks * count
-    if devices is None:  # The engine processes check later whether the GPUs exist.
+    if devices is None:  # The engine processes check whether the GPUs exist.
         devices = [str(number) for number in range(needed)]
     if len(devices) < needed:
         raise ConfigError(

@@ -40,7 +40,7 @@ from negamax.worker.rank_process import (
 logger = get_logger(__name__)
 
 RANK_MODULE = "negamax.worker.rank_process"
-_LOGPROB_BYTES = 64  # Size of one log-probability in a result, in bytes.
+_LOGPROB_BYTES = 64  # Size of one encoded log-probability, in bytes.
 SHUTDOWN_SECONDS = 5.0  # Time limit for ranks to end; then they are killed.
 CONNECT_SECONDS = 60.0  # Time limit for a started rank to connect to the executor.
 _REMINDER_SECONDS = 30.0  # Time between log lines about ranks that are loading.
@@ -58,7 +58,7 @@ class Executor(Protocol):
         ...
 
     def send_bitmask(self, bitmask: GrammarBitmask, *, dp_rank: int = 0) -> None:
-        """Send the bitmask of the latest plan. Each plan with grammar rows needs a bitmask."""
+        """Send the bitmask of the latest plan. Every plan with grammar rows waits for one."""
         ...
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
@@ -66,7 +66,7 @@ class Executor(Protocol):
         ...
 
     def death(self) -> str | None:
-        """Describe how the first dead rank process ended; return None if all ranks run."""
+        """Describe how the first dead rank ended; return None if all ranks run."""
         return None
 
     def longest_silence(self) -> tuple[int, float]:
@@ -74,7 +74,7 @@ class Executor(Protocol):
         return 0, 0.0
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """End the ranks. `restarts`: whether another executor will start later."""
+        """End the ranks. `restarts`: whether this process expects a new engine to follow."""
 
 
 class InProcessExecutor(Executor):
@@ -108,7 +108,7 @@ class InProcessExecutor(Executor):
     def shutdown(self, *, restarts: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self._bitmask.cancel()  # cancel() fails a step that waits for the bitmask.
+            self._bitmask.cancel()  # A step that waits for the bitmask then fails.
             self._thread.submit(self._worker.close).result()
             self._thread.shutdown(wait=True)
 
@@ -117,9 +117,9 @@ class RowFailureLog:
     """Stores the error of each failed row by slot, until the slot gets another sequence."""
 
     def __init__(self) -> None:
-        self._slots: deque[list[int]] = deque()  # Slots of each plan that has no result yet.
-        self._assigned: dict[int, int] = {}  # Maps a slot to the step that assigned the slot.
-        self._errors: dict[int, str] = {}  # Maps a slot to the error of its row.
+        self._slots: deque[list[int]] = deque()  # For each plan without a result: its slots.
+        self._assigned: dict[int, int] = {}  # Slot -> step that assigned the slot.
+        self._errors: dict[int, str] = {}  # Slot -> error of the slot's row.
 
     def launched(self, plan: StepPlan) -> None:
         self._slots.append(plan.slots)
@@ -147,7 +147,7 @@ class FileProgressLog:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._latest = {rank: FileProgress(rank) for rank in ranks}
-        self._missing: set[bytes] = set()  # Blocks reported as missing since the last result.
+        self._missing: set[bytes] = set()  # Blocks that ranks failed to read.
 
     def add(self, progress: FileProgress) -> None:
         self._latest[progress.rank] = progress
@@ -172,12 +172,12 @@ class RankHost(Protocol):
         """Start the rank processes. Each process connects to the endpoint of its rank."""
 
     def config_of(self, rank: int, config: WorkerConfig) -> WorkerConfig:
-        """Complete `config` for one rank with this machine's settings."""
+        """Return a copy of `config` for one rank, completed with this machine's settings."""
         ...
 
     @property
     def alarms(self) -> Sequence[IO[bytes]]:
-        """Return files on which poll() reports `POLLERR` when a rank may have ended."""
+        """Return files; poll() reports `POLLERR` on a file when a rank may have ended."""
         ...
 
     def death(self) -> str | None:
@@ -189,7 +189,7 @@ class RankHost(Protocol):
         ...
 
     def abort(self) -> None:
-        """Abort kernels that wait for other ranks."""
+        """Abort kernels that wait for data of other ranks."""
 
     def expect_end(self) -> None:
         """Treat the end of a rank as normal from now on, because all ranks will be asked to end."""
@@ -261,7 +261,7 @@ class MultiProcessExecutor:
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._results = msgspec.msgpack.Decoder(StepResult)
-        # The following lists have one entry for each data-parallel rank.
+        # `_row_failures` and the lists below have one entry for each data-parallel rank.
         self._row_failures = [RowFailureLog() for _ in addresses.results]
         self._file_progress = [
             FileProgressLog([at for at, of in enumerate(self._dp_ranks) if of == dp_rank])
@@ -354,7 +354,7 @@ class MultiProcessExecutor:
 
     def shutdown(self, *, restarts: bool = False) -> None:
         if self.death() is not None:
-            for machine in self._machines:  # Other ranks may wait for the dead rank.
+            for machine in self._machines:  # Kernels of other ranks may wait for the dead rank.
                 machine.abort()
         for machine in self._machines:
             machine.expect_end()
@@ -416,12 +416,12 @@ class MultiProcessExecutor:
                 raise EngineDeadError(self.death() or f"rank {rank} has disconnected") from None
 
     def _receive(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> bytes:
-        """Wait for a frame. Raises `EngineDeadError` if a rank ends before a frame arrives."""
+        """Wait for a message of a rank. Raises `EngineDeadError` if a rank ends before."""
         self._wait_for_any([socket], poller)
         return socket.recv()
 
     def _poller(self, sockets: list[zmq.Socket[bytes]], event: int) -> zmq.Poller:
-        """Return a poller that reports `event` on `sockets` and also reports the end of a rank."""
+        """Return a poller that reports `event` on `sockets` and the end of any rank."""
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, event)
@@ -433,7 +433,7 @@ class MultiProcessExecutor:
     def _wait_for_any(
         self, sockets: list[zmq.Socket[bytes]], poller: zmq.Poller, *, seconds: float | None = None
     ) -> zmq.Socket[bytes]:
-        """Wait for a socket that is ready. Raises `EngineDeadError` or `TimeoutError`."""
+        """Wait until one of `sockets` is ready. Raises `EngineDeadError` or `TimeoutError`."""
         milliseconds = None if seconds is None else 1000 * seconds
         while True:
             ready = dict(poller.poll(milliseconds))
@@ -448,7 +448,7 @@ class MultiProcessExecutor:
 
 
 def _find_slowest(readies: Sequence[WorkerReady]) -> tuple[StepSeconds, ...]:
-    """Return the time of each captured step on the rank where the step takes longest."""
+    """Return the time of each captured step on its slowest rank."""
     found: dict[tuple[int, int], float] = {}
     for rows, drafts, seconds in (each for ready in readies for each in ready.step_seconds):
         found[rows, drafts] = max(seconds, found.get((rows, drafts), 0.0))
