@@ -25,11 +25,11 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_MESSAGE_CHARS = 1000  # Maximum length of an error message, with quotes from the request.
+MAX_MESSAGE_CHARS = 1000  # Maximum characters of an error message that quotes a request.
 MESSAGES_PATH = "/v1/messages"  # Clients expect Anthropic's error format on this path.
 _ALIAS = "/anthropic"  # Path prefix of Anthropic's routes, as in MiniMax's own API.
 _ALIASED = (f"{_ALIAS}{MESSAGES_PATH}", f"{_ALIAS}/v1/models")
-CLIENT_CLOSED_REQUEST = 499  # Status in logs only; nginx uses the same number.
+CLIENT_CLOSED_REQUEST = 499  # Only logs contain this status, as in nginx.
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _INTERNAL = "the server failed on this request; search the server's log for the request id"
@@ -47,7 +47,7 @@ def build_json_response(
 
 
 def describe_error(error: Exception) -> tuple[int, ErrorAnswer]:
-    """Return status and body for `error`. The body of an internal error has no details."""
+    """Return HTTP status and body for `error`. The body of an internal error has no details."""
     if isinstance(error, NegamaxError) and error.http_status != 500:
         message = str(error)[:MAX_MESSAGE_CHARS]
         return error.http_status, build_error(
@@ -139,7 +139,7 @@ def handle_error(request: Request, error: Exception) -> Response:
     challenge = CHALLENGE if request.url.path in PAGE_PATHS else "Bearer"
     headers = {"www-authenticate": challenge} if status == 401 else {}
     if isinstance(error, NegamaxError) and error.retry_after is not None:
-        if request.method == "POST":  # Do not count failed readiness probes.
+        if request.method == "POST":  # Failed readiness probes (GET) are not counted.
             request.app.state.metrics.measured.rejections.add(error.code or "")
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     return build_error_response(request.scope, status, answer, headers=headers)

@@ -26,9 +26,9 @@ class LoadReport:
         self.hit_rate = 0.0  # Prefix cache hit rate of the latest prompts.
 
     def next(self, stats: EngineStats, *, now: float) -> dict[str, float] | None:
-        """Return the load since the previous call, or None for an idle engine.
+        """Return the engine's load since the previous call, or None for an idle engine.
 
-        The cache values are between 0 and 1. Prefill tokens exclude cached prompt tokens.
+        Cache usage and hit rate are between 0 and 1. Prefill tokens exclude cached prompt tokens.
         """
         before, seconds = self._stats, now - self._time
         self._stats, self._time = stats, now

@@ -35,7 +35,7 @@ _EVENTS = ("requests", "tool_calls")
 
 
 class Histogram:
-    """The count of each bucket, and the sum of values. Only one event loop writes a row."""
+    """The number of values per bucket, and their sum. Only one event loop writes its row."""
 
     __slots__ = ("_bounds", "_numbers", "_row", "_start")
 
@@ -44,7 +44,7 @@ class Histogram:
     ) -> None:
         """`bounds` are the sorted upper bounds of the buckets. A last bucket counts larger values.
 
-        From column `start` on, row `index` of `numbers` contains the counts and then the sum.
+        From column `start`, row `index` of `numbers` has the bucket counts, then the sum of values.
         """
         self._bounds = tuple(bounds)
         self._numbers = numbers
@@ -125,7 +125,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     "step_tokens": (_STEP_TOKENS, "Tokens per step of the engine.", "vllm:iteration_tokens_total"),
 }
 
-# The shared numbers have the columns of `Lifecycle`, then the counts, then the histograms.
+# A row of shared numbers has the columns of `Lifecycle`, then counters, then histograms.
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS
@@ -135,7 +135,7 @@ NUM_COLUMNS = (
 
 
 class Counts:
-    """Named counters, summed over all server processes. Only one event loop writes a row."""
+    """Named counters, summed over all server processes. Only one event loop writes each row."""
 
     def __init__(
         self, names: Sequence[str], *, numbers: SharedNumbers, index: int, start: int
@@ -154,7 +154,7 @@ class Counts:
 
 
 class Measurements:
-    """All counts and histograms of one server process. Only the event loop changes this object."""
+    """All counters and histograms of a server process. Only the event loop changes this object."""
 
     def __init__(self, numbers: SharedNumbers, *, index: int) -> None:
         """`numbers` have `NUM_COLUMNS` columns; this process writes row `index`."""

@@ -61,7 +61,7 @@ _COUNTERS = (
     ("num_pulled_blocks", "KV blocks read from other servers.", "negamax:pulled_kv_blocks"),
     ("num_expired_leases", "Kept prompts that no server read.", "negamax:expired_kv_leases"),
 )
-# Counters of copied KV blocks. An entry has a statistics field and vLLM's name of the direction.
+# Counters of copied KV blocks. An entry has a statistics field and vLLM's copy direction.
 _COPIES = (("num_host_stores", "GPU_to_CPU"), ("num_host_loads", "CPU_to_GPU"))
 # Counters of KV blocks in files. An entry has a statistics field, SGLang's name and a help text.
 _FILES = (
@@ -137,7 +137,7 @@ class ServerMetrics(Collector):
             info = InfoMetricFamily(name, "Configuration of the KV cache.", labels=["model_name"])
             info.add_metric([self._model_name], labels)
             yield info
-        # Some routers need this metric, even without adapters.
+        # Some routers need this metric, even without LoRA adapters.
         adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         name, text = "vllm:lora_requests_info", "Adapters, which are not supported."
         yield self._metric(GaugeMetricFamily, name, text, [(("0", "", ""), time.time())], *adapters)
@@ -200,7 +200,7 @@ class ServerMetrics(Collector):
     def _rank_metrics(self) -> Iterator[Metric]:
         """Yield the metrics of each data-parallel rank.
 
-        As in vLLM, a client can send the label `engine` in the header X-data-parallel-rank.
+        As in vLLM, the label `engine` is the rank that clients can send in X-data-parallel-rank.
         """
         size = self._engine.info.data_parallel_size
         ranks = [

@@ -26,7 +26,7 @@ class RequestRecord:
     Times are monotonic seconds. Only the request's stream changes this object.
     """
 
-    request_id: str  # Id in the engine.
+    request_id: str  # Id of the request in the engine.
     http_request_id: str  # Value of the x-request-id header.
     route: str
     model: str
@@ -66,7 +66,7 @@ class RequestRecord:
         return self.error is None or isinstance(self.error, GeneratorExit | asyncio.CancelledError)
 
     def started(self, at: float) -> None:
-        if self.start is None:  # Only the start of the first choice counts.
+        if self.start is None:  # Record only the start of the first choice.
             self.start = at
             self.measured.histograms["queue"].observe(max(0.0, at - self.arrival))
 

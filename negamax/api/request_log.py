@@ -121,7 +121,7 @@ def log_access(
 
 
 def _describe_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from the defaults. Long values are abbreviated."""
+    """Return the sampling parameters that differ from the defaults. Abbreviate long values."""
     fields = msgspec.structs.asdict(sampling)
     shown = {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
     for name, value in shown.items():

@@ -68,7 +68,7 @@ def create_app(context: ApiContext) -> FastAPI:
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
     )
-    app.add_middleware(AuthMiddleware, context=context)  # The first middleware is the innermost.
+    app.add_middleware(AuthMiddleware, context=context)  # The first one added is innermost.
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -286,9 +286,9 @@ class HttpServer(LimitedServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         context, servers = self._context, self._servers
-        self._pulse = context.lifecycle.start_pulse()  # Runs until the event loop ends.
+        self._pulse = context.lifecycle.start_pulse()  # A task that runs until the event loop ends.
         watches = [self._watch(context.engine.failed)]
-        if servers is not None:  # This is process 0, which also serves the metrics.
+        if servers is not None:  # True in process 0, which also serves the metrics.
             watches += [context.metrics.watch(), self._watch(servers.failed)]
             if context.options.log_stats:
                 watches.append(

@@ -1,7 +1,7 @@
 """Run an additional server process with `python -m negamax.api.server_worker`.
 
-Process 0 starts this process, and sends engine states and commands to its standard input. The
-input ends when process 0 ends. A thread watches the heartbeat of process 0.
+Process 0 starts this process, and writes engine states and commands to this process's standard
+input. The input ends when process 0 ends. A thread watches the heartbeat of process 0.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ async def _serve() -> None:
 def can_serve(messages: Mapping[int, wire.EngineMessage], *, num_replicas: int) -> bool:
     """Return whether at least one engine runs and the states of all engines are known.
 
-    With an unknown engine, the server would refuse a request that is pinned to this engine.
+    While the state of an engine is unknown, the server would refuse requests for this engine.
     """
     runs = any(isinstance(message, wire.UseEngine) for message in messages.values())
     return runs and len(messages) == num_replicas
@@ -104,7 +104,7 @@ class ServerWorker:
         self._end_reason = "the engine was stopped"
 
     async def follow(self, reader: asyncio.StreamReader, server: HttpServer) -> None:
-        """Read messages until cancelled or until the first process has ended."""
+        """Execute messages of process 0 until cancelled or until process 0 has ended."""
         while (message := await _next(reader)) is not None:
             if isinstance(message, wire.Drain):
                 server.drain()
@@ -160,13 +160,13 @@ class ServerWorker:
 
 
 async def _next(reader: asyncio.StreamReader) -> wire.ServerMessage | None:
-    """Return the first process's next message, or None if that process has ended."""
+    """Return the next message of process 0, or None if process 0 has ended."""
     line = await reader.readline()
     return wire.decoder.decode(line) if line else None
 
 
 def _failed(reason: str) -> None:
-    """Exit after an unreadable engine message, because a new process may read later messages."""
+    """Exit after an undecodable engine message, because a new process may decode later messages."""
     logger.error("%s", reason)
     exit_now(1)
 

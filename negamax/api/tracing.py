@@ -34,12 +34,12 @@ _PARENT_HEADERS = ("traceparent", "tracestate")
 def check_endpoint(endpoint: str) -> str:
     """Return the collector's address. Add the path `/v1/traces` if the address has no path.
 
-    Raises `ConfigError` for a wrong address, and if OpenTelemetry is not installed.
+    Raises `ConfigError` for an invalid address, and if OpenTelemetry is not installed.
     """
     try:
         parts = urlsplit(endpoint)
         is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # The URL has an unclosed bracket or an invalid port.
+    except ValueError:  # Raised for an unclosed bracket or an invalid port in the URL.
         is_http = False
     if not is_http:
         hint = "use a collector's address for OTLP over HTTP, such as http://localhost:4318"
@@ -121,7 +121,7 @@ def build_span_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.usage.num_sequences": sampling.n,
         "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": record.num_output_tokens,
-        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # OpenTelemetry's newer names.
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # Newer OpenTelemetry attributes.
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cached_tokens": record.num_cached_tokens,
         "gen_ai.latency.time_in_queue": _subtract(record.arrival, start),
@@ -141,7 +141,7 @@ def _subtract(start: float | None, end: float | None) -> float | None:
 
 
 class _LastMessage(logging.Handler):
-    """Keeps only the latest failure message. The SDK logs one message per failed batch."""
+    """Keeps only the latest failure message of the SDK, which logs one per failed batch."""
 
     def __init__(self) -> None:
         super().__init__()

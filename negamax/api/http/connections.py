@@ -58,11 +58,11 @@ class ConnectionPool:
                 return reader, writer
             writer.close()
             if is_old:
-                self.close()  # All other connections are older.
+                self.close()  # Close the other idle connections, which are older.
         return None
 
     def keep(self, connection: Connection) -> None:
-        """Keep a connection after its answer. Close an unusable or superfluous connection."""
+        """Keep a connection for reuse after an answer, or close it if it is not reusable."""
         reader, writer = connection
         reader.is_idle, reader.idle_since = True, time.monotonic()
         if reader.is_spoiled or len(self._idle) >= MAX_IDLE:

@@ -46,8 +46,8 @@ class Exchange:
     def __init__(
         self, connection: Connection, gone: UnavailableError, keep: Callable[[], None] | None = None
     ) -> None:
-        """`gone` is the error for a connection or an answer that ends early. `keep` is called at
-        the end if the connection is reusable. Without `keep` the connection is closed.
+        """`gone` is the error for a connection or an answer that ends early. `keep` is called
+        after the answer if the connection is reusable. Without `keep`, the connection is closed.
         """
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -99,7 +99,7 @@ class Exchange:
             await self._read()
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives. Raises `gone` if the body ends early."""
+        """Yield the answer's body as it arrives. Raises `gone` if the body ends early."""
         while True:
             parts, self._parts = self._parts, []
             if parts:
@@ -148,7 +148,7 @@ class Exchange:
             self.headers = []  # Drop the headers of a 1xx answer.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._has_begun:  # Trailers are ignored.
+        if not self._has_begun:  # Ignore trailers, which follow the body.
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -187,9 +187,9 @@ class RelayedAnswer(Response):
         encode_end: Callable[[UnavailableError], bytes] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """`encode_end` builds the last event of a stream that ends early. If `encode_end` is None,
-        or another kind of answer ends early, the connection is closed. `on_end` is called after
-        complete and incomplete answers.
+        """`encode_end` builds the last event of a stream that ends early. If another answer ends
+        early, or if `encode_end` is None, the connection to the client is closed. `on_end` is
+        called after complete and incomplete answers.
         """
         super().__init__(status_code=exchange.status)
         own = _OWN_ANSWER_HEADERS | _read_options(exchange.headers)

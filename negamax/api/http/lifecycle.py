@@ -16,13 +16,13 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _PULSE_SECONDS = 0.25
-_SILENT_SECONDS = 0.75  # If process 0's heartbeat is older, other processes are not ready.
+_SILENT_SECONDS = 0.75  # Greatest age of process 0's heartbeat at which other processes are ready.
 
 
 class Lifecycle:
     """The state of a server process. Only the event loop changes this object.
 
-    Other processes read the load of this process in the first columns of its row in `numbers`.
+    The row of this process in `numbers` begins with its open requests and its event loop lag.
     """
 
     NUM_COLUMNS = 2
@@ -56,7 +56,7 @@ class Lifecycle:
 
     @property
     def worst_lag(self) -> float:
-        """The largest event loop lag in seconds that a process measured at its last heartbeat."""
+        """The largest event loop lag in seconds that any process measured at its last heartbeat."""
         return max(self._numbers.row(index)[self._LAG] for index in range(self._numbers.num_rows))
 
     def opened(self) -> None:
@@ -121,8 +121,8 @@ class Signals:
     """Handles SIGINT, SIGTERM and SIGHUP. Only the event loop changes this object.
 
     The first SIGINT or SIGTERM cancels the start or drains the server. The second signal aborts
-    requests, and the third signal exits at once. SIGHUP reloads files. After the process has lost
-    its terminal, SIGHUP acts like SIGTERM.
+    requests, and the third signal exits at once. SIGHUP reloads the key and TLS files. After
+    the process has lost its terminal, SIGHUP acts like SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Signals:
         self._reload: Callable[[], None] | None = None
         self._aborting: asyncio.Future[None] | None = None
         self._count = 0
-        # The value is False under nohup, which ignores SIGHUP.
+        # `_needs_terminal` is False under nohup, because nohup ignores SIGHUP.
         self._needs_terminal = (
             signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _has_terminal()
         )

@@ -12,8 +12,8 @@ from negamax.api.http.unpacking import Unpacker
 from negamax.base.errors import RequestTimeoutError
 
 BODY_SECONDS = 120.0  # Time limit for receiving a body.
-BODIES_IN_FLIGHT = 8  # Number of bodies of the largest size that fit in memory.
-PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # Headers of compressed data.
+BODIES_IN_FLIGHT = 8  # The memory limit of bodies allows this number of bodies of the largest size.
+PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # Invalid when decompressed.
 
 
 class LimitedBody:
@@ -37,7 +37,7 @@ class LimitedBody:
         self._is_complete = False
 
     async def receive(self) -> Message:
-        """Return the next message. Raises `RequestTimeoutError` or `OverloadedError`.
+        """Return the body's next ASGI message. Raises `RequestTimeoutError` or `OverloadedError`.
 
         A compressed body may also raise `PayloadTooLargeError` or `InvalidRequestError`.
         """

@@ -13,7 +13,7 @@ from negamax.api.http.listening import Acceptor, ConnectionLimits, TlsFiles
 from negamax.api.http.protocol import LimitedProtocol
 from negamax.base import env
 
-_CLOSE_SECONDS = 5  # Time for connections to close after the last answer.
+_CLOSE_SECONDS = 5  # Time limit for connections to close after the last answer.
 
 
 class LimitedServer(uvicorn.Server):

@@ -21,11 +21,11 @@ logger = get_logger(__name__)
 HANDSHAKE_SECONDS = 15.0  # Time limit of a TLS handshake.
 _GOODBYE_SECONDS = 5.0  # Time limit of a TLS shutdown.
 _BACKLOG = 2048
-_BATCH = 64  # Connections accepted in one turn of the event loop.
+_BATCH = 64  # Maximum number of connections that one turn of the event loop accepts.
 _RETRY_SECONDS = 0.5  # Pause after accept ran out of file descriptors or memory.
-_WARNING_SECONDS = 10.0  # Least time between two warnings.
+_WARNING_SECONDS = 10.0  # Least time between two warnings about connections.
 _MAX_CONNECTIONS = 65_536
-_SPARE_FILES = 128  # File descriptors that are not used for connections.
+_SPARE_FILES = 128  # Number of file descriptors that connections must not use.
 _NETWORK_BITS = 64  # Length of the IPv6 prefix that identifies a client.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -37,7 +37,7 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, *, max_files: int, per_address: int | None) -> Self:
-        """Return limits for `max_files` files. One address may open half of the connections."""
+        """Return limits for `max_files` files. By default, one address may open half of it."""
         in_all = max(16, min(_MAX_CONNECTIONS, max_files - _SPARE_FILES))
         return cls(in_all, per_address or in_all // 2)
 
@@ -52,7 +52,7 @@ class TlsFiles:
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again for new connections. After `ConfigError` the old files are used."""
+        """Read the files again for new connections. After `ConfigError`, the old files are kept."""
         for flag, path in (("--ssl-certfile", self._certfile), ("--ssl-keyfile", self._keyfile)):
             if not Path(path).is_file():
                 raise ConfigError(
@@ -70,7 +70,7 @@ class TlsFiles:
 class Acceptor:
     """Accepts connections for uvicorn. Only the event loop changes this object.
 
-    A connection is open from its acceptance, even before the end of its TLS handshake.
+    A connection counts as open from its acceptance, even before the end of its TLS handshake.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Acceptor:
         self._limits = limits
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._addresses: dict[LimitedProtocol, str] = {}  # Address of each connection.
-        self._counts: Counter[str] = Counter()  # Number of open connections by address.
+        self._addresses: dict[LimitedProtocol, str] = {}  # Client address of each connection.
+        self._counts: Counter[str] = Counter()  # Number of open connections by client address.
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._last_warning = -_WARNING_SECONDS

@@ -1,7 +1,7 @@
 """An HTTP/1.1 connection with limits of size and time.
 
-The limits apply to the head of a request, to the framing of its body, to a body after its answer,
-and to clients that read slowly. A `BodyChannel` writes a response's body without `await`.
+The limits apply to the head of a request, to the framing of its body, to the part of a body that
+arrives after the answer, and to clients that read slowly. A `BodyChannel` writes without `await`.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # Approximate limit; `AuthMiddleware` checks the exact limits.
+MAX_HEAD_BYTES = 64 * 1024  # Approximate; `AuthMiddleware` checks the exact limits.
 _MAX_PARSED_URL_BYTES = 65535  # The parser httptools refuses longer URLs.
 HEAD_SECONDS = 30.0  # Time limit for a request's head to arrive.
 MAX_FRAMING_BYTES = 64 * 1024  # Size limit of chunk extensions and trailers.
-# Size limit of a body after its answer. Many clients send the whole body before they read.
+# Size limit of the part of a body that arrives after the answer.
 MAX_UNWANTED_BYTES = 64 * 2**20
-LINGER_SECONDS = 30.0  # Time limit for a body to end after its answer.
-_CHUNK_BYTES = 32  # Bytes of a chunk's size and line ends, which the limit ignores.
+LINGER_SECONDS = 30.0  # Time limit for the rest of a body to arrive after the answer.
+_CHUNK_BYTES = 32  # Bytes of a chunk's size and line ends, which `MAX_FRAMING_BYTES` excludes.
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 # Names of timers: for a head, for the rest of a body, and for a client that does not read.
 _HEAD, _BODY, _READER = "head", "body", "reader"
@@ -48,7 +48,7 @@ class BodyChannel:
     __slots__ = ("_is_chunked", "_protocol", "_response", "_transport")
 
     def __init__(self, protocol: "LimitedProtocol", response: Any) -> None:
-        """`response` is uvicorn's cycle of request and response."""
+        """`response` is uvicorn's `RequestResponseCycle`."""
         self._protocol = weakref.ref(protocol)  # Weak references let Python free ended requests.
         self._response = weakref.ref(response)
         self._transport: asyncio.Transport | None = None  # Not None while a body is written.
@@ -65,7 +65,7 @@ class BodyChannel:
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Set the source of the next parts. None ends the body. A slow client pauses the source."""
+        """Set the source of the body's next parts. None ends the body. A slow client pauses it."""
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:
@@ -85,10 +85,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._slow_client_timeout = slow_client_timeout
         self._timers: dict[str, asyncio.TimerHandle] = {}  # Running timers by name.
         self._in_head = True
-        self._in_body = False  # True until the trailers end.
+        self._in_body = False  # True from the end of a head until the trailers end.
         self._head_bytes = 0
         self._framing_bytes = 0
-        self._has_begun = False  # Whether a body began in the current data.
+        self._has_begun = False  # Whether a body began in the latest received data.
         self._unwanted_bytes = 0
         self.source: Pausable | None = None  # Source of the body being sent.
         self.ended: Callable[[LimitedProtocol], None] | None = None  # Callback on disconnect.
@@ -112,7 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            num_bytes = len(getattr(self, "url", b""))  # There is no URL before a message begins.
+            num_bytes = len(getattr(self, "url", b""))  # No request has begun if `url` is missing.
             if num_bytes > _MAX_PARSED_URL_BYTES:
                 self._refuse(414, f"the URL has {num_bytes} bytes or more; send a shorter URL")
             else:
@@ -132,7 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _check_head(self, num_bytes: int) -> None:
         if not self._head_bytes:
-            self._head_bytes = num_bytes  # A head follows a body in the same data.
+            self._head_bytes = num_bytes  # The same data ended a body and began this head.
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(
                 431,
@@ -159,19 +159,19 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # Trailers are ignored.
+        if self._in_head:  # Ignore trailers, which follow the body.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # `_parse` parses this message again.
+            return  # `_parse` parses the head again without the upgrade.
         super().on_headers_complete()  # Raises if the URL cannot be parsed.
         self._in_head = False
         self._in_body = self._has_begun = True
         self._head_bytes = self._framing_bytes = self._unwanted_bytes = 0
         self._stop_timer(_HEAD)
         channel: Any = BodyChannel(self, self.cycle)
-        self.scope["extensions"] = {BODY_CHANNEL: channel}  # The app's task has not begun yet.
+        self.scope["extensions"] = {BODY_CHANNEL: channel}  # Set before the app starts.
         if self.scope["http_version"] == "1.0":
             _send_without_chunks(self.cycle)
 
@@ -199,9 +199,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer(_BODY, LINGER_SECONDS, self._hang_up)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. If a request offers a protocol upgrade, ignore the offer.
+        """Feed `data` to the parser. If a request offers a protocol upgrade, ignore the offer.
 
-        With the offer, the parser would skip the body. Raises `HttpParserError`, also for CONNECT.
+        An offer would make the parser skip the body. Raises `HttpParserError`, also for CONNECT.
         """
         rest = memoryview(data)
         while rest:
@@ -214,7 +214,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 rest = rest[upgrade.args[0] :]
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
-                # The old parser had the same setting.
+                # The replaced parser had the same setting.
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
 
@@ -253,7 +253,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer(_READER, self._slow_client_timeout, self._cut_off)
 
     def _start_timer(self, awaited: str, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` after `seconds` if the timer is not stopped. Keep a running timer."""
+        """Call `late` after `seconds` if the timer is not stopped. Keep a timer that runs."""
         if awaited not in self._timers:
             self._timers[awaited] = self.loop.call_later(seconds, late)
 

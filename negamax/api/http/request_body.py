@@ -1,8 +1,8 @@
 """Receive request bodies within limits, and decode the fields that the request class has.
 
-Decoding holds the GIL in any thread. Decoded elements need more memory than their JSON text, so the
-number of elements is limited before decoding. A thread decodes a large body piece by piece, so that
-the event loop can run between two pieces.
+Decoding JSON holds the GIL in any thread. Decoded elements need more memory than their JSON text,
+so the number of elements is limited before decoding. A thread decodes a large body piece by piece,
+so that the event loop can run between two pieces.
 """
 
 import codecs
@@ -27,16 +27,16 @@ _LEAST_COMMAS = 2**20  # Minimum of the comma limit, for models with short conte
 _LEAST_OPENERS = 2**18
 _INLINE_BYTES = 32 * 1024  # Larger bodies are decoded in a thread.
 _PIECE_BYTES = 256 * 1024  # Larger values are decoded piece by piece.
-_PIECE_LEVELS = 4  # Number of nested levels that are split: messages, message, parts, part.
+_PIECE_LEVELS = 4  # Nesting levels decoded in pieces: messages, message, parts, part.
 _DENSE = 16  # Values with fewer bytes per comma are decoded in one piece.
-_MOST_LONG_NUMBERS = 32  # Limit of long numbers, because parsing them takes quadratic time.
+_MOST_LONG_NUMBERS = 32  # Limit of long numbers in a body. Parsing them takes quadratic time.
 _LONG_NUMBER = b"0" * 400
 _SHOW_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(".") for byte in range(256))
 _LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # Matches a JSON string, or digits.
 _LENIENT = msgspec.json.Decoder(float_hook=float)  # Decodes 1e400 as infinity, as Python does.
 _NULL = b"null"
 _QUOTE = b'"'
-_LONGEST_CHARACTER = 12  # Bytes of two escaped surrogates.
+_LONGEST_CHARACTER = 12  # Bytes of a character that JSON writes as two escaped surrogates.
 _CHARACTER = re.compile(
     rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|[\x00-\x7f]|[\xc0-\xff][\x80-\xbf]+",
     re.DOTALL,
@@ -74,7 +74,7 @@ def compute_max_chars(max_model_len: int) -> int:
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Read a JSON body as a `model`. Also return the size of the fields of `model`.
+    """Read a JSON body as a `model`. Return the `model` and the bytes of its fields.
 
     Release the memory that was reserved for other fields. Raises the errors of `decode_request`.
     """
@@ -124,7 +124,7 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
 async def decode_request(
     body: bytes, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Decode the request in `body`. Also return the size of the fields of `model`.
+    """Decode the request in `body`. Return the `model` and the bytes of its fields.
 
     Raises `InvalidRequestError` for malformed JSON, NaN, numbers that overflow, deep nesting and
     long texts. Raises the errors of `RequestModel.parse`.
@@ -146,7 +146,7 @@ def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
 def _decode_fields(
     body: bytes, model: type[RequestModel], limits: BodyLimits
 ) -> tuple[dict[str, object], int]:
-    """Decode the fields in `body`, and return the size of the fields that `model` has.
+    """Decode the fields in `body`, and return the bytes of the fields that `model` has.
 
     The values of other fields are only checked for valid syntax.
     """
@@ -222,7 +222,7 @@ class _ValueDecoder:
             self._count_long_numbers(bytes(text))
         try:
             return msgspec.json.decode(text)
-        except msgspec.ValidationError:  # A number is too large for a float.
+        except msgspec.ValidationError:  # Raised for a number that is too large for a float.
             return _LENIENT.decode(text)
 
     def _count_long_numbers(self, text: bytes) -> None:

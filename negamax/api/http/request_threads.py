@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 # The tenant whose request the current task handles; "" if there is only one tenant.
 SENDER = ContextVar("sender", default="")
-# A thread either shares the GIL with the event loop, or waits for a child process of `Confined`.
+# Few threads suffice, because they share the GIL or wait for child processes of `Confined`.
 _NUM_THREADS = max(4, min(8, os.cpu_count() or 1))
 _NUM_LARGE = _NUM_THREADS // 2  # Limit of threads that run large work.
 _SIZES = (128 * 1024, 2**20)  # Limits in bytes above which work is large, or very large.
@@ -25,7 +25,7 @@ T = TypeVar("T")
 async def run_off_loop(
     work: Callable[[], T], *, num_bytes: int, inline_bytes: int = INLINE_BYTES
 ) -> T:
-    """Run `work`. Use a thread if `num_bytes` of the request exceed `inline_bytes`."""
+    """Run `work`, in a thread if it processes more than `inline_bytes` bytes of a request."""
     if num_bytes <= inline_bytes:
         return work()
     return await asyncio.wrap_future(_THREADS.submit(work, SENDER.get(), num_bytes=num_bytes))
@@ -42,7 +42,7 @@ class _Flow:
 
 
 class RequestThreads:
-    """Runs work in threads. The sender and size class that used the least time are next.
+    """Runs work in threads, first for the sender and size class that used the least time.
 
     Large work leaves threads free for small work. Large work of one named sender leaves a thread
     free for large work of other senders. Any thread may call `submit`.
@@ -59,13 +59,13 @@ class RequestThreads:
         self._latest = 0.0  # `seconds` of the flow that was started last.
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
-        """Queue `work` of `sender`, and return the future. A cancelled future does not start."""
+        """Queue `work` of `sender`, and return its future. Cancelled futures do not run."""
         future: Future[T] = Future()
         key = sender, sum(num_bytes > limit for limit in _SIZES)
         with self._lock:
             flow = self._flows.setdefault(key, _Flow(*key))
             if not flow.waiting:
-                flow.seconds = max(flow.seconds, self._latest)  # An idle flow gains no priority.
+                flow.seconds = max(flow.seconds, self._latest)  # Being idle gains no priority.
                 self._waiting.append(flow)
             flow.waiting.append((future, work))
             self._begin()

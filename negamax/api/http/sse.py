@@ -67,9 +67,9 @@ async def _hang_up(receive: Receive) -> None:
 async def wait_for_first_output(
     receive: Receive, source: OutputSource, *, seconds: float | None = FIRST_OUTPUT_SECONDS
 ) -> None:
-    """Start `source` and wait for its first output, so that an early error sets the status.
+    """Start `source` and wait for its first output, so that an early error sets the HTTP status.
 
-    The wait ends after `seconds`. None sets no limit. Later errors are sent as events.
+    The wait ends after `seconds`, or has no time limit with None. Later errors become events.
     """
     try:
         with suppress(TimeoutError):

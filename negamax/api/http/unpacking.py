@@ -51,7 +51,7 @@ _DECODERS: dict[bytes, Callable[[], Any]] = {
 
 
 def find_encoding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the encoding of a body or None. Raises `UnsupportedMediaTypeError`."""
+    """Return the content encoding of a body, or None. Raises `UnsupportedMediaTypeError`."""
     values = b",".join(value for name, value in headers if name == b"content-encoding")
     given = [name.strip() for name in values.lower().split(b",")]
     encodings = [name for name in given if name not in (b"", b"identity")]
@@ -81,7 +81,7 @@ class Unpacker:
         self._packed += packed
 
     def take(self) -> bytes:
-        """Return the next piece, or b"" if more data is needed. Raises `InvalidRequestError`."""
+        """Return decompressed bytes, or b"" to ask for more data. Raises `InvalidRequestError`."""
         if not self._has_begun and not self._begin():
             return b""
         while self._packed or not (self._decoder.eof or self._decoder.needs_input):

@@ -75,7 +75,7 @@ class _File:
         headers = {
             "content-type": _TYPES[path.suffix],
             "etag": f'W/"{hashlib.sha256(body).hexdigest()[:32]}"',
-            # The browser revalidates each time. The answer is 304 until the file changes.
+            # Browsers revalidate the file at each use. The answer is 304 until the file changes.
             "cache-control": "no-cache",
             "content-security-policy": POLICY,
             "cross-origin-opener-policy": "same-origin",

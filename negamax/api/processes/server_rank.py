@@ -11,7 +11,7 @@ from negamax.api.measurements import NUM_COLUMNS as METRIC_COLUMNS
 from negamax.base.shared_numbers import SharedNumbers
 from negamax.engine.client.engine_client import SharedQueue
 
-_MARK_DIGITS = 2  # Number of hexadecimal digits at the end of an id, which identify the owner.
+_MARK_DIGITS = 2  # Number of hexadecimal digits at the end of an id, which identify the process.
 _MARK = re.compile(rf"[0-9a-f]{{{_MARK_DIGITS}}}")
 
 
@@ -45,7 +45,7 @@ class ServerRank:
         return f"{prefix}_{random}{self.index:0{_MARK_DIGITS}x}"
 
     def owner_of(self, name: str | None) -> int:
-        """Return the index of the process that owns an id. This process owns ids of clients."""
+        """Return the index of the process that made an id, or of this process for other ids."""
         mark = (name or "")[-_MARK_DIGITS:]
         if not _MARK.fullmatch(mark) or int(mark, 16) >= self.count:
             return self.index

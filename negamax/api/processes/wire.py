@@ -9,11 +9,11 @@ from negamax.options.server import ServerOptions
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The first message to a process."""
+    """The first message to a new server process."""
 
     index: int
     folder: str  # Folder of the shared files.
-    listener: int  # File descriptor of a bound socket.
+    listener: int  # File descriptor of the bound socket on which the process listens.
     parent: ParentPulse
     engine: EngineOptions
     server: ServerOptions

@@ -62,7 +62,7 @@ class RoutedRequest:
 
     path: str
     method: bytes
-    target: bytes  # Path and query.
+    target: bytes  # Path and query of the URL.
     headers: list[tuple[bytes, bytes]]
     body: bytes
     prompt: RoutedPrompt
@@ -109,7 +109,7 @@ class RouterApp:
         except NegamaxError as error:
             return _build_refusal(scope, error)
         finally:
-            share.keep(0)  # After an answer has begun, the body is never sent again.
+            share.keep(0)  # The body is not sent again after an answer has begun.
 
     def _answer_itself(self, scope: Scope) -> Response | None:
         """Answer a route of the router, or return None for a route that servers answer."""
@@ -191,7 +191,7 @@ class RouterApp:
         fields = request.prompt.fields
         if self._prefillers is None or fields is None or request.path not in _PAIRED_PATHS:
             return None
-        if PARAMS in fields:  # Another router is in front and chose a server.
+        if PARAMS in fields:  # Another router in front chose the prefilling server.
             return None
         body, tried = build_prefill_body(fields), list[RoutedServer]()
         while len(tried) <= MAX_RETRIES and self._prefillers.list_ready(tried):
@@ -212,8 +212,8 @@ class RouterApp:
 
 
 async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
-    """Send a request and wait for the first bytes of the answer's body. Before the first bytes, the
-    router may use another server. Raises `UnavailableError` if the server does not answer.
+    """Send a request and wait for the first bytes of the answer's body. Until the first bytes
+    of an answer arrive, the router may try another server. Raises `UnavailableError` without one.
     """
     exchange = None
     try:

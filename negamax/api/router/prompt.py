@@ -9,7 +9,7 @@ import msgspec
 
 from negamax.engine.client.placement import MAX_BLOCKS
 
-CHUNK_BYTES = 256  # Size of a hashed chunk. A hash also covers all earlier chunks.
+CHUNK_BYTES = 256  # Size of a hashed chunk of a prompt. A hash also covers all earlier chunks.
 BYTES_PER_TOKEN = 4  # Approximate size of a token of English text or code.
 CHUNK_TOKENS = CHUNK_BYTES // BYTES_PER_TOKEN
 # Prompt fields in the order of chat templates, so that new messages extend the text.
@@ -28,7 +28,7 @@ _PROMPT_FIELDS = [
 ]
 # Clients add this mark to the latest message. The mark is not part of the prompt.
 _CACHE_MARK = re.compile(rb'(?:,\s?)?"cache_control"\s?:\s?(?:\{[^{}]*\}|null)')
-_TAG_BYTES = 6  # A float64 represents integers of 6 bytes exactly.
+_TAG_BYTES = 6  # Size of a hash. A float64 represents integers of 6 bytes exactly.
 _ASK_PREFILL = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
@@ -54,8 +54,8 @@ Fields = dict[str, msgspec.Raw]
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    tags: Sequence[int] = ()  # Hashes of the full chunks.
-    num_tokens: int = 0  # Approximate number of tokens.
+    tags: Sequence[int] = ()  # Hashes of the prompt's full chunks.
+    num_tokens: int = 0  # Approximate number of prompt tokens.
     fields: Fields | None = None  # Fields of the body, or None if the body is not an object.
 
 
@@ -68,7 +68,7 @@ def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
     # Omit the last bracket or quote, so that the next turn's text begins with this text.
     parts = [bytes(fields[name])[:-1] for name in _PROMPT_FIELDS if name in fields]
     text = _CACHE_MARK.sub(b"", b"\n".join(parts))
-    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # A table has MAX_BLOCKS entries.
+    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # Size of a server's hash table.
     state = blake2b(sender, digest_size=_TAG_BYTES)
     tags = []
     for start in range(0, num_chunks * CHUNK_BYTES, CHUNK_BYTES):

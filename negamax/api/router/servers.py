@@ -34,7 +34,7 @@ class RoutedServer:
     """A server behind the router. Only the event loop changes this object."""
 
     def __init__(self, address: SplitResult, *, role: str, load: ReplicaLoad) -> None:
-        """`role` is a label of metrics. Only the router writes `load`."""
+        """`role` is the value of a metrics label. Only the router writes `load`."""
         self.url, self.role, self.load = address.geturl(), role, load
         self.is_up = False
         self.num_open = 0
@@ -93,7 +93,7 @@ class RoutedServer:
         )
 
     async def probe(self) -> bool:
-        """Return whether /health answers with 200."""
+        """Return whether the server answers /health with status 200."""
         try:
             async with asyncio.timeout(_HEALTH_SECONDS):
                 headers = [(b"host", self._netloc)]
@@ -117,7 +117,7 @@ class RoutedServer:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A request that counts as load until `close`. Only its handler changes this object."""
+    """A request that counts as open until `close`. Only the handler changes this object."""
 
     server: RoutedServer
     num_tokens: int

@@ -23,7 +23,7 @@ class ErrorAnswer(Struct, frozen=True):
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    cached_tokens: int  # Tokens found in the prefix cache.
+    cached_tokens: int  # Prompt tokens found in the prefix cache.
 
 
 class CompletionTokensDetails(Struct, frozen=True):
@@ -36,8 +36,8 @@ class Usage(Struct, frozen=True):
     prompt_tokens: int  # Prompt tokens, including cached tokens.
     completion_tokens: int  # Generated tokens, including reasoning.
     total_tokens: int  # Sum of prompt tokens and completion tokens.
-    prompt_tokens_details: PromptTokensDetails  # Details of the prompt.
-    completion_tokens_details: CompletionTokensDetails  # Details of the completion.
+    prompt_tokens_details: PromptTokensDetails  # Details of the prompt tokens.
+    completion_tokens_details: CompletionTokensDetails  # Details of the generated tokens.
 
 
 class TopLogprob(Struct, frozen=True, gc=False):
@@ -63,7 +63,7 @@ class TextLogprobs(Struct, frozen=True):
 
     tokens: list[str]  # Texts of the tokens.
     token_logprobs: list[float | None]  # Log-probabilities of the tokens.
-    top_logprobs: list[dict[str, float] | None]  # Logprobs of likely tokens, by text.
+    top_logprobs: list[dict[str, float] | None]  # Logprobs of likely tokens, by token text.
     text_offset: list[int]  # Position of each token in the choice's text, in characters.
 
 
@@ -80,17 +80,17 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 class TransferParams(Struct, frozen=True, kw_only=True):
     """vLLM's `kv_transfer_params`. Routers copy this object from answers into later requests."""
 
-    do_remote_prefill: bool = False  # Another server has computed the prompt.
+    do_remote_prefill: bool = False  # True if another server has computed the prompt.
     do_remote_decode: bool = False  # Keep the prompt's KV cache, because another server decodes.
-    remote_block_ids: list[Any] | None = None  # Indices of the kept blocks in the prompt.
-    remote_engine_id: str | None = None  # Id of the remote engine, which holds the blocks.
+    remote_block_ids: list[Any] | None = None  # Indices of the kept KV blocks in the prompt.
+    remote_engine_id: str | None = None  # Id of the remote engine, which has the KV blocks.
     remote_request_id: str | None = None  # Name of the kept prompt in the remote engine.
     remote_host: str | None = None  # Host at which the remote engine listens.
     remote_port: int | None = None  # Port at which the remote engine listens.
-    tp_size: int | None = None  # Tensor-parallel ranks of the remote engine.
+    tp_size: int | None = None  # Number of tensor-parallel ranks of the remote engine.
     dcp_size: int | None = None  # Decode context parallel ranks of the remote engine, always 1.
     pp_size: int | None = None  # Pipeline stages of the remote engine, always 1.
-    remote_num_tokens: int | None = None  # Tokens in the kept blocks.
+    remote_num_tokens: int | None = None  # Number of tokens in the kept KV blocks.
 
 
 class CompletionAnswer(Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
 
     id: str  # A prefix, followed by the request's id or a random id.
     object: str  # The type of the object.
-    created: int  # Unix time in seconds.
+    created: int  # Unix time of the answer's start, in seconds.
     model: str  # Model name that the request used.
     system_fingerprint: str  # The server's version.
 
@@ -126,8 +126,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 class ModelList(Struct, frozen=True, kw_only=True):
     object: str = "list"  # Type of the object.
     data: list[ModelCard]  # One card per model name of the server.
-    first_id: str  # Id of the first card.
-    last_id: str  # Id of the last card.
+    first_id: str  # Id of the first model card.
+    last_id: str  # Id of the last model card.
     has_more: bool = False  # Always false: the list is complete.
     models: list[dict[str, Any]] | UnsetType = UNSET  # The list in Codex's format.
 
@@ -172,7 +172,7 @@ class MessageErrorDetails(Struct, frozen=True):
 class MessageErrorBody(Struct, frozen=True):
     type: str  # Anthropic's name of the error class, such as overloaded_error.
     message: str  # The problem, the limit and the remedy.
-    details: MessageErrorDetails | UnsetType = UNSET  # Details for programs.
+    details: MessageErrorDetails | UnsetType = UNSET  # Details in machine-readable form.
 
 
 class MessageError(Struct, frozen=True, tag="error", tag_field="type"):

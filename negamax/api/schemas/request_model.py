@@ -47,7 +47,7 @@ _MAX_CHECKED_FIELDS = 32  # At most this many unknown fields are checked for mis
 
 _JSON_TYPES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|list\[.*|dict\[.*|constrained-.*|function-.*)$")
-_SHOWN_CHARS = 60  # A message quotes at most this many characters of a wrong value.
+_SHOWN_CHARS = 60  # An error message quotes at most this many characters of a wrong value.
 _SLIP_LIKENESS = 0.85  # Least similarity of a misspelling to a known name; 1.0 means equal.
 
 
@@ -90,7 +90,7 @@ def validate_at_most(
 
 
 def describe(value: object) -> str:
-    """Describe `value` for a message, in at most one line."""
+    """Describe `value` for an error message, in at most one line."""
     if isinstance(value, list | tuple | dict):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, str):

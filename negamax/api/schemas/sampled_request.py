@@ -18,7 +18,7 @@ from negamax.text.chat_template import RESERVED_KWARGS
 MAX_MESSAGES = 16_384
 MAX_PROMPTS = 128
 _PRIORITY_LIMIT = 2**31
-# `common.turn.constrain` sets the removed parameters, because they depend on the prompt.
+# `common.turn.constrain` sets the parameters without a field, which depend on the prompt.
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
     "grammar", "reasoning", "thinking_token_budget",
 }  # fmt: skip
@@ -111,7 +111,7 @@ class SamplingFields(RequestModel):
     temperature: float | None = None  # Sampling temperature; 0 is greedy.
     top_p: float | None = None  # Sample from the likeliest tokens with this total probability.
     top_k: int | None = None  # Sample from this many of the likeliest tokens; 0 and -1 mean all.
-    min_p: float | None = None  # Least probability of a token, relative to the likeliest token.
+    min_p: float | None = None  # Least probability of a sampled token, relative to the likeliest.
     repetition_penalty: float | None = None  # Values above 1 make earlier tokens less likely.
     frequency_penalty: float = 0.0  # Subtracted from a token's logit per occurrence in the answer.
     presence_penalty: float = 0.0  # Subtracted from a token's logit if the answer has the token.
@@ -139,13 +139,13 @@ class EngineRequest(RequestModel):
     stream: bool = False  # Answer with events instead of one body.
     # The scheduler runs requests with lower priority numbers first.
     priority: int = Field(default=0, ge=-_PRIORITY_LIMIT, lt=_PRIORITY_LIMIT)
-    timeout: float | None = Field(default=None, gt=0)  # Time limit in seconds.
+    timeout: float | None = Field(default=None, gt=0)  # Time limit of the request in seconds.
     cache_salt: str = Field(default="", max_length=256)  # Each salt has a separate prefix cache.
     # The data-parallel rank that answers. The header X-data-parallel-rank overrides this field.
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's older name for routed_dp_rank.
 
-    # vLLM's object for prompts that one server computes and another server reads.
+    # vLLM's object for prompts whose KV blocks one server computes and another server reads.
     kv_transfer_params: dict[str, Any] | None = None
     # SGLang's fields for prompts that another server computes; a list has one value per prompt.
     bootstrap_host: Host | list[Host | None] | None = None

@@ -38,7 +38,7 @@ _STRUCTURED_KINDS: dict[str, GrammarKind] = {
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }
-_MAX_KEY_CHARS = 60  # A message quotes at most this many characters of an unknown key.
+_MAX_KEY_CHARS = 60  # An error message quotes at most this many characters of an unknown key.
 _COMPACT = "disable_any_whitespace"  # Key of `structured_outputs` for JSON without white space.
 _UNSUPPORTED_OPTIONS = ("whitespace_pattern", "disable_additional_properties")
 _IGNORED_OPTIONS = ("disable_fallback", "_backend", "_backend_was_auto")  # vLLM's internal keys.
@@ -120,7 +120,7 @@ def build_format_grammar(
         case "json_object" if form.get("schema") is None:
             return Grammar(kind="json_object")
         case "json_object":
-            is_nested = False  # Clients of llama.cpp put the schema beside this type.
+            is_nested = False  # Clients of llama.cpp send `schema` beside `type`.
         case "structural_tag":
             return build_grammar("structural_tag", dict(form), param=param)
     described: Any = form

@@ -1,7 +1,7 @@
 """Combine the fields with which clients control thinking into one `ThinkingChoice`.
 
-The template of the M3 family writes one of three modes into the prompt. The M2 family always
-thinks: "disabled" closes the think block in the prompt, and the other modes change nothing.
+The template of the M3 family writes one of three thinking modes into the prompt. The M2 family
+always thinks: "disabled" closes the think block in the prompt, and other modes change nothing.
 """
 
 import enum
@@ -34,10 +34,7 @@ class ThinkingChoice:
     budget: int | None = None
 
     def mode_for(self, template: ChatTemplate) -> str | None:
-        """Return the thinking mode that follows from mode, effort and budget.
-
-        The effort "minimal" disables thinking if the template can disable it.
-        """
+        """Return the thinking mode. Effort "minimal" disables thinking if `template` can do so."""
         if self.mode is not None:
             return self.mode
         if self.effort == "none" or self.budget == 0:
@@ -45,7 +42,7 @@ class ThinkingChoice:
         return "disabled" if self.effort == "minimal" and template.reads("thinking_mode") else None
 
     def template_variables(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return the variables that `template` reads. Omit the effort if thinking is disabled."""
+        """Return thinking variables for `template`. Omit the effort if thinking is disabled."""
         mode = self.mode_for(template)
         variables = {
             "thinking_mode": mode,

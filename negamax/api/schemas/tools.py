@@ -82,7 +82,7 @@ def _check_writable(schema: object, place: str, *, mended: str = "") -> None:
 def check_function_tools(
     tools: list[dict[str, Any]], *, field: str = "tools"
 ) -> list[dict[str, Any]]:
-    """Check the fields of tools that the prompt and the parser need."""
+    """Check the tool fields that the prompt and the parser need."""
     check_tool_count(len(tools), field=field)
     for index, tool in enumerate(tools):
         where = f"{field}[{index}]"
@@ -123,7 +123,7 @@ def read_allowed_tools(
     """Return the mode of a `tool_choice` of type "allowed_tools", and the path of each tool name.
 
     The choice may have the format of chat completions or of /v1/responses. If `named_by_type`
-    contains the type of a tool, the type is the name. `may_run_elsewhere` skips unknown types.
+    contains a tool's type, the type is its name. `may_run_elsewhere` skips tools of unknown types.
     """
     field, described = "tool_choice", choice
     if "allowed_tools" in choice:
