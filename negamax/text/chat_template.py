@@ -54,8 +54,8 @@ class ChatTemplate:
     ) -> None:
         """Compile `source`. A template that is not trusted runs in another process (`Confined`).
 
-        `variables` are template variables of every call. Errors call the template `origin`. Raises
-        `CheckpointError` if the template has a syntax error.
+        Every call passes `variables` to the template. Error messages call the template `origin`.
+        Raises `CheckpointError` if the template has a syntax error.
         """
         self.source = source
         self._confined: Confined | None = None
@@ -197,7 +197,7 @@ class ChatTemplate:
     def render_values(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """Render in this process. Raises `MemoryError` and the errors of `render`."""
+        """Render in this process, without limits. Raises `MemoryError` and errors of `render`."""
         try:
             return self._template.render({**self._defined, **variables}, messages=messages)
         except (InvalidRequestError, MemoryError):

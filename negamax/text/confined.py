@@ -29,7 +29,7 @@ def compute_limits(kind: str, num_bytes: int) -> tuple[float, int, int]:
     """Return the limits of a call: processor seconds, bytes of memory, and bytes of the answer.
 
     `num_bytes` is the size of the arguments. For each byte of dense text, tokenizing takes 2
-    microseconds and 430 bytes of memory. The largest images take 3 s and 1 GB.
+    microseconds and 430 bytes of memory. Decoding the largest images takes 3 s and 1 GB.
     """
     if kind == IMAGE_DECODER:
         return _IMAGE_SECONDS, min(_IMAGE_BYTES, _MOST_MEMORY), _MOST_IMAGE_ANSWER
@@ -103,7 +103,7 @@ class Confined:
         return _unpack(answer, InvalidRequestError)
 
     def _take(self) -> Connection:
-        """Return a connection to an idle or new child. Raises `OSError`, `CheckpointError`."""
+        """Connect to an idle or new child process. Raises `OSError` or `CheckpointError`."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()

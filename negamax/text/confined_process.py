@@ -41,7 +41,7 @@ def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
         tokenizer = Tokenizer.from_folder(Path(setup[0]), is_trusted=True)
 
         def encode(parts: list[str]) -> bytes:
-            """Return the number of ids of each part, followed by the ids, all as uint32."""
+            """Return uint32 numbers: the number of token ids of each part, then all token ids."""
             found = tokenizer.encode_parts(parts)
             return b"".join(ids.tobytes() for ids in (array("I", map(len, found)), *found))
 

@@ -23,10 +23,10 @@ _whole_pieces: WeakKeyDictionary[Tokenizer, dict[int, TextPiece]] = WeakKeyDicti
 class Detokenizer:
     """Converts the token ids of one answer to text, incrementally and in linear time.
 
-    The joined pieces equal `tokenizer.decode` of all ids, truncated at the first stop string. A
-    stop string may begin and end within tokens. If two stop strings end at the same character, the
-    longer stop string is the match. A stop string that ends before token number `min_tokens` is
-    ignored. The detokenizer holds back text that may be the start of a stop string.
+    The returned texts together equal `tokenizer.decode` of all ids, truncated at the first stop
+    string. A stop string may begin and end within tokens. If two stop strings end at the same
+    character, the longer stop string is the match. A stop string that ends before token number
+    `min_tokens` is ignored. The detokenizer holds back text that may be the start of a stop string.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Detokenizer:
         self.matched_stop: str | None = None  # the stop string that ended the text
 
     def push(self, token_ids: Sequence[int]) -> list[TextPiece]:
-        """Add tokens, and return the text that cannot be part of a stop string."""
+        """Add token ids. Return held and new text that cannot be part of a stop string."""
         ready: list[TextPiece] = []
         for token_id in token_ids:
             if self.matched_stop is not None:
@@ -128,7 +128,7 @@ class Detokenizer:
     def _release(
         self, num_chars: int, ready: list[TextPiece], *, may_split_tags: bool = False
     ) -> None:
-        """Move `num_chars` held characters to `ready`. `may_split_tags` splits added tokens."""
+        """Move `num_chars` held characters to `ready`. Split added tokens if `may_split_tags`."""
         while num_chars > 0:
             piece = self._held[0]
             if len(piece.text) <= num_chars:

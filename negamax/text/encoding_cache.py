@@ -102,7 +102,7 @@ class EncodingCache:
         return known
 
     def _keep(self, digest: bytes, ids: array[int]) -> None:
-        """Add an entry if its size is at most `max_bytes` / 2, and evict the oldest entries."""
+        """Add an entry of up to `max_bytes` / 2, and evict the least recently used entries."""
         if _count_bytes(ids) > self._max_bytes // 2:
             return
         with self._lock:

@@ -1,10 +1,10 @@
 """Escape control tokens in a conversation, so that they are encoded as ordinary text.
 
 A chat template puts the strings of a conversation between control tokens (`]~b]`, `[e~[`, ...).
-Without escapes, a string with the text of a control token could end its turn. Before rendering,
-`TokenEscaper` inserts an escape character into each token text of a string. Control tokens that the
-template itself writes contain no escape. `Tokenizer.encode_escaped` encodes control tokens without
-escapes as tokens, and encodes other text as ordinary text without the escapes.
+Without escapes, a message with the text of a control token could end its turn early. Before
+rendering, `TokenEscaper` inserts an escape character into each token text of a string. Control
+tokens that the template itself writes contain no escape. `Tokenizer.encode_escaped` encodes control
+tokens without escapes as tokens, and encodes other text as ordinary text without the escapes.
 """
 
 import re
@@ -67,7 +67,7 @@ class _Spellings:
         self._longest = max(map(len, texts), default=0)
 
     def escaped(self, text: str, *, is_inserted: bool = False) -> str:
-        """Escape token texts in `text`. If `is_inserted`, `text` may be the middle of a token."""
+        """Escape token texts in `text`. If `is_inserted`, templates put `text` inside tags."""
         text = valid_unicode(text)
         if self._whole is None or not text:
             return text

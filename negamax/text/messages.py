@@ -112,7 +112,7 @@ def normalize_messages(
 def find_image(part: Mapping[str, Any], place: str) -> dict[str, Any] | None:
     """Convert an image part of any API to the normal format, or return None for other parts.
 
-    `place` is the path of the part in the request. Raises `InvalidRequestError` with this path.
+    `place` is the path of the part in the request. Raises `InvalidRequestError` for a bad image.
     """
     if _UNSEEN.get(str(part.get("type"))) != "image":
         return None
@@ -209,10 +209,10 @@ def show_unknown(part: Mapping[str, Any]) -> str:
 def split_inline_reasoning(content: str) -> tuple[str | None, str]:
     """Split an answer with reasoning tags in its content into reasoning and content.
 
-    A think block at the start is the reasoning. A later think block is a quotation. A closing tag
-    without an opening tag is a quotation if it follows a quotation mark. The reasoning is "" for a
-    quotation, so that templates do not split the content at its tags. For other content the
-    reasoning is None, and the template may split the content.
+    A think block at the start of the content is the reasoning. A later think block is a quotation.
+    A closing tag without an opening tag is a quotation if it follows a quotation mark. The
+    reasoning is "" for a quotation, so that templates do not split the content at its tags. For
+    other content the reasoning is None, and the template may split the content.
     """
     is_quoted = False
     for opener, closer in THINK_TAGS:
@@ -373,7 +373,7 @@ def _read_part(part: Mapping[str, Any], field: str, i: int, j: int) -> str:
 
 
 def _read_reasoning(message: Mapping[str, Any], i: int, *, thoughts: str) -> str | None:
-    """Return the first non-empty reasoning text, "" if all are empty, or None without reasoning."""
+    """Return the first nonempty reasoning text, "" if all are empty, None if there are none."""
     named: list[str] = []
     for field in ("reasoning_content", "reasoning"):
         value = message.get(field)

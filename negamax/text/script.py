@@ -40,7 +40,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calls: list[ScriptedCall] = msgspec.field(name="call", default_factory=list)
 
     def fits(self, prompt: str, *, role: str, message: str) -> bool:
-        """Return whether the conditions are true. `message` is the text of the new messages."""
+        """Return whether the rule's conditions are true. `message`: text of the new messages."""
         return (
             self.role in (None, role)
             and (self.message is None or re.search(self.message, message) is not None)

@@ -52,8 +52,8 @@ class Tokenizer:
     def __init__(
         self, definition: str, *, config: Mapping[str, Any], source: str = "tokenizer.json"
     ) -> None:
-        """`definition` is the text of tokenizer.json, `config` is the object in
-        tokenizer_config.json. Errors call the definition `source`. Raises `CheckpointError`.
+        """`definition`: text of tokenizer.json; error messages call it `source`. `config`: object
+        in tokenizer_config.json. Raises `CheckpointError`.
         """
         try:
             self._backend = tokenizers.Tokenizer.from_str(definition)
@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def is_confined(self) -> bool:
-        """Whether `encode` waits for another process, and event loops must call it in a thread."""
+        """Whether `encode` waits for another process. Event loops must call it in a thread."""
         return self._confined is not None
 
     def encode(
@@ -149,7 +149,7 @@ class Tokenizer:
     def encode_parts(
         self, parts: Sequence[str], *, max_tokens: int | None = None
     ) -> list[array[int]]:
-        """Encode parts of a prompt to at most `max_tokens` ids. Raises the errors of `encode`."""
+        """Encode parts of a prompt. `max_tokens` limits all ids together. Raises like `encode`."""
         if self._confined is not None and parts:
             numbers = array("I", self._confined.call(parts))
             _check_count(len(numbers) - len(parts), max_tokens)

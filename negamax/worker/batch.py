@@ -175,7 +175,7 @@ def build_batch_layout(
 def metadata_of(
     inputs: StepInputs, requests: RequestState, *, active: Tensor | None = None, **host: Any
 ) -> AttentionMetadata:
-    """Build metadata. `active` [1] int32 counts tokens without padding. `host`: other fields."""
+    """Build metadata. `active` [1] int32: number of tokens without padding. `host`: more fields."""
     return AttentionMetadata(
         positions=inputs.positions,
         token_slots=inputs.token_slots,
@@ -224,7 +224,7 @@ def build_padding(
 def sample_inputs(
     slots: Sequence[int] | Column, offsets: Sequence[int] | Column, requests: RequestState
 ) -> SampleInputs:
-    """Return the positions of sampled tokens, at `offsets` after the computed tokens of `slots`."""
+    """Return inputs to sample tokens that are `offsets` after the computed tokens of `slots`."""
     columns = np.asarray(slots, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
     slots_device, offsets_device = upload(columns, requests.tokens.device)
     return SampleInputs(

@@ -30,7 +30,7 @@ class RankAddresses:
 
     @staticmethod
     def local(folder: str, layout: ParallelLayout) -> "RankAddresses":
-        """Use Unix sockets and files. The TCP store of PyTorch would listen without a key."""
+        """Return Unix sockets and files. PyTorch's TCP store would listen without a key."""
         return RankAddresses(
             plans=tuple(f"ipc://{folder}/rank{rank}" for rank in range(layout.world_size)),
             results=tuple(f"ipc://{folder}/results{rank}" for rank in range(layout.dp)),

@@ -191,7 +191,7 @@ class Runtime:
     samples_on_shards: bool  # whether ranks sample from shards of logits if possible
 
     def record_event(self) -> torch.cuda.Event | None:
-        """Return an event after the launched kernels, or None if launches are synchronous."""
+        """Record an event after the launched kernels. Return None if launches are synchronous."""
         if not self.is_asynchronous:
             return None
         event = torch.cuda.Event(enable_timing=True)

@@ -82,7 +82,7 @@ class DraftModelProposer(Proposer):
         raise NotImplementedError
 
     def _keep_drawn(self, slots: Mapping[str, WeightSlot]) -> Mapping[str, WeightSlot]:
-        """Return the slots that need random synthetic values, after writing all other slots."""
+        """Write fixed values to some slots. Return the slots that need random synthetic values."""
         return slots
 
     def _choose(

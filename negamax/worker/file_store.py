@@ -9,9 +9,9 @@ is a miss and deletes the file.
 A file is written under a temporary name and then renamed, but not synced to the disk. Complete
 files survive a process crash. After a power failure, the checksum detects incomplete files.
 
-Two groups of threads read and write files while steps run. The scheduler limits the pending copies.
-The first I/O error, or a minute in which no copy ends, disables the files. Later copies then end at
-once and do nothing.
+Two groups of threads read and write files while steps run. The scheduler limits the number of
+pending copies. The first I/O error, or a minute in which no copy ends, disables the files. With
+disabled files, a copy ends at once and does nothing.
 """
 
 import hashlib
@@ -305,8 +305,8 @@ class FileStore:
 def open_files(
     config: WorkerConfig, kernels: KernelTable, host: Sequence[np.ndarray], *, dtype: str
 ) -> FileStore | None:
-    """Open the files of this rank for the blocks of `host`, with caches in `dtype`. Return None if
-    `config` has no folder for files. Raises `ConfigError` if the folder cannot be used.
+    """Open the files for this rank's blocks `host`, with caches in `dtype`. Return None if `config`
+    has no folder for files. Raises `ConfigError` if the folder cannot be used.
     """
     if config.kv_offloading_path is None:
         return None
@@ -362,7 +362,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _fill(stream: RawIOBase, view: memoryview) -> bool:
-    """Read until `view` is full. Return False if the file is too short."""
+    """Read from a file until `view` is full. Return False if the file is too short."""
     done = 0
     while count := stream.readinto(view[done:]):
         done += count

@@ -61,7 +61,7 @@ class PendingBitmask:
         by_row: Callable[[], Mapping[int, Sequence[bytes | None]]],
         postponed: Callable[[], Sequence[int]] = list,
     ) -> None:
-        """`by_row` returns the masks of the first samples of each row of the plan."""
+        """`by_row` returns for rows of the plan the masks of a row's first samples."""
         self._by_row, self._postponed = by_row, postponed
 
     @property

@@ -212,7 +212,7 @@ class StepGraphs:
         return [residual[:num_tokens] for residual in self.buffers.residuals]
 
     def sample_inputs(self, shape: StepShape, columns: StepColumns) -> SampleInputs:
-        """Return the inputs to resample a replay, and restore the drafts that it replaced."""
+        """Return inputs to resample a replayed step, and restore drafts that it replaced."""
         if shape.num_drafts:
             inputs, ran = self._inputs(shape), self._token_ids[: shape.num_tokens]
             self._requests.store(inputs.token_slots, inputs.positions, ran)

@@ -1,7 +1,7 @@
 """Encode images on one rank before a step, which reads the image rows in place of embeddings.
 
 Each tensor-parallel rank has the whole vision tower and encodes some of a step's images. For each
-image, all other ranks use zeros, so the sum over the ranks is exact.
+image, ranks that did not encode the image add zeros, so the sum over ranks is exact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _RUN_TOKENS = 5184
 
 @dataclass(frozen=True)
 class _Broken:
-    """The pages of an image that could not be encoded, and the error."""
+    """The pool pages of an image that could not be encoded, and the error."""
 
     pages: frozenset[int]
     error: Exception

@@ -98,7 +98,7 @@ def choose_blocks(
     encoding: int = 0,
     device: torch.device,
 ) -> int:
-    """Return how many blocks this rank can store. `dtype` is the default dtype of caches.
+    """Return how many KV blocks this rank can store. `dtype` is the default dtype of caches.
     `workspace` and `encoding` are the GPU bytes of a step and of the encoding of the largest image.
     """
     if config.num_kv_blocks:
@@ -199,8 +199,8 @@ def choose_host_blocks(
 def choose_num_blocks(
     *, block_bytes: int, block_size: int, max_model_len: int, max_num_seqs: int, budget: int
 ) -> int:
-    """Return the number of blocks that all sequences could use, within `budget` bytes. Raises
-    `ResourceError` if one sequence of `max_model_len` tokens does not fit.
+    """Return how many KV blocks `max_num_seqs` sequences could use, limited to `budget` bytes.
+    Raises `ResourceError` if one sequence of `max_model_len` tokens does not fit.
     """
     blocks_per_sequence = -(-max_model_len // block_size)
     affordable = max(0, budget) // max(1, block_bytes)

@@ -50,7 +50,7 @@ class HostKind:
     blocks: NDArray[np.int64]  # [blocks, layers, heads, words] of this rank
 
     def heads_of(self, rank: int, ranks: int) -> range:
-        """Return the heads that rank `rank` of `ranks` holds."""
+        """Return the heads that rank `rank` of `ranks` stores."""
         count = self.spec.local_heads(ranks)
         first = 0 if self.spec.replicated else rank * self.spec.heads // ranks
         return range(first, first + count)
@@ -200,8 +200,8 @@ class TcpMover:
         places: list[int],
         command: wire.ImportBlocks,
     ) -> None:
-        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. After a
-        `LaneError`, no block is written.
+        """Fill `parts` of the host blocks `places` from the lane at `endpoint`. A call that raised
+        `LaneError` writes no more blocks.
         """
         words = sum(
             self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts

@@ -1,7 +1,7 @@
 """Edit the logits of single rows before the sampler samples a token.
 
 To add a sampling parameter that changes logits, add a field to `SamplingParams`, write a
-`LogitEdit` and append the edit to `EDITS`. No other code reads the field.
+`LogitEdit` and append the edit to `EDITS`. Other code does not read the new field.
 """
 
 from collections.abc import Callable, Collection
@@ -37,7 +37,7 @@ class LogitEdit(Protocol):
     def prepare(
         self, params: SamplingParams, eos_token_ids: Collection[int], device: torch.device
     ) -> ApplyEdit:
-        """Return the edit of a row with these parameters. The caller prepares each row once."""
+        """Return the function that edits a row with these parameters. It is called once per row."""
 
 
 class Penalties:

@@ -3,8 +3,8 @@ sequence's last tokens, and propose the tokens after this occurrence.
 
 The proposer uses the longest match, and the earliest of equally long matches, as vLLM does. Each
 compared token takes about 3 passes over the last `SEARCHED_TOKENS` tokens, so the cost per sequence
-has a constant bound. On a CPU, the search is also limited to the longest sequence of the step. The
-proposer has no hash table of n-grams, because no step computes the tokens of cached prefixes.
+has a constant bound. On a CPU, the search is also limited to the longest sequence of the step. A
+hash table of n-grams would miss the tokens of cached prefixes, because no step runs these tokens.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Read KV blocks with NIXL, over RDMA or another transport of UCX. The extra `pd` installs NIXL.
 
 The memory of all host blocks is registered once. With equal tensor-parallel sizes, one descriptor
-covers all layers of a block in one kind of cache. With other sizes, each layer has a descriptor.
+covers all layers of a block in one kind of cache. With unequal sizes, each layer has a descriptor.
 """
 
 import time
@@ -87,7 +87,7 @@ class NixlMover:
         return self._peers[endpoint]
 
     def _read(self, local: NDArray[np.uint64], remote: NDArray[np.uint64], agent: str) -> None:
-        """Read blocks and wait. After a `LaneError`, no block is written."""
+        """Read blocks and wait. A call that raised `LaneError` writes no more blocks."""
         transfer = self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, _DRAM),

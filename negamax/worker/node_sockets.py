@@ -68,7 +68,7 @@ class ConnectionLimit:
     """Closes surplus connections to a listening socket. One thread must call `apply` often."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, num_peers: int) -> None:
-        """`num_peers`: connections that the nodes need. Create the limit before `bind`."""
+        """`num_peers`: connections that the nodes need. Create this object before `bind`."""
         self._most = num_peers + _MOST_STRANGERS
         self._open: set[int] = set()  # file descriptors of open connections
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
@@ -76,7 +76,7 @@ class ConnectionLimit:
         )
 
     def apply(self) -> list[tuple[int, int]]:
-        """Close connections above the limit. Return new (event, value) pairs of the socket."""
+        """Close connections above the limit. Return the socket's new (event, value) pairs."""
         events = []
         while self._monitor.poll(0):
             message = parse_monitor_message(self._monitor.recv_multipart())
@@ -100,7 +100,7 @@ def _hang_up(connection: int) -> None:
 
 
 def shared_key(purpose: str) -> bytes:
-    """Derive 32 bytes for `purpose` from the key."""
+    """Derive 32 bytes for `purpose` from NEGAMAX_NODE_KEY."""
     given = (env.get(KEY_VARIABLE) or "").encode()
     return hashlib.blake2b(
         given, digest_size=32, person=f"negamax {purpose}"[:16].encode()

@@ -40,7 +40,7 @@ class TokenStates:
 
 
 class DraftRows(NamedTuple):
-    """R rows that need drafts. A row has `lengths` known tokens, of which the last has not run."""
+    """R rows that need drafts. A row has `lengths` known tokens; the last one has no KV yet."""
 
     slots: Tensor  # [R] int64
     lengths: Tensor  # [R] int64

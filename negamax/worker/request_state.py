@@ -116,7 +116,7 @@ class RequestState:
         self.num_computed.index_add_(0, slots, counts)
 
     def raise_bounds(self, plan: StepPlan, *, postponed: Sequence[int]) -> None:
-        """Raise the bounds by the launched tokens, without the last tokens of `postponed` rows."""
+        """Raise bounds by the launched tokens, except the last tokens of `postponed` rows."""
         self.num_computed_bound[plan.slots] += plan.num_scheduled
         self.num_computed_bound[[plan.slots[row] for row in postponed]] -= 1
         self._unverified[plan.slots] += plan.num_draft_tokens
@@ -124,8 +124,8 @@ class RequestState:
     def lower_bounds(
         self, plan: StepPlan, num_accepted: Mapping[int, int], reassigned: Container[int] = ()
     ) -> None:
-        """Lower the bounds by the rejected drafts of `plan`. Skip slots that now belong to other
-        requests: `reassigned` slots, and slots without unverified drafts.
+        """Lower the bounds of computed tokens by the rejected drafts of `plan`. Skip slots that now
+        belong to other requests: `reassigned` slots, and slots without unverified drafts.
         """
         for row, num_drafts in enumerate(plan.num_draft_tokens):
             slot = plan.slots[row]
@@ -181,7 +181,7 @@ class RequestState:
         return {i: self.failures[slot] for i, slot in enumerate(slots) if slot in self.failures}
 
     def take_failures(self) -> dict[int, str]:
-        """Return the failures since the last call, by slot."""
+        """Return errors of slots that failed since the last call."""
         failures, self._new_failures = self._new_failures, {}
         return failures
 

@@ -107,7 +107,7 @@ class Stage:
         is_padding: bool = False,
     ) -> Entering:
         """Receive the stage's inputs, into `out` and `captured` if given. If ranks split the
-        stream, rows that other ranks receive are zeros. `is_padding`: nothing is received.
+        stream, rows that other ranks receive are zeros. Nothing is received if `is_padding`.
         """
         if self._links.previous is None:
             return Entering(None, [])

@@ -50,13 +50,13 @@ class Batch:
 
     @property
     def replay(self) -> tuple[StepGraphs, StepShape] | None:
-        """Graphs and shape if the graph also samples and verifies, else None."""
+        """Graphs and shape of the captured step if it also samples and verifies, else None."""
         return self.captured if self.captured and self.captured[1].is_sampled else None
 
 
 @dataclass(frozen=True)
 class Executed:
-    """Outputs of the layers. On the last stage, `hidden` has the tokens of all shards."""
+    """Outputs of the layers. On the last stage, `hidden` has rows for all shards."""
 
     began: torch.cuda.Event | None
     hidden: Tensor  # [T or more, hidden]; rows after T are padding

@@ -24,7 +24,7 @@ class StepTimes:
     previous: torch.cuda.Event | None
 
     def seconds(self) -> tuple[float, float]:
-        """Return step time and idle time before the step. Time without requests is idle time."""
+        """Return seconds of the step and of idle time before. Time without requests is idle."""
         self.ended.synchronize()  # host-sync: a step may return no tensors to wait for
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
@@ -117,5 +117,5 @@ def _expect_accepted(confidences: Tensor) -> list[float]:
 
 
 def expert_bytes(counts: HostTensor) -> bytes:
-    """Wait for `counts` and convert them for `StepResult`."""
+    """Wait for `counts` and return them as bytes for `StepResult`."""
     return counts.read().numpy().tobytes()

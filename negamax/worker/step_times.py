@@ -1,8 +1,9 @@
 """Before the first request, measure captured steps for numbers of rows and draft tokens. The engine
 uses these times to choose the draft length (scheduler/draft_length.py).
 
-Rows have no context, and start with random tokens, which use as many experts as real requests.
-Longer contexts slow steps of similar size equally. The engine corrects these times for contexts.
+Measured rows have no context and start with random tokens, which use as many experts as real
+requests. Longer contexts slow steps of similar size equally. The engine adjusts these times to
+contexts.
 """
 
 from functools import partial

@@ -118,7 +118,7 @@ class Verification:
         return {row: accepted for row, drafts, accepted in columns if drafts}
 
     def proposed(self) -> dict[int, int]:
-        """Return the number of drafts by row of the plan, for rows with fewer than planned."""
+        """Return row -> number of drafts, for rows of the plan with fewer drafts than planned."""
         if self.drafts is None:
             return {}
         rows, _, num_drafts, _ = (column.tolist() for column in self.sampled)

@@ -31,7 +31,7 @@ def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
 
 
 def cut(num_tokens: int, longest: int) -> list[int]:
-    """Split `num_tokens` into lengths of up to `longest`."""
+    """Split `num_tokens` into sequence lengths of up to `longest`."""
     rest = num_tokens % longest
     return [longest] * (num_tokens // longest) + ([rest] if rest else [])
 

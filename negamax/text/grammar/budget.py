@@ -46,12 +46,12 @@ class Budget:
                 self._nodes, self._bytes = spent
 
     def note_format(self, *, is_harmless: bool) -> None:
-        """Count a format of a client's structural tag. Tags with many formats compile slowly."""
+        """Count a format of a client's structural tag. Many formats in a tag compile slowly."""
         self._formats += 1
         self.is_risky |= not is_harmless or self._formats > RISKY_FORMATS
 
     def spend(self, nodes: int = 1, *, num_bytes: int = 0) -> None:
-        """Count nodes and bytes. Raises `InvalidRequestError` above the limits."""
+        """Add to the schema's nodes and bytes. Raises `InvalidRequestError` above a limit."""
         self._nodes += nodes
         self._bytes += num_bytes
         if self._nodes > MAX_NODES:

@@ -21,7 +21,7 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 class _Kind(IntEnum):
-    """Kinds of expressions in a serialized grammar. Comments list the integers after each kind."""
+    """Expression kinds in a serialized grammar. Comments list the integers that follow a kind."""
 
     STRING = 0  # bytes
     CHARACTERS = 1  # 1 if the class is negated; first and last character of each range

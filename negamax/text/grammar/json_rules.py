@@ -63,9 +63,9 @@ class _Alternative(NamedTuple):
 class Rules:
     """The rules of one grammar.
 
-    For JSON, `ahead` is a lookahead expression of the text that follows a string or number. With
-    `ahead`, the compiler decides which tokens may extend beyond the end of a value. Without
-    `ahead`, the matcher tests these tokens for every mask.
+    For JSON, `ahead` is a lookahead expression for the text after a string or number. With `ahead`,
+    the compiler decides which tokens may extend beyond the end of a value. Without `ahead`, the
+    matcher tests tokens that extend beyond a value for every mask.
     """
 
     def __init__(self, languages: Languages, *, ahead: str | None = None) -> None:
@@ -110,8 +110,8 @@ class Rules:
     def add_language(self, language: Language, *, after: str = "") -> str:
         """Add a rule for the texts of `language`, followed by `after`, and return the rule's name.
 
-        The rules form an automaton with one rule per state. The compiler computes masks of such
-        rules quickly. Repeated blocks represent long runs of one character class.
+        The rules form an automaton with one rule per state. The compiler computes token masks of
+        rules with one state quickly. Repeated blocks represent long runs of one character class.
         """
         key = (language.ended, after)
         if key in self._written:
@@ -350,7 +350,7 @@ class JsonRules:
         `entries` are the listed members or items in order, each with a flag that marks required
         entries. The rule `other` writes one entry that is not listed. A tuple may end after any
         entry. An object may omit entries that are not required. The name of a rule contains the
-        index of the next entry and the number of written entries, up to the limits of `shape`.
+        index of the next listed entry and the number of written entries.
         """
         start, rules, length = self.rules.new_name("entries"), self.rules, len(entries)
         least, most = shape.least, shape.most
@@ -367,7 +367,7 @@ class JsonRules:
             return _Alternative(f"{lead} {text} {following}", (*needed, following))
 
         def write_end(count: int) -> list[_Alternative]:
-            """Return the alternatives after the listed entries. `count` entries were written."""
+            """Return the alternatives after the listed entries, with `count` written entries."""
             ways = [_Alternative(self._space if count else '""')] if count >= least else []
             if other is None or (most is not None and count >= most):
                 return ways

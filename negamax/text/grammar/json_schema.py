@@ -57,7 +57,7 @@ _MAX_COMPARED_LEVELS = 3  # maximum nesting levels of compared alternatives
 
 
 class Schemas:
-    """The schemas of one document. With `infers`, keywords imply a type that is not stated."""
+    """The schemas of one document. With `infers`, keywords imply a missing `type`."""
 
     def __init__(
         self, root: Any, *, strict: bool, infers: bool | None = None, budget: Budget | None = None
@@ -105,7 +105,7 @@ class Schemas:
     # --- alternatives ---
 
     def _expand(self, node: Any, path: tuple[int, ...]) -> list[Nodes]:
-        """Return the alternatives of `node`. An alternative consists of schemas that all apply."""
+        """Return the alternatives of `node`. All schemas of an alternative limit the same value."""
         if not isinstance(node, Mapping):
             if self.strict and not isinstance(node, bool):
                 refuse_grammar(

@@ -1,8 +1,8 @@
 """Compute regular languages with intersections and complements by derivatives.
 
-A `Languages` object assigns an integer to each expression. Equal expressions have one integer. The
-markers `BEGIN` and `END` represent the anchors of patterns. Markers are integers outside the range
-of Unicode. Source: Owens, Reppy, Turon, "Regular-expression derivatives re-examined" (2009).
+A `Languages` object assigns an integer to each expression. Equal expressions have the same integer.
+The markers `BEGIN` and `END` represent the anchors of patterns. Markers are integers outside the
+range of Unicode. Source: Owens, Reppy, Turon, "Regular-expression derivatives re-examined" (2009).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -123,7 +123,7 @@ class Languages:
     def containing(self, alternatives: Sequence[tuple[Sequence[int], bool]]) -> Language:
         """Return the language of the texts that contain a match of an alternative.
 
-        An alternative is a sequence of expressions, which may be markers, and a flag. The flag is
+        Each alternative is a pair: a sequence of expressions or markers, and a flag. The flag is
         set if the last expression matches up to the end of the text.
         """
         anything = self.repeat(self.any_char)
@@ -271,7 +271,7 @@ class Languages:
         return ranges
 
     def read_run(self, language: Language) -> tuple[Ranges, int, int | None] | None:
-        """If a language repeats one character class, return the class and the limits, else None."""
+        """If a language repeats one character class, return class and repeat limits, else None."""
         if language.plain is None:
             return None
         match self.nodes[language.plain]:

@@ -35,7 +35,7 @@ class GrammarCompiler:
         num_threads: int,
         token_tags: Collection[str],
     ) -> None:
-        """`vocab_size` may include padding. Grammars match the tags `token_tags` only as tokens."""
+        """`vocab_size` may include padding tokens. Grammars match `token_tags` only as tokens."""
         self.vocab_size = vocab_size
         vocabulary = [_spell(tokenizer, token_id, token_tags) for token_id in range(vocab_size)]
         info = xgrammar.TokenizerInfo(

@@ -333,7 +333,7 @@ def _write_at_least(bound: Decimal, is_open: bool) -> str:
 
 
 def _list_larger(digits: str) -> list[str]:
-    """Return patterns of the first digits of larger numbers with the same number of digits."""
+    """Return patterns of beginnings of all larger numbers that have as many digits as `digits`."""
     return [
         f"{digits[:place]}[{int(digit) + 1}-9]" for place, digit in enumerate(digits) if digit < "9"
     ]

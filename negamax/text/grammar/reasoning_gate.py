@@ -18,9 +18,9 @@ class _GateState(enum.Enum):
 class ReasoningGate:
     """Tracks the reasoning of one output.
 
-    After `budget` tokens of reasoning the gate requires the closing tokens. With `calls_end_it`,
-    the opening tag of a call block also ends the reasoning. `token_bytes` is required if a tag of
-    the reasoning is not a single token.
+    After `budget` tokens of reasoning the gate requires the closing tokens. With `calls_end_it`
+    set, the opening tag of a call block also ends the reasoning. `token_bytes` is required if a tag
+    of the reasoning is not a single token.
     """
 
     def __init__(

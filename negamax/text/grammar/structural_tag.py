@@ -65,7 +65,7 @@ def _has_long_literal(part: Any) -> bool:
 
 
 def is_simple(pattern: str) -> bool:
-    """Return True if a match of a regular expression certainly needs few states at a time."""
+    """Return True if matching a regular expression certainly needs few states at a time."""
     if len(pattern) > 1000 or "){" in pattern:
         return False
     found = list(_QUANTIFIER.finditer(pattern))

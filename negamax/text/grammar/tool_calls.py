@@ -40,7 +40,7 @@ MAX_NAME_CHARS = 512  # maximum characters of a tool or argument name that the p
 
 
 class CallStyle(ABC):
-    """A model family's syntax of calls. Methods return formats and count nodes in `budget`."""
+    """A model family's syntax of calls. Methods return formats and count schema nodes."""
 
     name: str
     end_of_text: str  # text that ends a raw string
@@ -76,7 +76,7 @@ class CallStyle(ABC):
     def nest(
         self, shape: ArrayShape | ObjectShape, schemas: Schemas, *, depth: int
     ) -> Format | None:
-        """Return the format of an object or array that is written in tags, or None for JSON."""
+        """Return the format of an object or array in tags, or None if the syntax uses JSON."""
         return None
 
     def invoke(self, name: str, arguments: Format) -> Format:

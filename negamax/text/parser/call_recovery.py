@@ -54,7 +54,7 @@ def read_json_calls(text: str, schemas: ToolSchemas) -> list[tuple[str, dict[str
 
 
 def read_members(text: str, schema: ValueSchema) -> dict[str, str] | None:
-    """Return the JSON of each member if `text` is an object in JSON or in elements, else None."""
+    """Return the JSON of each member if `text` is an object in JSON or XML, else None."""
     text = _strip_fence(text)
     if not text.startswith("{"):
         return _read_elements(text, schema, depth=0)
@@ -70,7 +70,7 @@ def read_members(text: str, schema: ValueSchema) -> dict[str, str] | None:
 
 
 def read_value(text: str, schema: ValueSchema) -> str:
-    """Convert `text` to JSON. An object or array may be written as elements."""
+    """Convert `text` to JSON. The text of an object or array may be XML elements."""
     return _read_value(text, schema, depth=0) or schema.convert(text)
 
 

@@ -195,7 +195,7 @@ class ElementArguments:
             element.may_be_over = True
 
     def end(self) -> bool:
-        """Close the call and all open elements. Return False if an argument cannot be read."""
+        """Close the call and all open elements. Return False if an argument is malformed."""
         self._close_down_to(0)
         arguments, text = self._open[0], self.stray
         self._drop_text(arguments)
@@ -481,7 +481,7 @@ def _convert_text(text: str, schema: ValueSchema) -> str:
 
 
 def _join_container(element: _Element) -> WaitingMember:
-    """Return the value of a container that is written as a whole."""
+    """Return the JSON of a container that is written as a whole."""
     values = element.values
     is_array = element.shape is _Shape.ARRAY or (
         element.shape is _Shape.TREE and all(value.name == ITEM for value in values)

@@ -48,7 +48,7 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """A whole answer. A missing part is None."""
+    """A whole answer. The field of a missing part is None."""
 
     reasoning: str | None
     content: str | None

@@ -52,7 +52,7 @@ class CallWriter:
         return not self._name
 
     def leave_call(self) -> None:
-        """Discard a call that cannot be read, or truncate the call if its start was emitted."""
+        """Discard an unreadable call, or truncate the call if its start was emitted."""
         if self._name:
             self._index -= 1
             self._name = ""

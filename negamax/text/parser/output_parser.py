@@ -12,7 +12,7 @@ Rules for every format:
   begins reasoning.
 - The opening tag of a call block begins a block at the start of a line of content, before an invoke
   tag, and at the end of the output. In content, the tag also begins a block if the closing tag of
-  the block follows. Elsewhere the tag is quoted text.
+  the block follows. Elsewhere the opening tag of a block is quoted text.
 - A call in a code block or inline code of Markdown is quoted text.
 - A closing think tag of another family ends reasoning if a line break or a call follows.
 - Unreadable text of a call block becomes content. A call with an unreadable argument is dropped. If
@@ -75,8 +75,8 @@ class OutputParser:
     tags by their text.
 
     A string in `stop` ends the answer if it occurs in the content. Reasoning and calls are not
-    searched. With `includes_stop` the content includes the stop string. After `matched_stop` is
-    set, no event follows.
+    searched for stop strings. With `includes_stop` the content includes the stop string. After
+    `matched_stop` is set, no event follows.
     """
 
     __slots__ = (
@@ -152,7 +152,7 @@ class OutputParser:
         return None if self._stoppable is None else self._stoppable.matched
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool = True) -> list[ParserEvent]:
-        """Parse pieces and return final events. Stop strings are ignored if `may_stop` is False."""
+        """Parse pieces and return their final events. Without `may_stop`, ignore stop strings."""
         if self._stoppable is not None:
             self._stoppable.may_match = may_stop
         for lexeme in self._lexer.feed(pieces):
@@ -160,7 +160,7 @@ class OutputParser:
         return self._taken_events()
 
     def finish(self, *, is_truncated: bool = False) -> list[ParserEvent]:
-        """End the output, and return the last events. `is_truncated` means an interrupted model."""
+        """End the output, and return the last events. `is_truncated`: the model was interrupted."""
         for lexeme in self._lexer.finish():
             self._take(lexeme)
         if self._closer:
@@ -317,7 +317,7 @@ class OutputParser:
         ]
 
     def _enter(self, state: _ParserState) -> None:
-        """Change the state. A stop string cannot begin before a change and end after it."""
+        """Change the state. A stop string cannot span a change of state."""
         if self._stoppable is not None:
             self._stoppable.begin(is_before_word=True)
         self._state = state

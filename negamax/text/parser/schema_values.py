@@ -92,7 +92,7 @@ class ValueSchema:
     def __init__(
         self, schemas: Sequence[Any], *, root: Any, known: dict[tuple[int, ...], ValueSchema]
     ) -> None:
-        """`root` is the document that references refer to. `known` caches the objects of a root."""
+        """`root` is the document that references refer to. `known` caches the schemas in `root`."""
         # JSON types that the schema allows; empty if unknown, so that the value is text
         self.types = find_types(schemas, root=root)
         self._root = root

@@ -80,7 +80,7 @@ class TagBeginnings:
 
 
 class _Tables:
-    """Tables for a set of tags. All lexers of these tags share the tables."""
+    """Lookup tables for a set of tags. All lexers of these tags share the tables."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class TagLexer:
     `literals` are tags with a fixed text that ends with `>`. The lexer recognizes tags in
     `token_ids` only as tokens. The text is searched for all other tags and for the `patterns`.
     `list_named` returns tags whose names contain angle brackets or quotes. Such named tags have a
-    literal `rest` and precede the patterns. The lexer calls `list_named` at the first anchor.
+    literal `rest` and precede the patterns. The first anchor in the text triggers `list_named`.
     """
 
     __slots__ = ("_held", "_is_inside", "_is_tag", "_list_named", "_tables", "_tables_with")
