@@ -48,7 +48,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None
-    message: ParsedOutput | None = None  # Reasoning, content and tool calls, for `LLM.chat` only.
+    message: ParsedOutput | None = None  # Parsed `text`; set by `LLM.chat` only.
 
 
 @dataclass
@@ -61,13 +61,13 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class LLMOptions(EngineOptions):
-    chat_template: str | None = None  # Path of a file that replaces the checkpoint's template.
+    chat_template: str | None = None  # Path of a file that replaces the checkpoint's chat template.
 
 
 def _takes_fields_of(
     options: Callable[P, LLMOptions],
 ) -> Callable[[Callable[[LLM, LLMOptions], None]], Callable[Concatenate[LLM, P], None]]:
-    """Give an `__init__` the parameters of a dataclass, visible to type checkers and editors."""
+    """Give an `__init__` a dataclass's parameters in the eyes of type checkers and editors."""
 
     def decorate(init: Callable[[LLM, LLMOptions], None]) -> Callable[Concatenate[LLM, P], None]:
         def wrapper(self: LLM, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -86,8 +86,8 @@ def _takes_fields_of(
 
 
 class LLM:
-    """A model in this process. Keyword arguments are the fields of `EngineOptions` and
-    `chat_template`, the path of a file. Values of vLLM such as `dtype="half"` are valid.
+    """Runs a model in this process. Keyword arguments are the fields of `EngineOptions` and
+    `chat_template`, the path of a file. vLLM's values, such as `dtype="half"`, are valid, too.
 
     An `LLM` is a context manager; `shutdown` ends the workers. An `LLM` is not thread-safe. Raises
     `ConfigError` or `ResourceError` for a model or options that cannot work on this machine.
@@ -156,7 +156,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt, step by step. Closing the iterator aborts the prompt."""
+        """Yield the outputs of one prompt step by step. Closing the iterator aborts the prompt."""
         prompts = [self._encode(prompt)]
         outputs = self._run(prompts, self._admit(prompts, sampling_params))
         return (output for _, output in outputs)
@@ -219,7 +219,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         messages: Messages = (),
     ) -> ParsedOutput:
-        """Parse a completion. Tool calls are found if `tools` or calls in `messages` exist."""
+        """Parse a completion. Tool calls are parsed if `tools` or calls in `messages` exist."""
         parser = self._parser(prompt, tools=tools, messages=messages, sampling=SamplingParams())
         return collect(
             [
@@ -334,7 +334,7 @@ class LLM:
                 while updates:
                     update = updates.popleft()
                     if update.request_id not in running:
-                        continue  # The sequence was aborted.
+                        continue  # The update's sequence was aborted.
                     for sequence in held.pop(update.request_id, ()):
                         start(sequence)
                     position, stream = running[update.request_id]
@@ -343,7 +343,7 @@ class LLM:
                         raise EngineError(update.error)
                     output = stream.push(update)
                     if stream.finished:
-                        end([update.request_id])  # The loop ignores stop strings.
+                        end([update.request_id])  # Abort it, as the loop ignores stop strings.
                     yield position, output
         finally:
             end(list(running))
@@ -352,7 +352,7 @@ class LLM:
         """Run one step, and store each update for the stream of its request."""
         for update in self._loop.step():
             updates = self._updates.get(update.request_id)
-            if updates is not None:  # None if the request was aborted.
+            if updates is not None:  # None: the request was aborted.
                 updates.append(update)
 
     def _sequences(

@@ -12,13 +12,13 @@ from negamax import __version__
 from negamax.options.engine import EngineOptions
 from negamax.options.server import ServerOptions
 
-SHAPE, HASH = "serving_shape", "hash"  # Keys of a shape and of its hash.
+SHAPE, HASH = "serving_shape", "hash"  # JSON keys of a serving shape and of its hash.
 
 
 def make_shape(
     options: EngineOptions, of_ranks: dict[str, Any], *, model: str, revision: str | None
 ) -> dict[str, Any]:
-    """Make a shape of the options and of the first rank's description (`worker.shape`)."""
+    """Make a serving shape of the options and the first rank's description (`worker.shape`)."""
     parallel, drafts = options.parallel, options.speculation
     sizes = {
         "tensor": parallel.tensor_parallel_size,
@@ -42,13 +42,13 @@ def make_shape(
 
 
 def hash_shape(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return `fields` as a shape, with a short hash of the fields in front."""
+    """Return `fields` as a serving shape, which begins with a short hash of the fields."""
     named = {key: value for key, value in fields.items() if key != HASH}
     encoded = msgspec.json.encode(named, order="deterministic")
     return {HASH: hashlib.sha256(encoded).hexdigest()[:12], **named}
 
 
 def add_parsers(shape: dict[str, Any], options: ServerOptions) -> dict[str, Any]:
-    """Add the names of a server's parsers to a shape."""
+    """Add the names of a server's output parsers to a serving shape."""
     parsers = {"tool_call": options.tool_call_parser, "reasoning": options.reasoning_parser}
     return hash_shape({**shape, "parsers": parsers})

@@ -15,7 +15,7 @@ from negamax.options.speculation import SpeculationConfig
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-BEAT_SECONDS = 0.2  # Time between two heartbeats.
+BEAT_SECONDS = 0.2  # Time between two heartbeats of the engine.
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class EngineAddress:
 
 
 class TransferInfo(msgspec.Struct, frozen=True):
-    """How an engine exchanges prompts with other engines."""
+    """How an engine exchanges the KV blocks of prompts with other engines."""
 
-    engine_id: str  # Random id, new at each start.
+    engine_id: str  # Random id that the engine draws at its start.
     role: str  # One of `options.transfer.ROLES`.
     host: str
     port: int
@@ -60,16 +60,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     data_parallel_size: int = 1
-    memory: str = ""  # Text about the GPU memory of KV cache and graphs.
+    memory: str = ""  # Text that states the GPU memory of KV cache and graphs.
     speculation: SpeculationConfig | None = None
     host_block_bytes: int = 0  # Size of a KV block in main memory, in bytes, summed over ranks.
     shape: dict[str, Any] = {}  # The serving shape (`engine.shape`).
-    transfer: TransferInfo | None = None  # None: the engine exchanges no prompts.
+    transfer: TransferInfo | None = None  # None: no exchange of prompts.
     vision: VisionSpec | None = None  # Spec of the loaded vision tower; None: images are refused.
 
 
 class ExpertStats(msgspec.Struct, frozen=True, array_like=True):
-    balancedness: float = 1.0  # Mean load of ranks / largest load of a rank, in recent steps.
+    balancedness: float = 1.0  # Mean rank load / largest rank load, in recent steps.
     num_rebalances: int = 0  # Number of rebalances that moved experts.
     num_moved: int = 0  # Number of experts moved between slots.
 
@@ -89,24 +89,24 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_running: int
     num_waiting: int
     num_kv_blocks: int
-    num_free_kv_blocks: int  # Number of blocks that no sequence uses; some are cached.
+    num_free_kv_blocks: int  # Number of KV blocks that no sequence uses; some are cached.
     step_count: int
     preemption_count: int
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
-    num_drafts: int = 0  # Number of rows with drafts, summed over all steps.
+    num_drafts: int = 0  # Number of rows that verified drafts, over all steps.
     num_draft_tokens: int = 0  # Number of draft tokens that were verified.
     num_accepted_tokens: int = 0  # Number of draft tokens that were accepted.
     accepted_per_position: tuple[int, ...] = ()  # Accepted draft tokens by position in the draft.
-    num_host_blocks: int = 0  # Number of KV blocks that main memory can hold.
+    num_host_blocks: int = 0  # Largest number of KV blocks in main memory.
     num_used_host_blocks: int = 0  # Number of KV blocks that are in main memory.
     num_host_queries: int = 0  # Number of tokens that were looked up in main memory.
     num_host_hits: int = 0  # Number of tokens that were found in main memory.
     num_host_stores: int = 0  # Number of KV blocks copied to main memory.
     num_host_loads: int = 0  # Number of KV blocks copied from main memory.
     num_host_evictions: int = 0  # Number of KV blocks evicted from main memory.
-    num_file_blocks: int = 0  # Number of KV blocks that files can hold.
+    num_file_blocks: int = 0  # Largest number of KV blocks in files.
     num_used_file_blocks: int = 0  # Number of KV blocks that are in files.
     num_file_reads: int = 0  # Number of KV blocks read from files.
     num_file_writes: int = 0  # Number of KV blocks written to files.
@@ -118,7 +118,7 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_dropped_kv_events: int = 0  # Number of steps whose prefix cache changes were dropped.
     num_remote_prefills: int = 0  # Number of requests whose prompts came from other engines.
     num_failed_prefills: int = 0  # Requests whose prompts did not arrive from other engines.
-    num_local_prefills: int = 0  # Number of requests that named no other engine.
+    num_local_prefills: int = 0  # Number of requests that use no other engine.
     num_pulled_blocks: int = 0  # Number of KV blocks read from other engines.
     num_expired_leases: int = 0  # Number of prompts for other engines that were not read in time.
     num_leases: int = 0  # Number of prompts kept for other engines.
@@ -128,15 +128,15 @@ class EngineStats(RankStats, frozen=True, array_like=True):
     """Statistics of an engine. Inherited fields are sums over the engine's data-parallel ranks."""
 
     device_seconds: float = 0.0  # Total GPU time of all steps.
-    idle_seconds: float = 0.0  # Total GPU time between steps.
-    prefill_tokens: int = 0  # Number of tokens in rows that compute several prompt tokens.
+    idle_seconds: float = 0.0  # Total time for which the GPU was idle before steps.
+    prefill_tokens: int = 0  # Number of tokens in rows with several prompt tokens.
     experts: ExpertStats | None = None  # None if experts are not counted.
-    at: float = 0.0  # Monotonic time, to find the latest statistics.
+    at: float = 0.0  # Monotonic second; later statistics replace earlier ones.
     ranks: tuple[RankStats, ...] = ()  # Statistics by rank; empty for a single rank.
 
     @property
     def by_rank(self) -> Sequence[RankStats]:
-        """Return statistics by rank. The first rank includes requests that wait without a rank."""
+        """Return statistics by rank. Requests without a rank count for the first rank."""
         return self.ranks or (self,)
 
 
@@ -151,7 +151,7 @@ _GAUGES = dict.fromkeys(
 
 
 def sum_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sum the statistics of several engines without `ranks`. Return a single entry unchanged."""
+    """Sum the statistics of several engines, and drop `ranks`. Return a single entry unchanged."""
     if len(parts) == 1:
         return parts[0]
     experts = [part.experts for part in parts if part.experts is not None]
@@ -189,7 +189,7 @@ def drop_gauges(stats: EngineStats) -> EngineStats:
 
 
 def sequence_id(request_id: str, choice: int, *, server: int) -> str:
-    """Return the id that the engine uses for a choice. No other server process uses the id."""
+    """Return the engine's id for a choice, which no other server process uses."""
     return f"{request_id}/{choice}@{server}" if server else f"{request_id}/{choice}"
 
 
@@ -202,7 +202,7 @@ class StartEngine(msgspec.Struct, frozen=True):
 
     options: EngineOptions
     num_servers: int  # Number of server processes; each process has its own sockets.
-    parent: ParentPulse | None = None  # Server's heartbeat, which the engine watches.
+    parent: ParentPulse | None = None  # Heartbeat of the server, watched by the engine.
     replica: int = 0
 
 
@@ -248,7 +248,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     stats: EngineStats
     # (id, monotonic second of the first step) of each sequence that began to run.
     admitted: list[tuple[str, float]] = []
-    step_tokens: list[int] = []  # Number of tokens of each step since the last message.
+    step_tokens: list[int] = []  # Number of tokens in each step since the last message.
 
 
 class ExpertDump(msgspec.Struct, frozen=True):
@@ -256,7 +256,7 @@ class ExpertDump(msgspec.Struct, frozen=True):
 
     logical_count: list[list[int]]  # Number of selections by layer and expert.
     physical_to_logical_map: list[list[int]]  # Index of the expert by layer and slot.
-    balancedness: float  # Balancedness of the recorded selections in this placement.
+    balancedness: float  # Mean rank load / largest rank load, in the recording.
 
 
 class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
@@ -268,11 +268,11 @@ class ExpertRecord(msgspec.Struct, frozen=True, tag="expert_record"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     """The engine sends this message every `BEAT_SECONDS`, even while its loop waits."""
 
-    num_rounds: int  # Number of iterations of the loop since the start.
-    is_idle: bool  # Whether the loop waits for a message.
+    num_rounds: int  # Number of iterations of the engine loop since the start.
+    is_idle: bool  # Whether the engine loop waits for a message.
     stats: EngineStats
     rank: int = 0  # Rank with the oldest heartbeat.
-    rank_silence: float = 0.0  # Age of the rank's heartbeat in seconds.
+    rank_silence: float = 0.0  # Age of the heartbeat of `rank` in seconds.
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -1,4 +1,4 @@
-"""Count how often each expert is selected, and move experts between ranks (EPLB).
+"""Count how many tokens select each expert, and move experts between ranks (EPLB).
 
 A rebalance starts with the least balanced layer, and moves a few experts in each step. The
 balancer's placement includes the moves of launched steps that ranks have not run yet.
@@ -20,7 +20,7 @@ from negamax.scheduler.step import ExpertMove, ExpertStep
 
 logger = get_logger(__name__)
 
-COUNT_STEPS = 100  # Largest number of steps between two counts.
+COUNT_STEPS = 100  # Largest number of steps between two counts of expert selections.
 # Experts of a layer are moved if the load of the busiest rank falls by at least this fraction.
 LEAST_GAIN = 0.02
 
@@ -34,31 +34,31 @@ class ExpertBalancer:
         num_experts: int,
         config: EplbConfig | None,
     ) -> None:
-        """Count selections of experts. Without `config`, never move experts."""
+        """Count selections of experts; `config` says when to move experts (None: never)."""
         self._config, self._num_ranks = config, layout.ep
         self._shape = num_layers, num_experts
         self._slots = [list(layout.expert_slots(num_experts, at)) for at in range(num_layers)]
         self._num_steps = 0
-        # Selections of each expert since the start, including warmup; None before the first count.
+        # Selections of each expert since the ranks started; None before the first count.
         self._total: NDArray[np.int64] | None = None
         self._interval = COUNT_STEPS
         if config is not None:
             self._interval = min(COUNT_STEPS, config.window_size, config.step_interval)
         num_steps = config.window_size if config else COUNT_STEPS
-        # Selections of each expert in the latest intervals between two counts.
+        # Selections of each expert in each of the latest intervals between counts.
         self._recent: deque[NDArray[np.int64]] = deque(maxlen=-(-num_steps // self._interval))
         self._next_rebalance = config.step_interval if config else 0
-        self._version = 0  # Number of steps that moved experts.
+        self._version = 0  # Number of steps with expert moves so far.
         self._due: deque[int] = deque()  # Layers that the current rebalance has not finished.
-        self._loads = np.zeros(self._shape, dtype=np.int64)  # Counts that the rebalance uses.
+        self._loads = np.zeros(self._shape, dtype=np.int64)  # Selections that the rebalance uses.
         self._target: list[int] | None = None  # New placement of the first layer in `_due`.
         self._num_moved_before = 0
         self.stats = ExpertStats()
-        # Counts at the start of a recording and, if the recording has ended, at its end.
+        # Value of `_total` at the start of a recording and, if the recording has ended, at its end.
         self._record: list[NDArray[np.int64]] = []
 
     def direct(self) -> ExpertStep | None:
-        """Return the expert moves of the next step, and whether it counts selections, or None."""
+        """Return the next step's expert moves and whether it counts selections; None: neither."""
         self._num_steps += 1
         is_due = self._num_steps % self._interval == 1 % self._interval
         moves = self._next_moves() if self._due else []
@@ -68,7 +68,7 @@ class ExpertBalancer:
         return ExpertStep(self._version, is_due, moves)
 
     def take(self, counts: bytes) -> None:
-        """Use `counts` from the result of a step: the selections since the ranks started."""
+        """Update the statistics by `counts`, the selections since the ranks started."""
         before, total = self._total, np.frombuffer(counts, dtype=np.int64).reshape(self._shape)
         self._total = total
         if before is None:

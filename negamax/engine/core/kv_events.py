@@ -1,9 +1,9 @@
 """Publish events of a rank's prefix cache for routers over ZeroMQ, in vLLM's schema.
 
 The engine loop passes the changes of a step to `EventPublisher.publish`, which takes microseconds.
-A thread converts the changes to events and sends batches of events. A slow or absent subscriber
-loses batches and sees a gap in the sequence numbers. If the thread falls behind, it drops changes
-and sends an `AllBlocksCleared` event, so subscribers never use stale entries.
+A thread converts the changes to events and sends batches of events. A slow or disconnected
+subscriber loses batches and sees a gap in their sequence numbers. If the thread falls behind, it
+drops changes and sends an `AllBlocksCleared` event, so subscribers never use stale entries.
 """
 
 import threading
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 # vLLM's names of the cache levels; "GPU" stands for the KV cache on any device.
 KV, HOST, FILES = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-# The tokens of a removed block are kept for this number of steps, for later copies of the block.
+# Number of steps for which the tokens of a removed block are kept, in case it is cached again.
 KEPT_STEPS = 128
 _LOST, _STOP = "lost", "stop"
 _LINGER_MS = 500
@@ -85,20 +85,20 @@ class _Run:
 
 
 class CacheMirror:
-    """The blocks of a rank that were announced to subscribers. Only one thread may use an instance.
+    """The cached blocks of a rank, as subscribers know them. Only one thread may use an instance.
 
-    Per-block work uses built-in functions, so that the GIL is held only briefly.
+    The methods process blocks by built-in functions, so that they hold the GIL only briefly.
     """
 
     def __init__(self) -> None:
-        self._runs: dict[bytes, _Run] = {}  # Maps the hash of each block to its run.
+        self._runs: dict[bytes, _Run] = {}  # Block hash -> the run that contains the block.
         self._cached: dict[str, set[bytes]] = {KV: set(), HOST: set(), FILES: set()}
         # For each level, cached blocks whose tokens are not known yet, oldest first.
         self._unknown: dict[str, dict[bytes, None]] = {KV: {}, HOST: {}, FILES: {}}
-        self._touched: deque[set[bytes]] = deque()  # Blocks that each recent step changed.
+        self._touched: deque[set[bytes]] = deque()  # For each recent step: its blocks.
 
     def clear(self) -> list[KvEvent]:
-        """Remove all blocks, and return the event for subscribers."""
+        """Forget all blocks, and return the event that says so."""
         self._runs.clear()
         for medium in self._cached:
             self._cached[medium].clear()
@@ -106,7 +106,7 @@ class CacheMirror:
         return [AllBlocksCleared()]
 
     def apply(self, changes: CacheLog) -> list[KvEvent]:
-        """Return the events of a step's changes. A block without known tokens gets no event."""
+        """Return the events of a step's changes. Blocks with unknown tokens get no event yet."""
         learned = [
             block_hash
             for chain, first, stop in changes.chains
@@ -114,7 +114,7 @@ class CacheMirror:
         ]
         touched, events = set(learned), list[KvEvent]()
         levels = (changes.kv, changes.host, changes.files)
-        # Handle the KV cache first, because it contains the parents of all blocks in `learned`.
+        # The loop begins with the KV cache, which contains the parents of all blocks in `learned`.
         for (medium, unknown), of_medium in zip(self._unknown.items(), levels, strict=True):
             found = [block_hash for block_hash in learned if block_hash in unknown]
             events += self._store(found, medium)
@@ -160,7 +160,7 @@ class CacheMirror:
             place = run.hashes.index(hashes[start])
             stop = start + len(run.hashes) - place
             while hashes[start:stop] != run.hashes[place : place + len(hashes[start:stop])]:
-                stop = (start + min(stop, len(hashes))) // 2  # Only a part of the run is cached.
+                stop = (start + min(stop, len(hashes))) // 2  # Only a part of the run changes.
             part = hashes[start:stop]
             self._cached[medium].update(part)
             yield _describe(run, place, part, medium)
@@ -177,7 +177,7 @@ class CacheMirror:
 
 
 def _describe(run: _Run, place: int, hashes: list[bytes], medium: str) -> BlockStored:
-    """Return the event for the blocks `hashes`, which start at index `place` of a run."""
+    """Return the event for the blocks `hashes`, the first of which has index `place` in `run`."""
     tokens, size = run.tokens, run.block_size
     if len(hashes) < len(run.hashes):
         all_tokens = msgspec.msgpack.decode(tokens, type=list[int])
@@ -208,27 +208,27 @@ def _shorten(hashes: list[bytes]) -> list[int]:
 
 
 class EventPublisher:
-    """Publishes a rank's events. One thread sends events, and another answers replay requests."""
+    """Publishes a rank's events by one thread, and answers replay requests by another."""
 
     def __init__(self, config: KvEventsConfig, rank: int) -> None:
         """Open the sockets. `rank`: index in the ranks of all replicas. Raises `ConfigError`."""
         self.num_batches = 0  # Number of sent batches.
-        self.num_dropped = 0  # Number of steps whose changes were dropped.
+        self.num_dropped = 0  # Number of steps whose changes the thread dropped.
         self._config, self._rank = config.add_rank(rank), rank
         self._topic = config.topic.encode()
-        # In the queue, `_LOST` marks where changes were dropped.
+        # `_LOST` marks a place in the queue where changes were dropped.
         self._queue: SimpleQueue[CacheLog | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
-        # Sent batches for replays. ZeroMQ shares each frame between slow subscribers.
+        # Latest sent batches, for replays. ZeroMQ shares each frame between slow subscribers.
         self._sent: deque[tuple[bytes, zmq.Frame]] = deque(maxlen=config.buffer_steps)
-        self._has_blocks = False  # Whether a batch with stored blocks was sent.
+        self._has_blocks = False  # Whether subscribers know of blocks.
         self._context = zmq.Context()
         self._events = self._context.socket(zmq.PUB)
         self._events.set_hwm(config.hwm)
         self._events.linger = _LINGER_MS
         self._replays = self._context.socket(zmq.ROUTER)
-        self._replays.set_hwm(config.buffer_steps + 1)  # Number of messages in a full replay.
+        self._replays.set_hwm(config.buffer_steps + 1)  # A full replay has this number of messages.
         self._replays.linger = 0
         self._events.maxmsgsize = self._replays.maxmsgsize = _MOST_BYTES
         self._threads = [
@@ -244,7 +244,7 @@ class EventPublisher:
             raise
 
     def start(self) -> None:
-        """Tell subscribers that the blocks of an earlier process are gone; start the threads."""
+        """Publish that the blocks of an earlier engine are gone, and start the threads."""
         self._send([AllBlocksCleared()])
         for thread in self._threads:
             thread.start()
@@ -301,7 +301,7 @@ class EventPublisher:
         self.num_batches += 1
 
     def _answer_replays(self) -> None:
-        """Answer each request with the stored batches from its number on, and then an end mark."""
+        """Answer a request for batches from a number on by the stored batches and an end mark."""
         with self._replays, suppress(zmq.ContextTerminated):
             while True:
                 *route, first = self._replays.recv_multipart()

@@ -30,7 +30,7 @@ from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
-# Largest number of entries in a report. The limit is needed because `LLM` never calls `report`.
+# Largest number of entries in `_admitted` and `_step_tokens`, because `LLM` never calls `report`.
 _REPORT_ENTRIES = 4096
 WAIT_SECONDS = 0.005  # Time between polls for new requests while all requests wait for grammars.
 FLUSH_SECONDS = 2.0  # Time limit for writing KV blocks to files at shutdown.
@@ -71,7 +71,7 @@ class EngineLoop:
         self._publishers = publishers
         self._sockets = transfers  # Sockets to other engines; None without --kv-transfer-config.
         self._transfers = None if transfers is None else transfers.transfers
-        self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # Plans for a crash dump.
+        self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # For a crash dump.
         # Launched steps that are not committed, oldest first; None marks a round without a plan.
         self._in_flight: deque[_InFlight | None] = deque()
         self._num_stages = num_stages
@@ -80,7 +80,7 @@ class EngineLoop:
         self._prefill_tokens = 0
         self._device_seconds = 0.0
         self._idle_seconds = 0.0
-        self._committed_at = 0.0  # End of the latest step or debug command, in monotonic s.
+        self._committed_at = 0.0  # Monotonic second when the latest step or command ended.
         self._admitted: deque[tuple[str, float]] = deque(maxlen=_REPORT_ENTRIES)
         self._step_tokens: deque[int] = deque(maxlen=_REPORT_ENTRIES)
 
@@ -96,9 +96,9 @@ class EngineLoop:
         )
 
     def await_request(self, requests: zmq.Socket[bytes]) -> bool:
-        """Wait for work. Return whether the work is a request that the caller should receive."""
+        """Wait until there is work. Return whether the caller should receive a request."""
         if self._sockets is None:
-            return True  # The caller waits when it reads the socket.
+            return True  # The caller waits in its read of the socket.
         has_request = self._sockets.wait(requests)
         self._sockets.poll()
         return has_request
@@ -141,7 +141,7 @@ class EngineLoop:
         self._publish_cache()
 
     def step(self) -> list[SequenceUpdate]:
-        """Launch a step. If the oldest launched step is due, commit it and return its updates."""
+        """Launch a step. If the pipeline is full, commit the oldest step and return its updates."""
         if self._sockets is not None:
             self._sockets.poll()
             self._add_transferred(self._sockets.transfers)
@@ -196,14 +196,14 @@ class EngineLoop:
         )
 
     def _publish_cache(self) -> None:
-        """Pass the latest changes of the prefix caches to the publishers of KV events."""
+        """Pass new changes of the prefix caches to the publishers of KV events."""
         for publisher, rank in zip(self._publishers, self._scheduler.ranks, strict=False):
             changes = rank.cache_log and rank.cache_log.take()
             if changes is not None:
                 publisher.publish(changes)
 
     def _rank_stats(self) -> tuple[RankStats, ...]:
-        """Return statistics by rank. The first rank includes requests that wait without a rank."""
+        """Return statistics by rank. Requests without a rank count for the first rank."""
         ranks = self._scheduler.ranks
         on_none = self._scheduler.num_waiting - sum(rank.num_waiting for rank in ranks)
         on_none += len(self._grammars.opening_ids())
@@ -263,14 +263,14 @@ class EngineLoop:
         try:
             return self.executor.run_debug_command(DebugCommand(name, argument))
         finally:
-            self._committed_at = time.monotonic()  # Exclude the command from step times.
+            self._committed_at = time.monotonic()  # The next step's time excludes the command.
 
     def dump_crash(self, reason: str, error: BaseException) -> None:
         self._crash_dumps.write(reason, details=self._crash_details, error=error)
 
     def shutdown(self, *, restarts: bool = False) -> None:
-        """Stop grammar processes, executor and sockets, and release Ray's machines. If no engine
-        follows (`restarts` is False), first write KV blocks to files for at most FLUSH_SECONDS.
+        """Stop grammar processes, executor and sockets, and release Ray's machines. If `restarts`
+        is False, first write KV blocks to files for at most FLUSH_SECONDS.
         """
         end = time.monotonic() + FLUSH_SECONDS
         if self._scheduler.has_writes and not restarts:
@@ -301,7 +301,7 @@ class EngineLoop:
         }
 
     def _take_in(self, request: GenerateRequest, take: Callable[[GenerateRequest], object]) -> None:
-        """Pass a request to `take`. If `take` raises an error, only the request ends."""
+        """Pass a request to `take`. If `take` raises an error, end only this request."""
         try:
             take(request)
         except Exception as error:
@@ -319,7 +319,7 @@ class EngineLoop:
         self._pending_updates.append(end)
 
     def _add_transferred(self, transfers: Transfers) -> None:
-        """Queue requests that are ready after a transfer, and end requests that have failed."""
+        """Queue requests whose transfer is complete, and end requests whose transfer has failed."""
         ready, transfers.ready = transfers.ready, []
         for request in ready:
             self._queue(request)
@@ -349,7 +349,7 @@ class EngineLoop:
             self._scheduler.unblock(request_id)
 
     def _send_bitmasks(self, plans: list[StepPlan]) -> list[SequenceUpdate]:
-        """Send the bitmasks of a launched step. Return the updates of requests that end."""
+        """Send the grammar bitmasks of a launched step. Return the updates of requests that end."""
         may_wait = all(len(plan.grammar_rows) == len(plan.slots) for plan in plans)
         ended: list[RequestGrammar] = []
         for dp_rank, (plan, rank) in enumerate(zip(plans, self._scheduler.ranks, strict=True)):
@@ -374,7 +374,7 @@ class EngineLoop:
         if self._grammars.is_waiting:
             self._grammars.wait(WAIT_SECONDS)
         elif self._transfers is not None and self._transfers.shared.holds_kv_blocks:
-            time.sleep(WAIT_SECONDS)  # KV blocks are reserved for other engines.
+            time.sleep(WAIT_SECONDS)  # Leases to other engines hold the KV blocks.
         elif self._scheduler.has_unfinished:
             raise EngineError("the scheduler has waiting requests and cannot run any of them")
 
@@ -397,12 +397,12 @@ class EngineLoop:
             self._experts.take(results[0].expert_counts)
         now = time.monotonic()
         device_seconds = max(result.device_seconds for result in results)
-        # The time of a step is the larger of its time on the device and on the host.
+        # `seconds` is the larger of the step's times on the device and on the host.
         seconds = max(device_seconds, now - max(step.started, self._committed_at))
         self._committed_at = now
         self._step_count += 1
         num_tokens = sum(plan.num_tokens for plan in plans)
-        if num_tokens:  # A step without tokens only waits for KV blocks from host memory.
+        if num_tokens:  # A step without tokens only waits for copies.
             self._step_tokens.append(num_tokens)
         self._prefill_tokens += sum(
             count
@@ -420,5 +420,5 @@ class EngineLoop:
 
 
 def _explain(end: SequenceUpdate, rule: RequestGrammar) -> SequenceUpdate:
-    """State in the last update whether the request was refused or lost its grammar process."""
+    """Return `end` with the facts whether the request was refused or lost its grammar process."""
     return msgspec.structs.replace(end, is_refusal=rule.refusal is not None, is_lost=rule.is_lost)

@@ -14,7 +14,7 @@ from negamax.planner.plan import Candidate, Hardware, make_plan
 
 logger = get_logger(__name__)
 
-# Two workloads: a single request, and the default batch of a server.
+# Workloads for which sizes are compared: a single request, and a server's default batch.
 _LOADS = (Workload(1), Workload(256))
 
 
@@ -75,7 +75,7 @@ def choose_parallel_sizes(options: EngineOptions, *, one_engine: bool = True) ->
 
 
 def _is_taken(options: EngineOptions, candidate: Candidate) -> bool:
-    """Return whether `options` allow a candidate. Caches are never sharded by default."""
+    """Return whether `options` allow a candidate, which must not shard caches by default."""
     if candidate.topology.dcp > 1:
         return False
     if candidate.shards_index and options.index_cache_sharding != "on":

@@ -1,7 +1,7 @@
 """Run an engine process, which `engine.client.connection` starts.
 
 The first message contains the options. Server processes send requests, and get updates after each
-step. One thread sends heartbeats and watches ranks. Another thread watches the server.
+step. One thread sends heartbeats and watches ranks. One thread watches the server.
 """
 
 import gc
@@ -27,7 +27,7 @@ from negamax.engine.core.loop import EngineLoop
 logger = get_logger(__name__)
 
 
-LOOK_SECONDS = 0.1  # Time between two checks of the ranks.
+LOOK_SECONDS = 0.1  # Time between two checks whether ranks are alive.
 # Time for the engine loop to report a dead rank before the heartbeat thread reports it.
 LAST_STEP_SECONDS = 0.3
 RECONNECT_MS = 10  # Time between attempts to connect to a server process.
@@ -59,7 +59,7 @@ def _serve(
     outbox: "Outbox",
 ) -> int:
     try:
-        # PyTorch's import takes seconds, so it begins after the sockets are connected.
+        # Import PyTorch, which takes seconds, after the sockets are connected.
         with large_imports():
             from negamax.engine.core.setup import start_loop
 
@@ -79,7 +79,7 @@ def _serve(
     gc.freeze()
     outbox.send_first(wire.EngineReady(info))
     pulse = Pulse(loop)
-    restarts = True  # Whether an engine follows; False after a requested stop.
+    restarts = True  # Whether a new engine follows this one.
     try:
         with pulse.beating(context, address, num_servers=start.num_servers):
             serve(loop, requests=requests, outbox=outbox, pulse=pulse)
@@ -111,7 +111,7 @@ class Outbox(AbstractContextManager["Outbox"]):
     def __init__(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int, linger: int
     ) -> None:
-        """Connect to all server processes. Closing waits up to `linger` ms for unsent messages."""
+        """Connect to all server processes. `close` waits up to `linger` ms for unsent messages."""
         self._sockets = [context.socket(zmq.PUSH) for _ in range(num_servers)]
         for server, socket in enumerate(self._sockets):
             socket.linger = linger
@@ -144,7 +144,7 @@ class Outbox(AbstractContextManager["Outbox"]):
 
 
 def _split_report(report: wire.StepOutputs) -> dict[int, wire.StepOutputs]:
-    """Split a report by server process. Only the first part has the token counts of steps."""
+    """Split a report by server process. Only server 0 gets the token counts of steps."""
     parts: dict[int, wire.StepOutputs] = {}
 
     def part(sequence_id: str) -> wire.StepOutputs:
@@ -168,7 +168,7 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work
             if pulse.is_idle and not loop.await_request(requests):
-                continue  # Another engine may have sent work.
+                continue  # A message of another engine may have arrived.
             frame = requests.recv()
             pulse.is_idle = False
             try:
@@ -204,7 +204,7 @@ def _record(loop: EngineLoop, message: wire.RecordExperts) -> wire.ExpertRecord:
 
 
 class Pulse:
-    """The state of the loop that heartbeats report. Only the loop's thread changes this state."""
+    """State of the engine loop in heartbeats. Only the loop's thread changes this state."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
@@ -215,7 +215,7 @@ class Pulse:
     def beating(
         self, context: Context, address: wire.EngineAddress, *, num_servers: int
     ) -> Iterator[None]:
-        """Run a thread that sends heartbeats, and reports a dead rank if the loop does not."""
+        """Run a thread that sends heartbeats, and that reports a dead rank if the loop does not."""
         stop = threading.Event()
 
         def beat() -> None:
@@ -226,7 +226,7 @@ class Pulse:
                     rank, silence = executor.longest_silence()
                     death = executor.death()
                     if death is not None:
-                        # The loop gets some time to report the dead rank itself.
+                        # First, let the engine loop report the dead rank itself.
                         if not stop.wait(LAST_STEP_SECONDS):
                             self._loop.dump_crash(death, EngineDeadError(death))
                             outbox.send_first(wire.EngineFailed(death, 1))

@@ -53,7 +53,7 @@ class ScriptedExecutor(Executor):
         self._step_seconds = 1.0 / script.tokens_per_second
         self._rows: dict[int, _Row] = {}
         self._due = 0.0  # Monotonic seconds.
-        # For the latest plan: grammar masks by row, and the rows whose masks are late.
+        # Grammar masks of the latest plan by row, and the plan's rows whose masks are late.
         self._masks: dict[int, bytes] = {}
         self._postponed: list[int] = []
         self.ready = WorkerReady(
@@ -115,7 +115,7 @@ class ScriptedExecutor(Executor):
         return [StepResult(plan.step_id, token_ids, logprobs, prompt_logprobs, errors)]
 
     def _next(self, row: _Row, position: int, mask: bytes | None) -> int | None:
-        """Return the answer's token at `position`, or an allowed token if `mask` forbids it."""
+        """Return the token at `position` of the answer, or an allowed one if `mask` forbids it."""
         token = row.answer[position] if position < len(row.answer) else self._eos
         if mask is None:
             return token

@@ -56,7 +56,7 @@ from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
-ENCODER_TOKENS = 32_768  # Default number of image token embeddings that a CPU rank caches.
+ENCODER_TOKENS = 32_768  # Default number of image embeddings in a CPU rank's cache.
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
@@ -71,8 +71,8 @@ def start_loop(options: EngineOptions, *, replica: int = 0) -> tuple[EngineLoop,
 def _start_loop(
     options: EngineOptions, started: ExitStack, replica: int
 ) -> tuple[EngineLoop, ModelInfo]:
-    """Start the loop. `started` collects callbacks that end the started processes on an error."""
-    launcher = None  # With Ray, an object that starts the agents of other nodes.
+    """Start the engine loop. `started` collects callbacks that end processes on an error."""
+    launcher = None  # None without Ray; starts the agents of other nodes.
     if options.distributed_executor_backend == RAY:
         launcher = RayLauncher(options)
         started.callback(launcher.close)
@@ -105,7 +105,7 @@ def _start_loop(
         eos_token_ids=config.eos_token_ids,
     )
     started.callback(grammars.shutdown)
-    # On a CPU the grammar process starts with the first grammar, because the start needs all cores.
+    # On a CPU the first grammar starts the grammar process, because ranks need all cores at start.
     if config.device != "cpu":
         grammars.start()
     executor = _start_executor(config, options, source, script=script, launcher=launcher)
@@ -211,7 +211,7 @@ def _make_worker_config(
     layout = place_experts(layout, spec, options.init_expert_location)
     draft = source.draft
     if draft is not None:
-        # Decode context parallelism does not shard the KV caches of a draft model.
+        # The check ignores DCP (dcp=1), which does not shard a draft model's KV caches.
         check_split(replace(layout.within_stage, dcp=1), draft.spec)
         types = list_model_types(spec.architecture)
         for doubt in draft.spec.doubts(spec, target_types=types, max_model_len=max_model_len):
@@ -247,7 +247,7 @@ def _make_worker_config(
         num_kv_blocks=options.num_kv_blocks,
         kv_cache_memory=options.kv_cache_memory,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        # User-selected kernels may wait for the device, and a graph cannot capture such a wait.
+        # Kernels that the user selects may wait for the device, which a CUDA graph cannot capture.
         cudagraph_size=0
         if options.enforce_eager or options.kernels
         else min(options.max_cudagraph_capture_size or max_num_seqs, max_num_seqs),
@@ -324,9 +324,9 @@ def _count_encoder_tokens(options: EngineOptions, device: str) -> int:
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:
-    """Record whether `draft` has its own embedding and head. A draft without them uses the target's
-    tensors in `folder`. Raises `CheckpointError`, or `ConfigError` if these tensors have another
-    width or are rotated.
+    """Record whether `draft` has its own embedding and head. A draft without these tensors uses
+    those of the target in `folder`. Raises `CheckpointError`, or `ConfigError` if these tensors
+    have another width or are rotated.
     """
     from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
 
@@ -427,7 +427,7 @@ def _make_scheduler(
         block_size=config.block_size,
         num_blocks=ready.num_kv_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
-        # The server has a lower limit and therefore refuses requests first.
+        # The server's limit is lower, so normally only the server refuses requests.
         max_queued_requests=2 * (options.max_queued_requests + num_rows),
         eos_token_ids=frozenset(config.eos_token_ids),
         num_draft_tokens=ready.num_draft_tokens,
@@ -435,7 +435,7 @@ def _make_scheduler(
         num_shards=config.layout.cp,
         encoder_tokens=config.encoder_tokens,
         num_encoders=config.layout.tp,
-        # Synthetic acceptance of draft tokens ignores grammars.
+        # Synthetic acceptance ignores masks, so constrained rows must not verify drafts.
         constrained_drafts=not speculation or speculation.synthetic_acceptance_rates is None,
         chunk_length=choose_chunk_length(options, config, max_model_len=max_model_len),
         num_host_blocks=ready.num_host_blocks,
@@ -482,7 +482,7 @@ def choose_chunk_length(
 
 
 def _find_gpu(device: str) -> GpuModel:
-    """Return this machine's GPU, or another GPU if it is unknown: only ratios of times matter."""
+    """Return this machine's GPU, or `MEASURED` if unknown, because only time ratios matter."""
     if device == "cpu":
         return MEASURED
     try:
@@ -553,7 +553,7 @@ def _describe_model(
 
 
 def choose_num_threads(options: EngineOptions, layout: ParallelLayout) -> int:
-    """Return the number of CPU threads per rank. All engines of a machine share its cores."""
+    """Return the number of CPU threads per rank; all engines of the machine share its cores."""
     return options.num_threads or default_num_threads(layout.ranks_per_node * options.num_replicas)
 
 
@@ -570,7 +570,7 @@ def default_num_threads(num_ranks: int) -> int:
 
 
 def _limit_context_length(max_model_len: int, pool_tokens: int) -> int:
-    """Limit the context length to `pool_tokens` + 1, because the last token is not cached."""
+    """Limit the context length to `pool_tokens` + 1: a sequence's last token needs no KV."""
     if max_model_len > pool_tokens + 1:
         logger.warning(
             "the KV cache holds %d tokens, so the context length is %d instead of %d",

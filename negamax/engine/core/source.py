@@ -31,12 +31,12 @@ from negamax.quantization import online
 from negamax.quantization.detect import detect
 from negamax.quantization.names import check_name, quantized
 
-DRAFT_FOLDER = "dspark"  # Name of the draft's folder in a model's folder.
+DRAFT_FOLDER = "dspark"  # Subfolder of a model's folder with its draft model.
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's configuration and folders. A bundled spec has no folder of weights."""
+    """A model's configuration and folders. A bundled model spec has no weights."""
 
     spec: ModelSpec
     generation: GenerationDefaults
@@ -48,8 +48,8 @@ class ModelSource:
 
 
 def locate(options: EngineOptions) -> ModelSource:
-    """Find or download a model, and read its configuration. If the model is a draft, use it with
-    the target model that its config.json names. Raises `ConfigError` or `CheckpointError`.
+    """Find or download a model, and read its configuration. If `options` name a draft model, use it
+    for the target model that its config.json names. Raises `ConfigError` or `CheckpointError`.
     """
     try:
         source = _locate_target(options)
@@ -94,14 +94,14 @@ def check_model(options: EngineOptions) -> None:
 
 
 def check_start(options: EngineOptions) -> None:
-    """Check the options as at a start, without a download. Raises the errors of `locate`."""
+    """Check the options as a start does, but download nothing. Raises the errors of `locate`."""
     check_model(options)
     if not _is_bundled(options.model) and check_model_name(options.model) is None:
         return
     spec = _locate_target(options).spec
     if options.script is None:
         choose_context_length(options, spec)
-    if options.performance_mode == "balanced":  # Other modes choose the sizes later.
+    if options.performance_mode == "balanced":  # Other modes choose parallel sizes later.
         check_split(ParallelLayout.of(options.parallel, nodes=options.nnodes), spec)
 
 
@@ -148,7 +148,7 @@ def _locate_target(options: EngineOptions) -> ModelSource:
 def _read_generation(
     folder: Path | None, spec: ModelSpec, options: EngineOptions
 ) -> GenerationDefaults:
-    """Read sampling defaults and end tokens. Raises `ConfigError` or `CheckpointError`."""
+    """Read the model's sampling defaults and EOS ids. Raises `ConfigError` or `CheckpointError`."""
     family = find_family(spec.architecture)
     return read_generation_defaults(
         folder,
@@ -205,7 +205,7 @@ def _locate_draft(
 
 
 def _is_beside(options: EngineOptions) -> bool:
-    """Return whether the draft is in the model's own folder or repository."""
+    """Return whether the draft is in the target model's own folder or repository."""
     speculation = options.speculation
     if speculation is None or speculation.method != DSPARK:
         return False
@@ -213,7 +213,7 @@ def _is_beside(options: EngineOptions) -> bool:
 
 
 def _find_beside(source: ModelSource) -> str:
-    """Return the folder of the DSpark draft in the model's own folder. Raises `ConfigError`."""
+    """Return the folder of the DSpark draft in the target's own folder. Raises `ConfigError`."""
     folder = source.tokenizer_folder
     if (folder / DRAFT_FOLDER / "config.json").is_file():
         return str(folder / DRAFT_FOLDER)
@@ -242,7 +242,7 @@ def _read_draft(folder: Path, *, speculation: SpeculationConfig, target: ModelSp
 
 
 def _check_method(family: DraftFamily, speculation: SpeculationConfig) -> None:
-    """Raise `ConfigError` if the draft needs another method than the user has set."""
+    """Raise `ConfigError` if the draft model does not support the method that the user has set."""
     if not speculation.is_default_method and family.method != speculation.method:
         raise ConfigError(
             f"the draft is for method {family.method}, but the method is {speculation.method}",
@@ -256,12 +256,12 @@ def _read_spec(folder: Path, *, options: EngineOptions) -> ModelSpec:
         read_spec(read_json_object(folder / "config.json"), folder), options.num_hidden_layers
     )
     detect(spec.quantization)  # Refuses unknown formats before weights are downloaded.
-    _read_generation(folder, spec, options)  # Refuses wrong defaults before weights are downloaded.
+    _read_generation(folder, spec, options)  # Refuses invalid files before the download.
     return _apply_quantization(spec, options)
 
 
 def _apply_quantization(spec: ModelSpec, options: EngineOptions) -> ModelSpec:
-    """Apply --quantization to the spec. Raises `ConfigError` if the model has another format."""
+    """Apply --quantization to the spec. Raises `ConfigError` if the weights have another format."""
     quantization, note = quantized(
         options.quantization, spec.quantization, is_drawn=options.load_format == "synthetic"
     )

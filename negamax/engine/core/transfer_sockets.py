@@ -25,10 +25,10 @@ from negamax.worker.node_sockets import FRAME_BYTES, bind, connect, has_key, tcp
 
 logger = get_logger(__name__)
 
-TICK_SECONDS = 0.2  # Time between two checks of time limits.
+TICK_SECONDS = 0.2  # Time between two checks of the time limits of pulls and leases.
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
 MOST_PEERS = 200  # Largest number of engines to read from; ZeroMQ allows about 340 sockets.
-MOST_UNSENT = 100_000  # Largest number of messages in the queue of an engine.
+MOST_UNSENT = 100_000  # Largest number of queued messages to an engine.
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -61,11 +61,11 @@ class TransferSockets:
         `ResourceError` if the address cannot be used.
         """
         check_transfer_address(config)
-        self.transfers: Transfers  # Set by the caller before the first call.
+        self.transfers: Transfers  # The caller sets this before other calls.
         self._config, self._folder = config, folder
         self._context = zmq.Context()
-        self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # Sockets and their monitors.
-        self._answered: set[PullPeer] = set()  # Peers that have answered.
+        self._peers: dict[PullPeer, tuple[Socket, Socket]] = {}  # (socket, its monitor).
+        self._answered: set[PullPeer] = set()  # Prefilling engines that have answered.
         self._lost: dict[PullPeer, None] = {}  # Lost engines; `poll` fails the pulls from them.
         self._server: Socket = self._context.socket(zmq.ROUTER)
         self._server.heartbeat_ivl, self._server.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
@@ -91,7 +91,7 @@ class TransferSockets:
             if peer not in self._peers:
                 self._open(*peer)
             self._peers[peer][0].send(frame, zmq.NOBLOCK)
-        except (ConnectionError, zmq.ZMQError) as error:  # A client sets the address.
+        except (ConnectionError, zmq.ZMQError) as error:  # The address is from a client's request.
             logger.warning("no message can be sent to %r, port %d: %s", *peer, error)
             self._lose(peer)
 
@@ -141,10 +141,10 @@ class TransferSockets:
             raise ResourceError(str(error), hint=hint) from None
 
     def _open(self, host: str, port: int) -> None:
-        """Connect to an engine. Raises `ConnectionError` or `ZMQError`."""
+        """Connect to a prefilling engine. Raises `ConnectionError` or `ZMQError`."""
         if self._config.is_loopback and not _is_loopback(host):
             raise ConnectionError(f"{host} is not this machine, but kv_ip is a loopback address")
-        if len(self._peers) == MOST_PEERS:  # Close the oldest connection that never had an answer.
+        if len(self._peers) == MOST_PEERS:  # Close the oldest one without an answer.
             silent = [peer for peer in self._peers if peer not in self._answered]
             if not silent:
                 raise ConnectionError(f"{MOST_PEERS} engines are connected, which is the limit")

@@ -10,16 +10,16 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
     lease_id: str
     engine_id: str  # Id of the engine that stores the blocks; "" if the engine is unknown.
-    fingerprint: str  # Digest of model, caches and version.
+    fingerprint: str  # Digest of the model, cache formats and version.
     prompt_hash: bytes  # Result of `hash_prompt`.
     num_blocks: int
 
 
 class LeaseOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
     lease_id: str
-    lanes: list[str]  # Endpoints of the ranks that send the blocks.
-    places: list[int]  # Indices of the host blocks, in the order of the prompt.
-    step_id: int  # The blocks can be read after this step has copied them to host memory.
+    lanes: list[str]  # Endpoints of the prefilling ranks.
+    places: list[int]  # Host blocks with the prompt's KV, in order.
+    step_id: int  # Step that copies the last blocks to host memory, before any read.
     num_cached_tokens: int  # Number of prompt tokens found in the prefix cache.
 
 
@@ -35,7 +35,7 @@ class RenewLeases(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
 
 
 class CloseLease(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """The decoding engine sends this message when it stops reading. The answer is `LeaseClosed`."""
+    """The decoding engine sends this message after its last read. The answer is `LeaseClosed`."""
 
     lease_id: str
 

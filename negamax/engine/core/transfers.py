@@ -1,10 +1,10 @@
 """Transfer KV blocks of prompts between engines.
 
-A lease lets another engine read blocks of this engine. A pull reads blocks of another engine in
-four phases. First, the prefilling engine confirms the lease. Second, this engine allocates host
-blocks. Third, the ranks of this engine copy the prompt's blocks into host blocks. Fourth, the
-prefilling engine confirms that it kept its blocks until the copy ended, so the copies are valid. If
-a phase fails, this engine computes the prompt or fails the request.
+A lease lets another engine read KV blocks of this engine. A pull reads KV blocks of another engine
+in four phases. First, the prefilling engine confirms the lease. Second, this engine allocates host
+blocks for the prompt. Third, the ranks of this engine copy the prompt's blocks into host blocks.
+Fourth, the prefilling engine confirms that it kept its blocks until the copy ended, so the copies
+are valid. If a phase fails, this engine computes the prompt or fails the request.
 
 Even after an abort, host blocks of a pull stay allocated until every rank has ended its copy. This
 module is deterministic: callers pass the time and messages as arguments.
@@ -37,7 +37,7 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 logger = get_logger(__name__)
 
 UNREAD_SECONDS = 2.0  # A lease that no engine has asked for may end after this time.
-RENEWALS = 6  # Number of renewals within the duration of a lease.
+RENEWALS = 6  # Number of times that a lease is renewed before it would expire.
 MOST_ARRIVED = 256  # Number of complete pulls that are kept for later choices of a request.
 PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
 Peer = PullPeer | bytes  # Bytes: ZeroMQ identity of a decoding engine.
@@ -60,11 +60,11 @@ class _Pull:
     cache_salt: str
     hashes: list[bytes]  # Hashes of the prompt's full blocks, in order.
     requests: list[GenerateRequest]  # Requests for this prompt that have not ended.
-    deadline: float  # End of the current phase, in monotonic seconds.
+    deadline: float  # Time limit of the phase, in monotonic seconds.
     phase: Phase = Phase.OPENING
     opened: LeaseOpened | None = None
     blocks: Import | None = None
-    number: int = -1  # Number of the copy.
+    number: int = -1  # Number of the pull's copy.
     num_copying: int = 0  # Number of ranks that still copy.
     problem: str = ""
 
@@ -96,26 +96,26 @@ class Transfers:
     block_size: int
     engine_id: str
     fingerprint: str
-    lanes: list[str]  # Endpoints of this engine's ranks.
+    lanes: list[str]  # Endpoints at which this engine's ranks send blocks.
     send: Callable[[Peer, Message], None]
     copy: Callable[[ImportBlocks], None]  # Sends a copy command to every rank.
     counts: TransferCounts = field(default_factory=TransferCounts)
-    # The loop reads and clears `ready` and `failed`. Requests in `ready` may lack their blocks.
+    # The loop reads and clears `ready` and `failed`. Requests in `ready` no longer wait.
     ready: list[GenerateRequest] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)  # Request ids and problems.
+    failed: list[tuple[str, str]] = field(default_factory=list)  # (request id, reason).
     _pulls: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    # Latest complete pulls, for choices of the same request that arrive later.
+    # Latest complete pulls, for later choices of the same request.
     _arrived: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    _copies: dict[int, _Pull] = field(default_factory=dict)  # Pulls by copy number.
+    _copies: dict[int, _Pull] = field(default_factory=dict)  # Running copies.
     _num_copies: int = 0
-    _held: dict[str, list[int]] = field(default_factory=dict)  # Host blocks by request id.
-    _prefills: dict[str, str] = field(default_factory=dict)  # Lease id by id of an open request.
+    _held: dict[str, list[int]] = field(default_factory=dict)  # Request id -> host blocks.
+    _prefills: dict[str, str] = field(default_factory=dict)  # Request id -> lease id.
     _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # Unanswered requests.
     _next_renewal: float = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Return whether a step of the loop would make progress."""
+        """Return whether a step of the engine loop would advance a transfer."""
         return bool(self.ready or self.failed or self.shared.can_store)
 
     @property
@@ -123,7 +123,7 @@ class Transfers:
         return bool(self._pulls or self.shared.leases or self._waiting)
 
     def stats(self) -> dict[str, int]:
-        """Return the fields of `RankStats` about other engines."""
+        """Return the fields of `RankStats` that count prompts for and from other engines."""
         return {**vars(self.counts), "num_leases": len(self.shared.leases)}
 
     def request_ids(self) -> list[str]:
@@ -131,7 +131,7 @@ class Transfers:
         return [one.request_id for pull in self._pulls.values() for one in pull.requests]
 
     def begin(self, request: GenerateRequest, *, now: float) -> None:
-        """Begin a request: append the request to `ready` or `failed`, at once or after a pull."""
+        """Begin a request: append it to `ready` or `failed`, at once or after its pull."""
         remote, size = request.remote, self.block_size
         if request.lease_id:
             self._prefills[request.request_id] = request.lease_id
@@ -142,7 +142,7 @@ class Transfers:
         peer, tokens = (remote.host, remote.port), request.prompt_token_ids
         num_blocks = (len(tokens) - 1) // size
         if not num_blocks or request.sampling.prompt_logprobs is not None:
-            self.send(peer, CloseLease(remote.lease_id))  # This engine computes the whole prompt.
+            self.send(peer, CloseLease(remote.lease_id))  # The prompt is computed here.
             self.ready.append(replace(request, remote=None))
             return
         prompt_hash = hash_prompt(tokens, block_size=size)
@@ -185,7 +185,7 @@ class Transfers:
         """Release the blocks and leases of requests that `updates` report as started or ended."""
         for update in updates:
             places = self._held.pop(update.request_id, None)
-            if places is not None:  # The request has loaded its KV blocks, or has ended.
+            if places is not None:  # The request's load or the request has ended.
                 self.shared.release(places)
             if update.finish_reason is None or update.request_id not in self._prefills:
                 continue
@@ -206,7 +206,7 @@ class Transfers:
                 self._follow(pull, message, now=now)
 
     def take_copied(self, done: ImportDone, *, now: float) -> None:
-        """Handle the report of one rank that has ended its part of a copy."""
+        """Handle one rank's report that it has ended its part of a copy."""
         pull = self._copies[done.number]
         pull.problem = pull.problem or done.problem
         pull.num_copying -= 1
@@ -246,7 +246,7 @@ class Transfers:
         for lease_id, opens in list(self._waiting.items()):
             left = [each for each in opens if each.deadline > now]
             if not left:
-                del self._waiting[lease_id]  # The decoding engine has stopped waiting, too.
+                del self._waiting[lease_id]  # The decoding engines no longer wait.
             elif len(left) < len(opens):
                 self._waiting[lease_id] = left
         for pull in list(self._pulls.values()):
@@ -265,7 +265,7 @@ class Transfers:
                 self.send(peer, RenewLeases(lease_ids))
 
     def _end_unread(self, *, now: float) -> None:
-        """Make room for later prompts: end the oldest lease that no engine has asked for."""
+        """End the oldest lease that no engine has asked for, to free blocks for later prompts."""
         for lease in self.shared.leases.values():
             since = now - (lease.expires - self.config.lease_seconds)
             if (
@@ -337,7 +337,7 @@ class Transfers:
             self._finish(pull, "" if message.was_held else "the lease ended during the copy")
 
     def _allocate(self, *, now: float) -> None:
-        """Begin copies in the order of the pulls, while host memory has room for the next copy."""
+        """Begin the copies of pulls in order, while host memory has free blocks for a pull."""
         for pull in [one for one in self._pulls.values() if one.phase is Phase.ALLOCATING]:
             assert pull.opened is not None
             found = self.shared.begin_import(pull.hashes)
@@ -372,7 +372,7 @@ class Transfers:
             )
 
     def _finish(self, pull: _Pull, problem: str) -> None:
-        """End a pull after its copies. The requests of the pull become ready or fail."""
+        """End a pull whose copies have ended. The requests of the pull become ready or fail."""
         del self._pulls[pull.peer, pull.lease_id]
         if pull.blocks is not None:
             self.shared.end_import(pull.blocks, is_valid=not problem)
@@ -387,7 +387,7 @@ class Transfers:
             del self._arrived[next(iter(self._arrived))]
 
     def _complete(self, pull: _Pull, request: GenerateRequest) -> None:
-        """Append a request that will use the blocks of a complete pull to `ready`."""
+        """Append a request to `ready`; it will use the blocks of a complete pull."""
         assert pull.opened is not None
         self.counts.num_remote_prefills += 1
         self._held[request.request_id] = self.shared.hold(pull.hashes)

@@ -16,9 +16,9 @@ from negamax.engine.grammar import wire
 
 RECONNECT_MS = 10  # Time between attempts to connect to a grammar process.
 START_SECONDS = 60.0  # Longest wait for the first answer of a grammar process.
-SILENT_SECONDS = 10.0  # Time without a heartbeat until a process with work is considered hung.
-STOPPED_SECONDS = 1.0  # Time after which a process that a signal stopped is considered hung.
-LOOK_SECONDS = 0.1  # Time without an answer until the engine looks for a stop by a signal.
+SILENT_SECONDS = 10.0  # Seconds without a heartbeat after which a busy process is considered hung.
+STOPPED_SECONDS = 1.0  # Seconds after which a process that a signal stopped is considered hung.
+LOOK_SECONDS = 0.1  # Seconds without an answer until the engine checks for a stop signal.
 
 
 class GrammarHost:
@@ -57,17 +57,17 @@ class GrammarClient:
     """
 
     def __init__(self, host: GrammarHost, *, spec: wire.GrammarSpec | None = None) -> None:
-        """Fork the process. Raises `OSError` or `zmq.ZMQError` if the system lacks resources."""
+        """Fork a process. Raises `OSError` or `zmq.ZMQError` if the system lacks resources."""
         self.spec, self.is_spent = spec, False
         self._host = host
         self._context = zmq.Context()
         self._folder = PrivateFolder()
-        self._channel, theirs = socket.socketpair()  # The channel closes when a process ends.
+        self._channel, theirs = socket.socketpair()  # It closes when the forked process ends.
         address = f"ipc://{self._folder.path}/grammars"
         try:
             self.socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
             self.socket.linger = 0
-            # The queues have no limits, so the engine loop never blocks while it sends.
+            # The socket's queues have no limits, so the engine loop never blocks while it sends.
             self.socket.sndhwm = self.socket.rcvhwm = 0
             self.socket.reconnect_ivl = RECONNECT_MS
             # The engine connects, because a bound socket without a peer blocks its sender.
@@ -141,6 +141,6 @@ class GrammarClient:
         self._clear_away()
 
     def _clear_away(self) -> None:
-        self._channel.close()  # Closing the channel also ends a process that is forked later.
+        self._channel.close()  # This also ends a process that the host forks later.
         self._context.destroy(linger=0)
         self._folder.remove()

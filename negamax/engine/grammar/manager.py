@@ -1,5 +1,5 @@
 """Manage the constraints of running requests: grammars and token budgets of reasoning. One process
-computes the masks of most grammars. A grammar that may be slow or crash gets its own worker.
+computes the masks of most grammars. A grammar that may be slow or crash gets its own process.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ logger = get_logger(__name__)
 COMPILE_SECONDS = 30.0
 MASK_SECONDS = 5.0
 DRAFT_SECONDS = 0.004
-GRACE_SECONDS = 0.008  # Longest wait for masks if the step also has rows without a grammar.
-ALONE_SECONDS = 0.05  # Longest wait for masks if all rows of the step have a grammar.
+GRACE_SECONDS = 0.008  # Longest wait for masks in a step that also has rows without a grammar.
+ALONE_SECONDS = 0.05  # Longest wait for masks in a step whose rows all have a grammar.
 MAX_THREADS = 8
 MAX_ATTEMPTS = 2  # Largest number of attempts to compile a grammar whose process dies.
 MAX_WORKERS = 32
 MAX_IDLE_WORKERS = 2
 WAIT_SECONDS = 60.0  # Longest wait of a risky grammar for a worker.
-KEEP_SECONDS = 5.0  # A worker whose grammar took longer to compile is not reused.
+KEEP_SECONDS = 5.0  # Compile time above which a worker is not reused.
 MAX_REMEMBERED = 1024  # Largest number of stored refusals of grammars that were slow or crashed.
 REMEMBERED_SECONDS = 600.0
 _NOTHING: Mapping[str, list[int]] = {}
@@ -51,23 +51,23 @@ class RequestGrammar:
     """The constraints of one output, and the answers of its grammar process."""
 
     request: GenerateRequest
-    key: int  # Id of the output in messages.
+    key: int  # Id of the output in messages to grammar processes.
     gate: ReasoningGate | None = None
     client: GrammarClient | None = None
-    is_open: bool = False  # Whether no grammar is needed or the grammar is compiled.
+    is_open: bool = False  # Whether the grammar is compiled or not needed.
     refusal: str | None = None  # Reason why the request is invalid.
     attempts: int = 0
-    # Masks of the grammar: first for the next token, then after each draft token.
+    # Masks of the grammar: for the next token, then for the token after each draft token.
     masks: list[Mask] = field(default_factory=list)
-    # Draft tokens that the next step may verify; -1 where there is no draft token.
+    # Draft tokens that the next step may verify; -1 at a position without a draft token.
     drafts: list[int] = field(default_factory=list)
-    num_asked: int = 0  # Number of messages about new tokens that have no answer yet.
+    num_asked: int = 0  # Number of messages about new tokens without an answer yet.
     asked: float = 0.0  # Monotonic second of the latest message to the grammar process.
     kept_back: frozenset[int] = frozenset()  # Tokens forbidden during reasoning.
     has_ended: bool = False
     error: str | None = None
     is_lost: bool = False  # Whether the grammar process died or no process was free in time.
-    is_late: bool = False  # Whether a step ran without the mask.
+    is_late: bool = False  # Whether a step ran without the output's mask.
 
     @property
     def problem(self) -> str | None:
@@ -86,7 +86,7 @@ class RequestGrammar:
         return not self.is_reasoning_at(self.gate) and (self.gate is None or self.gate.due is None)
 
     def is_reasoning_at(self, gate: ReasoningGate | None) -> bool:
-        """Return whether the output is in its reasoning, without a grammar, in state `gate`."""
+        """Return whether, in state `gate`, the output is in reasoning that has no grammar."""
         reasoning = self.request.sampling.reasoning
         return (
             gate is not None
@@ -141,7 +141,7 @@ class GrammarManager:
         self._client: GrammarClient | None = None
         self._workers: list[GrammarClient] = []
         self._risky: list[RequestGrammar] = []  # Grammars that wait for a worker.
-        # (end of the refusal in monotonic seconds, message) by digest of a refused grammar
+        # digest of a refused grammar -> (end of the refusal in monotonic seconds, message)
         self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._tokenizer: Future[Tokenizer] | None = None
@@ -157,7 +157,7 @@ class GrammarManager:
         return request_id in self._rules
 
     def start(self) -> GrammarClient:
-        """Return the process for grammars that are not risky. The first call starts the process."""
+        """Return the process for grammars that are not risky. The first call starts it."""
         if self._client is None:
             self._client = self._fork()
         return self._client
@@ -177,7 +177,7 @@ class GrammarManager:
             self._host = None
 
     def open(self, request: GenerateRequest) -> None:
-        """Prepare the constraints of `request`, which `opened` returns when they are ready."""
+        """Prepare the constraints of `request`; `opened` returns them when they are ready."""
         rule = self._rules[request.request_id] = RequestGrammar(request, next(self._keys))
         self._by_key[rule.key] = rule
         self._opening.append(rule)
@@ -206,7 +206,7 @@ class GrammarManager:
         return done
 
     def close(self, request_id: str) -> bool:
-        """Drop the constraints of a request, and return whether they were still being prepared."""
+        """Drop the constraints of a request. Return whether their preparation had not ended."""
         rule = self._rules.get(request_id)
         if rule is None:
             return False
@@ -219,7 +219,7 @@ class GrammarManager:
     def advance(
         self, updates: Sequence[SequenceUpdate], proposed: Mapping[str, list[int]] = _NOTHING
     ) -> list[str]:
-        """Send committed and draft tokens. Return ids of requests that need no more constraints."""
+        """Send new tokens and drafts to processes. Return ids of requests with no more limits."""
         if not self._rules:
             return []
         released: list[str] = []
@@ -248,7 +248,7 @@ class GrammarManager:
         return released
 
     def take_lost(self) -> list[RequestGrammar]:
-        """Receive answers. Return the constraints whose process has died since the last call."""
+        """Receive masks. Return constraints whose grammar process has died since the last call."""
         if self._rules:
             self._receive()
             self._end_waits()
@@ -266,8 +266,8 @@ class GrammarManager:
         self, step_id: int, rows: Sequence[GrammarRow], *, may_wait: bool
     ) -> tuple[GrammarBitmask, list[RequestGrammar]]:
         """Return the bitmask for `rows` of a launched step, and the constraints of requests that
-        must end because of an error or the end of their grammar. Postpone rows whose mask is late.
-        Wait longer if `may_wait` is set.
+        must end because of an error or the end of their grammar. Rows whose mask is late are
+        postponed. If `may_wait` is set, the wait for masks is longer.
         """
         ruled = [
             (row, rule) for row in rows if (rule := self._rules.get(row.request_id)) is not None
@@ -309,7 +309,7 @@ class GrammarManager:
                 poller.register(client.socket, zmq.POLLIN)
             poller.poll(int(min(seconds, 1.0) * 1000) + 1)
         else:
-            time.sleep(min(seconds, 0.001))  # A thread is loading the tokenizer.
+            time.sleep(min(seconds, 0.001))  # No process has work; a thread loads the tokenizer.
         self._receive()
 
     def shutdown(self) -> None:
@@ -328,7 +328,7 @@ class GrammarManager:
         num_taken = 0  # Number of draft tokens that the grammar has accepted.
         sampling = rule.request.sampling
         while len(found) <= row.num_drafts:
-            too_early: frozenset[int] = frozenset()  # Tokens that would end the output too early.
+            too_early: frozenset[int] = frozenset()  # End tokens before `min_tokens`.
             if row.num_outputs + len(found) < sampling.min_tokens:
                 too_early = frozenset((*self._setup.eos_token_ids, *sampling.stop_token_ids))
             mask: Mask | None = None
@@ -347,14 +347,14 @@ class GrammarManager:
                 break
             draft = rule.drafts[len(found) - 1]
             if draft < 0 or (mask is not None and not allows(mask, draft)):
-                # This draft token will be rejected, so later samples are not used.
+                # The step will reject this draft token, so the rows' later samples need no masks.
                 return [*found, *[None] * (row.num_drafts + 1 - len(found))]
             num_taken += gate is None or gate.push(draft) is not None
         assert found
         return found
 
     def _has_gate(self, rule: RequestGrammar) -> bool:
-        """Create a reasoning gate if needed. Return False while the tokenizer is loading."""
+        """Create a `ReasoningGate` if needed. Return False while the tokenizer is loading."""
         sampling = rule.request.sampling
         reasoning = sampling.reasoning
         if reasoning is None:
@@ -425,7 +425,7 @@ class GrammarManager:
                 self._fail_start(rule, error)
 
     def _end_waits(self) -> None:
-        """Fail requests that wait too long for a worker: long outputs can occupy all workers."""
+        """Fail requests that wait too long for a worker; long outputs can occupy all workers."""
         since = time.monotonic() - WAIT_SECONDS
         for rule in [rule for rule in self._risky if rule.asked < since]:
             self._risky.remove(rule)
@@ -437,7 +437,7 @@ class GrammarManager:
     def _receive(self) -> None:
         for client in self._clients():
             if client not in self._clients():
-                continue  # A message of another process has ended this process.
+                continue  # A message has ended this process.
             for message in client.receive():
                 self._handle(message, client)
             if client not in self._clients():
@@ -474,7 +474,7 @@ class GrammarManager:
         kept_back = {end_id for end_id in self._setup.eos_token_ids if not allows(mask, end_id)}
         grammar, reasoning = rule.spec
         if grammar.kind != "tool_calls" and reasoning is not None:
-            # Parsers would read this token as the start of a tool call.
+            # Forbid the token that parsers would read as the start of a tool call.
             call_id = reasoning.call_opener.token_id
             kept_back |= set() if call_id is None else {call_id}
         rule.kept_back = frozenset(kept_back)
@@ -505,7 +505,7 @@ class GrammarManager:
             self._refused.popitem(last=False)
 
     def _lose(self, client: GrammarClient, cause: str) -> None:
-        """End a dead or hung process, fail the running outputs, and compile new grammars again."""
+        """End a dead or hung process, fail its running outputs, and recompile other grammars."""
         message = f"the grammar process {cause} while it served this request"
         logger.warning("a grammar process is replaced: %s", message)
         if client is self._client:
@@ -513,7 +513,7 @@ class GrammarManager:
         else:
             self._workers.remove(client)
         client.kill()
-        if not client.is_ready:  # The host may hang before the fork.
+        if not client.is_ready:  # The host may have hung before the fork.
             self._end_host()
         for rule in self._followed_by(client):
             if client.spec is not None and client.is_ready and rule.problem is None:
@@ -531,7 +531,7 @@ class GrammarManager:
         self._assign_workers()
 
     def _unanswered(self, client: GrammarClient) -> float | None:
-        """Return the monotonic second of the oldest unanswered message; None: all have answers."""
+        """Return the monotonic second of the client's oldest unanswered message, or None."""
         asked = [
             rule.asked
             for rule in self._followed_by(client)
@@ -552,13 +552,13 @@ class GrammarManager:
             self._risky.remove(rule)
         client = rule.client
         if client is not None and client in self._clients():
-            if client.spec is not None and rule.problem is None:  # A thread may hang.
+            if client.spec is not None and rule.problem is None:  # A thread of the worker may hang.
                 client.is_spent |= rule.num_asked > 0 or not rule.is_open
             client.send(wire.CloseGrammars([rule.key]))
             self._end_if_free(client)
 
     def _end_if_free(self, client: GrammarClient) -> None:
-        """End a process without outputs if its threads may hang or if too many workers are idle."""
+        """If a process has no outputs and may hang, or too many workers are idle, end one."""
         if self._followed_by(client):
             return
         if client is self._client:

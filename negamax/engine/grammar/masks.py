@@ -1,4 +1,4 @@
-"""Build masks of allowed tokens. Bit i of byte j of a mask allows token 8 j + i."""
+"""Build masks of allowed tokens. Bit i of byte j in a mask allows token 8 j + i."""
 
 from collections.abc import Iterable
 from functools import lru_cache, partial
@@ -10,10 +10,10 @@ Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], read-only
 
 
 class MaskMaker:
-    """Builds masks that need no grammar, and caches them for other rows and steps."""
+    """Builds masks from token ids instead of a grammar, and caches the masks for other rows."""
 
     def __init__(self, vocab_size: int) -> None:
-        # The cache has a limit, because each request can have different stop tokens.
+        # The cache of masks is small, because each request can have different stop tokens.
         self._make = lru_cache(maxsize=64)(partial(_make_mask, vocab_size))
 
     def only(self, token_id: int) -> Mask:

@@ -2,7 +2,7 @@
 
 The compiler can take minutes and gigabytes for a small grammar, can crash, and cannot be
 interrupted. The first process loads the compiler and forks other processes. One forked process
-handles most grammars. Each other process compiles one risky grammar with limits and low priority.
+handles most grammars. Each worker compiles one risky grammar with limits and low priority.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MAX_THREADS = 64  # More threads than cores, because some threads may hang.
-SLOW_SECONDS = 0.02  # The engine does not wait for a mask that takes longer.
-MEMORY_SHARE = 1 / 4  # Memory limit of other grammar processes, as a fraction of main memory.
-WORKER_BYTES = 2 << 30  # Memory limit of a worker, in bytes.
+SLOW_SECONDS = 0.02  # Longest time of a mask for which the engine can wait.
+MEMORY_SHARE = 1 / 4  # Memory limit of the other processes / main memory.
+WORKER_BYTES = 2 << 30  # Memory limit of a worker process, in bytes.
 WORKER_NICENESS = 5
-POLL_MS = 2  # Time between two checks for finished work.
+POLL_MS = 2  # Time between two checks whether threads have finished work.
 FRAME_BYTES = 65536  # Size limit of a message to the host.
 BEAT_SECONDS = 0.5  # Time between heartbeats while threads work.
 
@@ -87,7 +87,7 @@ class _Job:
 
 
 class _FollowedOutput:
-    """One output with a grammar. A turn computes the next mask; turns do not overlap."""
+    """One output with a grammar. A turn computes its next mask; turns do not overlap."""
 
     def __init__(self, key: int, compiled: xgrammar.CompiledGrammar) -> None:
         self.key = key
@@ -97,12 +97,12 @@ class _FollowedOutput:
         self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
         self.turn_started: float | None = None  # Start of the turn, in monotonic seconds.
-        self.is_slow = False  # Whether the last turn was slow.
+        self.is_slow = False  # Whether the last turn took over SLOW_SECONDS.
         self.is_open = False
 
 
 class GrammarServer:
-    """Serves one engine. Other threads compute, so the serving thread never blocks for long."""
+    """Serves one engine. Other threads compute masks, so the serving thread stays free."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class GrammarServer:
         self._no_drafts_from = 0.0  # Monotonic seconds.
         self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
-        self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Answers of turns.
+        self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Finished turns.
         self._num_threads = setup.num_threads
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grammar")
         self._send(wire.Beat())
@@ -214,7 +214,7 @@ class GrammarServer:
 
         def work() -> None:
             while turns:
-                with suppress(IndexError):  # Another thread has taken the last turn.
+                with suppress(IndexError):  # Another thread took the last turn.
                     self._turn(*turns.popleft())
                     over.append(None)
             if len(over) == total:
@@ -224,7 +224,7 @@ class GrammarServer:
             self._threads.submit(work)
         if not all_over.wait(SLOW_SECONDS):
             with suppress(IndexError):
-                while True:  # Other threads compute the masks that wait behind a slow mask.
+                while True:  # Other threads compute the remaining masks.
                     self._threads.submit(self._turn, *turns.popleft())
 
     def _take_turn(self, stream: _FollowedOutput) -> None:
@@ -266,7 +266,7 @@ class GrammarServer:
     def _masks_after_drafts(
         self, matcher: GrammarMatcher, mask: Mask, drafts: list[int]
     ) -> list[bytes]:
-        """Return the mask after each draft token. `mask`: the mask for the first draft token."""
+        """Return the mask after each draft token. `mask`: mask of the token before the drafts."""
         assert self._compiler is not None
         masks: list[bytes] = []
         num_taken = 0
@@ -306,7 +306,7 @@ class GrammarServer:
             self._refuse(stream.key, message or "")
 
     def _end_slow_turns(self) -> None:
-        """Refuse grammars of outputs whose mask takes too long; the threads keep running."""
+        """Refuse the grammars of outputs whose mask takes too long; their threads keep running."""
         now = time.monotonic()
         for stream in list(self._streams.values()):
             started = stream.turn_started
@@ -344,7 +344,7 @@ def load_compiler(setup: wire.Setup) -> GrammarCompiler | None:
 
 
 def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None) -> None:
-    """Serve the engine in a forked process. The process ends when its standard input ends."""
+    """Serve the engine in a forked process, which ends when its standard input ends."""
     try:
         os.write(sys.stdin.fileno(), str(os.getpid()).encode())
     except BrokenPipeError:  # The engine no longer needs this process.
@@ -357,11 +357,11 @@ def _serve(fork: wire.Fork, setup: wire.Setup, compiler: GrammarCompiler | None)
         answers.linger = 0
         answers.bind(fork.address)
         GrammarServer(answers, setup, compiler, is_worker=fork.is_worker).serve()
-    exit_now(0)  # A normal end would wait for threads that compile.
+    exit_now(0)  # A normal exit would wait for compiling threads.
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit the memory of this process and of its forks. Keep a lower limit that exists."""
+    """Limit the memory of this process and of its forks, unless a lower limit exists."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = num_bytes if soft == resource.RLIM_INFINITY else min(num_bytes, soft)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -373,7 +373,7 @@ def main(number: str) -> int:
     _limit_memory(int(env.main_memory() * MEMORY_SHARE))
     log.setup_as_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The system reaps ended children.
-    # A fork is safe: other threads wait for the parent or for work, and hold no locks.
+    # `os.fork` is safe: other threads wait for the parent or for work, and hold no locks.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
     with socket.socket(fileno=int(number)) as requests:
         setup = msgspec.msgpack.decode(requests.recv(FRAME_BYTES), type=wire.Setup)

@@ -1,4 +1,4 @@
-"""Messages between the engine and grammar processes. An empty message ends a process."""
+"""Messages between the engine and grammar processes. An empty message asks a process to end."""
 
 import msgspec
 
@@ -17,11 +17,11 @@ class Setup(msgspec.Struct, frozen=True):
     num_threads: int
     compile_seconds: float  # Time limit for compiling a grammar.
     mask_seconds: float  # Time limit for computing a mask.
-    draft_seconds: float  # Time limit to start the masks after draft tokens.
+    draft_seconds: float  # Time within which masks after drafts may begin.
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host to fork a process. The message includes the process's standard input."""
+    """Asks the host to fork a process. The message passes the descriptor of the process's stdin."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.
@@ -49,7 +49,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 class GrammarOpened(msgspec.Struct, frozen=True, tag="opened"):
     key: int
-    mask: bytes  # Mask of the first token; bit i of byte j allows token 8 j + i.
+    mask: bytes  # Mask of the output's first token: bit i of byte j allows token 8 j + i.
 
 
 class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
@@ -59,11 +59,11 @@ class GrammarIsRisky(msgspec.Struct, frozen=True, tag="risky"):
 
 
 class GrammarRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The process refuses the grammar of output `key`. The output may have begun already."""
+    """The process refuses the grammar of output `key`, which may have begun already."""
 
     key: int
     message: str
-    is_timeout: bool = False  # Whether a thread exceeded a time limit and still runs.
+    is_timeout: bool = False  # Whether a thread has exceeded a time limit and still runs.
 
 
 class NextMask(msgspec.Struct, frozen=True, array_like=True):

@@ -32,10 +32,10 @@ from negamax.worker.node_sockets import connect, tcp_endpoint
 logger = get_logger(__name__)
 
 SHUTDOWN_SECONDS = 5.0  # Time for ranks to end before they are killed.
-ABORT_SECONDS = 0.3  # Time for kernels to stop waiting for other ranks.
+ABORT_SECONDS = 0.3  # Time for aborted kernels to return.
 _POLL_MS = 50
 _RECONNECT_MS = 100
-_REMINDER_SECONDS = 10.0  # Time between log lines about node 0, and between attempts to connect.
+_REMINDER_SECONDS = 10.0  # Time between log lines or probes while node 0 is silent.
 _LINGER_MS = 500
 _PROBE_SECONDS = 1.0
 
@@ -52,7 +52,7 @@ class Agent:
         waits_again: bool = True,
         health: NodeHealth | None = None,
     ) -> None:
-        """`share` describes this machine. `waits_again`: the agent outlives its ranks."""
+        """`share` describes this machine. `waits_again`: keep running when the ranks end."""
         self._health = health
         self._options = options
         self._facts = facts
@@ -71,7 +71,7 @@ class Agent:
         self._waiting = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
         self._logged, self._logged_at = "", 0.0
         self._folder: PrivateFolder | None = None
-        self._session = ""  # Id of node 0's session, kept until node 0 knows that the ranks ended.
+        self._session = ""  # Id of node 0's session, kept until node 0 knows the ranks' end.
         self._ranks: LocalRanks | None = None
         self._death: str | None = None  # Reason why this agent ended the ranks.
         self._num_sent = 0
@@ -80,7 +80,7 @@ class Agent:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Run until node 0 or a signal ends this agent. Raises `ConfigError` after a refusal."""
+        """Run until node 0 or a signal ends this agent. Raises `ConfigError` if node 0 refuses."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         next_beat = 0.0
@@ -142,7 +142,7 @@ class Agent:
             self._socket = self._datagrams = None
 
     def _check_silence(self, now: float) -> None:
-        """End the ranks when node 0 is silent for too long; then connect to node 0 again."""
+        """If node 0 is silent for too long, end the ranks, and connect to node 0 again."""
         seconds = self._silence.seconds(self._num_received)
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 sends no heartbeat for %.1f s: the ranks end", seconds)
@@ -167,7 +167,7 @@ class Agent:
         return self._waiting if self._ranks is None else ""
 
     def _log_waiting(self, reason: str) -> None:
-        """Log why this node waits. Log an unchanged reason only every `_REMINDER_SECONDS`."""
+        """Log why this node waits. An unchanged reason is logged only every `_REMINDER_SECONDS`."""
         text = f"{self._waiting} ({reason})" if reason else self._waiting
         if text != self._logged or time.monotonic() > self._logged_at + _REMINDER_SECONDS:
             logger.info("%s", text)
@@ -261,7 +261,7 @@ class Agent:
 
     def _send(self, message: wire.FromAgent) -> None:
         if self._socket is not None:
-            with contextlib.suppress(zmq.Again):  # Not connected: drop the message.
+            with contextlib.suppress(zmq.Again):  # The socket is not connected: drop the message.
                 self._socket.send(wire.encoder.encode(message), zmq.NOBLOCK)
 
     def _start_ranks(self, start: wire.StartRanks) -> None:

@@ -1,4 +1,4 @@
-"""Collect facts that must be equal on all nodes. Node 0 compares facts before loading weights."""
+"""Collect facts that must be equal on all nodes. Node 0 compares them before ranks load weights."""
 
 import hashlib
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "triton", "msgspec", "pyzmq")
 
 
 def collect_facts(options: EngineOptions, source: ModelSource, *, device: str) -> dict[str, str]:
-    """Collect versions, options that affect steps, and digests of code, model and tensors."""
+    """Collect package versions, shared options, and digests of the code, model and tensors."""
     facts = {"Negamax": negamax.__version__, "code": env.digest_code(), "device": device}
     facts |= {name: env.installed_version(name) or "none" for name in _PACKAGES}
     draft = source.draft
@@ -43,7 +43,7 @@ def collect_facts(options: EngineOptions, source: ModelSource, *, device: str) -
 
 
 def digest_model(source: ModelSource, caches: tuple[object, ...]) -> str:
-    """Return a digest of the model. Engines can exchange KV blocks only if their digests match."""
+    """Return a digest of the model. Only engines with equal digests can exchange KV blocks."""
     draft = source.draft
     folder = None if draft is None or draft.folder is None else Path(draft.folder)
     tensors = (_tensors_digest(source.weights_folder), _tensors_digest(folder))
@@ -52,7 +52,7 @@ def digest_model(source: ModelSource, caches: tuple[object, ...]) -> str:
 
 
 def find_differences(own: dict[str, str], others: dict[str, str], *, name: str) -> Iterator[str]:
-    """Describe each fact that differs between node 0 (`own`) and node `name` (`others`)."""
+    """Describe each fact that differs between node 0 (`own`) and the node `name` (`others`)."""
     for fact in dict.fromkeys([*own, *others]):
         here, there = own.get(fact, "unknown"), others.get(fact, "unknown")
         if here != there:

@@ -30,9 +30,9 @@ logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.05
 _REMINDER_SECONDS = 10.0  # Time between log lines about missing nodes.
-_LEAVE_SECONDS = 1.0  # Longest wait for agents to confirm their end.
+_LEAVE_SECONDS = 1.0  # Longest wait until agents confirm that their ranks have ended.
 _MESSAGE_BYTES = 2**20  # Size limit of an agent's message.
-_HEARTBEAT_MS = 1000  # Time between heartbeats by which ZeroMQ finds half-open connections.
+_HEARTBEAT_MS = 1000  # Time between ZeroMQ's own heartbeats.
 
 
 @dataclass
@@ -49,8 +49,8 @@ class _Node:
     joined_at: float = 0.0
     last_beat: int = 0
     last_datagram: int = 0
-    num_signs: int = 0  # Number of heartbeats over TCP and UDP.
-    num_frames: int = 0  # Number of messages over TCP.
+    num_signs: int = 0  # Number of the agent's new heartbeats.
+    num_frames: int = 0  # Number of the agent's messages over TCP.
     silence: Silence = field(default_factory=Silence)
     stall: Silence = field(default_factory=Silence)
     death: str | None = None
@@ -84,12 +84,12 @@ class _Node:
 
 
 class NodeGroup:
-    """The ranks of other nodes. After `start`, a thread receives messages from agents."""
+    """The ranks of all other nodes. After `start`, a thread receives the agents' messages."""
 
     def __init__(
         self, options: NodeOptions, layout: ParallelLayout, *, facts: dict[str, str]
     ) -> None:
-        """Listen for agents. Raises `ConfigError`, and `ResourceError` if a port is in use."""
+        """Listen for agents. Raises `ConfigError`, or `ResourceError` if a port is in use."""
         self.ranks = range(layout.ranks_per_node, layout.world_size)
         self._facts = facts
         self._place = network.find_place_of_node_0(options)
@@ -113,8 +113,8 @@ class NodeGroup:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
-        self._num_peers = 4 * layout.world_size  # The limit includes connections of earlier ranks.
-        self._limits: list[ConnectionLimit] = []  # The agents' socket comes first.
+        self._num_peers = 4 * layout.world_size  # Allows for earlier ranks.
+        self._limits: list[ConnectionLimit] = []  # First: limit of `_socket`.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
         self._num_sent = 0
@@ -242,7 +242,7 @@ class NodeGroup:
                     self._lost(node, wrong)
         for node in self._nodes:
             self._send(node.route, self._stop)
-        # Closing the connection drops messages that agents have not read, so wait for answers.
+        # `close` drops messages that agents have not read, so wait until the agents answer.
         wait = _LEAVE_SECONDS if self._stop.for_good else _POLL_SECONDS
         deadline = time.monotonic() + wait
         while any(node.join for node in self._nodes) and time.monotonic() < deadline:
@@ -312,7 +312,7 @@ class NodeGroup:
                 self._lost(node, f"{node.name} was stopped")
             node.join = None
         else:
-            node.route, node.connection = route, connection  # The agent may have reconnected.
+            node.route, node.connection = route, connection  # The agent may have a new connection.
             node.num_frames += 1
             self._handle_heartbeat(node, message)
 
@@ -325,7 +325,7 @@ class NodeGroup:
                 self._handle_heartbeat(node, beat)
 
     def _handle_heartbeat(self, node: _Node, beat: wire.AgentHeartbeat) -> None:
-        """Store a heartbeat of this session if no later heartbeat is stored."""
+        """Handle a heartbeat of this session, except if a later one has arrived."""
         if beat.number <= node.last_beat:
             return
         node.last_beat = beat.number
@@ -349,7 +349,7 @@ class NodeGroup:
         node.route, node.connection = route, connection
         if self._thread is not None:
             if node.last_beat > join.last_beat:
-                return  # The join is outdated: the ranks have sent heartbeats.
+                return  # An old `Join`: its agent sent heartbeats since.
             if node.last_beat:
                 self._lost(node, f"{node.name} has lost its ranks")
             else:  # The message `StartRanks` may be lost: send it again.

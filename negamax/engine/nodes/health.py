@@ -16,16 +16,16 @@ logger = get_logger(__name__)
 # An agent is considered dead if one iteration of its loop takes longer than this time.
 STILL_SECONDS = 60.0
 _REQUEST_SECONDS = 2.0  # Time limit for a request to arrive.
-_MOST_BYTES = 8192  # Size limit of a request's head.
+_MOST_BYTES = 8192  # Size limit of a request's headers, in bytes.
 _PATHS = ("/livez", "/readyz", "/health")
 
 
 class NodeHealth:
-    """Answers HTTP requests in a thread. Answers contain only node states and need no API key."""
+    """Answers HTTP probes in a thread. Probes need no API key and return only node states."""
 
     def __init__(self, host: str, port: int) -> None:
         """Listen at `port`; 0 selects a free port. Raises `ConfigError` or `ResourceError`."""
-        self._turned_at: float | None = None  # None while the agent reads the model's files.
+        self._turned_at: float | None = None  # Start of the latest loop iteration, if any.
         self._missing: Callable[[], str] = lambda: "the agent starts"
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
@@ -33,7 +33,7 @@ class NodeHealth:
         threading.Thread(target=self._run, name="health", daemon=True).start()
 
     def watch(self, missing: Callable[[], str]) -> None:
-        """Answer readiness probes by `missing`, which returns why the node is not ready, or ""."""
+        """Answer readiness probes by the result of `missing`: why the node is not ready, or ""."""
         self._missing = missing
 
     def turn(self) -> None:

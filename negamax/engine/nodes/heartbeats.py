@@ -1,5 +1,5 @@
 """Send heartbeats between nodes as UDP datagrams, in addition to TCP. TCP doubles its retry delay
-after each lost packet. In an outage of 1.6 s, TCP delivers the next message after 3 s.
+after each lost packet. For example, TCP may need 3 s to deliver a message in an outage of 1.6 s.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ _MAC_BYTES = 16
 _MOST_AT_ONCE = 1000  # Largest number of datagrams that one `receive` call reads.
 _MOST_BYTES = 2048  # Longest valid datagram, in bytes; longer datagrams fail the check.
 
-Address = tuple[Any, ...]  # Host and port, and further fields with IPv6.
+Address = tuple[Any, ...]  # Host, port, and with IPv6 further fields.
 
 
 class Datagrams:
-    """A UDP socket for signed messages. Messages may be lost, duplicated or late. Never blocks."""
+    """A UDP socket for signed messages, which may be lost, duplicated or late. Never blocks."""
 
     def __init__(self, address: str, port: int = 0) -> None:
         """Bind to `address` and `port`; port 0 selects a free port. Raises `ResourceError`."""
@@ -55,7 +55,7 @@ class Datagrams:
                 signed, sender = self._socket.recvfrom(_MOST_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # A peer's port was closed.
+            except OSError:  # The system reports a peer's closed port.
                 continue
             mac, frame = signed[:_MAC_BYTES], signed[_MAC_BYTES:]
             if hmac.compare_digest(mac, self._mac(frame)):
@@ -69,10 +69,10 @@ class Datagrams:
 
 
 class Neighbours:
-    """Tracks heartbeats of other agents in one session. One thread must call `lost` often."""
+    """Tracks other agents' heartbeats in one session. One thread must call `lost` regularly."""
 
     def __init__(self, session: str, addresses: Mapping[int, tuple[str, int]]) -> None:
-        """Track the nodes in `addresses`, which maps node numbers to hosts and UDP ports."""
+        """Track the nodes in `addresses`: number of the node -> (host, UDP port)."""
         self.addresses = addresses
         self._session = session
         self._numbers = dict.fromkeys(addresses, 0)  # Number of each node's latest heartbeat.
@@ -84,7 +84,7 @@ class Neighbours:
             self._numbers[node] = number
 
     def lost(self) -> str | None:
-        """Report a node whose heartbeats have stopped. Ignore nodes without a first heartbeat."""
+        """Describe a node whose heartbeats have stopped. Nodes that have sent none are ignored."""
         for node, silence in self._silences.items():
             seconds = silence.seconds(self._numbers[node])
             if seconds > wire.NEIGHBOUR_SECONDS:

@@ -24,7 +24,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 class Place:
     address: str
     interface: str
-    reason: str  # Reason why this address was chosen.
+    reason: str  # Reason for this choice.
 
     def __str__(self) -> str:
         return f"{self.address} on {self.interface} ({self.reason})"
@@ -44,7 +44,7 @@ def resolve(host: str) -> str:
 
 
 def check_key(options: NodeOptions) -> None:
-    """Raise `ConfigError` if other machines run nodes and no key is set."""
+    """Raise `ConfigError` if nodes run on other machines but the user has set no key."""
     host = options.master_addr or ""
     if options.nnodes == 1 or has_key():
         return

@@ -39,7 +39,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class RayPlacement:
-    """An engine's request for machines of a Ray cluster."""
+    """Chooses machines of a Ray cluster for the ranks of an engine."""
 
     options: EngineOptions
     nodes: tuple[ClusterNode, ...]
@@ -64,7 +64,7 @@ class RayPlacement:
         return ipaddress.ip_address(self.own.address).is_loopback
 
     def share(self, count: int) -> Resources:
-        """Return what each of `count` nodes needs: a GPU and CPU per rank, or a CPU per thread."""
+        """Return what each of `count` nodes needs: GPUs and CPUs for its ranks, or CPUs only."""
         ranks = self.options.parallel.num_ranks // count
         if self.device == "cuda":
             return Resources(gpus=ranks, cpus=ranks)
@@ -77,7 +77,7 @@ class RayPlacement:
         return next((count for count in self.counts() if self._fits(count)), None)
 
     def refusal(self, seconds: float) -> ResourceError:
-        """Return the error of an engine for which Ray found no free machines within `seconds`."""
+        """Return the error to raise if Ray has found no free machines within `seconds`."""
         return ResourceError(
             f"Ray has found no room for {self.options.parallel.num_ranks} ranks in {seconds:g} s; "
             f"needed: {self.demand}; available: {self.available}",
@@ -107,7 +107,7 @@ class RayPlacement:
         yield from (count for count in range(1, min(ranks, MOST_NODES) + 1) if ranks % count == 0)
 
     def _objection(self, count: int) -> ConfigError | None:
-        """Return the error that `count` nodes cause; None if the options allow `count` nodes."""
+        """Return the error of the options with `count` nodes; None if the options allow them."""
         try:
             replace(self.options.nodes, nnodes=count).check(self.options.parallel)
         except ConfigError as error:
@@ -115,7 +115,7 @@ class RayPlacement:
         return None
 
     def _fits(self, count: int, *, one_day: bool = False) -> bool:
-        """Return whether `count` nodes have the resources. `one_day`: include resources in use."""
+        """Return whether `count` nodes have free resources. `one_day`: count used ones as free."""
         share = self.share(count)
         room = [
             node.id
@@ -143,7 +143,7 @@ class RayPlacement:
 def make_placement(
     options: EngineOptions, nodes: Sequence[ClusterNode], own_id: str
 ) -> RayPlacement:
-    """Create the request of machine `own_id`. Raises `ResourceError` if `nodes` lacks this id."""
+    """Create the placement of machine `own_id`. Raises `ResourceError` if `nodes` lacks this id."""
     own = next((node for node in nodes if node.id == own_id), None)
     if own is None:
         raise ResourceError(

@@ -11,7 +11,7 @@ from negamax.options.nodes import KEY_VARIABLE
 
 # Environment variables in which Ray lists the GPUs of an actor.
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_CARRIED = ("HF_", "NCCL_")  # Prefixes of variables that other machines copy from node 0.
+_CARRIED = ("HF_", "NCCL_")  # Prefixes of environment variables to copy from node 0.
 
 
 class ActorPlace(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class RayAgent:
         env.set_openmp_defaults()
         chosen = msgspec.json.decode(options, type=EngineOptions)
         log.setup(chosen.log_level, chosen.log_format)
-        from negamax.engine.nodes.agent import run_agent  # This import reads the variables.
+        from negamax.engine.nodes.agent import run_agent  # The import reads environment variables.
 
         try:
             run_agent(chosen, waits_again=False)

@@ -33,19 +33,19 @@ logger = get_logger("negamax.engine.nodes.ray_driver")  # Here `__name__` may be
 
 _CURRENT = "ray/ray_current_cluster"  # File in which `ray start` stores the cluster's address.
 _PROBE_SECONDS = 5.0
-_POLL_SECONDS = 0.5  # Time between attempts to find free machines.
-_GROUP_SECONDS = 5.0  # Longest wait for Ray to reserve free resources.
+_POLL_SECONDS = 0.5  # Time between two searches for free machines.
+_GROUP_SECONDS = 5.0  # Longest wait for one reservation by Ray.
 _REMINDER_SECONDS = 10.0
 _LEAVE_SECONDS = 1.0  # Longest wait for the agents to end.
-_END_SECONDS = 10.0  # Longest time from the end of standard input to exit.
-# Options for a cluster that this process starts; such a cluster stores few objects.
+_END_SECONDS = 10.0  # Time from the end of standard input to a forced exit.
+# Options of `ray.init` for a cluster that this process starts. Engines store no large objects.
 _OWN_CLUSTER = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
-_MAX_MESSAGE = 300  # Messages of Ray are truncated to this number of characters.
+_MAX_MESSAGE = 300  # Largest number of characters of a Ray message.
 _PIN = 0.001  # Amount of this machine's Ray resource "node:" to request, so that node 0 runs here.
 
 
 class Driver:
-    """Machines and agents of one engine. Only the thread that creates a `Driver` calls Ray."""
+    """Machines and agents of an engine on Ray. Only the thread of the constructor calls Ray."""
 
     def __init__(self, options: EngineOptions, stop: threading.Event) -> None:
         """Create the driver of one engine. Another thread sets `stop` when the engine has ended."""
@@ -80,7 +80,7 @@ class Driver:
         _ignore_signals()
 
     def place(self) -> RayPlacement:
-        """Reserve machines and start an actor on each machine. Raises `ResourceError`."""
+        """Reserve machines and start a `RayAgent` on each machine. Raises `ResourceError`."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -310,7 +310,7 @@ def main(fd: int) -> int:
     threading.Thread(target=_watch_parent, args=(driver, stop), name="parent", daemon=True).start()
 
     def send(message: FromDriver) -> None:
-        with contextlib.suppress(BrokenPipeError):  # The parent has ended.
+        with contextlib.suppress(BrokenPipeError):  # The parent process has ended.
             os.write(fd, msgspec.json.encode(message) + b"\n")
 
     try:

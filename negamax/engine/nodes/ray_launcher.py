@@ -24,7 +24,7 @@ _CLOSE_SECONDS = 3.0  # Longest wait for the driver to end Ray's processes.
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed"):
-    """The driver has reserved machines and starts the agents."""
+    """The driver sends this message when it has reserved machines and starts the agents."""
 
     nnodes: int
     device: str
@@ -57,7 +57,7 @@ class RayLauncher:
         """Reserve machines and hide unreserved GPUs. Raises `ConfigError` or `ResourceError`."""
         check_installed(options)
         if env.get(KEY_VARIABLE) is None:
-            env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # The agents receive this key.
+            env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # Key for the agents.
         reader, writer = os.pipe()
         self._messages = os.fdopen(reader, "rb", 0)  # `select` needs an unbuffered file.
         self._driver = Supervised(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])
@@ -73,7 +73,7 @@ class RayLauncher:
         self.options = plan_node(options, placed)
 
     def check(self) -> None:
-        """Raise `ConfigError` if an agent has ended or Ray has failed."""
+        """Raise `ConfigError` if the driver reports that an agent has ended or Ray has failed."""
         if select.select([self._messages], [], [], 0.0)[0]:
             self._receive(0.0)
 

@@ -5,12 +5,12 @@ import msgspec
 from negamax.worker.config import RankAddresses
 
 BEAT_SECONDS = 0.2  # Time between two heartbeats of node 0 or of an agent.
-# Time without a message until a node is considered dead. Clients get an error after at most 3 s.
+# Seconds without a message after which a node is considered dead. Clients get an error within 3 s.
 SILENCE_SECONDS = 2.0
-DISCONNECTED_SECONDS = 1.0  # Time without a message until a disconnected node is dead.
-# An agent reports another agent as dead after this time without a heartbeat, later than node 0.
+DISCONNECTED_SECONDS = 1.0  # Time without a message until a disconnected node is considered dead.
+# Seconds without a heartbeat after which an agent reports another agent as dead, after node 0 does.
 NEIGHBOUR_SECONDS = 2.4
-STALL_SECONDS = 10.0  # Time without a TCP message until a node is considered dead.
+STALL_SECONDS = 10.0  # Seconds without a TCP message after which a node is considered dead.
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -19,7 +19,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     node: int
     agent: str  # Id of the agent process.
     host: str
-    address: tuple[str, int]  # Host and UDP port.
+    address: tuple[str, int]  # Host and UDP port of the agent.
     facts: dict[str, str]  # Result of `facts.collect_facts`.
     share: msgspec.Raw  # `MachineShare`, which node 0 decodes only if the facts are equal.
     last_beat: int  # Number of the agent's latest heartbeat.
@@ -33,8 +33,8 @@ class AgentHeartbeat(msgspec.Struct, frozen=True, tag="beat"):
     session: str
     number: int
     death: str | None  # Reason why this node's ranks are lost.
-    rank: int  # Rank with the oldest heartbeat.
-    silence: float  # Age of the rank's heartbeat in seconds.
+    rank: int  # Rank on this node with the oldest heartbeat.
+    silence: float  # Age of the heartbeat of `rank` in seconds.
 
 
 class PeerHeartbeat(msgspec.Struct, frozen=True, tag="hello"):
@@ -54,7 +54,7 @@ FromAgent = Join | AgentHeartbeat | Leave
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait"):
-    """Node 0 tells an agent why the agent must wait."""
+    """Node 0 tells an agent why it must wait."""
 
     reason: str
 
