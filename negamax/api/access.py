@@ -28,7 +28,7 @@ class Access:
         self.has_keys = bool(self._keys)
 
     def reload(self) -> None:
-        """Read the key file again. If it is unusable, keep the old keys and raise `ConfigError`."""
+        """Read the key file again. Keep the old keys and raise `ConfigError` on failure."""
         keys = (*self._options.api_keys, *keys_of_file(self._options.api_key_file))
         if self._options.admin_api_key in keys:
             raise ConfigError(
@@ -103,7 +103,7 @@ def get_salt(request: Request, cache_salt: str) -> str:
 
 
 def list_ids(answer_id: str) -> list[str]:
-    """List the ids that a client can send to abort: the answer's id with and without its prefix."""
+    """List the ids by which a client aborts a request: the answer's id with and without prefix."""
     return [answer_id, answer_id.partition("-")[2]]
 
 

@@ -35,7 +35,7 @@ _EVENTS = ("requests", "tool_calls")
 
 
 class Histogram:
-    """The number of values per bucket, and their sum. Only one event loop writes its row."""
+    """The number of values per bucket, and their sum. Only one event loop writes each row."""
 
     __slots__ = ("_bounds", "_numbers", "_row", "_start")
 

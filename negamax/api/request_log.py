@@ -79,7 +79,7 @@ class RequestLog:
 
     def _head(self, prompt_token_ids: Sequence[int]) -> str:
         limit = self._max_prompt_chars
-        few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # Each token has a character or more.
+        few = list(prompt_token_ids[: limit + _SPARE_TOKENS])  # Enough for `limit` characters.
         text = self._tokenizer.decode(few, skip_special_tokens=False)
         is_whole = len(text) <= limit and len(few) == len(prompt_token_ids)
         return text if is_whole else text[:limit] + "…"

@@ -68,7 +68,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.num_bytes = 0  # Estimated bytes of the answer. A thread builds a large answer.
+        self.num_bytes = 0  # Estimated bytes of the answer.
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
@@ -104,7 +104,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     @property
     def usage(self) -> Usage:
         """Token counts of all choices so far, with each prompt's least number of cached tokens."""
-        prompts: dict[int, tuple[int, int]] = {}  # Total and cached tokens by prompt index.
+        prompts: dict[int, tuple[int, int]] = {}  # Prompt and cached tokens by prompt index.
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
             if (output := choice.latest) is None:

@@ -20,7 +20,7 @@ class ReasoningCounter:
     """Counts a choice's reasoning tokens, which are between the token ids of the think tags.
 
     A choice has one section of reasoning, and later think tags are content. Reasoning may quote
-    the opening tag of a call. The reader calls `call_began` if such a tag opens a call instead.
+    the opening tag of a call. The reader calls `call_began` if an opening tag is not a quotation.
     """
 
     def __init__(self, chat_format: ChatFormat, *, in_reasoning: bool) -> None:
@@ -125,7 +125,7 @@ class ChoiceReader(_CountingReader):
         # Whether the reader drops or delays events of the parser.
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         placed = _place_reasoning(rules.reasoning, chat_format)
-        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # Content has no reasoning.
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # Whether reasoning is separate.
         self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
@@ -134,7 +134,7 @@ class ChoiceReader(_CountingReader):
             stop=rules.stop,
             includes_stop=rules.includes_stop,
         )
-        self._held_reasoning: list[str] = []  # Sent when the reasoning ends.
+        self._held_reasoning: list[str] = []  # Texts of reasoning to send when the reasoning ends.
         self.calls: list[StartedCall] = []
 
     def push(self, output: RequestOutput) -> list[ParserEvent]:

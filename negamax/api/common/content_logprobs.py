@@ -13,12 +13,12 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # Matched text is dropped when it has more characters.
+_COMPACT_CHARS = 65_536  # Matched text is dropped when it exceeds this number of characters.
 _SPACE = re.compile(r"\s*")
 
 
 class ContentLogprobs:
-    """Finds the tokens of blocks by text. Only the request's handler changes this object.
+    """Finds a block's tokens by the block's text. Only the request's handler changes this object.
 
     Reasoning and content occur in the generated text in order. The search skips tags, calls and
     white space between blocks. A token that two blocks of content share belongs to the first block.
@@ -61,7 +61,7 @@ class ContentLogprobs:
             self._tokens.append((first, self._end + self._is_mid_character, entry))
 
     def take(self, block: Block, text: str) -> list[ChatLogprob]:
-        """Match `text`, the next part of `block`. Return its logprobs if `block` is content."""
+        """Match `text`, the next part of `block`. Return the logprobs if `block` is content."""
         self._num_parts[block.index] = self._num_parts.get(block.index, 0) + 1
         if block.kind is BlockKind.CALL:
             return []
@@ -88,7 +88,7 @@ class ContentLogprobs:
         self._is_mid_character = False
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
-        """Return the tokens of `text`, the next part of a block. Drop tokens up to its end."""
+        """Return the tokens of `text`, the next part of a block. Drop all earlier tokens, too."""
         # A truncated answer may end within a character.
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()

@@ -44,7 +44,7 @@ class ApiContext:
     access: Access
     options: ServerOptions
     body_limits: BodyLimits
-    model_names: tuple[str, ...]  # Names for requests. The first name is the default.
+    model_names: tuple[str, ...]  # Names of the model. The first name is the default.
     started: int  # Unix time of the server's start, in seconds.
     request_log: RequestLog | None
     tracer: RequestTracer | None

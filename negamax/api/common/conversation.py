@@ -26,7 +26,7 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # Size of the first part of a long text to tokenize.
+_PROBE_CHARS_PER_TOKEN = 8  # A prefix of this many characters per context token is tried first.
 _LEAST_TOKENS = 2**18  # Least token limit, so that any model can count the tokens of long texts.
 
 
@@ -133,7 +133,7 @@ class PromptBuilder:
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
     ) -> list[list[int]]:
-        """Tokenize text prompts, which may contain special tokens. Keep prompts of token ids."""
+        """Tokenize prompts, whose text may contain special tokens. Prompts of ids are kept."""
 
         def build() -> list[list[int]]:
             return [

@@ -52,7 +52,7 @@ class AssistantParts:
             hidden = None if thoughts is None else thoughts.unpack(thought.signature, param=place)
             texts.append(hidden or thought.otherwise)
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
-        # If this field were missing, the content would be searched for reasoning.
+        # Without this field, `normalize_messages` would search the content for reasoning.
         message["reasoning_content"] = "\n\n".join(text for text in texts if text)
         if self.calls:
             message["tool_calls"] = self.calls

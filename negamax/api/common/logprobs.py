@@ -23,7 +23,7 @@ def _get_text(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _describe(tokenizer: Tokenizer, token_id: int, *, as_ids: bool) -> tuple[str, list[int]]:
-    """Return the text and the bytes of a token. Many logprob entries share the two objects."""
+    """Return the text and the bytes of a token. Logprob entries share the returned objects."""
     return _get_text(tokenizer, token_id, as_ids=as_ids), list(tokenizer.token_bytes(token_id))
 
 

@@ -40,7 +40,7 @@ def fetch_media(
 ) -> bytes:
     """Download `url`, whose host must be one of `domains` in lower case.
 
-    `is_allowed` returns whether to connect to an address. The default allows public addresses.
+    `is_allowed` returns whether to connect to an address. The default is `is_public`.
     Raises `InvalidRequestError` or `PayloadTooLargeError` without the image's path in the request.
     """
     try:

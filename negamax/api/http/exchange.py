@@ -187,9 +187,9 @@ class RelayedAnswer(Response):
         encode_end: Callable[[UnavailableError], bytes] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """`encode_end` builds the last event of a stream that ends early. If another answer ends
-        early, or if `encode_end` is None, the connection to the client is closed. `on_end` is
-        called after complete and incomplete answers.
+        """`encode_end` builds the last event of a stream that ends early. The client's connection
+        is closed if `encode_end` is None, or if an answer that is not a stream ends early.
+        `on_end` is called after complete and incomplete answers.
         """
         super().__init__(status_code=exchange.status)
         own = _OWN_ANSWER_HEADERS | _read_options(exchange.headers)

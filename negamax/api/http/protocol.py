@@ -1,7 +1,7 @@
 """An HTTP/1.1 connection with limits of size and time.
 
 The limits apply to the head of a request, to the framing of its body, to the part of a body that
-arrives after the answer, and to clients that read slowly. A `BodyChannel` writes without `await`.
+arrives after the answer, and to slow clients. A `BodyChannel` writes bodies without `await`.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class BodyChannel:
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
     def feed(self, source: Pausable | None) -> None:
-        """Set the source of the body's next parts. None ends the body. A slow client pauses it."""
+        """Set the source of body parts. None ends the body. A slow client pauses the source."""
         protocol, response = self._protocol(), self._response()
         self._transport = None
         if source is not None and response is not None:
@@ -201,7 +201,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed `data` to the parser. If a request offers a protocol upgrade, ignore the offer.
 
-        An offer would make the parser skip the body. Raises `HttpParserError`, also for CONNECT.
+        An upgrade would make the parser skip the body. Raises `HttpParserError`, also for CONNECT.
         """
         rest = memoryview(data)
         while rest:
@@ -253,7 +253,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer(_READER, self._slow_client_timeout, self._cut_off)
 
     def _start_timer(self, awaited: str, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` after `seconds` if the timer is not stopped. Keep a timer that runs."""
+        """Call `late` after `seconds` if the timer is not stopped. Keep a running timer."""
         if awaited not in self._timers:
             self._timers[awaited] = self.loop.call_later(seconds, late)
 

@@ -29,7 +29,7 @@ _INLINE_BYTES = 32 * 1024  # Larger bodies are decoded in a thread.
 _PIECE_BYTES = 256 * 1024  # Larger values are decoded piece by piece.
 _PIECE_LEVELS = 4  # Nesting levels decoded in pieces: messages, message, parts, part.
 _DENSE = 16  # Values with fewer bytes per comma are decoded in one piece.
-_MOST_LONG_NUMBERS = 32  # Limit of long numbers in a body. Parsing them takes quadratic time.
+_MOST_LONG_NUMBERS = 32  # Limit of long numbers, whose parsing takes quadratic time.
 _LONG_NUMBER = b"0" * 400
 _SHOW_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(".") for byte in range(256))
 _LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # Matches a JSON string, or digits.
@@ -74,7 +74,7 @@ def compute_max_chars(max_model_len: int) -> int:
 async def read_request(
     request: Request, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Read a JSON body as a `model`. Return the `model` and the bytes of its fields.
+    """Read a JSON body as a `model`. Return the `model` and the size of its fields in bytes.
 
     Release the memory that was reserved for other fields. Raises the errors of `decode_request`.
     """
@@ -124,7 +124,7 @@ async def receive(request: Request, limits: BodyLimits) -> bytes:
 async def decode_request(
     body: bytes, model: type[RequestT], limits: BodyLimits
 ) -> tuple[RequestT, int]:
-    """Decode the request in `body`. Return the `model` and the bytes of its fields.
+    """Decode the request in `body`. Return the request and the size of its fields in bytes.
 
     Raises `InvalidRequestError` for malformed JSON, NaN, numbers that overflow, deep nesting and
     long texts. Raises the errors of `RequestModel.parse`.
@@ -146,7 +146,7 @@ def build_size_error(size: int, max_bytes: int) -> PayloadTooLargeError:
 def _decode_fields(
     body: bytes, model: type[RequestModel], limits: BodyLimits
 ) -> tuple[dict[str, object], int]:
-    """Decode the fields in `body`, and return the bytes of the fields that `model` has.
+    """Decode the fields in `body`, and return the size in bytes of the fields that `model` has.
 
     The values of other fields are only checked for valid syntax.
     """

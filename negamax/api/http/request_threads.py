@@ -59,13 +59,13 @@ class RequestThreads:
         self._latest = 0.0  # `seconds` of the flow that was started last.
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
-        """Queue `work` of `sender`, and return its future. Cancelled futures do not run."""
+        """Queue `work` of `sender`, and return its future. Cancelled work is not run."""
         future: Future[T] = Future()
         key = sender, sum(num_bytes > limit for limit in _SIZES)
         with self._lock:
             flow = self._flows.setdefault(key, _Flow(*key))
             if not flow.waiting:
-                flow.seconds = max(flow.seconds, self._latest)  # Being idle gains no priority.
+                flow.seconds = max(flow.seconds, self._latest)  # Idle time gives no priority.
                 self._waiting.append(flow)
             flow.waiting.append((future, work))
             self._begin()

@@ -212,8 +212,8 @@ class RouterApp:
 
 
 async def _begin(call: OpenCall, request: RoutedRequest, body: bytes) -> Exchange:
-    """Send a request and wait for the first bytes of the answer's body. Until the first bytes
-    of an answer arrive, the router may try another server. Raises `UnavailableError` without one.
+    """Send a request and wait for the first bytes of the answer's body, before which the router may
+    try another server. Raises `UnavailableError` if the server does not answer.
     """
     exchange = None
     try:

@@ -24,7 +24,7 @@ _DRAIN_SECONDS = 30.0  # Same as the default of `negamax serve`.
 
 
 def open_router_socket(options: RouteOptions) -> socket.socket:
-    """Bind the router's socket. Raises `ConfigError` if this needs --allow-unauthenticated."""
+    """Bind the router's socket. Raises `ConfigError` if the host needs --allow-unauthenticated."""
     family, address = resolve_host(options.host, options.port)
     if not (options.allow_unauthenticated or is_loopback(str(address[0]))):
         raise ConfigError(

@@ -18,7 +18,7 @@ from negamax.text.chat_template import RESERVED_KWARGS
 MAX_MESSAGES = 16_384
 MAX_PROMPTS = 128
 _PRIORITY_LIMIT = 2**31
-# `common.turn.constrain` sets the parameters without a field, which depend on the prompt.
+# `common.turn.constrain` sets the parameters removed here, because they depend on the prompt.
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__) - {
     "grammar", "reasoning", "thinking_token_budget",
 }  # fmt: skip

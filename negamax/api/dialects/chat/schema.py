@@ -163,7 +163,7 @@ class ChatRequest(StructuredRequest):
 
     @property
     def thinking_choice(self) -> ThinkingChoice:
-        """The thinking settings. The field `thinking` has precedence over other fields."""
+        """The thinking settings. The field `thinking` has precedence over other mode fields."""
         mode, budget = None, self.reasoning_budget
         if self.thinking is not None:
             mode = self.thinking.type
@@ -204,7 +204,7 @@ class ReasoningDetail(Struct, frozen=True):
     type: str = "reasoning.text"  # Always `reasoning.text`.
     id: str = "reasoning-text-1"  # Id of the reasoning in the message.
     format: str = "MiniMax-response-v1"  # Name of MiniMax's reasoning format.
-    index: int = 0  # Always 0, because a message has one reasoning.
+    index: int = 0  # Always 0: a message has at most one reasoning.
 
 
 class Message(Struct, frozen=True):

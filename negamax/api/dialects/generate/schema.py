@@ -89,7 +89,7 @@ class NativeRequest(EngineRequest):
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
     rid: RequestId | list[RequestId] | None = None  # Id of the request, or one id per prompt.
     return_logprob: bool = False  # Return the log-probability of each token in meta_info.
-    logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt position to score, or -1.
+    logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt position with logprobs, or -1.
     top_logprobs_num: int = Field(default=0, ge=0)  # Likely tokens to list per position.
     return_text_in_logprobs: bool = False  # Add the text of the token to each logprob.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
@@ -148,7 +148,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     """Metadata of an answer, with logprobs if the client requested logprobs."""
 
     id: str  # The client's rid, or a random id.
-    finish_reason: dict[str, Any] | None  # Null until the end. `type` is stop, length or abort.
+    finish_reason: dict[str, Any] | None  # Null before the end. `type` is stop, length or abort.
     prompt_tokens: int  # Prompt tokens, including cached tokens.
     completion_tokens: int  # Generated tokens.
     cached_tokens: int  # Prompt tokens found in the prefix cache.

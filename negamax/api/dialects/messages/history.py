@@ -21,7 +21,7 @@ _CLEAR_AT = ("never", "next_user_message")
 _PASSED_OVER = (
     "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback",
 )  # fmt: skip
-# First line of Claude Code's system prompt. It changes and would prevent prefix caching.
+# First line of Claude Code's system prompt, which changes and would prevent prefix caching.
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 _NO_NOTES: Mapping[str, str] = {}
 _REMINDER = re.compile(r"\A\s*<system-reminder>\n?(.*?)\n?</system-reminder>\s*\Z", re.DOTALL)
@@ -41,8 +41,8 @@ def build_history(
     The blocks of the system prompt become paragraphs, without the billing line of Claude Code.
     Adjacent messages of one role form one turn. In a user's turn the tool results come first.
     After tool results, a text that is a `<system-reminder>` becomes a system message, because a
-    user message would hide the thinking of the tool loop. The client's system messages stay in
-    place. `tool_notes` maps the path of a block that adds or removes tools to the text to show.
+    user message would hide the thinking of the tool loop. The client's system messages are not
+    moved. For blocks that add or remove tools, `tool_notes` maps block paths to texts to show.
     Thinking becomes reasoning, and its signature is not checked. A hidden thought that the prompt
     shows is decoded from its signature. With `reads_images`, images of users and tool results
     stay images. Raises `InvalidRequestError` with the path of a part that the prompt cannot show.
@@ -236,7 +236,7 @@ def _read_result(
 ) -> str | list[dict[str, Any]]:
     """Return the text of a tool result, with a note for each part that the model cannot see.
 
-    Refusing unseen parts would end the client's session. A result with images becomes a list.
+    Refusing unseen parts would end the client's session. Return a list of parts for images.
     """
     parts: list[dict[str, Any]] = []
     content = block.get("content")

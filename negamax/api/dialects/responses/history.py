@@ -129,7 +129,7 @@ def _get_called_name(item: Mapping[str, Any]) -> Any:
 def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any:
     """Return the id of the call that a result belongs to.
 
-    A local shell result may contain an item id instead, which `local_calls` maps to the call id.
+    If a local shell result has only an item id, `local_calls` maps the item id to the call id.
     """
     call_id, item_id = item.get("call_id"), item.get("id")
     if call_id is not None or item.get("type") != "local_shell_call_output":
@@ -140,7 +140,7 @@ def _get_call_id(item: Mapping[str, Any], local_calls: Mapping[Any, Any]) -> Any
 def _build_message(
     item: Mapping[str, Any], place: str, local_calls: Mapping[Any, Any], *, found_tools: str
 ) -> dict[str, Any]:
-    """Build the message of a message item or of a tool result. Do not check its content."""
+    """Build the message of a message item or of a tool result, without checking its content."""
     kind = item.get("type", "message")
     if kind in _RESULTS:
         output = item.get("output")

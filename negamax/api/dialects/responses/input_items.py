@@ -36,7 +36,7 @@ def build_page(
 ) -> ItemList:
     """Return a page of the input `items`. `query` may have `order`, `limit` and `after`.
 
-    By default, the last item is first. Raises `InvalidRequestError` for an invalid query parameter.
+    By default, the last item comes first. Raises `InvalidRequestError` for an invalid `query`.
     """
     order, limit, after = query.get("order", "desc"), query.get("limit"), query.get("after")
     check_choice(order, _ORDERS, "order")

@@ -34,8 +34,8 @@ def apply_settings(
     A tool is added if no other tool has its name. The start of the prompt shows the declared tools
     and the tools of items before the first user message. If the start would show no tools, it shows
     the tools that are added first, because the template describes the format of calls there. Later
-    tools are shown where an item adds them, to keep cached prefixes valid. Search results show the
-    tools with `defer_loading` that they contain. The last reasoning effort and text format apply.
+    tools are shown where an item adds them, to keep cached prefixes valid. A tool search shows the
+    tools with `defer_loading` that it finds. The last reasoning effort and text format apply.
     """
     tools = read_declared_tools(
         [(f"tools[{i}]", tool) for i, tool in enumerate(params.tools or ())]

@@ -74,8 +74,8 @@ class _TenantResponses:
 class ResponseStore:
     """Stores the most recently used responses. Only the event loop changes this object.
 
-    The store keeps a turn while a stored response needs the turn. Size counts include a shared turn
-    once. A full store removes the least recently used response of the tenant that uses the most.
+    The store keeps a turn while a stored response needs the turn, and counts a shared turn once. A
+    full store removes the least recently used response of the tenant that stores the most.
     """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
