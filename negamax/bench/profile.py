@@ -147,7 +147,7 @@ def run(
 
 
 def _lengths(context: int, steps: int, max_model_len: int) -> dict[str, int]:
-    """Return the lengths of a request with `context` tokens at the start of the recording."""
+    """Return input and output lengths for `context` tokens at the start of the recording."""
     input_len = max(1, context - WARM_UP_STEPS)
     # Outputs are as long as the model allows, because no sequence may end before the recording.
     return {

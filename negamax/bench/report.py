@@ -52,7 +52,7 @@ def copy_bytes_per_second(device: str = "cuda", *, num_bytes: int = COPY_BYTES) 
 def gpu_seconds(
     call: Callable[[], object], *, rounds: int, between: Callable[[], object] | None = None
 ) -> list[float]:
-    """Time `rounds` calls with CUDA events after a warm-up call. `between` runs before each."""
+    """Time `rounds` calls with CUDA events after a warm-up call. `between` precedes each round."""
     call()
     seconds: list[float] = []
     for _ in range(rounds):

@@ -370,7 +370,7 @@ class ServingClient:
     def __init__(
         self, base_url: str, *, headers: dict[str, str], timeout: float, flag: str = "--base-url"
     ) -> None:
-        """Parse `base_url`, the value of `flag`. `timeout` is in seconds per request.
+        """Parse `base_url`, the value of the option `flag`. `timeout` is in seconds per request.
 
         Raises `ConfigError` for an invalid URL or header.
         """

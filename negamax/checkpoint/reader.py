@@ -411,7 +411,7 @@ def _entry(
 def describe_lost_files(files: Iterable[Path]) -> str | None:
     """Return a message if there are fewer files than their names state ("-of-N"), else None.
 
-    Some complete checkpoints have fewer files too.
+    Some complete checkpoints also have fewer files than their names state.
     """
     names = {file.name for file in files}
     sizes = {int(match[1]) for match in map(_SHARD_OF.search, names) if match}

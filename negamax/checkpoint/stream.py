@@ -34,7 +34,7 @@ _ALIGNMENT = 64  # A piece has equal offsets in its buffer and in the file, modu
 
 
 class Part(NamedTuple):
-    """A rank's part of a tensor, with the results of checks.
+    """A rank's part of a tensor, with the results of checks of its values.
 
     `change` is set if a quantized matrix was converted to another quantized format. `change` is the
     sum of squares of the differences, divided by the sum of squares of the matrix.

@@ -39,7 +39,7 @@ class Target:
 
     @property
     def limit(self) -> float:
-        """Largest relative error of a correct conversion. The factor 4 covers outliers."""
+        """Largest relative error of a correct conversion: 4 * `error`, because of outliers."""
         return 4 * self.error
 
     @property

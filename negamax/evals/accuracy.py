@@ -18,7 +18,7 @@ _SHOWN_CHARS = 400  # a failure shows at most this number of characters from the
 
 @dataclass(frozen=True)
 class Failure:
-    """A problem that was not solved."""
+    """A problem that the model did not solve."""
 
     question: str
     expected: str

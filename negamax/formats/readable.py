@@ -9,7 +9,7 @@ _PACKED_GROUPS = frozenset({16, 32, 64, 128})  # supported numbers of columns pe
 
 
 def reads_e4m3_blocks(stored: TensorFormat) -> bool:
-    """Return whether a format is E4M3 with an fp32 scale per 128 x 128 block. Names are ignored."""
+    """Return whether a format, ignoring names, is E4M3 with an fp32 scale per 128 x 128 block."""
     return stored.element == E4M3 and [
         (tensor.dtypes[0], tensor.dims) for tensor in stored.tensors if tensor.is_kept
     ] == [(tensor.dtypes[0], tensor.dims) for tensor in E4M3_BLOCKS.tensors]

@@ -63,7 +63,7 @@ def _decode_base64(text: str) -> bytes:
 
 
 def _flatten(image: Image.Image) -> Image.Image:
-    """Convert to 8-bit RGB. Draw transparent pixels on white, and round 16-bit values."""
+    """Convert an image to 8-bit RGB. Draw transparent pixels on white, and round 16-bit values."""
     if image.mode.startswith("I"):
         image = image.convert("F").point(lambda value: value * (1 / 257) + 0.5).convert("L")
     if image.has_transparency_data:

@@ -204,13 +204,13 @@ class Decoder:
         of each layer. If `kv` is shorter than the stage, only the first layers run.
 
         `capture` lists layer numbers. The residual stream [T, hidden] that enters each listed layer
-        is summed over the ranks and returned. If `out` is given, the stream is also written to its
-        tensor. If `capture` contains the number of layers, the output of the last layer is
-        captured. For a layer of another stage, the tensor in `out` is returned unchanged. `images`
-        are the image embeddings for the first stage.
+        is summed over the ranks and returned. If `out` is given, each stream is also written to the
+        tensor of its layer in `out`. If `capture` contains the number of layers, the output of the
+        last layer is captured. For a layer of another stage, the tensor in `out` is returned
+        unchanged. `images` are the image embeddings for the first stage.
 
         All stages except the first run on `entering` [T, hidden] instead of tokens. The sum of
-        `entering` over the ranks is the residual stream of the previous stage. The call overwrites
+        `entering` over the ranks is the residual stream of the previous stage. `forward` overwrites
         `entering`. All stages except the last return the residual stream instead of hidden states.
         """
         streams: dict[int, Tensor | None] = dict.fromkeys(capture)

@@ -125,7 +125,7 @@ class DraftNames(WeightNames, Protocol):
 
 
 class IsDraft(ConfigError):
-    """The model to serve is a draft. `verifier` is the target that the draft's files state."""
+    """The served model is a draft. `verifier` is the target that the draft's files state."""
 
     def __init__(self, name: str, verifier: str | None) -> None:
         model = verifier or "that model"

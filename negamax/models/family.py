@@ -144,7 +144,7 @@ class WeightNames(Protocol):
     """The module `names` of a family."""
 
     def place(self, names: Iterable[str], *, num_layers: int) -> Mapping[str, Placement]:
-        """Return the placement of each checkpoint tensor. The slots need not exist."""
+        """Return the placement of each checkpoint tensor. The model may lack the slots."""
 
     def layer_of(self, slot: str) -> int | None:
         """Return the layer number in a slot's name, or None if it is in no layer."""

@@ -20,7 +20,7 @@ __all__ = ["Collective", "Partial", "ProcessGroup", "SingleRank"]
 
 @dataclass(frozen=True)
 class Partial:
-    """The summand of one rank. `RmsNorm` adds the summands of all ranks of `group`."""
+    """One rank's summand of a tensor. `RmsNorm` adds the summands of all ranks of `group`."""
 
     x: Tensor  # [T, width], or [T, P, width] if `RmsNorm` must also sum over P
     group: Collective

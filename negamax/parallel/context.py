@@ -50,8 +50,8 @@ class ParallelContext:
     def gloo(
         layout: ParallelLayout, rendezvous: str, *, has_drafts: bool = False
     ) -> ParallelContext:
-        """Connect to the other ranks over gloo. `open_store` explains `rendezvous`. The layouts of
-        all ranks must have equal sizes. Raises `EngineError` if a rank does not connect in time.
+        """Connect to the other ranks over gloo. `open_store` explains `rendezvous`. All ranks must
+        pass equal parallel sizes. Raises `EngineError` if a rank does not connect in time.
         """
         if layout.world_size == 1:
             return ParallelContext.single()

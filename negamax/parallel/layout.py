@@ -1,4 +1,4 @@
-"""Compute which part of a model each rank holds. The parallel sizes are tensor (tp), expert (ep),
+"""Compute which part of a model each rank stores. The parallel sizes are tensor (tp), expert (ep),
 data (dp), pipeline (pp), prefill context (cp) and decode context (dcp).
 
 The ranks form a grid with the axes `pp, dp, cp, tp`, where `tp` varies fastest. The number of a

@@ -105,7 +105,7 @@ class PipelineLinks:
         return links
 
     def hand_down(self, tensor: Tensor) -> None:
-        """Broadcast the contiguous `tensor` of the first stage. Raises `EngineDeadError`."""
+        """Broadcast `tensor` (contiguous) from the first stage. Raises `EngineDeadError`."""
         if self.previous is not None:
             self.previous.receive(tensor).wait()
         if self.next is not None:

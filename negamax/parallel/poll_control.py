@@ -7,7 +7,8 @@ import torch
 
 class PollControl:
     """A clock, a time limit and an abort flag in host memory. Polling kernels read these numbers
-    about once a millisecond, and set the flag at the time limit. A set flag makes results invalid.
+    about once a millisecond, and set the flag at the limit. A set flag makes kernel results
+    invalid.
     """
 
     def __init__(self, seconds: float) -> None:

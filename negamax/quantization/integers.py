@@ -91,7 +91,7 @@ def group_name(size: int) -> str:
 def make_group_index(
     name: str, size: int, *, is_stored_order: bool, optional: bool
 ) -> StoredTensor:
-    """Return the tensor of group numbers of columns. `is_stored_order`: groups in any order."""
+    """Return the tensor of group numbers of columns. `is_stored_order`: in any order."""
     return StoredTensor(
         name,
         Role.PERMUTATION,

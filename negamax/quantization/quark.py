@@ -90,7 +90,7 @@ def read(spec: QuantizationSpec) -> Scheme:
 
 
 def _layer(spec: QuantizationSpec, name: str, said: Any, *, cached: bool = False) -> TensorFormat:
-    """Return the format that `said` describes. `cached`: the KV cache stores the outputs."""
+    """Return the format that `said` describes. `cached`: whether outputs are cached."""
     if said is None:
         return PLAIN
     if not isinstance(said, Mapping):

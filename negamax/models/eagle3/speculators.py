@@ -89,7 +89,7 @@ def use(config: Mapping[str, Any]) -> Use:
 
 
 def _choose_method(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the default proposal method, else the first. Only "greedy" is supported."""
+    """Return the default proposal method, else the first listed. Only "greedy" is supported."""
     methods, where = given.get("proposal_methods"), f"{_USE}.proposal_methods"
     if (
         not isinstance(methods, list)

@@ -369,7 +369,7 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
 def _read_layers(
     config: Mapping[str, Any], name: str, values: tuple[object, object], num_layers: int
 ) -> dict[str, tuple[bool, ...]]:
-    """Read the list `name` as booleans: whether an entry is `values[1]`. {} without the list."""
+    """Read list `name` as booleans: whether an entry is `values[1]`. {} if the list is missing."""
     given = config.get(name)
     if given is None:
         return {}

@@ -110,7 +110,7 @@ class VisionTower:
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
         """Encode `images`, each uint8 [height, width, 3], to [all image tokens, text hidden].
 
-        Heights and widths are multiples of `VisionSpec.token_pixels`. Images form one batch.
+        Heights and widths are multiples of `VisionSpec.token_pixels`. All images form one batch.
         """
         side = self.spec.patch_size
         grids = [(image.shape[0] // side, image.shape[1] // side) for image in images]
