@@ -1,5 +1,6 @@
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +69,27 @@ def test_stopped_rank_makes_the_server_unready(mortal_ranks: Server) -> None:
         assert eventually(lambda: http.get("/readyz").status_code == 200)
         assert http.post(CHAT, json=LONG | {"max_tokens": 5}).status_code == 200
         assert mortal_ranks.engine_pid() == engine
+
+
+@pytest.mark.parametrize("part", [pytest.param("engine", marks=pytest.mark.full), "rank"])
+def test_streams_of_a_part_that_was_stopped_end_with_all_tokens(
+    mortal_ranks: Server, part: str
+) -> None:
+    wait_until_ready(mortal_ranks)
+    engine = mortal_ranks.engine_pid()
+    victim = engine if part == "engine" else ranks_of(engine)[1]
+
+    def stop() -> None:
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            with mortal_ranks.http() as http:
+                assert eventually(lambda: http.get("/readyz").status_code == 503)
+            time.sleep(0.3)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+
+    usage = {"stream_options": {"include_usage": True}}
+    last, done = last_lines_after(mortal_ranks, stop, max_tokens=120, **usage)
+    assert '"completion_tokens":480' in last and "error" not in last
+    assert done == "data: [DONE]"
+    assert mortal_ranks.engine_pid() == engine

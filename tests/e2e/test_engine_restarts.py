@@ -32,8 +32,9 @@ def wait_until_ready(server: Server) -> None:
         assert eventually(lambda: http.get("/readyz").status_code == 200, seconds=120)
 
 
-def last_lines_after(server: Server, harm: Any) -> list[str]:
-    with server.http() as http, http.stream("POST", CHAT, json=LONG | {"stream": True}) as running:
+def last_lines_after(server: Server, harm: Any, **fields: Any) -> list[str]:
+    body = LONG | {"stream": True} | fields
+    with server.http() as http, http.stream("POST", CHAT, json=body) as running:
         lines = running.iter_lines()
         next(lines)
         harm()
