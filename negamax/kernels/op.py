@@ -55,7 +55,7 @@ class Kernel(Generic[P, R]):
     op: Op[P, R]
     provider: str
     run: R
-    prepare: P = None  # type: ignore[assignment]  # if `P` is None
+    prepare: P = None  # type: ignore[assignment]  # for ops without `prepare`
     requires: frozenset[Feature] = frozenset({Feature.CPU})
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     reads: Callable[[TensorFormat], bool] = is_plain
@@ -65,7 +65,7 @@ class Kernel(Generic[P, R]):
 
     @property
     def multiplies_8_bits(self) -> bool:
-        """Whether both operands have 8 bits, which doubles the rate of multiplications."""
+        """Whether weights and activations have 8 bits, which doubles the rate of tensor cores."""
         return self.activation is not None or self.provider == W8A8
 
 

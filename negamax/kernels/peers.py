@@ -20,8 +20,8 @@ class PeerRegion:
     The flag in a word tells the reader that the word has arrived (`collectives/triton_ll.py`). A
     flag is the row's epoch, which counts the uses of the row. The program of row r uses epoch
     flags[r] + 1. The parity of the epoch selects the buffer. At the end the program stores the
-    epoch in flags[r]. Two buffers suffice and are never cleared. A rank writes epoch e + 2 only
-    after it has received epoch e + 1 of every peer. A peer sends epoch e + 1 after reading epoch e.
+    epoch in flags[r]. The exchange needs only two buffers, because a rank writes epoch e + 2 after
+    it has received epoch e + 1 of every peer, and a peer sends epoch e + 1 after reading epoch e.
     """
 
     # [world + 1] int64, this rank's pointers to each rank's copy, then to `PollControl.words`
@@ -43,7 +43,7 @@ class ShardRegion:
                    [T, 2 * words] e4m3, [T, 2 * words / 128] fp32 scales and, from the next multiple
                    of 16 bytes on, the outputs of `moe.route` for the rows
 
-    There are no flags: a `barrier` after each of the two writing kernels suffices. A rank writes
+    The region needs no flags: a `barrier` follows each of the two kernels that write. A rank writes
     `partials` after the second barrier of the previous call, which all ranks reach after reading
     `partials`. A rank writes `gathered` after the first barrier of this call, which all ranks reach
     after reading the `gathered` of the previous call.
@@ -70,9 +70,9 @@ class PeerMemory:
     rank: int
     world: int
     reduce: PeerRegion  # rows of hidden states, two bf16 values per word
-    stats: PeerRegion  # two fp32 sums per token
-    pick: PeerRegion  # best value and token of a sampled row, or the leading values and tokens
-    shards: ShardRegion | None = None  # memory for large sums; None: large sums use collectives
+    stats: PeerRegion  # per token, the sums of squares of q and k in fp32
+    pick: PeerRegion  # per sampled row, the best score and token or the leading logits and tokens
+    shards: ShardRegion | None = None  # sums of many rows; None: such sums use collectives
     tokens: PeerRegion | None = None  # rows dispatched to experts; None: dispatch uses collectives
     owner: object = None  # object that owns the memory behind the addresses
 

@@ -127,7 +127,7 @@ class KernelTable:
         return None not in (self.choose(LINEAR, stored), self.choose(EXPERTS, stored))
 
     def fusion(self, *sequence: str) -> AnyKernel | None:
-        """Return the kernel that fuses the ops of `sequence`, or None if only a reference does."""
+        """Return the kernel that fuses the ops of `sequence`; None if only the reference does."""
         for op in OPS.values():
             if op.sequence == sequence and self[op].provider != "reference":
                 return self[op]

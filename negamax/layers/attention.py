@@ -63,7 +63,7 @@ class PagedKind:
     ops: tuple[Op[Any, Any], Op[Any, Any]]
 
     def __init__(self, shape: PagedShape, *, frequencies: Tensor, kernels: KernelTable) -> None:
-        """`kernels` sets the dtype of `shape`, and each step sets its block size."""
+        """`kernels` sets the dtype of `shape`, and each step sets the block size of `shape`."""
         self._shape = replace(shape, dtype=kernels.dtype)
         self._frequencies, self._locate = frequencies, kernels[LOCATE].run
         self._plan_decode, self._plan_prefill = (kernels[op].prepare for op in self.ops)
@@ -109,7 +109,7 @@ class Attention:
     `gemma_norm` the norm scales by 1 + the weights. A rank holds `heads / tp` query heads and
     `kv_heads / tp` KV heads. If there are more ranks than KV heads, adjacent ranks hold copies of
     one KV head. If ranks shard a KV head's cache by blocks (DCP), each of these ranks projects the
-    query heads of all of them.
+    query heads of all these ranks.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Attention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Map x [T, hidden] to [T, hidden], or to P parts [T, P, hidden]. Writes new KV to `kv`."""
+        """Map x [T, hidden] to [T, hidden] or parts [T, P, hidden]; cache keys and values in kv."""
         step: GroupedQueryStep = metadata.prepared[GroupedQueryKind.name]
         qkv, cache = self._qkv(x), self.kv_scales.scale(kv)
         if self.norm_kernel is not None:  # norm, rope and cache write in one launch

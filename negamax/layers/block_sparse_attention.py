@@ -72,7 +72,7 @@ class BlockSparseKind(PagedKind):
         else:
             select = self._plan_select_shard(metadata, shape)
             merge = self._plan_merge(metadata, shape)
-        # numbers of heads of the K cache, the V cache and the index-key cache
+        # number of heads of the K and V caches, and of the index-key cache
         step = self.prepare_step(metadata, kv, (shape.kv_heads, 1))
         return BlockSparseStep(**vars(step), index_rows=index_rows, select=select, merge=merge)
 
@@ -156,7 +156,7 @@ class BlockSparseAttention:
     def __call__(
         self, x: Tensor | QuantizedActivations, metadata: AttentionMetadata, kv: KvCaches
     ) -> Partial:
-        """Map x [T, hidden] to [T, hidden], or to P parts [T, P, hidden]. Writes new KV to `kv`."""
+        """Map x [T, hidden] to [T, hidden] or parts [T, P, hidden]; cache keys and values in kv."""
         step: BlockSparseStep = metadata.prepared[BlockSparseKind.name]
         cache, index = self.kv_scales.scale(kv), kv["index"]
         at = TokenPlaces(step.cos, step.sin, step.slot_mapping)

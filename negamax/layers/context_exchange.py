@@ -12,14 +12,14 @@ from negamax.kernels.kvcache.op import TokenTables, cache_rows, slots_of
 
 
 class KeyExchange:
-    """The exchange of keys and values in one step. One message per layer carries the cache rows of
+    """The exchange of keys and values in one step. One message per layer contains the new rows of
     all caches in their stored format. Padding rows belong to a block that no sequence owns.
     """
 
     def __init__(
         self, metadata: AttentionMetadata, *, block_size: int, heads: Collection[int]
     ) -> None:
-        """`metadata`: metadata of a sharded step. `heads`: numbers of heads of the caches."""
+        """`metadata`: metadata of a sharded step. `heads`: distinct head counts of caches."""
         shared = metadata.shared_tokens
         assert shared is not None
         self._group = shared.group
@@ -30,7 +30,7 @@ class KeyExchange:
         }
 
     def __call__(self, caches: Sequence[Tensor]) -> None:
-        """Write all ranks' tokens to `caches` [num_blocks, heads, block_size, width]."""
+        """Write all ranks' new rows to `caches` [num_blocks, heads, block_size, width]."""
         group, sent = self._group, []
         rows = [self._rows[cache.shape[1]] for cache in caches]
         for cache, places in zip(caches, rows, strict=True):

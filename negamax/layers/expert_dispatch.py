@@ -135,7 +135,7 @@ class ReplicatedTokens:
     def dispatch(
         self, x: Tensor | QuantizedActivations, ids: Tensor, weights: Tensor, tokens: StepTokens
     ) -> Dispatched:
-        """Map x [T, hidden], expert ids (-1: none), weights [T, top_k] to inputs of own experts."""
+        """Map x [T, hidden], expert ids and weights [T, top_k] to inputs of this rank's experts."""
         return Dispatched(x, self._slots_of(ids, tokens.positions), weights)
 
     def _slots_of(
@@ -160,7 +160,7 @@ class DistributedTokens(ReplicatedTokens):
     to the largest number on any rank, sends them to the other ranks, and receives summed outputs.
 
     In a sharded step, context-parallel ranks also exchange their shards of tokens. In other steps,
-    context-parallel ranks have equal tokens. In these steps, only ranks with the same
+    context-parallel ranks have the same tokens. In these steps, only ranks with the same
     context-parallel index exchange tokens, and results are summed over context-parallel ranks.
     """
 

@@ -16,14 +16,14 @@ class KvScales:
 
     def __init__(self, names: AttentionNames) -> None:
         self._names, self.values, self.are_stored = names, (1.0, 1.0), False
-        self._stored = torch.ones(2)  # stored on the host
+        self._stored = torch.ones(2)  # the scales of keys and values, on the host
         self.slots = [
             WeightSlot(name, (), target=target, optional=True)
             for name, target in zip((names.k_scale, names.v_scale), self._stored, strict=True)
         ]
 
     def finish_loading(self) -> None:
-        """Raises `CheckpointError` for an invalid scale, or if only one scale is stored."""
+        """Raises `CheckpointError` for an invalid scale, or if one of the two scales is absent."""
         written, absent = (
             [slot.name for slot in self.slots if slot.written is there] for there in (True, False)
         )

@@ -13,7 +13,7 @@ from negamax.parallel.layout import shard
 
 
 class Mlp:
-    """down(activation(gate, up)). Weights are dequantized if ranks cut quantization groups."""
+    """down(activation(gate, up)). Weights are dequantized if shards cut quantization groups."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Mlp:
             setup=setup,
         )
         self._down = RowParallel(names.down, (hidden_size, width), columns=rows, setup=setup)
-        self.activation = self._gate_up.activation  # quantized format of x that it accepts
+        self.activation = self._gate_up.activation  # quantized format of x that the MLP accepts
         self._quantize = self._down.activation == E4M3_GROUPS
         self.slots = [*self._gate_up.slots, *self._down.slots]
 

@@ -172,7 +172,7 @@ class SparseMoe:
         return self._prepared
 
     def use_map(self, experts: ExpertMap) -> None:
-        """Use the map from the next call on. A graph keeps the map that its capture used."""
+        """Use the map `experts` from the next call on. A graph keeps the map of its capture."""
         self._dispatch.use_map(experts)
 
     def observe(self, ids: Tensor | None) -> None:
@@ -243,7 +243,7 @@ class SparseMoe:
 
 
 def _fork(ids: Tensor) -> torch.cuda.Stream | None:
-    """Return a stream that continues from the current stream, for captured steps of few tokens.
+    """Return a side stream that waits for the current stream, in captured steps of few tokens.
 
     `ids`: [T, top_k]. Return None for other steps, in which no time would be saved.
     """

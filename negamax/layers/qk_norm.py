@@ -36,7 +36,7 @@ class FullWidthNorm:
         """Do nothing: these weights need no change after loading."""
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k [T, heads, head_dim] fp32 of this rank -> normalized, same shapes."""
+        """Normalize this rank's q and k [T, heads, head_dim] fp32."""
         return spec.qk_norm(q, k, self.norm, group=self._group)
 
 

@@ -44,7 +44,7 @@ class WeightSlot:
     """The destination of a checkpoint tensor of `shape` on this rank. Only the loader writes slots.
 
     `target`: parameter or view that receives the part `region`, one range per dimension; None: this
-    rank keeps nothing. The slot drops `target` once it is written. `source`: the matrix's format in
+    rank keeps nothing. The slot drops `target` after the write. `source`: the matrix's format in
     the checkpoint. `stored`: the stored tensor that the slot accepts; None: the dequantized matrix.
     `optional`: the tensor may be absent. `reason`: why a matrix is dequantized, for the log.
     """
@@ -252,7 +252,7 @@ class MatrixWeight:
         return held
 
     def copy_rows(self, rows: range) -> StoredWeight:
-        """Copy `rows` of the written matrix. `rows` must not cut a quantization group."""
+        """Copy `rows` of the loaded matrix. `rows` must not cut a quantization group."""
         region, tensors = (rows, range(self._num_columns)), self.format.tensors
         parts = {
             tensor.name: self._place_of(tensor, region, (rows.start,)).clone()
@@ -269,7 +269,7 @@ class MatrixWeight:
 
 
 def _copies(tensor: StoredTensor, held: StoredTensor, region: Region) -> Copies:
-    """Return how to repeat entries of `tensor` in `region` for the smaller units of `held`."""
+    """Return how to repeat entries of `tensor` in `region` for the smaller blocks of `held`."""
     assert tensor.name == held.name, f"{tensor.name} <- {held.name}"
     found = []
     for wide, fine in zip(tensor.dims, held.dims, strict=True):

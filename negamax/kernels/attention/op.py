@@ -27,7 +27,7 @@ from negamax.kernels.rotary import half_split
 class QkNorm:
     """Norm weights of this rank's query and key heads, and the constants of the norms."""
 
-    weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, q part first
+    weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, the weights of q first
     heads: int
     kv_heads: int
     # number of elements whose squares all ranks add up, with all copies of replicated KV heads
@@ -145,7 +145,7 @@ def qk_norm_rope_write(
 
 
 def plan(queries: AttentionMetadata, shape: PagedShape, /) -> Prepared:
-    """Return `queries` unchanged; only GPU kernels have FP8 output."""
+    """Check that FP8 output is not requested, and return `queries` unchanged."""
     assert not shape.quantize, "the reference has no FP8 output; set quantize=False"
     return queries
 

@@ -1,4 +1,4 @@
-"""Launch sizes of the Triton attention kernels by architecture. They are not tuned at run time."""
+"""Sizes of the Triton attention kernels by architecture. No launch size is tuned at run time."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class DecodeSplit:
 
 
 DECODE = DecodeSplit()
-_SHORT = 4096  # number of tokens; for longer sequences large tiles read the keys less often
+_SHORT = 4096  # sequence length in tokens, above which large tiles read the keys less often
 _FEW = 64  # a step with at most this number of queries does not fill large tiles
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of decode and prefill kernels: constants, outputs, cache tiles, softmax."""
+"""Shared parts of attention kernels: constants, outputs, loads of cache tiles, softmax."""
 
 import math
 from typing import Any, NamedTuple
@@ -168,7 +168,7 @@ def store_split(partials, split, m_i, l_i, acc, C: tl.constexpr):
 
 @triton.jit
 def merge_splits(partials, m, splits, C: tl.constexpr):
-    """Merge all results of `store_split` for the 16 rows m -> m_i, l_i [16], acc [16, BLOCK_D]."""
+    """Merge all splits' partial results for rows m [16] -> m_i, l_i [16], acc [16, BLOCK_D]."""
     m_i = tl.full([16], float("-inf"), tl.float32)
     l_i = tl.full([16], 0.0, tl.float32)
     acc = tl.full([16, C.BLOCK_D], 0.0, tl.float32)

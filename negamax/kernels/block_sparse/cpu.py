@@ -96,7 +96,7 @@ def plan_select(queries: AttentionMetadata, shape: SparseShape) -> PartialSelect
 
 
 def plan_select_shard(queries: AttentionMetadata, shape: SparseShape) -> SelectShardPlan:
-    """Restrict the scored tokens to the blocks of this rank's shard."""
+    """Plan the scores of the scored tokens for the blocks of this rank's shard."""
     scored = _scored(queries, queries.used_tables(shape.block_size), shape)
     return SelectShardPlan(tuple(_own_blocks(tokens, shape) for tokens in scored), shape)
 
@@ -228,7 +228,7 @@ class PagedDecode:
 def _attend_to_pages(
     decode: PagedDecode, q: Tensor, cache: KvCache, pages: Tensor, plan: Any, *, shape: SparseShape
 ) -> Tensor:
-    """Attend with q [T, heads, head_dim] to pages [T, kv_heads, topk_blocks]."""
+    """Attend with q [T, heads, head_dim] to the keys in pages [T, kv_heads, topk_blocks]."""
     num_tokens, _, head_dim = q.shape
     rows, paged = q.reshape(-1, shape.group, head_dim), cache.as_pages(shape.sparse_block_size)
     return decode.run(rows, paged, pages.flatten(0, 1).long(), plan).reshape(num_tokens, -1)
@@ -309,7 +309,7 @@ def attention_kernels(
 
 
 def _plan_dense(queries: AttentionMetadata, shape: SparseShape) -> tuple[dense.PrefillRun, ...]:
-    """Plan the tokens of each sequence that attend to all blocks up to their position."""
+    """Plan dense attention of tokens that attend to all blocks up to their position."""
     runs = [
         (sequence, min(length, shape.dense_tokens), length - count)
         for sequence, (length, count) in enumerate(

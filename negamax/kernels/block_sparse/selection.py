@@ -112,7 +112,7 @@ def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseS
 def blocks_of_keys(keys: Tensor, positions: Tensor, shape: SparseShape) -> Tensor:
     """Select the `ids` of a `BlockSelection` by sort keys [T, kv_heads, n] from `best_keys`.
 
-    Keys are ignored for tokens at `positions` [T] that attend to all blocks up to their own.
+    Sort keys of a token are ignored if the token attends to all blocks up to `positions` [T].
     """
     best = keys.topk(shape.topk_blocks, dim=-1).values
     blocks = (NO_BLOCK - (best & NO_BLOCK)).sort(dim=-1).values

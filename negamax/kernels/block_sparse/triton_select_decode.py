@@ -119,13 +119,13 @@ def _plan_queries_kernel(
     query_starts,  # [S + 1] int32
     queries,  # [S, 4] int32, written
     scored,  # [S] int32, written: number of tokens whose blocks are scored
-    arrivals,  # [S] int32, set to 0
+    arrivals,  # [S] int32, written: 0
     num_seqs,
     DENSE_TOKENS: tl.constexpr,
-    MERGE: tl.constexpr,  # maximum number of single-query "sequences" that become one
+    MERGE: tl.constexpr,  # maximum number of single-query "sequences" that are merged into one
     SEQS_POW2: tl.constexpr,
 ):
-    """Write the queries of each sequence and how many of its tokens are scored. Grid (1,)."""
+    """Write the `Queries` of each sequence and the number of its scored tokens. Grid (1,)."""
     seq = tl.arange(0, SEQS_POW2)
     live = seq < num_seqs
     first = tl.load(query_starts + seq, mask=live, other=0)

@@ -84,7 +84,7 @@ def plan_select_prefill(metadata: AttentionMetadata, shape: SparseShape) -> Sele
 @triton.jit
 def _merge(best, order, numbers, C: tl.constexpr):
     """Merge `best` with the sort keys of blocks `numbers` [1, TOPK_POW2]; keep TOPK_POW2 keys."""
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton 3.6 does not accept a field of a struct in a shape
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # a copy: Triton 3.6 accepts no struct field in a shape
     TOPK_POW2: tl.constexpr = C.TOPK_POW2
     key = make_key(order, numbers)
     both = tl.reshape(tl.join(best, key), [BLOCK_M, 2 * TOPK_POW2])

@@ -62,8 +62,8 @@ def _merge_shards_kernel(
     INDEX_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, SHARDS: tl.constexpr,
     SHARDS_POW2: tl.constexpr,
     WORLD: tl.constexpr,  # number of ranks that send keys; 1: all keys are local
-    ROWS: tl.constexpr,  # number of rows of the region
-    SLOT: tl.constexpr,  # number of words per row and sender in the region
+    ROWS: tl.constexpr,  # number of rows of the `PeerRegion`
+    SLOT: tl.constexpr,  # number of words per row and sender in the `PeerRegion`
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def _merge_shards_kernel(
             word = tl.arange(0, 2 * HEADS_POW2 * TOPK_POW2)
             bases = load_peer_bases(addresses, WORLD)
             sent = ()
-            for peer in tl.static_range(WORLD):  # all loads precede the first store
+            for peer in tl.static_range(WORLD):  # load for all ranks before the first store
                 its = own_words + (peer * INDEX_HEADS // WORLD) * (TOPK * 2) + word
                 sent = sent + (add_flag(tl.load(its, mask=word < words, other=0), flag),)  # noqa: RUF005
             for peer in tl.static_range(WORLD):

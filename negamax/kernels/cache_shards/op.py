@@ -74,8 +74,8 @@ def own_rows(
 ) -> Tensor:
     """Return the row indices [T * heads] int64 of a step's tokens in this rank's cache.
 
-    Rank b % ranks holds block b of the pool at its own index b // ranks + first. The row index of a
-    token is -1 if another rank holds its block.
+    Rank b % ranks stores block b of the pool at index b // ranks + first of its own cache. The row
+    index of a token is -1 if another rank stores the token's block.
     """
     slots = slots_of(tokens, block_size=block_size)
     block, offset = slots // block_size, slots % block_size
@@ -136,7 +136,7 @@ def _attend(
 
 
 def _own_keys(table: Tensor, length: int, shape: PagedShape) -> tuple[Tensor, Tensor]:
-    """Return the positions of a sequence's keys that this rank holds, and the rank's blocks."""
+    """Return the positions of a sequence's keys on this rank, and the blocks of these keys."""
     shard, size = shape.cache, shape.block_size
     used = table[: -(-length // size)]
     numbers = (used % shard.ranks == shard.rank).nonzero()

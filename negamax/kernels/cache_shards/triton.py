@@ -1,9 +1,9 @@
 """Attention to a rank's own blocks on the GPU. The kernels of ordinary attention read the caches
 through a list of the blocks that the rank holds.
 
-A query sees all earlier blocks of the rank in full. If the rank holds the query's own block, the
-query sees this block up to its position. A decode therefore runs like a decode of a shorter
-sequence. In a run of queries, each query has its own last visible key. A block selection is
+A query attends to all tokens of the rank's earlier blocks. If the rank holds the query's own block,
+the query attends to this block up to its position. A decode therefore runs like a decode of a
+shorter sequence. In a run of queries, each query has its own last visible key. A block selection is
 filtered to the blocks of the rank.
 """
 
@@ -74,7 +74,7 @@ def partial_decode(q: Tensor, cache: KvCache, plan: DecodePlan) -> PartialResult
 
 
 def plan_partial_prefill(queries: AttentionMetadata, shape: PagedShape) -> PrefillPlan:
-    """Plan prefills; the queries of a sequence are its last tokens."""
+    """Plan prefills; the queries of a sequence are the sequence's last tokens."""
     own = _list_own_blocks(queries, shape)
     plan = plan_prefill(queries, shape)
     return replace(plan, queries=_replace_tables(queries, own), held=own.held)
@@ -89,7 +89,7 @@ def partial_prefill(q: Tensor, cache: KvCache, plan: PrefillPlan) -> PartialResu
 def partial_sparse_decode(
     q: Tensor, cache: KvCache, choice: BlockSelection, plan: SparseDecodePlan
 ) -> PartialResults:
-    """Run `cache_shards.sparse_decode`. The planned lengths include blocks of other ranks."""
+    """Run `cache_shards.sparse_decode`. The planned lengths also count blocks of other ranks."""
     found, shape, head_dim = PartialResults.empty(q), plan.shape, q.shape[2]
     own, lengths = filter_selection(choice, shape, bounds=plan.paged.queries.seq_lens)
     queries = replace(plan.paged.queries, block_tables=own.pages.flatten(0, 1))

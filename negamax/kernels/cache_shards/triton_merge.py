@@ -28,9 +28,9 @@ class MergeConstants(NamedTuple):
     """Constants of `_merge_partials_kernel`, passed as one argument `C: tl.constexpr`."""
 
     RANKS: int
-    IS_LL: bool  # whether results of other ranks come through peer memory
-    ROWS: int  # number of rows of the region
-    SLOT: int  # number of words per row and sender in the region
+    IS_LL: bool  # whether this kernel receives the results of other ranks by the LL protocol
+    ROWS: int  # number of rows of the `PeerRegion`
+    SLOT: int  # number of words per row and sender in the `PeerRegion`
     HEADS: int  # number of heads of all ranks together
     COUNT: int  # number of heads of this rank
     COUNT_POW2: int
@@ -41,7 +41,7 @@ class MergeConstants(NamedTuple):
 
 @triton.jit
 def _load_own(parts, lse, head, word, C: tl.constexpr):
-    """Load the words and lse of heads `head` [rows] of the token at `parts` and `lse`."""
+    """Load output words and lse of the heads `head` [rows] of the token at `parts` and `lse`."""
     mask = (head < C.HEADS)[:, None] & (word < C.DIM // 2)[None, :]
     at = as_words(parts) + head[:, None] * (C.DIM // 2) + word[None, :]
     return tl.load(at, mask=mask, other=0), tl.load(lse + head, mask=head < C.HEADS, other=0.0)
@@ -49,12 +49,12 @@ def _load_own(parts, lse, head, word, C: tl.constexpr):
 
 @triton.jit
 def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr):
-    """Store the words of each rank's heads to that rank's copy of the region."""
+    """Store output words and lse of each rank's heads to the rank's copy of the region."""
     RANKS: tl.constexpr = C.RANKS
     mask = (head < C.COUNT)[:, None] & (word < C.DIM // 2)[None, :]
     at = head[:, None] * (C.DIM // 2) + word[None, :]
     sent = ()
-    for peer in tl.static_range(RANKS):  # all loads precede the first store
+    for peer in tl.static_range(RANKS):  # load for all ranks before the first store
         words, weights = _load_own(parts, lse, peer * C.COUNT + head, word, C)
         weights = weights.to(tl.int32, bitcast=True)
         sent = sent + (add_flag(words, flag), add_flag(weights, flag))  # noqa: RUF005
@@ -67,8 +67,8 @@ def _push(parts, lse, head, word, addresses, offset, rank, flag, C: tl.constexpr
 
 @triton.jit(do_not_specialize=["first", "rank"])
 def _merge_partials_kernel(
-    parts,  # [RANKS, T, HEADS * DIM], ranks `part_stride` apart; with IS_LL only this rank's
-    lse,  # [RANKS, T, HEADS] fp32, ranks `lse_stride` apart; with IS_LL only this rank's
+    parts,  # [RANKS, T, HEADS * DIM], ranks `part_stride` apart; with IS_LL [T, HEADS * DIM]
+    lse,  # [RANKS, T, HEADS] fp32, ranks `lse_stride` apart; with IS_LL [T, HEADS]
     out,  # [T, COUNT * DIM], written
     values,  # [T, COUNT * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, COUNT] fp32, written if QUANTIZE, else None
@@ -81,7 +81,7 @@ def _merge_partials_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    RANKS: tl.constexpr = C.RANKS  # Triton 3.6 does not accept a field of a struct in a shape
+    RANKS: tl.constexpr = C.RANKS  # a copy: Triton 3.6 accepts no struct field in a shape
     HEADS_POW2: tl.constexpr = C.COUNT_POW2
     WORDS_POW2: tl.constexpr = C.WORDS_POW2
     dtype: tl.constexpr = out.dtype.element_ty

@@ -38,7 +38,7 @@ def _own_selection_kernel(
     number = tl.load(ids + at + column, mask=mask, other=-1)
     page = tl.load(pages + at + column, mask=mask, other=0)
     is_mine = (number >= 0) & (page // PAGES % RANKS == rank)
-    if bounds is not None:  # rows of padding have undefined values
+    if bounds is not None:  # ids of padding tokens are undefined; their bounds are 0
         bound = tl.load(bounds + row, mask=is_row, other=0)
         num_chosen = tl.cdiv(bound, BLOCK)[:, None]
         is_mine = is_mine & (column < num_chosen)

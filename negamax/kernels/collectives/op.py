@@ -13,7 +13,7 @@ def all_reduce_add_rms(
     x: Tensor,
     residual: Tensor,  # [T, width], changed in place
     norm: Prepared,
-    group: Collective | None,  # ranks of the sum; None: there is only one rank
+    group: Collective | None,  # ranks whose x are summed; None: there is only one rank
     /,
 ) -> Hidden:  # [T, width]
     """Sum x over parts and over ranks, add the sum to the residual, return the residual's norm."""

@@ -8,7 +8,7 @@ ranks select the function:
 
 `_in_one_launch` has a program per row and no barrier. No program waits for another program of its
 own rank, so a launch may have any number of programs. Loads that do not depend on the sum precede
-the poll.
+the poll of the sum's words.
 
     one-shot    push the row to all ranks; sum WORLD rows
     two-shot    push slice r of the row to rank r; sum a slice; push the sum to all ranks
@@ -19,7 +19,7 @@ the poll.
     launch 1    sum each row of x over its parts and write it to the rank that owns it; barrier
     launch 2    own rows: sum over ranks, add the residual, write the norm to all ranks; barrier
 
-The norm is sent in FP8 if possible, so the links carry 2 + 1 bytes per value instead of 2 + 2. Only
+The norm is sent in FP8 if possible: a value takes 2 bytes for the sum and 1 for the norm. Only
 the owner of a row normalizes it and has the unquantized row. The bits of a row do not depend on the
 number of rows. Only the number of rows and the group decide whether rows are sharded. If rows are
 sharded, a rank's residual holds only the rank's own rows in all calls of a step.
@@ -81,16 +81,16 @@ def _all_reduce_add_rms_kernel(
     eps,
     addresses,  # field of the `PeerRegion`
     flags,
-    rank,  # `rank` is a run-time argument, so all ranks run one compiled kernel
+    rank,  # a run-time argument, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,  # number of rows of the region
-    SLOT: tl.constexpr,  # number of words per row and sender in the region
+    ROWS: tl.constexpr,  # number of rows of the `PeerRegion`
+    SLOT: tl.constexpr,  # number of words per row and sender in the `PeerRegion`
     TWO_SHOT: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum and normalize one row. Grid (T,). The region of every rank is [2 buffers, ROWS, WORLD
-    senders, SLOT] words. With TWO_SHOT a sender's slot has its slice of the row (WORDS / WORLD
-    words), then the sum of the slice that the sender owns.
+    senders, SLOT] words. With TWO_SHOT a slot contains the sender's values of the receiver's
+    slice (WORDS / WORLD words), then the sum of the sender's slice over ranks.
     """
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
@@ -109,7 +109,7 @@ def _all_reduce_add_rms_kernel(
         slice_mask = slice_index < slice_words
         bases = load_peer_bases(addresses, WORLD)
         slices = ()
-        for peer in tl.static_range(WORLD):  # all loads precede the first store
+        for peer in tl.static_range(WORLD):  # load for all ranks before the first store
             words = sum_parts(
                 x, row, peer * slice_words + slice_index, slice_mask, PARTS, WORDS, dtype
             )
@@ -257,8 +257,8 @@ def _add_rms_all_gather_kernel(
 
 @triton.jit(do_not_specialize=["first_at", "second_at", "num_words"])
 def _all_gather_kernel(
-    first,  # [num_words] of 4 bytes, copied to `first_at` in every rank's copy
-    second,  # [num_words] of 4 bytes, copied to `second_at` in every rank's copy
+    first,  # [num_words] of 4 bytes, copied to word `first_at` of every rank's `gathered`
+    second,  # [num_words] of 4 bytes, copied to word `second_at` of every rank's `gathered`
     gathered,  # addresses of `ShardRegion.gathered`, written
     first_at,
     second_at,
@@ -320,7 +320,7 @@ def complete_residual(
 
 
 def _is_sharded(residual: Tensor, group: Collective) -> bool:
-    """Return whether a rank's residual holds only its own rows."""
+    """Return whether the residual on a rank contains only the rows that the rank owns."""
     num_tokens, width = residual.shape
     if width % 2 or not tiles.shards(num_tokens) or _fits_region(residual, group.peers):
         return False
@@ -328,7 +328,7 @@ def _is_sharded(residual: Tensor, group: Collective) -> bool:
 
 
 def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
-    """Return the symmetric memory in which ranks shard `residual`; None if they do not use it."""
+    """Return the symmetric memory through which ranks shard `residual`, or None."""
     num_tokens, width = residual.shape
     region = None if group.peers is None else group.peers.shards
     if region is None or not tiles.shards(num_tokens):
@@ -337,7 +337,7 @@ def _shard_region(residual: Tensor, group: Collective) -> ShardRegion | None:
 
 
 def _fits_region(residual: Tensor, peers: PeerMemory | None) -> bool:
-    """Return whether the rows of `residual` fit into the region."""
+    """Return whether the rows of `residual` fit into the region `peers.reduce`."""
     num_tokens, width = residual.shape
     return peers is not None and num_tokens <= peers.reduce.rows and width <= 2 * peers.reduce.words
 

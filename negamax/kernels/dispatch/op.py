@@ -38,8 +38,8 @@ def most_words(hidden_size: int) -> int:
 
 
 def dispatch(
-    ids: Tensor,  # [T, top_k] int32, the experts that each token selected; -1: none
-    columns: Sequence[Tensor],  # [T, ...], columns that are sent with the tokens
+    ids: Tensor,  # [T, top_k] int32, the experts that each token selected; -1: no expert
+    columns: Sequence[Tensor],  # [T, ...], tensors with a row per token, sent with the ids
     /,
     *,
     experts: ExpertRanges,

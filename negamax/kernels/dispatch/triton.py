@@ -36,11 +36,11 @@ from negamax.kernels.peers import Collective, PeerRegion, find_region
 
 
 class ExchangeConstants(NamedTuple):
-    """Constants of both kernels, passed as one argument `C: tl.constexpr`."""
+    """Constants of the dispatch and combine kernels, passed as one argument `C: tl.constexpr`."""
 
     WORLD: int
-    ROWS: int  # number of rows of the region
-    SLOT: int  # number of words per row and sender in the region
+    ROWS: int  # number of rows of the `PeerRegion`
+    SLOT: int  # number of words per row and sender in the `PeerRegion`
     COUNT: int  # number of experts per rank
     TOP_K: int
     BLOCK_K: int
@@ -55,9 +55,9 @@ def _are_held(ids, first, C: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "rank"])
 def _dispatch_kernel(
     ids,  # [T, TOP_K]
-    columns,  # [T, WIDTHS[c]] words each
+    columns,  # tuple of tensors [T, WIDTHS[c]] of words
     all_ids,  # [WORLD * num_rows, TOP_K], written
-    received,  # [WORLD * num_rows, WIDTHS[c]] words each, written
+    received,  # tuple of tensors [WORLD * num_rows, WIDTHS[c]] of words, written
     firsts,  # [WORLD], as in `ExpertRanges`
     num_tokens,
     num_rows,
@@ -125,7 +125,7 @@ def _combine_kernel(
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine one row of every rank. Grid (num_rows,)."""
+    """Send sums for one row of every rank; add the sums of the own row. Grid (num_rows,)."""
     WORLD: tl.constexpr = C.WORLD
     dtype: tl.constexpr = sums.dtype.element_ty
     row = tl.program_id(0)

@@ -55,15 +55,15 @@ def advance_rows(
 
 def record_drafts(
     picked: Tensor,  # [R] int64, -1: no token
-    ids: Tensor,  # [n + 1] int64, target-model ids of the n tokens of the draft model, then -1
+    ids: Tensor,  # [n + 1] int64, target-vocabulary ids of the n draft-vocabulary tokens, then -1
     slots: Tensor,  # [R] int64
-    lengths: Tensor,  # [R] int64, number of known tokens per row; the draft model has read them all
+    lengths: Tensor,  # [R] int64, number of known tokens per row, all processed by the draft model
     /,
     *,
     place: int,
     padding_slot: int,
     last: int,
-    drafts: Tensor,  # [R, K] int64, column `place` receives the target model's ids
+    drafts: Tensor,  # [R, K] int64, column `place` receives target-vocabulary ids
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Store the draft tokens of a pass, and return the inputs of the next pass.
 

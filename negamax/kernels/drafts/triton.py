@@ -88,7 +88,7 @@ def _advance_rows_kernel(
     ends,  # [rows] int64, written
     PDL: tl.constexpr,
 ):
-    """Compute the lengths of one row. All padding rows write the same values. Grid (rows,)."""
+    """Compute num_computed, length, end of one row; padding rows write equal data. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     launch_dependents_then_wait(PDL)
     num_accepted = tl.load(accepted + row)

@@ -34,7 +34,7 @@ _BLOCK_N, _MOST_SPLITS = 64, 32  # no other sizes and launch options were measur
 
 
 class BlockConstants(NamedTuple):
-    """Constants of both block kernels, passed as one argument `C: tl.constexpr`."""
+    """Constants of the attention and merge kernels, passed as one argument `C: tl.constexpr`."""
 
     ROWS: int  # number of rows per block
     KV_HEADS: int
@@ -92,7 +92,7 @@ def _attend_block_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend with one tile of rows to one split of the keys."""
+    """Attend with one tile of rows to one split of the context keys."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     block = (tile // C.TILES).to(tl.int64)
@@ -146,7 +146,7 @@ def _attend_block_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_block_kernel(partials, out, splits, C: tl.constexpr, PDL: tl.constexpr):
-    """Merge the splits of 16 rows. Grid (R * TILES, KV_HEADS, BLOCK_M / 16)."""
+    """Merge the partial results of 16 rows. Grid (R * TILES, KV_HEADS, BLOCK_M / 16)."""
     tile, head = tl.program_id(0), tl.program_id(1)
     m = tl.program_id(2) * 16 + tl.arange(0, 16)
     at = partials + (tile.to(tl.int64) * C.KV_HEADS + head) * splits * C.BLOCK_M * (C.BLOCK_D + 2)

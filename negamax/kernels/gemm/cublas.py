@@ -1,6 +1,6 @@
 """GEMMs of many tokens through cuBLAS, by PyTorch's public functions.
 
-FP8 blocks reach 1155 TFLOP/s on an H200 at [8192, 3072] x [2048, 3072] (Triton: 917 TFLOP/s).
+FP8 GEMMs with block scales reach 1155 TFLOP/s (Triton: 917) on an H200 at 8192 x 3072 x 2048.
 """
 
 import torch

@@ -18,14 +18,14 @@ class LinearOutput(NamedTuple):
 
     dtype: torch.dtype | None = None  # dtype of the result; None: dtype of x
     out: Tensor | None = None  # tensor to which the result is written
-    in_parts: bool = False  # the result may be partial sums [T, P, out], each rounded
+    in_parts: bool = False  # whether the result may be rounded partial sums [T, P, out]
 
 
 LIKE_INPUT, IN_PARTS = LinearOutput(), LinearOutput(in_parts=True)
 
 
 def linear(x: Hidden, weight: Prepared, output: LinearOutput = LIKE_INPUT, /) -> Tensor:
-    """Multiply x [T, in] with weight [out, in] to [T, out]. The FP8 copy of x is unused."""
+    """Multiply x [T, in] with weight [out, in] to [T, out]. The FP8 copy of x is not read."""
     values = unquantized(x)
     dtype = output.dtype or values.dtype
     if weight.dtype != values.dtype:

@@ -28,11 +28,11 @@ from negamax.kernels import platform
 from negamax.kernels.launch.tile import Tile, has_h200_tiles, round_to_power_of_two
 from negamax.kernels.weight_only.layout import Packing
 
-GEMV_MAX_M = 1  # limit of M for FP8 products on the CUDA cores
-SPLIT_K_MAX_M = 64  # limit of M for split_k; above this limit, 16-bit weights use cuBLAS
+GEMV_MAX_M = 1  # maximum number of tokens M for gemv on the CUDA cores
+SPLIT_K_MAX_M = 64  # maximum number of tokens M for split_k; for more, 16-bit weights use cuBLAS
 CUBLAS_PRODUCTS = 1024 * 2048 * 3072  # FP8 GEMMs with more multiplications use cuBLAS
 CUBLAS_MULTIPLE = 4  # cuBLAS needs a number of tokens that is a multiple of this number
-# large_m: up to this number of weights, a dependent launch saves 0.9 us at 100 tokens
+# large_m: maximum size of a weight, in elements, for a dependent launch (saves 0.9 us)
 PDL_MAX_WEIGHTS = 4096 * 3072
 GROUP_M = 8  # large_m: number of token tiles for which adjacent programs read one weight tile
 
@@ -46,12 +46,12 @@ def gemv(K: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class GemmTiles:
-    """Sizes that were not measured. Short pipelines need at most 64 KB of shared memory."""
+    """Unmeasured tiles, whose short pipelines need at most 64 KB of shared memory."""
 
     multiprocessors: int
 
     def small_m(self, *, M: int, N: int, K: int) -> Tile | None:
-        """Return a tile for FP8 weights that fit into the registers of all programs, else None."""
+        """Return a tile if the FP8 weight fits into the registers of all programs, else None."""
         return None
 
     def split_k(self, *, M: int, N: int, K: int) -> Tile:
@@ -66,7 +66,7 @@ class GemmTiles:
         return Tile(max(16, min(64, round_to_power_of_two(M))), 64, 64, num_warps=4, num_stages=2)
 
     def large_m(self, *, M: int, N: int) -> Tile | None:
-        """Return a tile for FP8 weights loaded by TMA; None if the GPU has no TMA."""
+        """Return a tile for FP8 weights that a kernel loads by TMA; None if the GPU has no TMA."""
         return None
 
     def packed(self, *, M: int, N: int, K: int) -> Tile:
@@ -77,7 +77,7 @@ class GemmTiles:
         )
 
     def packed_gemv(self, *, M: int, N: int, packing: Packing, in_parts: bool) -> Tile | None:
-        """Return a tile for few tokens and packed weights that fit into registers, else None."""
+        """Return a tile for few tokens if the packed weight fits into registers, else None."""
         return None
 
     def dequantized_min_m(self, packing: Packing) -> int:
@@ -192,7 +192,7 @@ class H200GemmTiles(GemmTiles):
         return self.large_m(M=M, N=N)
 
     def large_m(self, *, M: int, N: int) -> Tile:
-        """Return the small tile if it needs at most two programs per multiprocessor."""
+        """Return the smaller of two tiles if it needs at most two programs per multiprocessor."""
         programs = -(-N // 64) * -(-M // 64)
         if programs <= 2 * self.multiprocessors:
             return Tile(64, 64, 128, num_warps=4, num_stages=5)
@@ -201,7 +201,7 @@ class H200GemmTiles(GemmTiles):
 
 def tiles_for(device: torch.device) -> GemmTiles:
     here = platform.platform_of(device)
-    if here.vendor == "cpu":  # Triton's interpreter
+    if here.vendor == "cpu":  # Triton's interpreter runs on the CPU
         return H200GemmTiles()
     return (H200GemmTiles if has_h200_tiles(device) else GemmTiles)(here.multiprocessors)
 

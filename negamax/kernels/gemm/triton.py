@@ -88,7 +88,7 @@ def _gemv_kernel(
             +---------+---------+-----+
               a thread has 16 neighboring columns of each step and row
     """
-    launch_dependents(PDL)  # launch early, because the next kernel also loads a weight first
+    launch_dependents(PDL)  # called early: the next kernel also begins with loads of a weight
     THREADS: tl.constexpr = BLOCK_K // _VECTOR
     STEPS: tl.constexpr = triton.cdiv(K, BLOCK_K)
     first_n = tl.program_id(0) * BLOCK_N
@@ -131,13 +131,13 @@ def _gemv_kernel(
 
 @triton.jit
 def _number_rows(ROWS: tl.constexpr):
-    """Return row numbers [ROWS / 8, 1, 1, 8, 1]."""
+    """Return the row numbers of a fragment, [ROWS / 8, 1, 1, 8, 1]."""
     return (tl.arange(0, ROWS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :])[:, None, None, :, None]
 
 
 @triton.jit
 def _number_columns(NUM_WARPS: tl.constexpr):
-    """Return column numbers [1, 2, NUM_WARPS, 1, 64]."""
+    """Return the column numbers of a fragment, [1, 2, NUM_WARPS, 1, 64]."""
     halves = tl.arange(0, 2)[:, None] * (_BLOCK // 2) + tl.arange(0, NUM_WARPS)[None, :] * _BLOCK
     return (halves[:, :, None] + tl.arange(0, _BLOCK // 2)[None, None, :])[None, :, :, None, :]
 
@@ -188,7 +188,7 @@ def _small_m_kernel(
             +------+------+- -+------+------+- -
               128    128
     """
-    launch_dependents(PDL)  # launch early, because the next kernel also loads a weight first
+    launch_dependents(PDL)  # called early: the next kernel also begins with loads of a weight
     K_BLOCKS: tl.constexpr = K // _BLOCK
     STEPS: tl.constexpr = triton.cdiv(K_BLOCKS, NUM_WARPS)
     first_n = tl.program_id(0) * BLOCK_N
@@ -204,8 +204,8 @@ def _small_m_kernel(
         has_block = warp < K_BLOCKS - i * NUM_WARPS
         w_scale += (tl.load(w_scale_ptrs + i * NUM_WARPS, mask=has_block, other=0.0),)
     wait_for_predecessor(PDL)
-    # Rows past M wrap around to valid rows. Clamped rows would all read row M - 1 and wait for each
-    # other. Masks would need registers.
+    # Tokens past M wrap around to valid tokens. Clamped indices would all read token M - 1, and the
+    # reads would wait for each other. Masks would need registers.
     x_ptrs = _point_to_rows(x_ptr + _number_rows(BLOCK_M) % M * K, NUM_WARPS)
     x_scale_ptrs = x_scale_ptr + (offs_m % M)[None, :] * K_BLOCKS + warp[:, None]
     acc = tl.zeros((NUM_WARPS, BLOCK_N, BLOCK_M), tl.float32)
@@ -229,7 +229,7 @@ def _split_k_kernel(
     w_ptr,  # [N, K]
     w_scale_ptr,  # [ceil(N / 128), K / 128] fp32
     out_ptr,  # [M, N]
-    partials_ptr,  # [tiles, SPLIT_K, BLOCK_N, BLOCK_M] fp32, unless SPLIT_K == 1
+    partials_ptr,  # [tiles, SPLIT_K, BLOCK_N, BLOCK_M] fp32, used if SPLIT_K > 1
     arrivals_ptr,  # [tiles] int32, zero
     M,
     N,
@@ -239,7 +239,7 @@ def _split_k_kernel(
     BLOCK_K: tl.constexpr,  # 128 if FP8
     SPLIT_K: tl.constexpr,
     FP8: tl.constexpr,
-    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    EVEN_K: tl.constexpr,  # whether K is a multiple of BLOCK_K
     PDL: tl.constexpr,
 ):
     """Multiply one split of a tile of w with BLOCK_M tokens. `tl.dot` allows fewer columns of its
@@ -255,7 +255,7 @@ def _split_k_kernel(
     first_n = tl.program_id(0) * BLOCK_N
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    x_rows = offs_m % M  # rows wrap around, because many reads of one row wait for each other
+    x_rows = offs_m % M  # wrap tokens past M: many reads of one row would wait for each other
     offs_k = tl.arange(0, BLOCK_K)
     steps = tl.cdiv(K, BLOCK_K)
     split_steps = tl.cdiv(steps, SPLIT_K)
@@ -424,7 +424,7 @@ def _split_k(
     *,
     tile: Tile,
 ) -> None:
-    """Launch split_k. 16-bit weights ignore `x_scale` and `scale`."""
+    """Launch `_split_k_kernel`, which reads `x_scale` and `scale` for FP8 weights only."""
     (M, N), K = out.shape, weight.shape[1]
     grid = (triton.cdiv(N, tile.block_n), tile.split_k, triton.cdiv(M, tile.block_m))
     partials = out

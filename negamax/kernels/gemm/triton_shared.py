@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def locate_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Return the first row and column of a program's tile of the output. Programs take GROUP_M rows
+    """Return the first row and column of a program's output tile. Programs process GROUP_M rows
     of tiles column by column, so programs that run together read the same w from the L2 cache:
 
             N                       with GROUP_M = 2

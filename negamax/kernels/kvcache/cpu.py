@@ -18,7 +18,7 @@ def locate(
     num_tokens = tokens.positions.shape[0]
     slots = slots_of(tokens, block_size=block_size).numpy()
     within = slots % block_size
-    first_head = (slots - within) * kv_heads + within  # [T]
+    first_head = (slots - within) * kv_heads + within  # [T], cache rows of KV head 0
     rows = first_head[:, None] + np.arange(0, kv_heads * block_size, block_size)
     padding = padded_rows(num_tokens, width=frequencies.shape[0]) - num_tokens
     angles = F.pad(tokens.positions, (0, padding)).view(-1, 1, 1) * frequencies

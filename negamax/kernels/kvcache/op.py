@@ -41,7 +41,7 @@ class TokenPlaces(NamedTuple):
 
     cos: Tensor  # [T, 1, rotary_dim] fp32
     sin: Tensor
-    rows: Tensor  # [T * kv_heads] int64, rows of caches viewed as [-1, head_dim]; negative: no row
+    rows: Tensor  # [T * kv_heads] int64, row indices in caches viewed as [-1, head_dim]; < 0: none
 
 
 class TokenTables(NamedTuple):
@@ -64,7 +64,7 @@ def locate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return cos, sin [T, 1, rotary_dim] fp32 and cache row indices [T * kv_heads] int64.
 
-    frequencies [rotary_dim] from `rotary.signed_frequencies`.
+    frequencies [rotary_dim] is a result of `rotary.signed_frequencies`.
     """
     rows = cache_rows(
         slots_of(tokens, block_size=block_size), kv_heads=kv_heads, block_size=block_size
@@ -80,7 +80,7 @@ def slots_of(tokens: TokenTables, *, block_size: int) -> Tensor:
 
 
 def write(k: Tensor, v: Tensor, cache: KvCache, rows: Tensor) -> None:
-    """Divide k, v [T, kv_heads, head_dim] by the scales and write rows `rows`; FP8 saturates."""
+    """Divide k, v [T, kv_heads, head_dim] by the scales and write them to cache rows `rows`."""
     store(k, cache.k, rows, scale=cache.scales[0])
     store(v, cache.v, rows, scale=cache.scales[1])
 

@@ -28,7 +28,7 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 @triton.jit
 def agree(x):
-    """Make all threads that hold an element of `x` (int32) hold the same value. If there are fewer
+    """Give all threads that hold the same element of `x` (int32) the same value. If there are fewer
     elements than threads, all threads get 1 if any value is not 0, else 0.
 
     If several threads hold the same element, each thread loads it, and Triton assumes that all
@@ -98,7 +98,7 @@ def take_bytes(words, selector):
 
 @triton.jit
 def e4m3_to_fp16(x):
-    """Convert e4m3fn to fp16 before the tile goes to shared memory; `is_pure=False` fixes this
+    """Convert a tile e4m3fn to fp16 before it is in shared memory; `is_pure=False` fixes this
     order. The tensor cores read values of adjacent keys together, and would gather FP8 values byte
     by byte.
     """
@@ -168,7 +168,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
         half = pair // (pairs // 2)
         if ELEMENT == "uint4":
             lines.append(f"shr.u32 a, q, {4 * pair};")
-            lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # (a & b) | c
+            lines.append("lop3.b32 c, a, 0x000F000F, 0x43004300, 0xEA;")  # code + 128 in bf16
         elif ELEMENT == "e2m1":
             lines.append("mov.b32 c, 0;")
             for moved, mask in _E2M1[pair]:
@@ -178,7 +178,7 @@ def unpacking(ELEMENT: str, SCALED: bool, ZEROS: bool, IS_RAW: bool) -> str:
                 f"shl.b32 a, q, {8 - 8 * pair}; shr.u32 c, a, 4; and.b32 c, c, 0x07F007F0;"
             )
             lines.append("lop3.b32 c, a, 0x80008000, c, 0xEA;")
-        else:  # (128 + lower 7 bits) - (128 or 256)
+        else:  # 8-bit integers: c = (128 + lower 7 bits) - (128 or 256)
             lines.append(f"shr.u32 a, q, {8 * pair};")
             lines.append("lop3.b32 c, a, 0x007F007F, 0x43004300, 0xEA;")
             lines.append("lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA;")

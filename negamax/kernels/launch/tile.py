@@ -24,7 +24,7 @@ class Tile:
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """Arguments of a kernel that pipelines its loop along K itself."""
+        """This tile as arguments of a kernel that pipelines its loop along K in its own code."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -37,7 +37,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Launch:
-    """Sizes of a kernel whose loops Triton pipelines."""
+    """Launch sizes of a kernel whose loops are pipelined by Triton."""
 
     num_warps: int
     num_stages: int
@@ -68,6 +68,6 @@ def has_h200_tiles(device: torch.device) -> bool:
     """Return whether `device` uses the sizes measured on an H200.
 
     The H200, the interpreter, sm_100 and sm_103 use these sizes. sm_100 and sm_103 were not
-    measured, but have as much shared memory.
+    measured, but have as much shared memory as the H200.
     """
     return platform.platform_of(device).arch in ("sm_90", "sm_100", "sm_103", "cpu")

@@ -51,21 +51,21 @@ _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _IS_LAST_FIRST = tl.constexpr(TRITON_VERSION >= (3, 8))
 _E4M3FNUZ_MAX = tl.constexpr(240.0)
 
-# Triton's default may change, but fused multiply-add affects the last bits and the speed.
+# Do not depend on Triton's default: fused multiply-add affects the last bits and the speed.
 triton.knobs.language.default_fp_fusion = True
 
 
 def triton_kernel(
     op: Op[P, R],
     run: R,
-    prepare: P = None,  # type: ignore[assignment]  # if `P` is None
+    prepare: P = None,  # type: ignore[assignment]  # for ops without `prepare`
     *,
     provider: str = "triton",
     requires: Iterable[Feature] = (),
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
     **fields: Any,
 ) -> Kernel[P, R]:
-    """Return the provider of `op` for GPUs that have the features `requires`."""
+    """Return the kernel that runs `op` by `run` on GPUs with Triton and the features `requires`."""
     needs = frozenset({Feature.TRITON, *requires})
     return Kernel(op, provider, run, prepare, requires=needs, dtypes=dtypes, **fields)
 

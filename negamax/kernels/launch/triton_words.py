@@ -64,8 +64,8 @@ def fetch_parts(x, row, index, mask, PARTS: tl.constexpr, WORDS: tl.constexpr):
     """Load the parts of row `row` of x [T, PARTS, 2 * WORDS] as a tuple of words, for `add_parts`.
 
     The loads are volatile: ptxas otherwise moves most of them after the first sums and waits for
-    memory three times instead of once. The loads stay together only if their uses are also in a
-    branch whose condition is unknown to ptxas.
+    memory three times instead of once. The loads stay together only if their results are used
+    in a branch whose condition is unknown to ptxas.
     """
     parts = as_words(x) + row.to(tl.int64) * (PARTS * WORDS) + index
     fetched = ()

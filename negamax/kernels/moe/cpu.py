@@ -1,9 +1,9 @@
 """Router and experts on the CPU; a token's results do not depend on the batch composition.
 
 The router's rows are padded (`rowwise`, `gemm/cpu.py`). Experts run on tokens sorted by expert:
-each selected expert runs once, on one slice. A token's outputs are summed in the order of its
-selections. A `gemm.linear` kernel runs the GEMMs, with one prepared weight per expert and
-projection.
+each selected expert runs once, on one slice of these tokens. A token's outputs are summed in the
+order of its selections. A `gemm.linear` kernel runs the GEMMs, with one prepared weight per expert
+and projection.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,7 +102,7 @@ def kernel(linear: AnyKernel) -> AnyKernel:
 def _run_one_token(
     x: Tensor, selected: SelectedExperts, experts: SeparateExperts, product: Callable[..., Tensor]
 ) -> Tensor:
-    """Run the selected experts one after another, without sorting or gathering."""
+    """Run the selected experts of one token one after another, without sorting or gathering."""
     gate_up, down, activation = experts.gate_up, experts.down, experts.activation
     (ids, weights, first, count), outputs = selected, []
     for expert in ids[0].tolist():  # host-sync: the host needs the selected experts
@@ -125,7 +125,7 @@ def _run_many_tokens(
         return torch.zeros_like(x)
     by_expert, order = ids.flatten().sort(stable=True)
     edges = torch.arange(first, first + count + 1, device=ids.device)
-    bounds = torch.searchsorted(by_expert, edges).tolist()  # host-sync: the host needs the ranges
+    bounds = torch.searchsorted(by_expert, edges).tolist()  # host-sync: the host slices by experts
     low, high = bounds[0], bounds[-1]
     pairs = order[low:high]
     rows = x.index_select(0, pairs.div(top_k, rounding_mode="floor"))

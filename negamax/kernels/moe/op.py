@@ -59,7 +59,7 @@ def route(
 def complete(
     ids: Tensor, weights: Tensor, router: Router, active: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Scale routing weights of sum 1, append the shared expert, and overwrite padding rows."""
+    """Multiply routing weights by the scaling factor, append the shared expert, mask padding."""
     if router.scaling != 1.0:
         weights = weights * router.scaling
     if router.shared:

@@ -8,17 +8,17 @@ import torch
 from negamax.kernels.launch.tile import Tile, has_h200_tiles, round_to_power_of_two
 from negamax.kernels.weight_only.layout import Packing
 
-SMALL_M_MAX_M = 256  # limit of M for small_m, whose programs search topk_ids for their tokens
-SORT_PROGRAMS = 128  # number of programs that sort pairs, about one per multiprocessor
+SMALL_M_MAX_M = 256  # maximum M for small_m, whose programs search topk_ids for their tokens
+SORT_PROGRAMS = 128  # number of programs that sort (token, choice) pairs, one per multiprocessor
 SORT_CHUNK = 128  # number of pairs that a sorting program sorts at a time
 COUNT_CHUNK = 512  # number of pairs that a sorting program counts at a time
 SORT_BLOCK = 32  # number of programs whose counts a sorting program adds up at a time
 ROUTE_MAX_TILES = 4096
-ROUTE_SMALL_M_MAX_M = 4  # limit of M for a router on the CUDA cores
+ROUTE_SMALL_M_MAX_M = 4  # maximum M for a router on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2
 ROUTE_SMALL_M_WARPS = 4  # number of warps of route_small_m for rows of up to 4096 values
-NORM_ROUTE_MAX_M = 2  # limit of M for one launch of norm and router
-NORM_ROUTE_MAX_PARTS = 4  # limit of P, the parts of the input, for one launch of norm and router
+NORM_ROUTE_MAX_M = 2  # maximum M for one launch of norm and router
+NORM_ROUTE_MAX_PARTS = 4  # maximum P (parts of the input) for one launch of norm and router
 NORM_ROUTE_WARPS = 4  # number of warps of norm_route for rows of up to 4096 values
 NORM_ROUTE_THREAD_WORDS = 4  # number of 4-byte words that a thread reads in one load
 
@@ -26,7 +26,7 @@ NORM_ROUTE_THREAD_WORDS = 4  # number of 4-byte words that a thread reads in one
 @dataclass(frozen=True)
 class RouteTile(Tile):
     """Tile of a program of `_route_large_m_kernel`; the weight of this GEMM is the gate. With
-    num_stages = 0 the program loads its whole part of the gate before the activations exist.
+    num_stages = 0 the program loads all its rows of the gate before the activations are written.
     """
 
     topk_m: int = 1  # number of tokens for which experts are selected at a time
@@ -35,7 +35,7 @@ class RouteTile(Tile):
 @dataclass(frozen=True)
 class ExpertTiles:
     """Tiles of the two GEMMs of the experts. With FP8, gate_up.block_n (large_m, small_m) and
-    down.block_k are 128, the columns of h per scale.
+    down.block_k are 128, the number of columns of h that share a scale.
     """
 
     gate_up: Tile  # a tile has block_n gate rows and block_n up rows
@@ -44,18 +44,18 @@ class ExpertTiles:
     choices: int = 1
     repeat_n: int = 1  # large_m: number of tiles that a program of down computes one after another
     resident: bool = False  # large_m: whether h stays in shared memory (FP8, narrow experts)
-    starts_early: bool = True  # packed gemv: `dependent` of gate and up in `launch_options`
+    starts_early: bool = True  # packed gemv: `starts_early` of `launch_options` for gate and up
 
 
 class MoeTiles:
-    """Sizes that were not measured. Short pipelines need at most 64 KB of shared memory."""
+    """Unmeasured tiles, whose short pipelines need at most 64 KB of shared memory."""
 
     def route(self, M: int, *, hidden: int) -> RouteTile:
         block_m = 16 if M <= 16 else 64
         return RouteTile(block_m, 32, 64, num_warps=4, num_stages=2, split_k=8, topk_m=8)
 
     def gemv_max_m(self, width: int) -> int:
-        """Return the limit of M for gemv, in which each (token, choice) pair reads its expert."""
+        """Return the maximum M for gemv, in which each (token, choice) pair reads its expert."""
         return 4
 
     def gemv(self, width: int, *, hidden: int) -> ExpertTiles:
@@ -85,7 +85,7 @@ class MoeTiles:
         )
 
     def w8a8(self) -> ExpertTiles:
-        """Return tiles for large_m in 8 bits; gate_up.block_n columns of h share a scale."""
+        """Return tiles for 8-bit large_m GEMMs; gate_up.block_n columns of h share a scale."""
         tile = Tile(64, 128, 128, num_warps=4, num_stages=2)
         return ExpertTiles(tile, tile, repeat_n=8)
 
@@ -102,7 +102,7 @@ _ROUTE = (
 def _tall(
     block_m: int, *, num_warps: int, num_stages: int, maxnreg: int | None = None
 ) -> ExpertTiles:
-    """Return tiles of 64 gate rows and 64 up rows, and of 128 rows of down."""
+    """Return a tile of 64 gate rows and 64 up rows, and a tile of 128 rows of down."""
     tile = Tile(block_m, 64, 128, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
     return ExpertTiles(tile, replace(tile, block_n=128))
 
@@ -153,7 +153,7 @@ class H200MoeTiles(MoeTiles):
     def small_m(self, *, M: int, width: int, hidden: int, fp8: bool) -> ExpertTiles:
         """Return tiles for decode steps. At 13 to 20 tokens the gate and up GEMMs of one of four
         ranks have about 310 programs. With two stages three programs fit on a multiprocessor, so
-        all of them run at once; with three stages they would run in two rounds.
+        all 310 run at once. With three stages the 310 programs would run in two rounds.
         """
         side = 128 if fp8 else 64
         down = Tile(16, side, side, num_warps=4, num_stages=3)

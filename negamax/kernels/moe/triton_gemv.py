@@ -47,7 +47,7 @@ def _gate_up_row(
     VECTORS: tl.constexpr = BLOCK_K // _VECTOR
     STEPS: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_K)
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
-    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # gate scales precede the up scales
+    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # number of gate scales, stored first
     offs_n = first_n + tl.arange(0, BLOCK_N)
     vector = tl.arange(0, VECTORS)
     offs_k = vector[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
@@ -237,7 +237,7 @@ def _down_gemv_kernel(
     """Compute BLOCK_N outputs of CHOICES pairs. Grid (M * TOP_K / CHOICES * HIDDEN / BLOCK_N,).
 
     A kernel before the predecessor in the stream wrote `topk_ids` and `topk_weights`. The program
-    may therefore read both tensors and the weights of the experts before it waits.
+    may therefore read both tensors and the expert weights before it waits for the predecessor.
     """
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N)
     part, first_n = tl.program_id(0) // TILES_N, tl.program_id(0) % TILES_N * BLOCK_N

@@ -92,7 +92,7 @@ def _norm_route_kernel(
     M,
     PARTS: tl.constexpr, WORDS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SCALING: tl.constexpr,
-    SHARED: tl.constexpr,  # 0 or 1
+    SHARED: tl.constexpr,  # number of shared experts, 0 or 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # number of words: threads of a program * THREAD_WORDS
@@ -206,8 +206,8 @@ def norm_route(
     """Add x, or the sum of its parts, to the residual in place. Return the norm of the residual,
     topk_ids and topk_weights.
 
-    The function needs two launches for many tokens or parts, for rows whose bytes are not a
-    multiple of 4, and on platforms that forbid spin waits.
+    The function needs two launches for many tokens or parts, for rows whose size is not a
+    multiple of 4 bytes, and on platforms that forbid spin waits.
     """
     (M, hidden), parts = residual.shape, num_parts(x)
     is_few = 0 < M <= tiles.NORM_ROUTE_MAX_M and 0 < parts <= tiles.NORM_ROUTE_MAX_PARTS

@@ -14,7 +14,7 @@ def _place_experts_kernel(
     positions,  # [T] int64
     slots,  # [E, MOST] int32
     copies,  # [E] int32
-    counts,  # [E] int64, increased by the selections
+    counts,  # [E] int64, increased by the number of selections of each expert
     out,  # [T, C] int32, written
     T,
     C: tl.constexpr, MOST: tl.constexpr, BLOCK_T: tl.constexpr, C_POW2: tl.constexpr,

@@ -140,7 +140,7 @@ def _find_expert(
 ):
     """Return a tile's expert, its first index in sorted_token_ids, and the expert's end index.
 
-    The expert is >= num_experts if the tile has pairs of other ranks or lies after all pairs.
+    The expert is >= num_experts if the tile has pairs of other ranks or is after all pairs.
     """
     experts = tl.arange(0, EXPERTS_POW2)
     counts = tl.load(expert_counts_ptr + experts, mask=experts < num_experts, other=0)
@@ -337,7 +337,7 @@ def _compute_down(
 
     h [BLOCK_M, WIDTH]     w [BLOCK_N, WIDTH]^T, tile after tile     ->  rows `pairs` of out
 
-    With RESIDENT (FP8, narrow experts) h stays in shared memory; else each tile of w reads h again.
+    With RESIDENT (FP8, narrow experts) h stays in shared memory; else h is read once per tile of w.
     """
     EVEN: tl.constexpr = E.WIDTH % BLOCK_K == 0 and E.HIDDEN % BLOCK_N == 0
     K: tl.constexpr = E.DOWN.K_PACKED if ROUNDED else E.WIDTH
@@ -448,8 +448,8 @@ def _down_large_m_kernel(
     REPEAT_N: tl.constexpr,  # REPEAT_N is 1 with packed weights
     RESIDENT: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[pairs, REPEAT_N * BLOCK_N] times the routing weights. Pairs of other ranks get
-    zeros. Grid (pair tiles * HIDDEN / (BLOCK_N * REPEAT_N),).
+    """Compute out[pairs, REPEAT_N * BLOCK_N] times the routing weights. Outputs of pairs with
+    experts of other ranks are 0. Grid (pair tiles * HIDDEN / (BLOCK_N * REPEAT_N),).
     """
     TILES_N: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_N * REPEAT_N)
     wait_then_launch_dependents(PDL)

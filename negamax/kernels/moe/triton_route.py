@@ -33,7 +33,7 @@ from negamax.kernels.launch.triton import (
 )
 from negamax.kernels.moe import tiles
 
-# a launch of `_route_large_m_kernel` adds this to each counter; also the limit of programs per tile
+# A launch of `_route_large_m_kernel` adds _ROUND to each counter. A tile has up to _ROUND programs.
 _ROUND = tl.constexpr(1024)
 _GROUP = tl.constexpr(32)  # number of experts that `choose_for_token` ranks together
 _VECTOR = tl.constexpr(8)  # number of bf16 values that a thread reads in one load
@@ -55,7 +55,7 @@ def _choose_for_tokens(
         logits += tl.load(rows, mask=inside, other=0.0, cache_modifier=".cg")
     score = 1.0 / (1.0 + tl.exp(-logits))
     key = score + bias[None, :]
-    # sort NaN first, as torch.topk does; a finite key selects each expert once
+    # NaN becomes the largest key, as in torch.topk; keys are finite, so no expert is chosen twice
     key = tl.where(key == key, key, 1e30)
     key = tl.where((expert < NUM_EXPERTS)[None, :], key, float("-inf"))
     rank = tl.full([TOPK_M, EXPERTS_POW2], -1, tl.int32)
@@ -101,7 +101,7 @@ def choose_for_token(
     NUM_GROUPS: tl.constexpr = logits.shape[0]
     score = 1.0 / (1.0 + tl.exp(-logits))
     biased = score + bias
-    biased = tl.where(biased == biased, biased, 1e30)  # sort NaN first, as torch.topk does
+    biased = tl.where(biased == biased, biased, 1e30)  # NaN sorts first, as in torch.topk
     biased = tl.where(expert < NUM_EXPERTS, biased, float("-inf"))
     bits = biased.to(tl.int32, bitcast=True)
     bits ^= (bits >> 31) & 0x7FFFFFFF  # the integers sort like the fp32 values
@@ -141,7 +141,7 @@ def load_gate(ptrs, k, mask, GATE_SIZE: tl.constexpr):
 
 @triton.jit
 def _sum_gate(parts):
-    """Return the gate in fp32."""
+    """Return the sum of the addends hi, mid and lo of the gate in fp32."""
     return (parts[0].to(tl.float32) + parts[1].to(tl.float32)) + parts[2].to(tl.float32)
 
 
@@ -190,8 +190,8 @@ def _route_small_m_kernel(
     The flag in a word shows whether this launch has written the word. Because of these flags, the
     kernel needs no counter, no fence and no reset. With PARALLEL_TOPK program t waits for the
     logits of token t and selects its experts. Without PARALLEL_TOPK the last program selects
-    experts for all tokens. The interpreter needs this mode, because it runs one program after
-    another.
+    experts for all tokens. The interpreter needs PARALLEL_TOPK = False, because it runs one
+    program after another.
     """
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
     STEPS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK_K)
@@ -366,7 +366,7 @@ class PreparedGate:
     # [ROUTE_SMALL_M_MAX_M, experts] int64: a logit and the flag of the launch that wrote it
     logits: Tensor
     flag: Tensor  # [1] int32, flag of the last launch of `_route_small_m_kernel`
-    all_active: Tensor  # [1] int32, number of active rows unless the caller passes `active`
+    all_active: Tensor  # [1] int32, number of active rows if the caller passes no `active`
     spin_wait: bool  # whether the platform allows spin waits between programs of a launch
     scaling: float  # factor of the routing weights
     shared: bool  # whether every token's last choice is expert number `experts`, with weight 1

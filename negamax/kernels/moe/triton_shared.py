@@ -46,9 +46,9 @@ class PreparedExperts(ExpertWeights):
     # [experts, 2 * width, hidden], gate rows first; packed: the tensors of a `PackedWeight`
     gate_up: Tensor | PackedTensors
     down: Tensor | PackedTensors  # [experts, hidden, width], or tensors of a `PackedWeight`
-    # [experts, 2 * width / 128, hidden / 128] fp32; without FP8 any tensor, which is not read
+    # [experts, 2 * width / 128, hidden / 128] fp32; without FP8 kernels do not read this tensor
     gate_up_scale: Tensor
-    down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; without FP8 any tensor
+    down_scale: Tensor  # [experts, hidden / 128, width / 128] fp32; not read without FP8
     constants: ExpertConstants
 
     def tensors(self, expert: int) -> list[Tensor]:
@@ -73,7 +73,7 @@ def multiply_packed_gate_up(
     NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """Compute h of `tokens` [BLOCK_M] of one expert, from column first_n on -> [BLOCK_N, BLOCK_M].
-    One tile holds the BLOCK_N gate rows and the up rows.
+    One tile of w has BLOCK_N gate rows and BLOCK_N up rows.
     """
     P: tl.constexpr = E.GATE_UP
     APART: tl.constexpr = E.WIDTH

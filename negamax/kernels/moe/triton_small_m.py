@@ -70,7 +70,7 @@ def _multiply_gate_up(
     """Compute the result of `multiply_packed_gate_up` from weights that are not packed."""
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
-    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # gate scales precede the up scales
+    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # number of gate scales, stored first
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
@@ -292,8 +292,8 @@ def _down_small_m_kernel(
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N outputs for all pairs of one expert from the lists that
-    `_gate_up_small_m_kernel` wrote. The first HIDDEN / BLOCK_N programs write zeros to the pairs of
-    other ranks.
+    `_gate_up_small_m_kernel` wrote. The first HIDDEN / BLOCK_N programs write zeros for pairs with
+    experts of other ranks.
 
         grid: (1 + experts or pairs) * HIDDEN / BLOCK_N
         w [BLOCK_N, WIDTH] of an expert    h [BLOCK_M, WIDTH]^T  ->  out[pairs, BLOCK_N]

@@ -58,7 +58,7 @@ def _reason(error: Exception) -> str:
 
 
 def _compiled(compiler: str, *, flags: tuple[str, ...]) -> Path:
-    """Return the shared object for this source, compiler and processor, cached or built."""
+    """Return the shared object for this source, compiler and processor; build it if needed."""
     version = _run(compiler, "--version")
     identity = b"\0".join((SOURCE.read_bytes(), version, " ".join(flags).encode(), _processor()))
     folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "negamax" / "native"

@@ -1,6 +1,6 @@
 """RMS norm, in place, on CPUs without a C compiler (`kernels/native`).
 
-Constants are tensors, because converting numbers took 5 of 21 us (a row of 256 values, Zen 4).
+Constants are tensors, because converting numbers in each call took 5 of 21 us (256 values, Zen 4).
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from negamax.kernels.norm.op import ADD_RMS, sum_parts
 from negamax.kernels.op import Kernel
 
-# weight [width], width [] fp32, eps [] fp32, whether to multiply by 1 + weight
+# a norm's weight [width], width [] fp32, eps [] fp32, whether to multiply by 1 + weight
 NormTensors = tuple[Tensor, Tensor, Tensor, bool]
 
 
@@ -22,7 +22,7 @@ def prepare(
 
 
 def add_rms(x: Tensor, residual: Tensor, norm: NormTensors) -> Tensor:
-    """Compute `norm.add_rms` with the bits of the reference."""
+    """Compute `norm.add_rms` bit-identically to the reference."""
     weight, width, eps, gemma = norm
     wide = residual.add_(sum_parts(x)).float()
     scale = wide.square().sum(-1, keepdim=True).div_(width).add_(eps).rsqrt_()

@@ -39,7 +39,7 @@ from negamax.kernels.norm.op import ADD_RMS, NormWeight
 from negamax.kernels.quantize.native import outputs, result
 
 GROUP_WORDS: tl.constexpr = tl.constexpr(GROUP // 2)
-# lower bound of scales, far above the values that fp32 cannot invert
+# lower bound of FP8 scales, far above the numbers whose inverse overflows fp32
 _TINY: tl.constexpr = tl.constexpr(1e-30)
 
 
@@ -80,7 +80,7 @@ def normalize_row(
 
 @triton.jit
 def quantize_row(normed, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr):
-    """Quantize words of a row to FP8: scales [BLOCK / 64], columns in order [2 * BLOCK]."""
+    """Quantize words of a row -> scales [BLOCK / 64], FP8 values [2 * BLOCK] by column."""
     even, odd = unpack(normed, DTYPE)
     groups: tl.constexpr = BLOCK // GROUP_WORDS
     even = tl.reshape(even, [groups, GROUP_WORDS])
@@ -137,7 +137,7 @@ def _add_rms_kernel(
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr,
     GEMMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add and normalize one row. Grid (T,)."""
+    """Add x to one row of the residual and normalize the row. Grid (T,)."""
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0)
     index = make_word_indices(BLOCK)

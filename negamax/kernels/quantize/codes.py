@@ -28,7 +28,7 @@ class Codes:
     block: tuple[int, int] = (1, 1)  # number of rows and columns that share a scale
     zero_point: Tensor | None = None  # [..., ceil(N / rows), groups] uint8
     global_scale: Tensor | None = None  # fp32, [...] or [..., 1], or one per row: [..., N]
-    group_of: Tensor | None = None  # [K] int32, if a stored order assigns columns to groups
+    group_of: Tensor | None = None  # [K] int32, group of each column; None: adjacent columns
     is_e2m1: bool = False
 
     def dequantize(self) -> Tensor:
@@ -56,7 +56,7 @@ class Codes:
                 order = self.group_of.long()
                 if numbers.stride(-1) == 1:
                     return each.contiguous().index_select(-1, order)
-                # GPTQ's codes are column-major: reading scales row by row is slow
+                # GPTQ's codes are column-major, so expanding scales row by row would be slow
                 return each.mT.contiguous().index_select(-2, order).mT
             if each.shape[-1] == 1:
                 return each

@@ -34,7 +34,7 @@ def to_integers(
 
     The scale per row and `columns` columns is the largest magnitude / ((2^bits - 1) / 2), as in
     compressed-tensors. If the largest element is positive, clamping reduces its code by half a
-    step. Steps are smaller than with the divisor 2^(bits - 1) - 1.
+    step. Quantization steps are smaller than with the divisor 2^(bits - 1) - 1.
     """
     least = -(2 ** (bits - 1))
     block = (1, columns)
@@ -56,7 +56,7 @@ def to_e4m3_powers(matrix: Tensor, columns: int, *, rows: int = 1) -> Codes:
 
 
 def to_e2m1_powers(matrix: Tensor, columns: int) -> Codes:
-    """Quantize to FP4, whose largest value is 6, with powers of two as scales."""
+    """Quantize matrix [N, K] fp32 to FP4 (at most 6) with powers of two as scales."""
     block = (1, columns)
     scale = _power_of_two(_largest(matrix, block) / E2M1_MAX)
     return Codes(_e2m1(matrix / _spread(scale.float(), block, matrix)), scale, block, is_e2m1=True)

@@ -33,15 +33,15 @@ def dequantize(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def decode(stored: TensorFormat, tensors: Mapping[str, Tensor]) -> Codes:
-    """Return the codes of the stored matrix, one per element, with the same leading dimensions."""
+    """Return the codes of the stored matrix [..., rows, columns], one code per element."""
     values, spec = _unpack(stored, tensors), stored.find(Role.SCALE)
     if spec is None:
         return Codes(values)
     rows, columns = _block(spec)
     scale = _scale(stored, spec, tensors)
     if stored.packing is CodePacking.ENTRIES:
-        # the tensor has one scale, a scale per row of stacked matrices, or a scale per group of
-        # rows
+        # the scale tensor has one scale, a scale per row of stacked matrices, or a scale per
+        # group of rows
         groups = -(-values.shape[-1] // columns) if columns else 1
         scale = scale.reshape(*values.shape[:-2], -1, groups)
     zeros, zero_point = stored.find(Role.ZERO_POINT), None

@@ -51,7 +51,7 @@ def draw_from(
     values: Tensor,  # [R, C] fp32, logits of the leading tokens in descending order
     token_ids: Tensor,  # [R, C] int64
     *,
-    filters: Tensor,  # as in `sample`
+    filters: Tensor,  # [R, 4] fp32, see `sample`
     uniforms: Tensor,
 ) -> Tensor:  # [R] int64
     """Draw one token per row from `token_ids`."""
@@ -79,7 +79,7 @@ def pick(
     rows: RowSampling,
     /,
     *,
-    first_id: int,  # id of the token in the first column
+    first_id: int,  # id of the token in the first column of `logits`
     group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
 ) -> Tensor:  # [R] int64
     """Pick the token with the largest logit / T + Gumbel(seed, position, token).
@@ -101,7 +101,7 @@ def pick(
 
 
 def largest(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's largest score in [R, N] and the lowest id with it; ids [N] or [R, N]."""
+    """Return each row's largest score [R], and the lowest id with this score; ids [N] or [R, N]."""
     best = scores.max(dim=1).values
     of_best = ids.where(scores == best.unsqueeze(1), torch.iinfo(torch.int64).max)
     return best, of_best.min(dim=1).values
@@ -121,7 +121,7 @@ def draw_leading(
     rows: RowSampling,
     /,
     *,
-    first_id: int,  # id of the token in the first column
+    first_id: int,  # id of the token in the first column of `logits`
     otherwise: Tensor,  # [R] int64
     group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
 ) -> Tensor:  # [R] int64
@@ -165,7 +165,7 @@ def apply_penalties(
     The repetition penalty divides positive logits and multiplies negative logits. The frequency
     penalty is subtracted once per occurrence of a token, the presence penalty once per token.
     """
-    # no operation here makes the host wait for the GPU
+    # none of the operations below makes the host wait for the GPU
     counts = torch.zeros_like(logits).index_add(
         0, output_ids.clamp_min(0), (output_ids >= 0).to(logits.dtype)
     )
@@ -195,7 +195,7 @@ def token_logprobs(
     return chosen.squeeze(1), ranks, ids, logprobs.gather(1, ids)
 
 
-_TOP_ROWS = 32  # the keys of this many rows take 51 MB with a vocabulary of 200,000 tokens
+_TOP_ROWS = 32  # number of rows that are sorted at a time; 51 MB of keys for 200,000 tokens
 
 
 def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:

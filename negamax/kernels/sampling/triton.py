@@ -116,8 +116,8 @@ def _row_argmax_kernel(
     flags,
     rank,  # not a constant, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,  # number of rows of the region
-    SLOT: tl.constexpr,  # number of words per row and sender in the region
+    ROWS: tl.constexpr,  # number of rows of the `PeerRegion`
+    SLOT: tl.constexpr,  # number of words per row and sender in the `PeerRegion`
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -341,8 +341,8 @@ def _draw_leading_kernel(
     flags,
     rank,
     WORLD: tl.constexpr,
-    ROWS: tl.constexpr,  # number of rows of the region
-    SLOT: tl.constexpr,  # number of words per row and sender in the region
+    ROWS: tl.constexpr,  # number of rows of the `PeerRegion`
+    SLOT: tl.constexpr,  # number of words per row and sender in the `PeerRegion`
     BLOCK: tl.constexpr, STRIP: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Draw a token for one row from the COUNT strips with the largest maxima. Grid (R,)."""

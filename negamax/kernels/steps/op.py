@@ -70,7 +70,7 @@ def store(
     /,
     *,
     tokens: Tensor,  # [slots, width] int32 or int64, written
-    # [slots] int64, written: `ends`; None: draft verification writes this tensor
+    # [slots] int64, set to `ends` for `slots`; None: draft verification sets this tensor
     num_computed: Tensor | None,
     out: Tensor,  # [T] int64, written: a copy of `token_ids`
 ) -> None:

@@ -1,4 +1,4 @@
-"""Prepare a step and store its sampled tokens, in one launch per op; PyTorch needs several."""
+"""Prepare a step and store its sampled tokens, in one launch per op (PyTorch: several per op)."""
 
 import triton
 import triton.language as tl

@@ -48,7 +48,7 @@ class Packing:
 
     ELEMENT: str  # "uint4", "e2m1", "uint8", "int8", "e4m3"
     CODES: int  # number of codes per byte
-    K: int  # columns
+    K: int  # number of columns without padding
     K_PACKED: int  # number of columns, padding included
     GROUP: int  # number of columns that share a scale; 0: there are only scales per row
     SCALE: str  # "float", "e5m3", "e8m0"
@@ -63,7 +63,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Stacked matrices. Tensors that `packing` does not use are unread references to `qweight`."""
+    """Stacked matrices. Fields that `packing` does not use refer to `qweight` and are not read."""
 
     qweight: Tensor
     scales: Tensor
@@ -127,7 +127,7 @@ def pack(weight: StoredWeight) -> PackedWeight:
 
 
 def _room(part: PackedWeight, count: int) -> PackedWeight:
-    """Allocate `count` matrices like `part`."""
+    """Allocate a packed weight for `count` matrices like `part`."""
     own, rows = part.packing, count * part.num_rows
 
     def room(each: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def _held(scale: Tensor) -> tuple[str, Tensor]:
 
 
 def _widened(each: Tensor, group: int, widest: str) -> Tensor:
-    """Widen the dtype until the entries for 128 columns of a row take at least 4 bytes.
+    """Widen scales or zero points until entries for 128 columns of a row take 4 bytes or more.
 
     Each thread copies one row of a 128 x 128 tile, and asynchronous copies need 4 bytes per thread.
     """
@@ -229,7 +229,7 @@ def _widened(each: Tensor, group: int, widest: str) -> Tensor:
 
 
 def _by_row(each: Tensor, group: int) -> Tensor:
-    """Reorder [groups, N] to [K / 128, N, groups of 128 columns]."""
+    """Reorder scales or zero points [groups, N] to [K / 128, N, groups of 128 columns]."""
     count = max(1, SIDE_COLUMNS // group)
     each = F.pad(each, (0, 0, 0, -len(each) % count))
     return each.view(-1, count, each.shape[1]).transpose(1, 2).contiguous()
@@ -253,7 +253,7 @@ def _unsigned(codes: Codes, *, bits: int) -> tuple[str, Tensor, Tensor | None]:
 
 
 def _by_group(each: Tensor, codes: Codes, N: int) -> Tensor:
-    """Expand [ceil(N / rows), groups] to [groups, N]."""
+    """Expand scales or zero points [ceil(N / rows), groups] to [groups, N]."""
     if each.shape[0] == 1:
         return each.t().expand(-1, N)
     rows = codes.block[0]

@@ -34,7 +34,7 @@ _TWICE = tl.constexpr(0x00010001)
 BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)
 RAW = tl.constexpr(128.0)  # unpacking adds this number to codes of 4 bits
-COLUMNS = tl.constexpr(64)  # columns per product; more columns need more registers for weights
+COLUMNS = tl.constexpr(64)  # number of columns per product; more columns need more registers
 _ONE_SCALE_MAX_M = tl.constexpr(64)  # with more tokens two accumulators do not fit in registers
 
 
@@ -157,7 +157,7 @@ def convert_sides(
 
 @triton.jit
 def _split_pairs(each, P: tl.constexpr):
-    """Split a pair of side values (scales or zero points) of a span -> a pair for each product."""
+    """Split a span's factors (or addends) for both halves of codes -> a pair for each product."""
     first, second = split_by_product(each[0], P), split_by_product(each[1], P)
     if P.CODES == 1:
         pairs = ((first[0], second[0]),)
@@ -178,7 +178,7 @@ def unpack_operand(
 
 @triton.jit
 def split_by_product(each, P: tl.constexpr):
-    """Split side values [ROWS, 16] or [1, 1] of a span into a tensor per product (64 columns)."""
+    """Split scales or zero points [ROWS, 16] or [1, 1] of a span into a tensor per product."""
     ROWS: tl.constexpr = each.shape[0]
     if P.CODES == 1:
         products = (each,)
@@ -250,8 +250,8 @@ def strides(num_rows, P: tl.constexpr):
 def _select_span(
     each, i: tl.constexpr, SPANS: tl.constexpr, P: tl.constexpr, IN_WORDS: tl.constexpr
 ):
-    """Return the side values [BLOCK_N, entries] of span `i` of SPANS spans."""
-    if each.shape[1] > side_entries(P, IN_WORDS):  # `each` has side values of 256 columns
+    """Return the scales or zero points [BLOCK_N, entries] of span `i` of SPANS spans."""
+    if each.shape[1] > side_entries(P, IN_WORDS):  # `each` has the entries of 256 columns
         each = _half(each, i // (SPANS // 2))
     return each
 
@@ -332,7 +332,7 @@ def _repeat_beside_words(number, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.
     of these columns -> [N, 4] for the first and for the second half of the codes. If codes are
     converted in pairs, one entry holds the numbers of both halves as two bf16 values.
     """
-    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word have one group
+    ARE_ALIKE: tl.constexpr = P.GROUP >= 16 * P.CODES  # both halves of a word are in one group
     if _converts_pairs(DTYPE) and ARE_ALIKE:
         number = pack_pair(number, number, tl.bfloat16)
     runs = _repeated(number, 8)  # `runs` has one entry per 16 columns

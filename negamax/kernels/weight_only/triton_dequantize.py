@@ -34,7 +34,7 @@ def _dequantize_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Dequantize out[BLOCK_N, BLOCK_K], rounded once. Grid (N / BLOCK_N, K / BLOCK_K)."""
-    CODES: tl.constexpr = P.CODES  # Triton 3.6 treats a field as a tensor
+    CODES: tl.constexpr = P.CODES  # a copy, because Triton 3.6 treats a field as a tensor
     SPAN: tl.constexpr = BYTES * CODES
     GROUPED: tl.constexpr = P.GROUP > 0
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -70,7 +70,7 @@ def _dequantize_kernel(
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Dequantize a weight to a matrix [N, K] in `dtype` (bf16, fp16). Integers with group scales
-    are rounded twice, as in tiles; other values are rounded once.
+    are rounded twice, as in GEMM tiles; other values are rounded once.
     """
     packing: Packing = weight.packing
     N, device = weight.num_rows, weight.qweight.device

@@ -61,7 +61,7 @@ def _steps(P: Any, NUM_WARPS: int) -> int:
 
 @triton.constexpr_function
 def _fills_steps(columns: int, NUM_WARPS: int) -> bool:
-    """Return whether this number of columns keeps all warps busy in every step."""
+    """Return whether `columns` columns keep all warps busy in every step."""
     return columns % (SPAN.value * NUM_WARPS) == 0
 
 
