@@ -133,7 +133,7 @@ class PromptBuilder:
     async def plain(
         self, prompts: Sequence[str | list[int]], *, cache_salt: str = ""
     ) -> list[list[int]]:
-        """Tokenize prompts, whose text may contain special tokens. Prompts of ids are kept."""
+        """Tokenize text prompts, which may contain special tokens. Return token ids unchanged."""
 
         def build() -> list[list[int]]:
             return [

@@ -206,7 +206,7 @@ class GenerationRequest(SampledRequest):
     include_stop_str_in_output: bool = False  # Keep the stop string or token in the answer.
     no_stop_trim: bool = False  # SGLang's name for include_stop_str_in_output.
     skip_special_tokens: bool = True  # Omit the text of special tokens.
-    prompt_logprobs: int | None = None  # Likely tokens to list per prompt position.
+    prompt_logprobs: int | None = None  # Number of likely tokens to list per prompt position.
     thinking_token_budget: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # SGLang's thinking_token_budget.
     return_tokens_as_token_ids: bool = False  # Write token 123 as "token_id:123" in logprobs.

@@ -90,7 +90,7 @@ class NativeRequest(EngineRequest):
     rid: RequestId | list[RequestId] | None = None  # Id of the request, or one id per prompt.
     return_logprob: bool = False  # Return the log-probability of each token in meta_info.
     logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt position with logprobs, or -1.
-    top_logprobs_num: int = Field(default=0, ge=0)  # Likely tokens to list per position.
+    top_logprobs_num: int = Field(default=0, ge=0)  # Number of likely tokens to list per position.
     return_text_in_logprobs: bool = False  # Add the text of the token to each logprob.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
 

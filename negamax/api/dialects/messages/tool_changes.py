@@ -27,7 +27,7 @@ class ToolsInEffect:
 
     shown: list[dict[str, Any]] = field(default_factory=list)  # Tools shown at the prompt's start.
     callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # Callable tools by name.
-    notes: dict[str, str] = field(default_factory=dict)  # Prompt text by path of a block.
+    notes: dict[str, str] = field(default_factory=dict)  # Prompt text by path of the block.
 
 
 def read_tools(
