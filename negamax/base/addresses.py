@@ -22,8 +22,8 @@ def resolve_host(host: str, port: int) -> tuple[int, Any]:
 def bind(family: int, address: Any, *, is_shared: bool = False) -> socket.socket:
     """Return a TCP socket bound to `address`. Raises `OSError`.
 
-    With `is_shared`, several sockets can be bound to the address, and the system spreads
-    connections over the listening sockets.
+    With `is_shared`, several sockets can be bound to `address`, and the system spreads client
+    connections over these sockets.
     """
     # asyncio disables Nagle's algorithm only if the socket was created with IPPROTO_TCP.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -1,4 +1,4 @@
-"""Write a JSON file for each crash. Crash dumps contain no text of clients."""
+"""Write a JSON file (a crash dump) for each crash. Crash dumps contain no text of clients."""
 
 import datetime
 import json
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 OFF = "none"  # Value of the folder option that disables crash dumps.
 MAX_FILES = 20  # Largest number of crash dumps in a folder; older dumps are removed.
-_PAUSE_SECONDS = 60.0  # Shortest time between two dumps of a process.
+_PAUSE_SECONDS = 60.0  # Shortest time between two crash dumps of a process.
 _MAX_LINE = 2000  # Longer lines of a traceback are truncated to this number of characters.
 _PACKAGES = ("negamax", "torch", "triton", "xgrammar", "msgspec", "pyzmq", "tokenizers", "fastapi")
 
@@ -30,7 +30,7 @@ def default_folder() -> Path:
 
 
 class CrashDumps:
-    """Writes the crash dumps of one process, in the thread that notices a crash."""
+    """Writes crash dumps of one process. The thread that notices a crash writes the dump."""
 
     def __init__(self, folder: str | None, *, part: str, options: Mapping[str, Any]) -> None:
         """Write into `folder`; None selects the default folder, `OFF` disables crash dumps. `part`
@@ -56,7 +56,7 @@ class CrashDumps:
         try:
             folder = default_folder() if self._folder is None else Path(self._folder)
             path = self._write(folder, reason, details=details(), error=error)
-        except Exception as problem:  # A failed dump must not raise in a process that crashes.
+        except Exception as problem:  # A failed write must not add an error to the crash.
             logger.warning("no crash dump could be written: %r", problem)
             return None
         logger.error("a crash dump was written to %s", path)

@@ -48,7 +48,7 @@ def allow_open_files(needed: int) -> None:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files as far as possible and return it."""
+    """Raise this process's limit of open files as far as possible, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
     with suppress(ValueError, OSError):  # macOS refuses large limits.
@@ -134,7 +134,7 @@ def available_memory() -> int:
 
 
 def main_memory() -> int:
-    """Return the size of main memory or, if smaller, the container's limit, in bytes."""
+    """Return the size of main memory or, if smaller, the container's memory limit, in bytes."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # Files of cgroups version 2 and 1.
         limit = Path("/sys/fs/cgroup") / name
@@ -145,7 +145,7 @@ def main_memory() -> int:
 
 def usable_cores() -> int:
     """Return the number of CPU cores that affinity and the container's quota allow this process. If
-    threads use more than the quota, the system pauses all of them for parts of a second.
+    the threads use more than the quota, the system pauses all threads for parts of a second.
     """
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min(count, _cpu_quota(Path("/sys/fs/cgroup")))))

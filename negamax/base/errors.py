@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 class NegamaxError(Exception):
-    """The base class of all errors. `hint` states the remedy, `param` is the name of the wrong
-    request field, and `code` is a stable machine-readable word. After `retry_after` seconds the
-    same request may succeed.
+    """The base class of all errors. `hint` states the remedy, `param` is the name of the invalid
+    request field, and `code` is a stable machine-readable word. The same request may succeed after
+    `retry_after` seconds.
     """
 
     http_status = 500
@@ -26,7 +26,7 @@ class NegamaxError(Exception):
         exit_code: int | None = None,
         retry_after: float | None = None,
     ) -> None:
-        """Set the given fields of an error class. The class inherits all other fields."""
+        """Set the given fields of a new error class, which inherits its other fields."""
         cls.http_status = status or cls.http_status
         cls.error_type = kind or cls.error_type
         cls.exit_code = exit_code or cls.exit_code
@@ -115,7 +115,7 @@ class OverloadedError(NegamaxError, status=429, kind="rate_limit_error", retry_a
 
 
 class AbortedError(NegamaxError, status=499, kind="request_aborted"):
-    """The request was aborted (499). Clients do not repeat a request with this status."""
+    """The request was aborted (499). Clients do not repeat a request after status 499."""
 
 
 class EngineError(NegamaxError, status=500, kind="internal_error"):

@@ -17,11 +17,11 @@ from negamax.base.log_output import RateLimit, StderrHandler, TextFormatter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-# `spawn` sets this variable of a child to LEVEL:REPLICA:FORMAT for `setup_as_parent`.
+# `spawn` sets this environment variable of a child to LEVEL:REPLICA:FORMAT for `setup_as_parent`.
 CHILD_VARIABLE = "NEGAMAX_CHILD_LOG"
 
 _KEPT_LINES = 100  # Number of recent log lines in a crash dump.
-_KEPT_CHARACTERS = 2000  # Longer log lines are truncated in a crash dump.
+_KEPT_CHARACTERS = 2000  # Crash dumps truncate log lines to this length.
 
 get_logger = logging.getLogger
 
@@ -30,7 +30,7 @@ _DATE = "%Y-%m-%d %H:%M:%S"
 
 
 def setup(level: str | int = "info", log_format: str = "text", *, replica: str = "") -> None:
-    """Configure the root logger. `level` applies to Negamax; libraries log warnings and errors.
+    """Configure the root logger. `level` is for Negamax; libraries log warnings and errors only.
     `log_format` is "text" or "json". `replica` is the index of this engine if several engines run.
     """
     handler = StderrHandler()
@@ -67,7 +67,7 @@ def settings(replica: int | None = None) -> str:
 
 
 def recent_lines() -> list[str]:
-    """Return recent log lines. Lines of `negamax.api` are left out: they may quote clients."""
+    """Return recent log lines, without those of `negamax.api`, which may quote clients' texts."""
     handlers = logging.getLogger().handlers
     return [line for each in handlers if isinstance(each, _RecentLines) for line in each.lines]
 
@@ -75,7 +75,7 @@ def recent_lines() -> list[str]:
 def _log_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Log an uncaught exception as JSON. Python's own hooks would print plain text."""
+    """Log an uncaught exception. Python's own hooks would print plain text in a JSON log."""
     if issubclass(kind, KeyboardInterrupt | SystemExit):
         return
     logger = logging.getLogger("negamax")

@@ -17,10 +17,10 @@ _CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\
 
 _LIMIT_SECONDS = 10.0
 _LIMIT_RECORDS = 20  # Largest number of records of one kind per _LIMIT_SECONDS.
-_LIMIT_KINDS = 1000  # Largest number of kinds of records that are counted.
+_LIMIT_KINDS = 1000  # Largest number of kinds of records in `RateLimit._seen`.
 
 _MOST_PENDING = 1000  # Largest number of lines that wait for standard error.
-_LONGEST_WRITE = 4096  # Largest write, in bytes, that a pipe accepts completely or not at all.
+_LONGEST_WRITE = 4096  # Largest write to a pipe that is never split, in bytes.
 
 
 def escaped(text: str) -> str:
@@ -29,7 +29,7 @@ def escaped(text: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """Escapes control characters, and indents all lines of a record after the first line."""
+    """Formats log records: escapes control characters, and indents all lines after the first."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         own_lines = "\n" in str(record.msg) and bool(record.args)
@@ -41,11 +41,11 @@ class TextFormatter(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Limits the rate of equal warnings and errors of a logger. Counts dropped records."""
+    """Drops warnings and errors that a logger repeats too often, and counts the dropped records."""
 
     def __init__(self) -> None:
         super().__init__()
-        # For each kind of record: start of the period (monotonic seconds), number of records in it.
+        # kind of record -> (start of its period in monotonic seconds, number of its records)
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, AnyStr
 
-PIECE = 2**18  # Length of a piece, in characters or bytes.
+PIECE = 2**18  # Length of a piece of a text, in characters or bytes.
 _JOINED_PARTS = 2**14  # Number of strings that one `join` call joins.
 
 
@@ -53,7 +53,7 @@ def replace_all(
 def num_chars(
     value: object, *, is_left_out: Callable[[Mapping[str, Any]], bool] = lambda _: False
 ) -> int:
-    """Return a lower bound of a JSON value's length. Skip objects that `is_left_out` selects."""
+    """Return a lower bound of a JSON value's length. Skip objects that `is_left_out` accepts."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Create private folders for the sockets and shared files of one process tree.
 
-The creating process holds a lock on a file in its folder. Creating a folder also removes unlocked
-folders that killed processes have left.
+The creating process holds a lock on a file in its folder. The creation of a folder also removes
+unlocked folders that killed processes have left.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from negamax.base.errors import ResourceError
 _PREFIX = "negamax-"
 _LOCK = "lock"
 _MOST_BYTES = 103  # Longest path of a socket on macOS, in bytes; Linux allows 107 bytes.
-# Length of the longest socket path below the parent folder, in bytes.
+# Longest path of a socket relative to the parent folder, in bytes.
 _OWN_BYTES = len(f"/{_PREFIX}12345678/requests-63")
 _SECONDS_TO_LOCK = 10.0  # Age in seconds at which an unlocked folder is removed.
 
 
 class PrivateFolder:
-    """A new folder, which `remove` deletes. Raises `ResourceError` if all paths are too long."""
+    """A new folder, which `remove` deletes. Raises `ResourceError` if its path is too long."""
 
     def __init__(self) -> None:
         parent = _parent()
@@ -42,7 +42,7 @@ class PrivateFolder:
 
 
 def _parent() -> str:
-    """Return the folder for temporary files or, if its path is too long, another folder."""
+    """Return a writable folder for private folders, whose path is short enough for sockets."""
     preferred = tempfile.gettempdir()
     longest = _MOST_BYTES - _OWN_BYTES
     for folder in (preferred, env.get("XDG_RUNTIME_DIR"), "/tmp"):
@@ -56,7 +56,7 @@ def _parent() -> str:
 
 
 def _remove_abandoned(parent: str) -> None:
-    """Remove the private folders in `parent` whose processes have ended."""
+    """Remove private folders in `parent` whose creating process has ended."""
     for folder in Path(parent).glob(f"{_PREFIX}*"):
         # An error means that the folder belongs to another user or program, or was just removed.
         with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows progress. Callers pass the completed and the total amount of work.
+    """Shows the progress of long work, of which callers pass the completed and the total amount.
 
     As a context manager, `Progress` clears its line at the end. Without a terminal, or with a JSON
     log, `Progress` logs a line every 5 s. At log level warning, `Progress` prints the line instead.

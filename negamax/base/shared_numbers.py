@@ -14,8 +14,8 @@ Row = ctypes.Array[ctypes.c_double]
 class SharedNumbers:
     """A table of float64, initially zero, with a row for each of `num_rows` processes.
 
-    Counts are exact up to 2^53. Processes with the same `path` share the table. A process may map
-    only the first rows. Without `path`, the table belongs to this process.
+    Integers are exact up to 2^53. Processes with the same `path` share the table. A process may
+    open only the first rows of the table. Without `path`, the table belongs to this process.
     """
 
     def __init__(self, num_columns: int, *, num_rows: int = 1, path: Path | None = None) -> None:

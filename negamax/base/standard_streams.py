@@ -18,7 +18,7 @@ def open_missing() -> None:
 
 
 def drop_unwritable() -> None:
-    """Flush stdout and stderr. Drop output that would raise an error again at exit."""
+    """Flush stdout and stderr. Drop unwritable output, which would raise an error again at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,7 +1,7 @@
 """Start child processes, watch their pipes and heartbeats, restart and stop them.
 
-Engines, ranks, grammar processes, server workers and Ray's driver are `Supervised` children. The
-second half of this module runs in the children and ends them with their parent.
+Engines, ranks, grammar processes, server workers and Ray's driver are `Supervised` children. Child
+processes call the functions in the second half of this module, which end a child with its parent.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ logger = log.get_logger(__name__)
 
 _GROUP_END_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 1.0  # Longest wait for the exit code of a child that closed its pipe.
-_LONGEST_LOOK_SECONDS = 1.0  # Longest time that one call of `Silence.seconds` adds.
+_LONGEST_LOOK_SECONDS = 1.0  # Largest increase by one call of `Silence.seconds`.
 _FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; each restart doubles this time.
 _LONGEST_PAUSE = 30.0
 _PARENT_LOOK_SECONDS = 0.1
-_LAST_WORDS_SECONDS = 1.0  # Time for children to inform their clients before the parent is killed.
+_LAST_WORDS_SECONDS = 1.0  # Time between the report of a hung parent and its end.
 
 
 class Silence:
     """Measures the seconds since the last heartbeat of a process. One watcher must call `seconds`
-    several times a second. Each call adds at most `_LONGEST_LOOK_SECONDS`.
+    several times a second. If calls pause, each adds at most `_LONGEST_LOOK_SECONDS`.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Supervised:
         if self.exit_code is not None:
             return True
         poller = select.poll()
-        poller.register(self.pipe, 0)  # poll() always reports errors.
+        poller.register(self.pipe, 0)  # poll() reports errors even for mask 0.
         return bool(poller.poll(0))
 
     def silence(self) -> float:
@@ -124,7 +124,7 @@ class Supervised:
             return "an exit code that is not known yet"
 
     def send(self, line: bytes) -> None:
-        """Write a short line to the child's standard input. Drop it if the child has ended."""
+        """Write a short line to the child's standard input; drop it if the child has ended."""
         with contextlib.suppress(OSError):
             self.pipe.write(line + b"\n")
 
@@ -167,7 +167,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def stop_children(children: Sequence[Supervised], *, timeout: float) -> None:
-    """Wait `timeout` seconds for the end of children, then kill children that still run."""
+    """Wait at most `timeout` seconds for `children` to end, then kill those that still run."""
     deadline = time.monotonic() + timeout
     for child in children:
         if not child.wait(max(0.0, deadline - time.monotonic())):
@@ -180,9 +180,9 @@ def stop_children(children: Sequence[Supervised], *, timeout: float) -> None:
 class SupervisionLimits:
     """Limits for killing silent processes and for restarting dead processes."""
 
-    max_restarts: int = 0  # Largest number of restarts within `restart_window`.
+    max_restarts: int = 0  # Most restarts of a process within `restart_window`.
     restart_window: float = 600.0  # Seconds.
-    hang_timeout: float = 300.0  # Seconds without progress until a busy process is killed.
+    hang_timeout: float = 300.0  # Seconds without progress after which a busy process is killed.
 
 
 class RestartPolicy:
@@ -193,7 +193,7 @@ class RestartPolicy:
         self._deaths: deque[float] = deque()
 
     def note_death(self, now: float) -> float | None:
-        """Return the seconds until the restart after a death at `now`; None for no restart."""
+        """Return the seconds from a death at `now` to the restart; None: no restart follows."""
         while self._deaths and self._deaths[0] <= now - self._limits.restart_window:
             self._deaths.popleft()
         self._deaths.append(now)
@@ -207,7 +207,7 @@ class RestartPolicy:
 
 
 def exit_with_parent() -> None:
-    """End this process when the parent has ended. Ignore SIGINT, SIGTERM and SIGHUP.
+    """End this process when its parent has ended. Ignore SIGINT, SIGTERM and SIGHUP from now on.
 
     Service managers and terminals send these signals to every process; the parent handles them.
     """
@@ -235,7 +235,7 @@ def exit_now(code: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class ParentPulse:
-    """The heartbeat of process `pid`'s event loop, and the longest time between two beats."""
+    """The heartbeat of process `pid`'s event loop, and the longest time between heartbeats."""
 
     pid: int
     path: str  # File of `SharedNumbers`, whose first number is the heartbeat.
@@ -246,7 +246,7 @@ def watch_parent(parent: ParentPulse, *, report: Callable[[str], object] | None 
     """Watch the parent's heartbeat in a thread. If the parent is silent for too long, call `report`
     with the reason; one second later kill the parent and end this process.
 
-    A parent that is process 1 of a container cannot be killed; then only this process ends.
+    If the parent is process 1 of a container, it cannot be killed, and only this process ends.
     """
     heartbeat = SharedNumbers(1, path=Path(parent.path)).row(0)
 

@@ -9,7 +9,7 @@ _REPLACEMENT = rb"\ufffd"
 _HIGH = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
 _LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ESCAPES = re.compile(_HIGH + b"(" + _LOW + b")?|" + _LOW)
-_LONGEST = 12  # Length of an escaped surrogate pair, in bytes.
+_LONGEST = 12  # Length of an escaped surrogate pair, such as \ud83d\ude00, in bytes.
 
 
 def valid_unicode(text: str) -> str:
@@ -32,6 +32,6 @@ def _mend(match: re.Match[bytes]) -> bytes:
     backslashes = 0
     while start > backslashes and body[start - backslashes - 1] == _BACKSLASH:
         backslashes += 1
-    if backslashes % 2:  # The first backslash is escaped, so the first half is plain text.
+    if backslashes % 2:  # The backslash of the first half is escaped: this half is text.
         return match[0][: len(match[0]) - len(low)] + (_REPLACEMENT if low else b"")
     return match[0] if low else _REPLACEMENT

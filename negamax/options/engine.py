@@ -20,7 +20,7 @@ LOAD_FORMATS = ("auto", "safetensors", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 INDEX_CACHE_SHARDINGS = ("auto", "on", "off")
-# balanced keeps the given parallel sizes; vLLM's name for latency is "interactivity"
+# "balanced" keeps the given parallel sizes; "interactivity" is vLLM's name of "latency"
 PERFORMANCE_MODES = ("balanced", "interactivity", "latency", "throughput")
 GENERATION_KEYS = (
     "eos_token_id", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample",
@@ -45,13 +45,13 @@ class StepLimits:
 
 
 # On GPUs, prompt chunks are long, because each chunk reads all experts. GPUs read KV blocks of 64
-# tokens fastest. On CPUs, chunks are short, so that decodes wait less for prompts.
+# tokens fastest. On CPUs, prompt chunks are short, so that decodes wait less for prompts.
 STEP_LIMITS = {"cuda": StepLimits(256, 8192, 64), "cpu": StepLimits(64, 2048, 16)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of loading and running a model, named as in vLLM. None selects a computed default."""
+    """Options of loading and running a model, named as in vLLM. None: the default is computed."""
 
     model: str = field(kw_only=False)  # folder, hub id, embedded name, or bundled specification
 
@@ -428,11 +428,11 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name, value in vars(self).items():  # other processes and clients get all options
+        for name, value in vars(self).items():  # option values are sent as UTF-8 to other processes
             if isinstance(value, str) and valid_unicode(value) != value:
                 hint = "rename the file or folder, or make a link to it"
                 raise ConfigError(f"{flag_name(name)} is {value!r}, not valid UTF-8", hint=hint)
-        also = ("bos_token_id", "pad_token_id")  # these keys are accepted without effect
+        also = ("bos_token_id", "pad_token_id")  # keys that are accepted without effect
         name, given = "--override-generation-config", self.override_generation_config or {}
         check_keys(name, given, GENERATION_KEYS, also=also)
         self._check_weights()
@@ -452,7 +452,7 @@ class EngineOptions:
             )
 
     def _check_parallel(self) -> None:
-        parallel, _ = self.parallel, self.speculation  # computing the properties checks the options
+        parallel, _ = self.parallel, self.speculation  # these two properties check options
         if (
             self.enable_eplb
             and parallel.num_expert_ranks == 1
@@ -506,7 +506,7 @@ class EngineOptions:
 
     @property
     def kv_transfer(self) -> KvTransferConfig | None:
-        """Return the parsed `--kv-transfer-config`, or None if not given. Raises `ConfigError`."""
+        """Return the parsed `--kv-transfer-config`, or None if unset. Raises `ConfigError`."""
         given = self.kv_transfer_config
         return None if given is None else KvTransferConfig.read(given)
 
@@ -566,7 +566,7 @@ class EngineOptions:
 
     @property
     def expert_mode(self) -> str:
-        """Return FIXED, COUNTED or MOVED: whether experts move or their selections are counted."""
+        """Return MOVED if experts move, COUNTED if only selections are counted, else FIXED."""
         if self.enable_eplb:
             return MOVED
         return FIXED if self.expert_distribution_recorder_mode == "off" else COUNTED
@@ -592,7 +592,7 @@ class EngineOptions:
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """Return the parsed `--speculative-config`, or None if not given. Raises `ConfigError`."""
+        """Return the parsed `--speculative-config`, or None if unset. Raises `ConfigError`."""
         if self.speculative_config is None:
             return None
         return SpeculationConfig.read(

@@ -9,11 +9,11 @@ from negamax.options.flags import check_keys, refuse_key
 
 IN_ORDER = "trivial"  # the default of --init-expert-location
 RECORDER_MODES = ("off", "stat")
-# FIXED: experts stay on their ranks. COUNTED: the engine counts selections. MOVED: experts move.
+# FIXED: experts stay on their ranks. COUNTED: the engine also counts selections. MOVED: EPLB is on.
 FIXED, COUNTED, MOVED = "fixed", "counted", "moved"
 _FLAG = "--eplb-config"
 _refuse = partial(refuse_key, _FLAG)
-# keys of vLLM that are accepted but have no effect
+# keys of vLLM's option that are accepted but have no effect
 _WITHOUT_EFFECT = {
     "use_async", "communicator", "enable_migration_batching", "log_balancedness_interval",
 }  # fmt: skip
@@ -23,11 +23,11 @@ _WITHOUT_EFFECT = {
 class EplbConfig:
     """Settings that decide when experts move between ranks. `read` raises `ConfigError`."""
 
-    window_size: int = 1000  # Number of latest steps whose expert selections are counted.
+    window_size: int = 1000  # Number of latest steps whose selections are used.
     step_interval: int = 3000  # Steps between two rebalances.
     num_redundant_experts: int = 0  # Number of extra expert copies in each layer, over all ranks.
     log_balancedness: bool = False
-    # from SGLang: experts do not move while the balancedness is above this value
+    # as in SGLang, experts move only if the mean rank load / largest rank load is at most this
     min_rebalancing_utilization_threshold: float = 1.0
 
     @staticmethod

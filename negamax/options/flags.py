@@ -31,7 +31,7 @@ class Flag:
     """The metadata that turns a dataclass field into an option of a command."""
 
     help: str = ""
-    names: tuple[str, ...] = ()  # Flags that the help lists.
+    names: tuple[str, ...] = ()  # The option's own flags, which the help lists.
     also: tuple[str, ...] = ()  # Names of the same option in vLLM and SGLang.
     choices: tuple[str, ...] = ()  # Allowed values; an empty tuple allows any value.
     least: float | None = None
@@ -42,7 +42,7 @@ class Flag:
     is_size: bool = False  # The value is a number of bytes that may have a unit, such as 4GiB.
     is_count: bool = False  # The value is a number that may have a unit, such as 32K.
     is_json: bool = False  # The value is a JSON object.
-    adds_up: bool = False  # Values from flags, environment and file form one list.
+    adds_up: bool = False  # Values of all sources form one list.
     takes_json_list: bool = False  # A value may be a JSON list of strings.
     turns_off: bool = False  # The option is a switch that sets the field to False.
     field: str = ""
@@ -56,7 +56,7 @@ class Flag:
 
     @property
     def limits(self) -> str:
-        """Return the allowed numbers, as text for error messages."""
+        """Return the range of allowed numbers, as text for error messages."""
         if self.least is not None and self.most is not None:
             return f"{self.least} to {self.most}"
         if self.least is not None:
@@ -65,7 +65,7 @@ class Flag:
         return f"{'seconds ' if self.is_seconds else ''}above {self.above}{most}"
 
     def allows(self, number: float) -> bool:
-        """Check a number against the limits. NaN is never allowed."""
+        """Return whether a number is within the limits, which NaN never is."""
         least = -math.inf if self.least is None else self.least
         most = math.inf if self.most is None else self.most
         is_above = self.above is None or number > self.above
@@ -89,7 +89,7 @@ def option(default: T, help: str, *names: str, also: str = "", **rules: Any) -> 
 
 @cache
 def flags_of(options: type[Any]) -> tuple[Flag, ...]:
-    """Return the flags of a dataclass of options, in the order of its fields."""
+    """Return the `Flag`s of a dataclass of options, in the order of its fields."""
     found, panel = [], ""
     for one in fields(options):
         flag: Flag | None = one.metadata.get("flag")
@@ -108,7 +108,7 @@ def flag_name(field: str) -> str:
 
 
 def check_options(options: Any) -> None:
-    """Check every field against its choices and limits. Raises `ConfigError`."""
+    """Check every option field against its choices and limits. Raises `ConfigError`."""
     kind: type = type(options)
     for flag in flags_of(kind):
         name, value = flag_name(flag.field), getattr(options, flag.field)
@@ -140,5 +140,5 @@ def check_keys(
 def refuse_key(
     flag: str, key: str, value: object, allowed: str, hint: str | None = None
 ) -> NoReturn:
-    """Raise `ConfigError` for the value of a key in the JSON object of a flag."""
+    """Raise `ConfigError` for an invalid value of a key in the JSON object of a flag."""
     raise ConfigError(f"{flag}: {key} is {repr(value)[:80]}; allowed: {allowed}", hint=hint)

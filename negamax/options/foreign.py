@@ -13,7 +13,7 @@ from negamax.base import env
 from negamax.options.flags import Kind
 
 SERVER, BENCH = "options", "bench"  # Tables in foreign.toml.
-# Values that leave a feature off, in lower case.
+# Values with which an option turns nothing on, in lower case.
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 _KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
@@ -25,8 +25,8 @@ _CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")
 class Translation:
     """The translation of a foreign option: Negamax options, a note, or a refusal."""
 
-    instead: tuple[tuple[str, str], ...] = ()  # Names and values of Negamax options.
-    over: tuple[tuple[str, str], ...] = ()  # Negamax options whose values override given values.
+    instead: tuple[tuple[str, str], ...] = ()  # Negamax options (name, value).
+    over: tuple[tuple[str, str], ...] = ()  # Options that override given ones.
     note: str | None = None  # Why the option has no effect.
     refusal: str | None = None
     remedy: str | None = None
@@ -46,7 +46,7 @@ class Foreign:
     off: str
 
     def translate(self, value: Any, line: Mapping[str, str]) -> Translation:
-        """Translate a value. `line` maps the names of all given options to their values."""
+        """Translate a value of the option. `line` maps names of all given options to values."""
         if self.rule is not None:
             return self.rule(self, value, line)
         if self.remedy is None:
@@ -77,7 +77,7 @@ def foreign_options(table: str = SERVER) -> Mapping[str, Foreign]:
 
 
 def own_value(option: str, value: str) -> str:
-    """Return Negamax's name for `value`, which is a value of the field `option`."""
+    """Return Negamax's name of the other servers' `value` for the option field `option`."""
     for own, names in _table()["values"].get(option, {}).items():
         if value in names.split():
             return str(own)
@@ -85,7 +85,7 @@ def own_value(option: str, value: str) -> str:
 
 
 def explain_replacement(option: str, value: str) -> str | None:
-    """Return the reason if Negamax replaces `value` by another method, or else None."""
+    """Return why Negamax uses another method than `value`; None if it uses `value`."""
     own = own_value(option, value)
     reason = _table()["replaced"].get(option)
     return None if own == value or reason is None else f"{value} means {own}: {reason}"
@@ -141,7 +141,7 @@ def _attention(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translati
 
 
 def _attention_groups(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Split the ranks of --tensor-parallel-size; another option may split the ranks, too."""
+    """Split the ranks of SGLang's --tensor-parallel-size by the groups of attention options."""
     others = _CONTEXT_SIZES
     if entry.argument == "--prefill-context-parallel-size":
         others = (*_DATA_SIZES, *(("dp_size", "dp") if "enable_dp_attention" in line else ()))
@@ -252,7 +252,7 @@ def _host_cache_size(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tra
 
 
 def _host_cache_files(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Store KV blocks in SGLang's folder. Negamax lacks SGLang's other storage backends."""
+    """Store KV blocks in SGLang's folder. SGLang's other storage backends have no effect."""
     if value != "file":
         return Translation(note=entry.reason)
     if _host_cache_size(entry, value, line).note:
@@ -283,7 +283,7 @@ def _disaggregation(entry: Foreign, value: Any, line: Mapping[str, str]) -> Tran
 
 
 def _overrides(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translation:
-    """Refuse changes of config.json that would change the model."""
+    """Refuse overrides of config.json that would change the model."""
     fields = value if isinstance(value, dict) else {}
     fields = {**fields, **(fields.get("text_config") or {})}
     fields.pop("text_config", None)
@@ -306,7 +306,7 @@ def _overrides(entry: Foreign, value: Any, line: Mapping[str, str]) -> Translati
 _NO_MODE = ("null", "none", "")
 _MODES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _LANES = {"nixl": "NixlConnector", "tcp": "TcpConnector"}
-# fields with which other engines reuse the selected blocks of a layer
+# fields of config.json with which other engines reuse a layer's selected blocks
 _WITHOUT_EFFECT = ("use_index_cache", "index_topk_freq", "index_topk_pattern", "index_skip_offset")
 
 

@@ -15,8 +15,8 @@ _PUBLISHERS = ("zmq", "null")
 _LEAST = {"buffer_steps": 0, "hwm": 1, "max_queue_size": 1}
 _MOST = 2**31 - 1  # a ZeroMQ option is a C int
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
-_NO_PORT = -1  # Returned for an address that is a path.
-# The publisher listens at these addresses and connects to all other addresses.
+_NO_PORT = -1  # Port of an address that is a path.
+# The publisher listens at addresses that match, and connects to all other addresses.
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
 
@@ -26,14 +26,14 @@ class KvEventsConfig:
 
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None  # None disables replay.
-    buffer_steps: int = 10_000  # Number of batches that are kept for replay.
-    hwm: int = 100_000  # Most batches that wait for a subscriber; further ones are dropped.
-    max_queue_size: int = 100_000  # Most batches that wait for the publisher.
+    buffer_steps: int = 10_000  # Number of latest batches that are kept for replay.
+    hwm: int = 100_000  # Most unsent batches per subscriber; further ones are dropped.
+    max_queue_size: int = 100_000  # Most steps whose changes wait in the publisher's queue.
     topic: str = ""
 
     @staticmethod
     def read(given: Mapping[str, Any], *, num_ranks: int) -> "KvEventsConfig | None":
-        """Read the JSON object of the option. `num_ranks` counts the ranks of all replicas.
+        """Read the JSON object of the option. `num_ranks`: data-parallel ranks of all replicas.
 
         Return None if neither "enable_kv_cache_events" nor "publisher": "zmq" enables publishing.
         """

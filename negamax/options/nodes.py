@@ -19,10 +19,10 @@ class NodeOptions:
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None  # An address of node 0 that all nodes can reach.
-    master_port: int = MASTER_PORT  # The first of several ports on node 0.
-    interface: str | None = None  # None selects the interface that reaches master_addr.
+    master_port: int = MASTER_PORT  # First of the consecutive ports on node 0.
+    interface: str | None = None  # None: the interface that reaches master_addr.
     allow_cross_node_tp: bool = False
-    launcher: str = MP  # with RAY, Ray chooses the machines
+    launcher: str = MP  # with RAY, Ray chooses the machines of the nodes
 
     def __post_init__(self) -> None:
         if not 1 <= self.nnodes <= MOST_NODES:

@@ -13,10 +13,10 @@ ALL2ALL_BACKENDS = ("allgather_reducescatter", "one_sided")
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Numbers of ranks, named as in vLLM. A `ConfigError` suggests a size that works."""
+    """Numbers of ranks, named as in vLLM. Each `ConfigError` suggests a size that works."""
 
     tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False  # Each rank has whole experts.
+    enable_expert_parallel: bool = False  # Whether each rank has whole experts.
     # Number of groups with different experts; None: 1, or all ranks if `enable_expert_parallel`.
     expert_parallel_size: int | None = None
     # number of tensor-parallel groups with their own requests; all groups share the experts
@@ -25,9 +25,9 @@ class ParallelOptions:
     pp_layer_partition: str | None = None  # layers of each stage, "16,16,15,15"; None splits evenly
     # Number of tensor-parallel groups that split the tokens of prompts (PCP).
     prefill_context_parallel_size: int = 1
-    # number of ranks that split the KV cache of one head instead of copying it (DCP)
+    # number of ranks that split the KV cache of one head instead of each storing a copy (DCP)
     decode_context_parallel_size: int = 1
-    # number of consecutive tokens on one DCP rank; None stands for the block size
+    # number of consecutive tokens of a sequence on one DCP rank; None: the block size
     cp_kv_cache_interleave_size: int | None = None
     redundant_experts: int = 0  # number of extra expert copies in each layer
 
@@ -60,7 +60,7 @@ class ParallelOptions:
         if self.enable_expert_parallel and experts == 1 < ranks * replicas * shares:
             refusal = "--enable-expert-parallel contradicts --expert-parallel-size 1"
             raise ConfigError(refusal, hint="leave one of the two options out")
-        _ = self.layers_of_stages  # computing the property checks the option
+        _ = self.layers_of_stages  # this property checks the option
         self._check_cache_ranks()
 
     def _check_cache_ranks(self) -> None:

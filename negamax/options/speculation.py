@@ -55,23 +55,23 @@ class SpeculationConfig:
     """Settings for proposing draft tokens. `read` parses `--speculative-config`."""
 
     method: str  # One of METHODS.
-    is_default_method: bool = field(default=False, kw_only=True)  # The option has no method key.
-    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # Largest number per sequence and step.
-    is_default_length: bool = False  # Whether the files of the draft may set the length.
-    adaptive: bool = True  # Use fewer draft tokens if fewer tokens are faster.
-    model: str | None = None  # Name of the draft model; after the download, its folder.
-    revision: str | None = None  # Branch, tag or commit on the hub.
+    is_default_method: bool = field(default=False, kw_only=True)  # Whether the method is derived.
+    num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # Most per sequence and step.
+    is_default_length: bool = False  # Whether the draft's files may set the draft length.
+    adaptive: bool = True  # Whether to use fewer draft tokens when that is faster.
+    model: str | None = None  # Draft model; after the download, its folder.
+    revision: str | None = None  # Branch, tag or commit of the draft on the hub.
     draft_lm_head_quantization: str | None = None  # "fp8": hold the draft model's head in FP8.
-    # With "probabilistic", draft tokens are sampled for requests with a temperature.
+    # "probabilistic": the draft model samples draft tokens for requests with a temperature.
     draft_sample_method: str = "greedy"
     # layers whose inputs the draft model reads; None: the layers in the config of the draft model
     aux_layer_ids: tuple[int, ...] | None = None
-    # fewest and most tokens at the end of a sequence that n-gram lookup searches for
+    # n-gram lookup searches a sequence for its own last tokens: fewest and most of these tokens
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     # acceptance rate of each draft position in benchmarks; with None, draft tokens are verified
     synthetic_acceptance_rates: tuple[float, ...] | None = None
-    notes: tuple[str, ...] = ()  # log lines about keys without effect
+    notes: tuple[str, ...] = ()  # log lines about keys that have no effect
 
     @property
     def synthetic_acceptance_length(self) -> float | None:
@@ -81,7 +81,7 @@ class SpeculationConfig:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the possible draft lengths, ascending. Each length has its own CUDA graphs."""
+        """Return the draft lengths to choose from, ascending. Each has its own CUDA graphs."""
         most = self.num_speculative_tokens
         few = {number for number in (1, 2, 3, -(-most // 2)) if number < most}
         return (*sorted(few), most) if self.adaptive else (most,)
@@ -143,7 +143,7 @@ class SpeculationConfig:
 
 
 def _method(given: Mapping[str, Any]) -> str:
-    """Return the method. If the key is missing, derive it from the model, as vLLM does."""
+    """Return the method; if its key is missing, derive it from the draft model, as vLLM does."""
     method, model = _text(given, "method"), _text(given, "model")
     if method is None:
         if model is None:
@@ -171,7 +171,7 @@ def _check_keys(given: Mapping[str, Any], method: str) -> None:
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the fewest and most tokens to look up. A single given limit sets both limits."""
+    """Return the fewest and most tokens of n-gram lookup. A single given limit sets both limits."""
     either = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
     low, high = (
         _integer({key: either, **given}, key, 5, MAX_LOOKUP)
@@ -193,7 +193,7 @@ def _layer_ids(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _synthetic_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...] | None:
-    """Return the acceptance rates. A mean length selects the rates with the least variance."""
+    """Return synthetic acceptance rates. A mean length selects the rates of least variance."""
     method = str(given.get("rejection_sample_method", "standard")).lower()
     if method not in _REJECTION_METHODS:
         _refuse("rejection_sample_method", method, ", ".join(_REJECTION_METHODS))

@@ -17,14 +17,14 @@ ROLES = (PRODUCER, CONSUMER, BOTH)
 RECOMPUTE, FAIL = "recompute", "fail"
 NIXL, TCP = "nixl", "tcp"
 LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # Transports.
-PORT = 5600  # The default port of vLLM's side channel.
+PORT = 5600  # The default port of vLLM's NIXL side channel.
 HOST_GIB = 4.0  # Main memory for KV blocks, in GiB, if no other option sets the size.
 
 _FLAG = "--kv-transfer-config"
 _refuse = partial(refuse_key, _FLAG)
 # accepted connectors that move blocks within one engine only; they need the role kv_both
 _ELSEWHERE = ("OffloadingConnector", "MultiConnector")
-# Negamax lacks these connectors of vLLM, and ignores them with the role kv_both.
+# Negamax lacks these connectors of vLLM; the server ignores the option if its role is kv_both.
 _STORES = (
     "FlexKVConnectorV1",
     "HF3FSKVConnector",
@@ -87,7 +87,7 @@ def read_offloading(fields: Mapping[str, Any]) -> tuple[float | None, str | None
 
 @dataclass(frozen=True)
 class KvTransferConfig:
-    """Settings for exchanging KV blocks between engines. `read` parses the option."""
+    """Settings for exchanging KV blocks between engines. `read` parses `--kv-transfer-config`."""
 
     role: str = BOTH  # One of ROLES.
     lane: str = NIXL  # The transport of the blocks: NIXL or TCP.
@@ -105,7 +105,7 @@ class KvTransferConfig:
 
     @property
     def hosts_of_others(self) -> tuple[str, ...]:
-        """Return the names, addresses and networks of servers to which a request may refer."""
+        """Return the names, addresses and networks of servers that a request may read from."""
         default = _LOOPBACK if self.is_loopback else (*_LOOPBACK, *_PRIVATE)
         return self.allowed_hosts or default
 
