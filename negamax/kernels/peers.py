@@ -58,7 +58,7 @@ class ShardRegion:
     barrier: Callable[[], None]
 
     def own(self, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return a view at byte `begin` of this rank's copy of `gathered`."""
+        """View this rank's copy of `gathered`, from byte `begin` on, as a tensor of `shape`."""
         size = shape[0] * shape[1] * dtype.itemsize
         return self.own_gathered[begin : begin + size].view(dtype).view(shape)
 

@@ -177,7 +177,7 @@ class SparseMoe:
 
     def observe(self, ids: Tensor | None) -> None:
         """Write the selected experts of each later call's first tokens to `ids` [max_tokens, top_k]
-        int32. A graph keeps the tensor that its capture used.
+        int32. A captured graph keeps the tensor of its capture.
         """
         self._observed = ids
 

@@ -9,7 +9,7 @@ numbered consecutively. All KV heads have equally many programs. A program has a
 
 SPLIT_KV is used if there are enough programs for several splits of each sequence. Splits are as
 short as the number of programs allows. Both one sequence of 100,000 tokens and a hundred short
-sequences keep all multiprocessors busy. The host does not read the lengths.
+sequences keep all multiprocessors busy. The host does not read the sequence lengths.
 
     sequences [S, SEQUENCE_WORDS] int32    the fields of `PlannedSequence`
     work [programs, WORK_WORDS] int32      first tile, end tile (0: no work), number of the first
@@ -69,7 +69,7 @@ def workspace(words: int, device: torch.device) -> Tensor:
 
 
 class PlannedSequence(NamedTuple):
-    """Data about one sequence that the programs of a plan read."""
+    """Data about one sequence for the programs that process the sequence."""
 
     first_tile: tl.tensor
     end_tile: tl.tensor

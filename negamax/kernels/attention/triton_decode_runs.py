@@ -1,5 +1,5 @@
 """Locate the rows of a decode tile. A tile has the query heads of one KV head for one token. If a
-step verifies draft tokens, a tile has QUERIES adjacent tokens, which read their keys once.
+step verifies draft tokens, a tile has QUERIES adjacent tokens, for which a key is read once.
 
     row = query * GROUP + head of the KV head
 
@@ -23,7 +23,7 @@ def choose_queries_per_program(group: int, max_run: int) -> int:
 
 
 class Run(NamedTuple):
-    """The queries of a program. If QUERIES is 1, only `token` is used."""
+    """The queries of a program. If QUERIES is 1, kernels read only the field `token`."""
 
     token: tl.tensor  # index of the token of the first query
     num_queries: tl.tensor
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 @triton.jit
 def load_run(query_starts, num_tokens, seq, C: tl.constexpr):
-    """Return the queries of sequence number `seq` of the plan."""
+    """Return the queries of the planned sequence number `seq`."""
     if C.QUERIES == 1:
         run = Run(seq, 1, 1, 0)
     else:

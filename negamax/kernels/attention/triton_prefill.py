@@ -10,8 +10,8 @@ positions, BLOCK_N keys at a time.
 
 The host lists the tiles in descending order of their numbers of keys. If only the device stores the
 sequence lengths, PyTorch ops on the device list the tiles. The rows of a tile with few queries,
-such as one token in a captured step, can contain all query heads of a KV head. In this case the
-program of the first head attends for all these heads.
+such as one token in a captured step, can contain all query heads of a KV head. The program of
+the first head then attends for all query heads of the KV head.
 
 If a few queries follow a long prefix, there are too few tiles to fill the GPU. Several programs
 then split the keys of a tile, and a second launch merges their results. The number of programs is
@@ -94,7 +94,7 @@ def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) 
     places = programs // shape.kv_heads
     rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
     work, merged = rows.split([len(tiles) + places, places // 2])
-    most = max(512, triton.next_power_of_2(len(tiles)))  # each value compiles a kernel
+    most = max(512, triton.next_power_of_2(len(tiles)))  # one compilation for all sizes <= 512
     _split_tiles_kernel[(1,)](
         tiles, work, merged, len(tiles), programs, shape.group, shape.kv_heads, size, most
     )

@@ -68,7 +68,7 @@ class ScoredShard:
 
 @dataclass(frozen=True)
 class PartialSelection:
-    """A selection in which the blocks of the scored tokens are not yet selected."""
+    """A selection that does not yet contain the blocks of the scored tokens."""
 
     choice: BlockSelection
     scored: tuple[ScoredTokens, ...]
@@ -77,7 +77,7 @@ class PartialSelection:
 
 @dataclass(frozen=True)
 class SelectShardPlan:
-    """The tokens for which a rank scores its blocks."""
+    """The tokens for which a rank scores the blocks of its shard."""
 
     scored: tuple[ScoredShard, ...]
     shape: SparseShape
@@ -236,7 +236,7 @@ def _attend_to_pages(
 
 @dataclass(frozen=True)
 class BlockSparseDecodePlan:
-    """The plan of a `PagedDecode`."""
+    """Result of `PagedDecode.plan`, and the sizes of the layer."""
 
     paged: Any
     shape: SparseShape

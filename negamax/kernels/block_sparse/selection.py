@@ -97,8 +97,8 @@ def best_keys(scores: Tensor, numbers: Tensor, positions: Tensor, shape: SparseS
 
     scores [T, heads, blocks] fp32 belong to the blocks `numbers` [T, blocks]; blocks after a
     token's local block are ignored. The upper half of a sort key is the score as an integer that
-    sorts in the same order. The lower half of a key is the negated block number. Empty entries are
-    NO_KEY.
+    sorts in the same order. The lower half of a sort key is the negated block number. Empty
+    entries are NO_KEY.
     """
     numbers, local = numbers.unsqueeze(1), (positions // shape.sparse_block_size).view(-1, 1, 1)
     is_forced = (numbers < shape.init_blocks) | (numbers > local - shape.local_blocks)

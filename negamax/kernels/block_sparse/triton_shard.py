@@ -39,7 +39,7 @@ class MergePlan:
 
 
 def plan_merge_shards(metadata: AttentionMetadata, shape: SparseShape) -> MergePlan:
-    """Plan the selection for this rank's own heads."""
+    """Plan the selection of blocks for this rank's own heads."""
     constants = selection_constants(shape, 1, shape.dtype, shape.dtype, rows=1)
     return MergePlan(metadata, shape, constants._replace(HEADS=shape.kv_heads))
 

@@ -292,7 +292,7 @@ def all_reduce_add_rms(
     """
     if group is None or group.size == 1:
         return norm_kernels.add_rms(x, residual, norm)
-    if residual.shape[1] % 2:  # the bytes of a row are not a multiple of 4
+    if residual.shape[1] % 2:  # the size of a row is not a multiple of 4 bytes
         return spec.all_reduce_add_rms(x, residual, norm, group)
     peers = group.peers
     if peers is not None and len(residual) and _fits_region(residual, peers):

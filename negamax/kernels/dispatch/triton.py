@@ -189,7 +189,7 @@ def combine(out: Tensor, ids: Tensor, *, experts: ExpertRanges, group: Collectiv
     """Run `dispatch.combine`; the sum over ranks is fp32, in the order of ranks."""
     num_rows, width = len(out) // group.size, out.shape[-1]
     region = find_region(group, "reduce", num_rows, width // 2)
-    if region is None or width % 2:  # the bytes of a row are not a multiple of 4
+    if region is None or width % 2:  # the size of a row is not a multiple of 4 bytes
         return spec.combine(out, ids, experts=experts, group=group)
     assert out.is_contiguous() and ids.is_contiguous()
     sums = out.new_empty(num_rows, width)

@@ -213,7 +213,7 @@ def embed_norms(
     eps: float,
 ) -> Tensor:
     num_tokens, width = hidden.shape
-    if width % 2:  # the bytes of a row are not a multiple of 4
+    if width % 2:  # the size of a row is not a multiple of 4 bytes
         return spec.embed_norms(token_ids, table, hidden, embedding_weight, hidden_weight, eps=eps)
     out = hidden.new_empty(num_tokens, 2 * width)
     assert all(tensor.is_contiguous() for tensor in (token_ids, table, hidden))

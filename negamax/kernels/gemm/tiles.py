@@ -100,7 +100,7 @@ class GemmTiles:
 
 @dataclass(frozen=True)
 class H200GemmTiles(GemmTiles):
-    """Sizes measured with the shards of MiniMax-M2 (see the table above)."""
+    """Tile sizes measured with the shards of MiniMax-M2 (see the table above)."""
 
     multiprocessors: int = 132
 

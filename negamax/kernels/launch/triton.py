@@ -22,7 +22,7 @@ Rules for a kernel that is launched with `launch_options`:
 A kernel that loads nothing before the wait gains a microsecond by an early start. An early start
 may also cost more, most likely because programs are distributed unevenly over multiprocessors that
 are still busy. With `starts_early=False` a kernel starts after its predecessor has ended, and its
-successor may start early. With `dependent=False` a launch is ordinary.
+successor may start early. With `dependent=False` a kernel is launched without PDL.
 
 On other GPUs and in Triton's interpreter PDL is False, and Triton does not compile these calls.
 """

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels by architecture. M is the number of tokens."""
+"""Tile sizes of the router and expert kernels by architecture. M is the number of tokens."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace

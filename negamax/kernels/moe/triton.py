@@ -4,7 +4,7 @@ A pair is one choice of a token: pair = token * top_k + choice. A shared expert 
 of every token. The experts compute
 
     h[pair]   = silu(gate x[token]) * (up x[token])       [M * top_k, width], or another `SwiGlu`
-    out[pair] = topk_weight[pair] * (down h[pair])        [M, P, hidden], the sum over P is pending
+    out[pair] = topk_weight[pair] * (down h[pair])        [M, P, hidden], the next norm sums over P
 
     kernel   M on an H200     launches  a program of the GEMMs
     gemv     to 4 or 8        2         a pair and some rows of its expert; plain activations; plain

@@ -138,7 +138,7 @@ def _sort_pairs_kernel(
 def _find_expert(
     expert_counts_ptr, tile, num_experts, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Return a tile's expert, its first index in sorted_token_ids, and the expert's end index.
+    """Return a tile's expert, the tile's first index in sorted_token_ids, the expert's end index.
 
     The expert is >= num_experts if the tile has pairs of other ranks or is after all pairs.
     """

@@ -169,7 +169,7 @@ def prepare(
 def add_rms(x: Tensor, residual: Tensor, norm: NormWeight) -> Tensor | QuantizedActivations:
     """Add x [T, width] or its parts [T, P, width] to the residual in place; return the norm."""
     num_tokens, width = residual.shape
-    if width % 2:  # the bytes of a row are not a multiple of 4
+    if width % 2:  # the size of a row is not a multiple of 4 bytes
         return spec.add_rms(x, residual, norm)
     written = outputs(torch.empty_like(residual), quantize=norm.quantize)
     if num_tokens == 0:

@@ -120,7 +120,7 @@ def embed(
     token_ids: Tensor, table: Tensor, images: ImageRows | None = None, *, first_id: int
 ) -> tuple[Tensor, Tensor]:
     num_tokens, (num_rows, width) = len(token_ids), table.shape
-    if width % 2:  # the bytes of a row are not a multiple of 4
+    if width % 2:  # the size of a row is not a multiple of 4 bytes
         return spec.embed(token_ids, table, images, first_id=first_id)
     assert token_ids.is_contiguous() and table.is_contiguous()
     out = table.new_empty(2, num_tokens, width)

@@ -87,7 +87,7 @@ def _column(step: int) -> int:
 
 @triton.jit
 def number_fragment_rows(ROWS: tl.constexpr):
-    """Return row numbers [ROWS / 8, 8]."""
+    """Return the row numbers of a fragment, [ROWS / 8, 8]."""
     return tl.arange(0, ROWS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
 
 
