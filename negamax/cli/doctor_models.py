@@ -8,7 +8,7 @@ from negamax.config.embedded import EMBEDDED
 from negamax.config.model_spec import ModelSpec
 from negamax.formats.platform import Platform, nvidia
 from negamax.formats.readable import is_kept
-from negamax.models.memory import ModelWeights, as_stored, dequantized, expert_padding, weight_bytes
+from negamax.models.memory import as_stored, dequantized, expert_padding, weight_bytes
 from negamax.models.registry import bundled_names, bundled_spec, format_hub_id
 from negamax.options.engine import EngineOptions
 from negamax.options.parallel import ParallelOptions
@@ -105,7 +105,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
     if refusal:
         return ModelVerdict(model, False, "", refusal)
     form = as_stored if kept else dequantized
-    counted = Model(ModelWeights(spec), form, spec.kv_caches(), _DTYPE)
+    counted = replace(Model.of(spec, MEASURED), kept=form)
 
     def fits(splits: ParallelOptions) -> Fit:
         layout, budget = ParallelLayout.of(splits), _budget(gpus, splits)

@@ -77,6 +77,9 @@ def command(
     index_cache_dtype: str = setting(
         "auto", "Store MiniMax-M3's index keys in this type.", choices=KV_CACHE_DTYPES
     ),
+    encoder_cache_tokens: int = setting(
+        EngineOptions.encoder_cache_tokens, "Cache this many image tokens; 0: no images.", min=0
+    ),
     quantization: str | None = setting(None, "Quantize as with `negamax serve --quantization`."),
     revision: str | None = setting(None, "Read this branch, tag or commit of a hub model."),
     speculative_config: str | None = setting(
@@ -104,6 +107,7 @@ def command(
     dtypes = {"kv_cache_dtype": kv_cache_dtype, "index_cache_dtype": index_cache_dtype}
     sizes = {"max_model_len": max_model_len, "gpu_memory_utilization": gpu_memory_utilization}
     names: dict[str, Any] = {"revision": revision, "quantization": quantization}
+    names["encoder_cache_tokens"] = encoder_cache_tokens
     given = json_object("--speculative-config", speculative_config or "{}") or None
     names |= {"speculative_config": given, "kv_offloading_size": kv_offloading_size or None}
     engine = EngineOptions(_bundled(model), **names, **dtypes, **sizes)  # type: ignore[arg-type]
@@ -116,6 +120,7 @@ def command(
         workloads=workloads,
         kv_dtype=kv_cache_dtype,
         index_dtype=index_cache_dtype,
+        encoder_tokens=encoder_cache_tokens,
         max_model_len=engine.max_model_len,
         drafts=drafts,
         host_gib=kv_offloading_size,
@@ -244,6 +249,7 @@ def commands(
         ("kv-cache-dtype", engine.kv_cache_dtype, "auto"),
         ("index-cache-dtype", engine.index_cache_dtype, "auto"),
         ("index-cache-sharding", sharding, "off"),
+        ("encoder-cache-tokens", engine.encoder_cache_tokens, EngineOptions.encoder_cache_tokens),
         ("gpu-memory-utilization", hardware.utilization, EngineOptions.gpu_memory_utilization),
         ("speculative-config", json.dumps(drafts), "{}"),
         ("kv-offloading-size", f"{engine.kv_offloading_size or 0:g}", "0"),

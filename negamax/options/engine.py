@@ -192,12 +192,12 @@ class EngineOptions:
         also="--num-gpu-blocks-override",
         is_count=True,
     )
-    encoder_cache_tokens: int | None = option(
-        None,
-        "Accept images, and cache the embeddings of up to this many image tokens; 0 refuses "
-        "images (default: 32768 on CPUs, 0 on GPUs).",
-        least=0, most=2**20,
-    )  # fmt: skip
+    encoder_cache_tokens: int = option(
+        32_768,
+        "Accept images, and cache embeddings of this many image tokens; 0 refuses images.",
+        least=0,
+        most=2**20,
+    )
     kv_offloading_size: float | None = option(
         None,
         "Copy evicted KV blocks to main memory, so that later requests can reuse the blocks. The "

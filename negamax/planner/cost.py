@@ -147,6 +147,7 @@ class Costs:
             [
                 _Held(kind, count, num_bytes, *self._rates(kind, kind.stored(stage)))
                 for kind, count, num_bytes in model.on_rank(stage)
+                if not kind.weight.is_vision
             ]
             for stage in self._stages
         ]

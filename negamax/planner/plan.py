@@ -115,6 +115,7 @@ def make_plan(
     *,
     kv_dtype: str = "auto",
     index_dtype: str = "auto",
+    encoder_tokens: int = EngineOptions.encoder_cache_tokens,
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
     one_engine: bool = False,
@@ -158,10 +159,11 @@ def make_plan(
             share = -(-workloads[-1].concurrency // (topology.replicas * topology.dp))
             fitting = partial(
                 fit,
-                layout=topology.layout,
+                layout=replace(topology.layout, nodes=topology.nodes(per_node=hardware.per_node)),
                 budget=hardware.budget,
                 longest=max_model_len or max_length,
                 max_num_seqs=max_num_seqs or max(LIMITS.max_num_seqs, share),
+                encoder_tokens=encoder_tokens,
                 drafts=drafts,
             )
             model, memory = _fit(plain, plain if host_gib else sharded, topology, fitting, least)

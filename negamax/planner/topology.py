@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from negamax.base.errors import ConfigError
-from negamax.config.kv_cache import block_bytes, slot_bytes, split_over_holders
+from negamax.config.kv_cache import ELEMENT_BYTES, block_bytes, slot_bytes, split_over_holders
 from negamax.config.model_spec import ModelSpec
 from negamax.models.memory import draft_bytes
-from negamax.options.engine import STEP_LIMITS
+from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.flags import flag_name
 from negamax.options.parallel import ParallelOptions
 from negamax.parallel.layout import ParallelLayout
-from negamax.parallel.split import check_split
+from negamax.parallel.split import check_split, describe_image_conflict
 from negamax.planner.cost import Drafts, Model
 from negamax.planner.gpus import GIB
 
@@ -23,7 +23,8 @@ def gpu_reserve(hidden_size: int) -> int:
     """Return the bytes to reserve on each GPU for a step's workspace, CUDA graphs and the driver.
 
     On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
-    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small margin.
+    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small margin. M3
+    encodes images in 0.7 GiB of a step's workspace, which is larger.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
@@ -163,19 +164,27 @@ def fit(
     budget: int,
     longest: int,
     max_num_seqs: int = LIMITS.max_num_seqs,
+    encoder_tokens: int = EngineOptions.encoder_cache_tokens,
     drafts: Drafts | None = None,
 ) -> Fit:
-    """Return the memory of a GPU with `budget` bytes and slots for requests of `longest` tokens."""
+    """Return the memory of a GPU with `budget` bytes and slots for requests of `longest` tokens.
+    If the engine reads images, it holds a vision tower and `encoder_tokens` image embeddings.
+    """
+    spec = model.weights.spec
+    reads_images = encoder_tokens > 0 and describe_image_conflict(layout) is None
+    width = spec.vision.text_hidden if spec.vision and reads_images else 0
     slots = slot_bytes(longest, LIMITS.block_size, item=4) * (max_num_seqs + 1)
     found = []
     for stage in (
         layout.replace_rank(rank) for rank in range(0, layout.world_size, layout.stage_size)
     ):
-        weights = round(sum(num_bytes for _, _, num_bytes in model.on_rank(stage)))
-        layers = stage.layers(model.weights.spec.num_layers)
+        held = model.on_rank(stage)
+        weights = round(sum(size for kind, _, size in held if width or not kind.weight.is_vision))
+        layers = stage.layers(spec.num_layers)
         caches = split_over_holders(model.caches[layers.start : layers.stop], layout.dcp)
         token = block_bytes(caches, 1, dtype=model.kv_dtype, ranks=layout.tp)
-        room = budget - gpu_reserve(model.weights.spec.hidden_size)
+        room = budget - gpu_reserve(spec.hidden_size)
+        room -= stage.is_first_stage * encoder_tokens * width * ELEMENT_BYTES[model.dtype]
         if drafts is not None and drafts.spec is not None and stage.is_last_stage:
             draft, tp = drafts.spec, layout.tp
             check_split(replace(layout.within_stage, dcp=1), draft)

@@ -8,10 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from negamax.engine.core.setup import _make_worker_config
+from negamax.engine.core.source import locate
+from negamax.options.engine import EngineOptions
 from tests import tiny, tiny_m3
 from tests.m3_vision_support import Prompt, check, draw_prompt, replace_image, seeing_engine
 
 GATE = (0, 1, 2)
+TRANSFER = {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}}
 
 
 @pytest.mark.parametrize(
@@ -205,8 +209,32 @@ def test_files_without_a_tower_serve_text(
     kept = {name: value for name, value in tensors.items() if name.startswith("language_model")}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     prompt = Prompt([text(30)])
-    with seeing_engine(tmp_path) as engine:
+    with caplog.at_level("INFO", logger="negamax"), seeing_engine(tmp_path) as engine:
         (answer,) = engine.run(prompt)
         check(model, prompt, answer)
         (refused,) = engine.run(Prompt([text(9), image(2), text(3)]))
         assert "this engine reads text only" in str(refused.error)
+    reason = "the checkpoint's files have no vision tower"
+    assert [each.levelname for each in caplog.records if reason in each.message] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "reason"),
+    [
+        ({}, "", ""),
+        ({"encoder_cache_tokens": 0}, "INFO", "--encoder-cache-tokens is 0"),
+        ({"load_format": "synthetic", "data_parallel_size": 2}, "INFO", "weights are synthetic"),
+        ({"data_parallel_size": 2}, "WARNING", "--data-parallel-size is 2"),
+        (TRANSFER, "WARNING", "--kv-transfer-config exchanges prompts without images"),
+    ],
+)
+def test_images_are_read_unless_a_reason_is_logged(
+    seeing: tuple[Any, Path], options: Any, level: str, reason: str, caplog: Any
+) -> None:
+    asked = EngineOptions(str(seeing[1]), device="cpu", **options)
+    with caplog.at_level("INFO", logger="negamax"):
+        config = _make_worker_config(asked, locate(asked), None)
+    found = config.encoder_tokens, config.spec.vision is None
+    assert found == ((0, True) if reason else (32_768, False))
+    logged = [(each.levelname, each.message) for each in caplog.records if "images" in each.message]
+    assert [name for name, _ in logged] == [level] * bool(reason) and reason in str(logged)

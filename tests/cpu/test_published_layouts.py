@@ -580,7 +580,8 @@ def spec_of(name: str, folder: Path, *, layers: int) -> ModelSpec:
     published = PUBLISHED[name]
     fields = published.quantization_of(layers)
     quantization = read_quantization({"quantization_config": fields}, folder)
-    return replace(bundled_spec(published.model).first_layers(layers), quantization=quantization)
+    spec = bundled_spec(published.model).first_layers(layers)
+    return replace(spec, vision=None, quantization=quantization)
 
 
 def held_bytes(slots: dict[str, WeightSlot]) -> tuple[int, int]:

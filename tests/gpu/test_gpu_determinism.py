@@ -55,7 +55,7 @@ def m3(quantization: str) -> ModelSpec:
     layers = (False, True)
     return replace(
         spec, num_layers=2, moe_layers=layers, sparse=replace(spec.sparse, layers=layers),
-        quantization=online.spec(quantization),
+        quantization=online.spec(quantization), vision=None,
     )  # fmt: skip
 
 

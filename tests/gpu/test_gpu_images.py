@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from safetensors.torch import save_file
 from test_gpu_engine import skip_without
 
 from negamax.cli.main import main
-from negamax.config.vision import VisionSpec
 from negamax.models.minimax_m3 import names
 from negamax.models.minimax_m3.config import read_vision
 from negamax.models.minimax_m3.vision import VisionTower
+from negamax.models.registry import bundled_spec
 from negamax.quantization.scheme import WeightFormat
 from tests import tiny_m3
 from tests.m3_vision_support import Answer, Prompt, seeing_engine
@@ -148,11 +149,9 @@ def test_steps_without_images_give_the_bits_of_a_text_model(folder: Path) -> Non
 @pytest.mark.parametrize("layers", [2, 32])
 def test_the_tower_of_m3_at_its_full_width(layers: int) -> None:
     """The relative difference of bf16 from fp32 is that of transformers' class, about 1 %."""
-    spec = VisionSpec(
-        hidden_size=1280, num_layers=layers, num_heads=16, intermediate_size=5120, patch_size=14,
-        spatial_merge_size=2, temporal_patch_size=2, projector_hidden_size=6144, text_hidden=6144,
-        rope_theta=1e4, layer_norm_eps=1e-5, image_token_id=5, image_start_id=6, image_end_id=7,
-    )  # fmt: skip
+    tower = bundled_spec("minimax-m3").vision
+    assert tower is not None
+    spec = replace(tower, num_layers=layers)
     generator = torch.Generator(device="cuda").manual_seed(1)
     image = partial(torch.randint, 0, 256, dtype=torch.uint8, device="cuda", generator=generator)
     images = [image((28 * rows, 28 * columns, 3)) for rows, columns in ((9, 14), (1, 30), (20, 20))]

@@ -195,7 +195,7 @@ def test_refuses_parts_that_the_model_could_see(kind: str) -> None:
     for count, message in enumerate((user(parts), ai(parts, call()), result(parts))):
         before = begun[:count]
         place = rf"messages\[{len(before)}\]\.content\[1\]"
-        refusal = rf"{place} has type '{kind}'; MiniMax-M3 supports it"
+        refusal = rf"{place} has type '{kind}'; MiniMax-M3 supports this type"
         with pytest.raises(InvalidRequestError, match=refusal) as caught:
             normalize_messages([*before, message], family=MINIMAX_M3_FAMILY)
         assert caught.value.code == "unsupported_content"

@@ -4,6 +4,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -306,13 +307,25 @@ def test_ranks_that_shard_a_cache_hold_most_tokens() -> None:
     found = {each.topology: each for each in plan.candidates}
     plain, sharded = found[Topology(8)], found[Topology(8, dcp=2)]
     assert (plain.memory.token, sharded.memory.token) == (29_952, 9_504)
-    assert sharded.cache_tokens == max(each.cache_tokens for each in plan.candidates) > 7_400_000
+    assert sharded.cache_tokens == max(each.cache_tokens for each in plan.candidates) > 7_200_000
     assert sharded.predictions[0].token_seconds > plain.predictions[0].token_seconds
     (line,) = commands(sharded, EngineOptions("minimax-m3-mxfp8"), M3, hardware)
     assert "--decode-context-parallel-size 2" in line and "--index-cache-sharding on" in line
     whole = make_plan(M3, hardware, [Workload(1)], kv_dtype="fp8", host_gib=300).candidates
     (eight,) = [each for each in whole if each.topology.tp == 8 and each.topology.ep == 1]  # no DCP
     assert eight.host_tokens == 300 * GIB // 8 // 29_952
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reads_images"),
+    [({"tp": 4}, True), ({"dp": 2}, False), ({"cp": 2}, False), ({"tp": 8, "nodes": 2}, False)],
+)
+def test_memory_includes_images_if_a_split_reads_them(sizes: Any, reads_images: bool) -> None:
+    model, layout = Model.of(M3, MEASURED), ParallelLayout(**sizes)
+    own = partial(fit, model, layout, budget=0, longest=9)
+    text, seeing, tower = own(encoder_tokens=0), own(), 2 * 865_567_232
+    assert seeing.weights - text.weights == tower * reads_images
+    assert text.room - seeing.room == (tower + 2 * 32_768 * 6144) * reads_images
 
 
 def test_index_keys_are_sharded_if_a_request_needs_it() -> None:
@@ -391,7 +404,7 @@ def plan_json(line: str, capsys: pytest.CaptureFixture[str]) -> Any:
         full("minimax-m3-mxfp8 --gpus 16 --nodes 2 --index-cache-dtype fp8"),
         "minimax-m2 --gpus 2 --quantization int4 --input-len 10 --output-len 100 "
         "--concurrency 1,512,700",
-        "nano --gpus 2 --nodes 2 --max-model-len 2K",
+        "nano --gpus 2 --nodes 2 --max-model-len 2K --encoder-cache-tokens 0",
         'nano --gpus 2 --speculative-config {"model":"nano-draft"} --kv-offloading-size 2',
     ],
 )
@@ -404,6 +417,7 @@ def test_commands_are_what_serve_understands(line: str, capsys: pytest.CaptureFi
         resolved = resolve(root, typed[1:])
         given = {name: choice.words[-1] for name, choice in resolved.choices.items()}
         assert typed[:2] == ["negamax", "serve"] and not resolved.notes
+        assert ("encoder_cache_tokens" in given) == ("--encoder" in line)
         for name, size in each["options"].items():
             flag = f"--{name.replace('_', '-')}"
             assert given[name] == (flag if size is True else f"{flag}={size}")
@@ -520,7 +534,8 @@ def test_cache_sizes_are_planned(count: str, gpu: str, model: str, line: str, sa
     hardware = Hardware(find_gpu(gpu), int(count), utilization=utilization)
     longest = int(given.get("max_model_len", spec.max_position_embeddings))
     layout = ParallelLayout.of(ParallelOptions(**sizes))  # type: ignore[arg-type]
-    found = fit(parts, layout, budget=hardware.budget, longest=longest)
+    images = int(given.get("encoder_cache_tokens", 32_768))
+    found = fit(parts, layout, budget=hardware.budget, longest=longest, encoder_tokens=images)
     assert found.context_length == longest and len(MACHINES) > 12
     tokens = found.tokens * int(given.get("num_replicas", 1))
     assert said == f"{round(tokens, -3):,}"

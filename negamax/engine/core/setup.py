@@ -41,7 +41,7 @@ from negamax.options.engine import STEP_LIMITS, EngineOptions
 from negamax.options.eplb import FIXED
 from negamax.options.nodes import RAY
 from negamax.parallel.layout import ParallelLayout
-from negamax.parallel.split import check_split
+from negamax.parallel.split import check_split, describe_image_conflict
 from negamax.planner.chunks import plan_even_times
 from negamax.planner.cost import Costs, Model
 from negamax.planner.gpus import MEASURED, GpuModel, visible_gpus
@@ -56,7 +56,6 @@ from negamax.text.script import Script, read_script
 from negamax.worker.config import LaneOptions, WorkerConfig, WorkerReady
 
 logger = get_logger(__name__)
-ENCODER_TOKENS = 32_768  # Default number of image embeddings in a CPU rank's cache.
 Spec = TypeVar("Spec", bound=ModelSpec)
 
 
@@ -222,7 +221,7 @@ def _make_worker_config(
     spec = _choose_weight_format(options, spec, device)
     if draft is not None:
         draft = replace(draft, spec=_choose_weight_format(options, draft.spec, device))
-    spec = _choose_vision(options, source, spec, layout, device)
+    spec = _choose_vision(options, source, spec, layout)
     limits, max_num_seqs = STEP_LIMITS[device], options.sequences_per_step(device)
     block_size = choose_block_size(spec.kv_caches(), options.block_size, default=limits.block_size)
     options.parallel.check_interleave(block_size)
@@ -241,7 +240,9 @@ def _make_worker_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
         max_logprobs=options.max_logprobs,
-        encoder_tokens=0 if spec.vision is None else _count_encoder_tokens(options, device),
+        encoder_tokens=0
+        if spec.vision is None
+        else options.encoder_cache_tokens // ROWS_PER_PAGE * ROWS_PER_PAGE,
         num_replicas=options.num_replicas,
         block_size=block_size,
         num_kv_blocks=options.num_kv_blocks,
@@ -286,41 +287,38 @@ def _choose_weight_format(options: EngineOptions, spec: Spec, device: str) -> Sp
 
 
 def _choose_vision(
-    options: EngineOptions, source: ModelSource, spec: Spec, layout: ParallelLayout, device: str
+    options: EngineOptions, source: ModelSource, spec: Spec, layout: ParallelLayout
 ) -> Spec:
     """Remove the vision tower from `spec` if the files lack it or if the options exclude images.
-    Without a vision tower the server refuses images.
+    Without a vision tower the server refuses images. Warn if other options would allow images.
     """
-    folder = source.weights_folder
     if spec.vision is None:
         return spec
-    reasons = {
-        "--kv-transfer-config exchanges prompts without images": options.kv_transfer is not None,
-        f"--nnodes is {layout.nodes}": layout.nodes > 1,
-        f"--data-parallel-size is {layout.dp}": layout.dp > 1,
-        f"--prefill-context-parallel-size is {layout.cp}": layout.cp > 1,
-        "--encoder-cache-tokens is 0": not _count_encoder_tokens(options, device),
-        "the weights are synthetic": folder is None or options.script is not None,
-    }
-    reason = next((text for text, applies in reasons.items() if applies), None)
-    if reason is None and folder is not None:
-        from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
-
-        if rotation_file(read_json_object(folder / "config.json"), folder) is not None:
-            reason = "the checkpoint's embeddings are rotated (QuaRot)"
-        elif not any("vision_tower." in name for name in read_entries(folder)):
-            reason = "the checkpoint's files have no vision tower"
+    reason, log = _explain_text_only(options, source), logger.info
+    if reason is None:
+        reason, log = describe_image_conflict(layout), logger.warning
+        if options.kv_transfer is not None:
+            reason = "--kv-transfer-config exchanges prompts without images"
     if reason is None:
         return spec
-    logger.warning("requests with images are refused: %s", reason)
+    log("requests with images are refused: %s", reason)
     return replace(spec, vision=None)
 
 
-def _count_encoder_tokens(options: EngineOptions, device: str) -> int:
-    """Return the number of image token embeddings that a rank caches, in whole pages."""
-    chosen = options.encoder_cache_tokens
-    default = ENCODER_TOKENS if device == "cpu" else 0
-    return (default if chosen is None else chosen) // ROWS_PER_PAGE * ROWS_PER_PAGE
+def _explain_text_only(options: EngineOptions, source: ModelSource) -> str | None:
+    """Return why the user or the files provide the text model alone. None: they provide a tower."""
+    folder = source.weights_folder
+    if options.encoder_cache_tokens < ROWS_PER_PAGE:
+        return f"--encoder-cache-tokens is {options.encoder_cache_tokens}"
+    if folder is None or options.script is not None:
+        return "the weights are synthetic"
+    from negamax.checkpoint.reader import read_entries  # Imports PyTorch.
+
+    if rotation_file(read_json_object(folder / "config.json"), folder) is not None:
+        return "the checkpoint's embeddings are rotated (QuaRot)"
+    if not any("vision_tower." in name for name in read_entries(folder)):
+        return "the checkpoint's files have no vision tower"
+    return None
 
 
 def _complete_draft(draft: DraftModel, target: ModelSpec, folder: Path | None) -> DraftModel:

@@ -400,7 +400,7 @@ _SPARSE_M3 = SparseAttentionSpec(
     local_blocks=1,
     layers=_AFTER_DENSE,
 )
-_M3 = MiniMaxM3Spec(  # Plans and synthetic weights cover only the text model.
+_M3_TEXT = MiniMaxM3Spec(
     **PUBLISHED,
     architecture=VISION_ARCHITECTURE,
     hidden_size=6144,
@@ -420,6 +420,8 @@ _M3 = MiniMaxM3Spec(  # Plans and synthetic weights cover only the text model.
     sparse=_SPARSE_M3,
     quantization=None,
 )
+# The vision tower has the default sizes.
+_M3 = replace(_M3_TEXT, vision=_read_tower({"vision_config": {"hidden_size": 1280}}, _M3_TEXT, []))
 _MXFP8 = QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
 _M31_FLASH = replace(
     _M3,
