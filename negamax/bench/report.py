@@ -68,7 +68,7 @@ def gpu_seconds(
 
 
 def add_limits(result: dict[str, Any], spec: ModelSpec, *, bytes_per_second: float) -> None:
-    """Add to each run of `result` the physical limit of a decode step and the reached fraction.
+    """Add to each run of `result` the physical limit of a decode step and the fraction reached.
 
     Runs with drafts are skipped, because their steps yield several tokens. Engines with pipeline
     stages or data-parallel ranks are also skipped.

@@ -384,8 +384,7 @@ def request_fields(options: BenchOptions, model: str, *, running_usage: bool) ->
 def arrivals(options: BenchOptions) -> Iterator[float]:
     """Yield the start times of sessions in seconds. The gaps have a gamma distribution.
 
-    The mean gap is 1 / rate. A burstiness of 1 gives a Poisson process, and lower values give
-    bursts.
+    The mean gap is 1 / rate. A burstiness of 1 gives a Poisson process; lower values give bursts.
     """
     rng, at = random.Random(options.seed ^ 0x5EED), 0.0
     while True:

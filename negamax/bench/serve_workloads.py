@@ -225,7 +225,7 @@ def sharegpt_workload(
     count: Callable[[str], int],
     context_length: int | None,
 ) -> BenchWorkload:
-    """Make shuffled requests with the recorded output lengths. `count`: tokens of a text."""
+    """Make shuffled requests with the recorded output lengths. `count` counts text tokens."""
     limit = min(options.sharegpt_context_len or context_length or 2**62, context_length or 2**62)
     turns = []
     for question, answer in pairs:

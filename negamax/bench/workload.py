@@ -143,7 +143,7 @@ def drain(loop: EngineLoop) -> None:
 
 
 def decode_batch(loop: EngineLoop, requests: list[GenerateRequest]) -> Generator[None, None, None]:
-    """Run `requests` to their first tokens, then one step per `next`. `close` aborts all."""
+    """Run `requests` to their first tokens, then one step per `next`. `close` aborts requests."""
     waiting = {request.request_id for request in requests}
     for request in requests:
         loop.add(request)

@@ -1,4 +1,4 @@
-"""Detection of holes in files. A hole is a range of zeros that an interrupted download left.
+"""Detection of holes in weight files. A hole is a range of zeros that an interrupted download left.
 
 The check reads the stored bytes and does not decode them. A matrix of zeros can be intended, for
 example in a pruned expert. A hole usually extends into the next tensor, which then starts or ends

@@ -1,7 +1,7 @@
 """Reader of safetensors checkpoints: find tensors, check file headers, read data.
 
-The index lists the files. Without an index, all files of the folder are read. The file count in
-file names may be wrong: MiniMax-M2 has 125 files with names that end in "of-00130".
+The index file lists the weight files. Without an index, all files of the folder are read. The file
+count in file names may be wrong: MiniMax-M2 has 125 files with names that end in "of-00130".
 """
 
 import json

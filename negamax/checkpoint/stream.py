@@ -5,7 +5,7 @@ file order. Threads read several pieces at a time into reused buffers, which are
 the weights go to a GPU. The threads also dequantize matrices.
 
 The loader needs host memory for BUFFERS pieces, for the matrices that THREADS threads dequantize,
-and for the scales of a layer. Loading MiniMax-M2 needs 1 GiB and the page cache.
+and for the scales of a layer. Loading MiniMax-M2 needs 1 GiB of host memory and the page cache.
 """
 
 from collections import deque
@@ -101,8 +101,8 @@ class _Piece:
 def read_parts(reader: CheckpointReader, moves: Sequence[Move], *, pinned: bool) -> Iterator[Part]:
     """Yield the parts of all `moves`, layer by layer, in pinned memory if `pinned` is set.
 
-    The memory of a part is reused. Before requesting the next part, the caller must enqueue its
-    copies on the current stream. Raises `CheckpointError` for unreadable files.
+    The memory of a yielded part is reused. Before requesting the next part, the caller must enqueue
+    copies of the part on the current stream. Raises `CheckpointError` for unreadable files.
     """
     with ThreadPoolExecutor(THREADS, "negamax-load") as pool:
         yield from _Stream(reader, moves, pool, pinned=pinned).run()

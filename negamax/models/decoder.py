@@ -92,8 +92,7 @@ class DecoderLayer:
     ) -> Partial:
         """Run the layer on hidden [T, hidden], the output of `input_norm`.
 
-        Adds the output of the attention to `residual` [T, hidden] in place. Returns the output of
-        the MLP.
+        Adds the attention's output to `residual` [T, hidden] in place. Returns the MLP's output.
         """
         x = self.attention(hidden, metadata, kv)
         if isinstance(self.mlp, SparseMoe):

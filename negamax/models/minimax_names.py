@@ -49,7 +49,7 @@ def norms(layer: int, *, root: str = "model.") -> tuple[str, str]:
 
 
 def attention_weights(spec: ModelSpec, layer: int, *, norms_heads: bool) -> Iterator[WeightSpec]:
-    """List the attention tensors. `norms_heads`: each query or key head has its own norm."""
+    """List the attention tensors. With `norms_heads`, each query or key head has a norm."""
     hidden, heads, kv_heads = spec.hidden_size, spec.num_heads, spec.num_kv_heads
     q_rows, kv_rows = heads * spec.head_dim, kv_heads * spec.head_dim
     own = attention(layer)

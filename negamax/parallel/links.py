@@ -37,7 +37,7 @@ class Link:
         self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Start to send `tensor`, which the caller must not change. Raises `EngineDeadError`."""
+        """Start to send `tensor`, which must not change later. Raises `EngineDeadError`."""
         while len(self._sent) >= self._kept:
             Arrival(self._sent[0][0]).wait()
             self._sent.popleft()

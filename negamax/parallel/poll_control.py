@@ -6,9 +6,8 @@ import torch
 
 
 class PollControl:
-    """A clock, a time limit and an abort flag in host memory. Polling kernels read these numbers
-    about once a millisecond, and set the flag at the limit. A set flag makes kernel results
-    invalid.
+    """A clock, a time limit and an abort flag in host memory. Waiting kernels read these numbers
+    every millisecond, and set the flag at the limit. A set flag makes results invalid.
     """
 
     def __init__(self, seconds: float) -> None:

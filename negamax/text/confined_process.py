@@ -30,8 +30,7 @@ def load(kind: str, *setup: Any) -> tuple[object, Callable[..., bytes]]:
     """Load the code of `kind`. Return facts about the code, and the function that answers calls.
 
     The `setup` of a "chat template" is (source, variables, name), and the `setup` of a "tokenizer"
-    is (folder). An "image decoder" has no `setup`. Raises `CheckpointError` if the code cannot be
-    loaded.
+    is (folder). An "image decoder" has no `setup`. Raises `CheckpointError` if loading fails.
     """
     if kind == confined.IMAGE_DECODER:
         from negamax.images.decode import decode_image  # slow: imports Pillow

@@ -69,8 +69,8 @@ def normalize_messages(
       root texts become a root message before the system message.
     - A later instruction becomes a note (`system_note`), because templates would drop the message.
       The note is appended to the tool result before the instruction, because a user message within
-      a tool loop would hide the reasoning of that loop. Without a tool result the note is a user
-      message. An instruction without text is dropped.
+      a tool loop would hide the reasoning of that loop. If no tool result precedes the instruction,
+      the note becomes a user message. An instruction without text is dropped.
     - Null or missing content becomes "". Parts with text become parts of type text. Images become
       parts of type image and are appended to `images` in the order of the prompt. If `images` is
       None, the server does not read images.

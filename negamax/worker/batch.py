@@ -121,8 +121,9 @@ def build_batch_layout(
 ) -> BatchLayout:
     """Split `plan` into single generated tokens and runs of prompt tokens. With `generated_apart`,
     every generated token is a decode. A sequence may have several decodes in a step, because a
-    layer writes all keys before it attends. Without `generated_apart`, a resumed sequence is one
-    run. Without `generated_apart` and `drafts_apart`, a row with draft tokens is one run.
+    layer writes all keys before it attends. Without `generated_apart`, all tokens of a resumed
+    sequence form one run. Without `generated_apart` and `drafts_apart`, the tokens of a row with
+    drafts form one run.
     """
     decodes: list[tuple[int, int, int]] = []  # (slot, first offset, number of tokens)
     prefills: list[tuple[int, int, int]] = []

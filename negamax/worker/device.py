@@ -1,7 +1,7 @@
 """Choose the device and the dtype of a rank, and transfer data between host and device.
 
 Only `HostTensor.read` waits for a GPU. Uploads and results use pinned memory for asynchronous
-copies.
+copying between host and GPU.
 """
 
 import gc

@@ -64,7 +64,7 @@ class ExpertRecorder:
         self._counts.zero_()
 
     def counts(self) -> HostTensor:
-        """Return counts [layers, experts] int64 of all ranks. Every rank must call this method."""
+        """Return selections [layers, experts] int64, summed over ranks. Every rank must call it."""
         everyone = self._gather()[self._counting_ranks]
         return HostTensor(everyone.sum(0)[:, : self._num_experts].contiguous())
 

@@ -60,7 +60,7 @@ class ImageEncoder:
         return self._pool.flatten(0, 1)
 
     def encode(self, plan: StepPlan) -> None:
-        """Encode the images of `plan`. End requests whose image could not be encoded."""
+        """Encode the images of `plan`. Fail requests whose image could not be encoded."""
         own = [job for job in plan.encodes if job.rank == self._rank]
         for job in plan.encodes:
             pages = frozenset(job.pages)

@@ -1,9 +1,9 @@
 """Before the first request, measure captured steps for numbers of rows and draft tokens. The engine
-uses these times to choose the draft length (scheduler/draft_length.py).
+uses the measured times to choose the draft length (scheduler/draft_length.py).
 
 Measured rows have no context and start with random tokens, which use as many experts as real
-requests. Longer contexts slow steps of similar size equally. The engine adjusts these times to
-contexts.
+requests. Longer contexts slow steps of similar size equally. The engine adjusts the measured times
+to the context lengths of real requests.
 """
 
 from functools import partial

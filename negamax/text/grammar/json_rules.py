@@ -111,7 +111,7 @@ class Rules:
         """Add a rule for the texts of `language`, followed by `after`, and return the rule's name.
 
         The rules form an automaton with one rule per state. The compiler computes token masks of
-        rules with one state quickly. Repeated blocks represent long runs of one character class.
+        one-state rules quickly. Repeated blocks represent long runs of one character class.
         """
         key = (language.ended, after)
         if key in self._written:

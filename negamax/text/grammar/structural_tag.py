@@ -37,10 +37,10 @@ def structural_tag(
 ) -> str:
     """Return the structural tag of an output, from the point where its grammar begins.
 
-    If the prompt opens the reasoning, the grammar begins after the closing tag. If the reasoning is
-    optional, the grammar contains the reasoning. `styles` are the call styles of all families by
-    name. After the call, `budget.is_risky` is True if compiling the grammar is risky. Raises
-    `InvalidRequestError` for errors that `Grammar.check` does not find.
+    If the prompt opens the reasoning, the grammar begins after the closing tag of the reasoning. If
+    the reasoning is optional, the grammar contains the reasoning. `styles` are the call styles of
+    all families by name. After the call, `budget.is_risky` is True if compiling the grammar is
+    risky. Raises `InvalidRequestError` for errors that `Grammar.check` does not find.
     """
     budget = budget or Budget()
     try:

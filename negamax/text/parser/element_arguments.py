@@ -240,7 +240,7 @@ class ElementArguments:
             self.lost = self.lost or text
 
     def _find_holders(self, element: _Element, name: str) -> list[str]:
-        """Return the listed members that are still missing and can contain an element `name`."""
+        """Return the listed members that have not begun and can contain an element `name`."""
         schema, free = element.schema, element.schema.names - element.names
         if name == ITEM:
             return [member for member in free if "array" in schema.member(member).types]

@@ -237,9 +237,9 @@ class OutputParser:
     def _decide_closer(self, lexeme: Lexeme) -> bool:
         """Decide from the next lexeme whether another family's think closer ends the reasoning.
 
-        The closer ends the reasoning if a line break or a call follows. If the think closer of the
-        model's family follows, that closer ends the reasoning. Return True if `lexeme` is white
-        space and was added to the held closer.
+        The held closer ends the reasoning if a line break or a call follows. If the think closer of
+        the model's family follows, the latter closer ends the reasoning. Return True if `lexeme` is
+        white space and was added to the held closer.
         """
         if lexeme.kind is TEXT and lexeme.text.isspace():
             self._closer += lexeme.text

@@ -30,7 +30,7 @@ def tag_name(tag: str) -> str:
 
 
 def argument_name(tag: str, schema: ValueSchema) -> str:
-    """Return the name in a parameter tag. In a malformed tag, prefer a name in `schema`."""
+    """Return the name in a parameter tag. In a malformed tag, prefer a name that `schema` lists."""
     exact = _EXACT_NAME.fullmatch(tag)
     if exact and '"' not in exact[1]:
         return exact[1]
