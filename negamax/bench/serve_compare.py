@@ -24,14 +24,26 @@ class Series:
     runs: tuple[Mapping[str, Any], ...]  # results in the format of `document`
 
 
+def read_json(file: Path) -> Any:
+    """Read a result file. Raises `ConfigError` for an unreadable file."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(file)!r} is not a readable result: {error}") from None
+
+
+def is_accuracy(result: Any) -> bool:
+    """Return whether `result` is from `bench accuracy --json`."""
+    return isinstance(result, list) and all(
+        isinstance(each, dict) and "solved" in each for each in result
+    )
+
+
 def read_results(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Read the results in `files`. Raises `ConfigError` for an unusable file."""
+    """Read the serving results in `files`. Raises `ConfigError` for an unusable file."""
     results = []
     for file in files:
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{str(file)!r} is not a readable result: {error}") from None
+        found = read_json(file)
         missing = [name for name in NEEDED if not isinstance(found, dict) or name not in found]
         if missing:
             raise ConfigError(

@@ -22,7 +22,7 @@ from negamax.cli import bench_compare, bench_kernels, bench_offline, bench_profi
 from negamax.cli.bench_options import json_option, write_json
 from negamax.cli.examples import make_epilog
 from negamax.cli.options import add_command, add_options, setting, template_option
-from negamax.evals.suites import DEFAULT_SUITES, SUITES
+from negamax.evals.suites import DEFAULT_SUITES, GSM8K, SUITES, explain_unknown, load_problems
 from negamax.options.engine import EngineOptions
 
 app = typer.Typer(
@@ -51,25 +51,32 @@ def accuracy(
     engine: EngineOptions,
     suite: list[str] | None = setting(
         None,
-        "Solve this suite: nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k or "
-        "nano-retrieval-8k; may be repeated. Default: nano-math and nano-tools.",
-        choices=SUITES,
+        "Solve this suite: nano-math, nano-tools, nano-retrieval-2k, nano-retrieval-4k, "
+        "nano-retrieval-8k, gsm8k, or needle-8k to needle-1024k, which hide a number in a text of "
+        "this length; may be repeated. Default: nano-math and nano-tools.",
+        choices=(*SUITES, GSM8K),
     ),
     count: int | None = setting(
-        None,
-        "Solve this many problems per suite (default: math 1000, tools 500, retrieval 200).",
-        min=1,
+        None, "Solve this many problems per suite (default: all problems; needle 20).", min=1
+    ),
+    data: Path | None = setting(
+        None, "Read the problems of gsm8k from this file, which is test.jsonl of GSM8K."
+    ),
+    max_tokens: int | None = setting(
+        None, "Generate at most this many tokens per problem (default: 1024; gsm8k 16384).", min=1
     ),
     temperature: float = setting(0.0, "Set the temperature; 0 is greedy.", min=0.0, max=2.0),
     json_file: Path | None = json_option(),
     chat_template: str | None = template_option(),
 ) -> None:
-    """Solve generated problems that are not in the training data, and count the exact answers.
-    MODEL defaults to `nano`. `--seed` selects the problems.
+    """Solve problems with exact answers, and count the correct answers. MODEL defaults to `nano`.
+    `--seed` selects the problems. `negamax bench compare` compares two files of `--json`.
     """
     for name in suite or ():
-        if name not in SUITES:
-            raise ConfigError(f"--suite is {name[:60]!r}; allowed: {', '.join(SUITES)}")
+        if reason := explain_unknown(name):
+            raise ConfigError(f"--suite is {name[:60]!r}; {reason}")
+        if name == GSM8K:  # Read the file before the model.
+            load_problems(name, count, data=data)
     from negamax.engine.llm import LLM
     from negamax.evals.accuracy import run_suite  # torch
 
@@ -88,23 +95,28 @@ def accuracy(
                     bar.update(task, completed=done, total=total)
 
                 how: dict[str, Any] = {"seed": engine.seed, "temperature": temperature}
-                result = run_suite(llm, name, count=count or SUITES[name], progress=show, **how)
-            results.append(result)
+                how |= {"data": data, "max_tokens": max_tokens}
+                result = run_suite(llm, name, count=count, progress=show, **how)
+            results.append(result.as_dict())
             rate = result.output_tokens / result.seconds
             tokens = (
                 f"{result.output_tokens} tokens in {result.seconds:.1f} s ({rate:.0f} tokens/s)"
             )
+            low, high = results[-1]["interval"]
             console.print(
                 f"{result.suite}: {result.correct} of {result.problems} exact "
-                f"({result.accuracy:.1%}), {tokens}, {result.dtype}, temperature "
-                f"{result.temperature:g}, seed {result.seed}"
+                f"({result.accuracy:.1%}, 95 % interval {low:.1%} to {high:.1%}), {tokens}, "
+                f"{result.dtype}, temperature {result.temperature:g}, seed {result.seed}"
             )
+            if result.formatted is not None:
+                console.print(f"  {result.formatted} answers follow ####, as the prompt requests")
             drafts = DraftCounts.of_stats(llm.stats(), llm.info.speculation)
             if shown := drafts.subtract(counted).summary():
                 length = shown["spec_decode_acceptance_length"]
                 console.print(f"  {length:.2f} tokens per row with drafts")
+                results[-1] |= shown
             counted = drafts
             for failure in result.failures:
                 right = f"expected {failure.expected}, got {failure.answered!r}"
                 console.print(f"  asked {failure.question!r}: {right}", style="dim")
-    write_json(json_file, [result.as_dict() for result in results])
+    write_json(json_file, results)

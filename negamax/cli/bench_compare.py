@@ -1,4 +1,4 @@
-"""`negamax bench compare`: compare serving benchmarks in a table and a plot."""
+"""`negamax bench compare`: compare serving benchmarks or accuracies."""
 
 from pathlib import Path
 
@@ -7,12 +7,17 @@ import typer
 from negamax.cli.bench_options import picture
 from negamax.cli.options import setting
 
-HELP = "Compare result files of `bench serve` or vLLM in a table and a plot of rate over latency."
+HELP = (
+    "Compare result files of `bench serve` or vLLM in a table and a plot of rate over latency, or "
+    "two files of `bench accuracy --json` problem by problem."
+)
 
 
 def command(
     files: list[Path] = typer.Argument(
-        ..., metavar="RESULT.json...", help="Result files that --save-result wrote."
+        ...,
+        metavar="RESULT.json...",
+        help="Files of `bench serve --save-result` or `bench accuracy --json`.",
     ),
     plot: Path | None = picture("Plot throughput over latency into this file (png, svg, pdf)."),
     allow_different_shapes: bool = setting(
@@ -23,8 +28,11 @@ def command(
     title: str | None = setting(None, "Set the title of the plot (default: the model's name)."),
 ) -> None:
     """Print a table. Runs with the same label or backend form one series, sorted by load."""
-    from negamax.bench import serve_compare
+    from negamax.bench import accuracy_compare, serve_compare
 
+    if all(map(serve_compare.is_accuracy, found := [serve_compare.read_json(f) for f in files])):
+        print("\n".join(accuracy_compare.compare(files, found)))
+        return
     results = serve_compare.read_results(files)
     if not allow_different_shapes:
         serve_compare.check_shapes(results)

@@ -1,17 +1,19 @@
 """Run an accuracy suite through the engine, and count the exact answers of the model."""
 
+import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from negamax.engine.llm import LLM
-from negamax.evals.suites import Problem, load_problems
+from negamax.evals.suites import GSM8K, MAX_TOKENS, MOST_TOKENS, Problem, load_problems
 from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParsedOutput
 
-MAX_TOKENS = 1024
 SHOWN_FAILURES = 5
 _SHOWN_CHARS = 400  # a failure shows at most this number of characters from the end of a question
 
@@ -34,6 +36,9 @@ class SuiteResult:
     dtype: str
     problems: int
     correct: int
+    formatted: int | None  # GSM8K: correct numbers after the first ####, as the prompt requests
+    solved: str  # "1" or "0" for each problem
+    digest: str  # hash of the problems
     seed: int
     temperature: float
     seconds: float
@@ -48,22 +53,42 @@ class SuiteResult:
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, the accuracy and the tokens per second as JSON values."""
         speed = self.output_tokens / self.seconds
-        return asdict(self) | {"accuracy": self.accuracy, "tokens_per_second": speed}
+        return asdict(self) | {
+            "accuracy": self.accuracy,
+            "interval": compute_interval(self.correct, self.problems),
+            "tokens_per_second": speed,
+        }
+
+
+def compute_interval(correct: int, total: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share (Wilson, 1927)."""
+    z, share = 1.959964, correct / total
+    centre = share + z * z / (2 * total)
+    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    return (centre - spread) / scale, (centre + spread) / scale
 
 
 def run_suite(
-    llm: LLM, suite: str, *, count: int, seed: int = 0, temperature: float = 0.0,
+    llm: LLM, suite: str, *, count: int | None = None, seed: int = 0, temperature: float = 0.0,
+    data: Path | None = None, max_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SuiteResult:  # fmt: skip
     """Run `count` problems of `suite`. Call `progress(done, total)` after each batch.
 
-    Raises `InvalidRequestError` for an unknown suite.
+    Raises the errors of `load_problems`.
     """
-    problems = load_problems(suite, count, seed)
-    sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=seed)
+
+    def count_tokens(text: str) -> int:
+        return len(llm.tokenizer.encode(text))
+
+    problems = load_problems(suite, count, seed, data=data, count_tokens=count_tokens)
+    max_tokens = max_tokens or MAX_TOKENS.get(suite, MOST_TOKENS)
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     batch = 4 * llm.info.max_num_seqs
     failures: list[Failure] = []
-    num_failed = output_tokens = 0
+    solved: list[bool] = []
+    num_formatted = output_tokens = 0
     started = time.perf_counter()
     for first in range(0, len(problems), batch):
         part = problems[first : first + batch]
@@ -72,18 +97,26 @@ def run_suite(
         for problem, prompt, generation in zip(part, prompts, generations, strict=True):
             output_tokens += len(generation.outputs[0].token_ids)
             parsed = llm.parse(prompt, generation.outputs[0], tools=problem.tools)
-            if not _solves(parsed, problem):
-                num_failed += 1
+            solved.append(_solves(parsed, problem))
+            num_formatted += suite == GSM8K and problem.is_formatted(parsed.content or "")
+            if not solved[-1]:
                 question = str(problem.messages[-1]["content"])[-_SHOWN_CHARS:]
                 failures.append(Failure(question, problem.expected, _shown(parsed)))
         if progress is not None:
             progress(first + len(part), len(problems))
     return SuiteResult(
         suite=suite, model=llm.info.model, dtype=llm.info.dtype, problems=len(problems),
-        correct=len(problems) - num_failed, seed=seed, temperature=temperature,
+        correct=sum(solved), formatted=num_formatted if suite == GSM8K else None,
+        solved="".join("01"[each] for each in solved), digest=_hash_problems(problems),
+        seed=seed, temperature=temperature,
         seconds=time.perf_counter() - started, output_tokens=output_tokens,
         failures=tuple(failures[:SHOWN_FAILURES]), serving_shape=llm.info.shape,
     )  # fmt: skip
+
+
+def _hash_problems(problems: list[Problem]) -> str:
+    text = json.dumps([asdict(each) for each in problems], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _solves(parsed: ParsedOutput, problem: Problem) -> bool:

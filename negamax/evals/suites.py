@@ -1,20 +1,36 @@
-"""The suites of `negamax bench accuracy`: fixed problems with exact answers."""
+"""The suites of `negamax bench accuracy`: problems with exact answers.
+
+The problems of nano's suites are fixed. `gsm8k` reads GSM8K's published file. Suites such as
+`needle-8k` are generated for a context length.
+"""
 
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
 from negamax.base.errors import InvalidRequestError
+from negamax.evals import needle
 
 FOLDER = Path(__file__).parent / "problems"
 # suite name -> number of problems
 SUITES = {"nano-math": 1000, "nano-tools": 500}
 SUITES |= dict.fromkeys(("nano-retrieval-2k", "nano-retrieval-4k", "nano-retrieval-8k"), 200)
 DEFAULT_SUITES = ("nano-math", "nano-tools")  # Others need up to 8,192 tokens of context.
+GSM8K = "gsm8k"
+MAX_TOKENS = {GSM8K: 16_384}  # of an answer with its reasoning; other suites: `MOST_TOKENS`
+MOST_TOKENS = 1024
+_STEPS = {
+    "role": "system",
+    "content": "Solve problems step by step. End with a line of #### and the answer as a number.",
+}
+_NEEDLE = re.compile(r"needle-([1-9]\d{0,3})k")  # with the length of the prompt in 1,024 tokens
+_STRICT = re.compile(r"#### (-?[$\d.,]+)")
+_FLEXIBLE = re.compile(r"-?[$\d.,]{2,}|-?\d+")
 _MAX_ANSWER_CHARS = 200  # A longer answer is wrong, as it may quote the whole text.
 
 Calls = Sequence[tuple[str, dict[str, Any]]]  # (name, arguments) of each call, in order
@@ -38,7 +54,8 @@ class Problem:
         """Return whether an answer, with its `content` and `calls`, is correct.
 
         Calls must equal the expected calls in names, order, values and JSON types. In arithmetic,
-        the last integer must be the answer. In retrieval, a short text must contain the answer.
+        the last integer must be the answer, and in GSM8K the last number. In retrieval, a short
+        text must contain the answer.
         """
         if self.calls is not None:
             expected = [(each["name"], each["arguments"]) for each in self.calls]
@@ -47,27 +64,95 @@ class Problem:
             return False
         if self.suite == "nano-math":
             return extract_answer(content) == int(self.answer)
+        if self.suite == GSM8K:
+            return _read_number((_FLEXIBLE.findall(content) or [""])[-1]) == Decimal(self.answer)
         return len(content) <= _MAX_ANSWER_CHARS and self.answer in re.findall(r"\w+", content)
 
+    def is_formatted(self, content: str) -> bool:
+        """Return whether the number after the first #### of `content` is the answer (GSM8K)."""
+        found = _STRICT.search(content)
+        return found is not None and _read_number(found[1]) == Decimal(self.answer)
 
-def load_problems(suite: str, count: int, seed: int = 0) -> list[Problem]:
-    """Load the first `count` problems of a suite, or a random sample if `seed` is not 0.
 
-    Raises `InvalidRequestError` for an unknown suite, or if the suite has fewer problems.
+def explain_unknown(name: str) -> str | None:
+    """Return the allowed names if no suite has this name, else None."""
+    if name in SUITES or name == GSM8K or _NEEDLE.fullmatch(name):
+        return None
+    return f"allowed: {', '.join(SUITES)}, {GSM8K} and needle-8k (or another length)"
+
+
+def load_problems(
+    suite: str,
+    count: int | None = None,
+    seed: int = 0,
+    *,
+    data: Path | None = None,
+    count_tokens: Callable[[str], int] | None = None,
+) -> list[Problem]:
+    """Load the first `count` problems of a suite, or a random sample if `seed` is not 0. None loads
+    all problems. `data` is the file of GSM8K. `count_tokens` returns the number of tokens of a
+    text, which generated suites need.
+
+    Raises `InvalidRequestError` for an unknown suite, for a suite with fewer problems, and for an
+    unusable file.
     """
-    if suite not in SUITES:
-        raise InvalidRequestError(
-            f"no accuracy suite is called {suite!r}; known: {', '.join(SUITES)}", param="suite"
+    if reason := explain_unknown(suite):
+        raise InvalidRequestError(f"no accuracy suite is called {suite!r}; {reason}", param="suite")
+    if found := _NEEDLE.fullmatch(suite):
+        if count_tokens is None:
+            raise InvalidRequestError(f"{suite} needs a tokenizer", param="suite")
+        texts = needle.draw(
+            random.Random(seed), 1024 * int(found[1]), count or needle.PROBLEMS, count_tokens
         )
-    if count > SUITES[suite]:
+        return [Problem(suite, [{"role": "user", "content": t}], answer=a) for t, a in texts]
+    problems = _read_gsm8k(data) if suite == GSM8K else _read_bundled(suite)
+    if count is not None and count > len(problems):
         raise InvalidRequestError(
-            f"{count} problems of {suite} requested; the suite has {SUITES[suite]}", param="count"
+            f"{count} problems of {suite} requested; the suite has {len(problems)}", param="count"
         )
+    count = count or len(problems)
+    return random.Random(seed).sample(problems, count) if seed else problems[:count]
+
+
+def _read_bundled(suite: str) -> list[Problem]:
     import lzma  # some builds of Python lack this module
 
     with lzma.open(FOLDER / f"{suite}.jsonl.xz", "rt", encoding="utf-8") as file:
-        found = [Problem(suite, **json.loads(line)) for line in file]
-    return random.Random(seed).sample(found, count) if seed else found[:count]
+        return [Problem(suite, **json.loads(line)) for line in file]
+
+
+def _read_gsm8k(file: Path | None) -> list[Problem]:
+    """Read lines with a `question` and an `answer` that ends with #### and a number."""
+    if file is None:
+        raise InvalidRequestError(
+            f"{GSM8K} needs --data", hint="use the file test.jsonl of GSM8K", param="data"
+        )
+    problems = []
+    try:
+        for line in filter(str.strip, file.read_text(encoding="utf-8").splitlines()):
+            fields = json.loads(line)
+            answer = _read_number((_STRICT.findall(fields["answer"]) or [""])[-1])
+            if answer.is_nan():
+                raise ValueError("no number follows ####")
+            user = {"role": "user", "content": fields["question"]}
+            problems.append(Problem(GSM8K, [_STEPS, user], answer=f"{answer:f}"))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidRequestError(
+            f"--data {str(file)!r}: problem {len(problems) + 1} is unreadable: {error}",
+            hint='each line is {"question": "...", "answer": "... #### 42"}',
+            param="data",
+        ) from None
+    if not problems:
+        raise InvalidRequestError(f"--data {str(file)!r} has no problems", param="data")
+    return problems
+
+
+def _read_number(text: str) -> Decimal:
+    """Return the number in a text such as "$1,234.50.", or NaN."""
+    try:
+        return Decimal(re.sub(r"[$,]", "", text).rstrip("."))
+    except InvalidOperation:
+        return Decimal("NaN")
 
 
 def extract_answer(content: str) -> int | None:

@@ -61,7 +61,7 @@ def test_it_solves_what_it_was_trained_for(nano_m3: LLM) -> None:
 def test_random_blocks_do_not_replace_selected_ones(
     nano_m3: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accuracy, "MAX_TOKENS", 200)
+    monkeypatch.setattr(accuracy, "MOST_TOKENS", 200)
     assert solved(nano_m3, "nano-retrieval-2k", 3) == 3
     folder = Path(shutil.copytree(FOLDER, tmp_path / "random"))
     (file,) = folder.glob("*.safetensors")
