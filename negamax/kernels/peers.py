@@ -49,10 +49,10 @@ class ShardRegion:
     after reading the `gathered` of the previous call.
     """
 
-    partials: Tensor  # [world] int64, addresses of the ranks' copies in this rank's address space
-    gathered: Tensor  # [world] int64, addresses of the ranks' copies of `gathered`
+    partials: Tensor  # [world] int64, this rank's addresses of the ranks' copies of `partials`
+    gathered: Tensor  # [world] int64, this rank's addresses of the ranks' copies of `gathered`
     own_gathered: Tensor  # uint8, this rank's copy of `gathered`
-    rows: int  # maximum number of rows in a call
+    rows: int  # maximum number of rows in one exchange
     words: int  # number of 32-bit words per row; a word holds two values
     # runs a barrier on the stream, after which all earlier writes of all ranks are visible
     barrier: Callable[[], None]

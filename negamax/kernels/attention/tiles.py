@@ -18,7 +18,7 @@ class DecodeSplit:
     # minimum number of splits of a sequence if each program has one split of up to 16 rows; with
     # fewer splits, some splits would be twice as long as others
     min_splits: int = 3
-    wide_programs: float = 2  # programs per multiprocessor if each processes tiles of 32 rows
+    wide_programs: float = 2  # number of programs per multiprocessor for tiles of 32 rows
     min_runs: int = 4  # minimum number of sequences for programs with several queries
 
 

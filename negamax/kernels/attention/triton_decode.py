@@ -186,7 +186,7 @@ def _attend_split(
             k = load_tile(k_cache, offset, lane, column3, C)
             v = load_tile(v_cache, offset, lane, column3, C)
             # Load the block numbers of the next tile one tile ahead. A load that waits for another
-            # load would halve the pipeline.
+            # load would halve the number of pipeline stages.
             offset = locate_key_tile(table, t + 1, lane, num_keys, head, C)
             visible = key < keys_seen - t * C.BLOCK_N
             m_i, l_i, acc = _tile_step(q_tile, k, v, visible, qk_scale, m_i, l_i, acc, C)
@@ -229,8 +229,8 @@ def _decode_kernel(
     scales,  # [T, KV_HEADS * GROUP] fp32, written if QUANTIZE, else None
     lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
     lengths,  # [S] int32, replace the lengths of the plan if FEWER_KEYS, else None
-    query_starts,  # tensor of `DecodeRuns`; None if QUERIES is 1
-    num_tokens,  # T; None if QUERIES is 1
+    query_starts,  # `DecodeRuns.query_starts`; None if QUERIES is 1
+    num_tokens,  # number of tokens T; None if QUERIES is 1
     qk_scale,  # softmax scale * scale of the keys * log2(e)
     v_scale,
     table_stride,

@@ -159,7 +159,7 @@ def _plan_decode_kernel(
     BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS_POW2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write `sequences` and `work` in one program, _BLOCK_S sequences at a time. Grid (1,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read `work` before they wait
+    wait_for_predecessor(PDL)  # no `launch_dependents`: layer kernels read `work` before their wait
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
         # a program without work has 0 as its end tile

@@ -113,7 +113,7 @@ def finish_split(
                     partials, slot, one + i, 0, sequence.num_splits, m_row,
                     tl.zeros([1], tl.float32), acc_row, C,
                 )  # fmt: skip
-                if C.QUERIES > 1 or C.FEWER_KEYS:  # a row may have no key
+                if C.QUERIES > 1 or C.FEWER_KEYS:  # a row may attend to no key
                     l_row = tl.where(l_row == 0.0, 1.0, l_row)
                 acc_row *= (v_scale / l_row)[:, None]
                 at = locate_row(run, first_row, one + i, C)
@@ -129,8 +129,8 @@ def reduce_kernel(
     values,  # [T, kv_heads * GROUP * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, kv_heads * GROUP] fp32, written if QUANTIZE, else None
     lse,  # [T, kv_heads * GROUP] fp32, written by `write_lse`, or None
-    query_starts,  # tensor of `DecodeRuns`; None if QUERIES is 1
-    num_tokens,  # T; None if QUERIES is 1
+    query_starts,  # `DecodeRuns.query_starts`; None if QUERIES is 1
+    num_tokens,  # number of tokens T; None if QUERIES is 1
     v_scale,
     programs,
     C: tl.constexpr,

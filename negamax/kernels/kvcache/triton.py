@@ -29,7 +29,7 @@ def _locate_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Locate one token; its row indices are -1 if another rank holds its block. Grid (T,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`: layers read rows before they wait
+    wait_for_predecessor(PDL)  # no `launch_dependents`: layer kernels read `cos` before their wait
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride

@@ -180,7 +180,7 @@ def _compute_down(
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_experts", "per_pair"])
 def _gate_up_small_m_kernel(
     x_ptr,  # [M, HIDDEN]
-    x_scale_ptr,  # [M, HIDDEN / 128] fp32; scales are used with FP8 only
+    x_scale_ptr,  # [M, HIDDEN / 128] fp32; kernels read scales with FP8 only
     topk_ids_ptr,  # [M, TOP_K] int32
     w_ptr,  # [num_experts, 2 * WIDTH, HIDDEN], gate rows first
     w_scale_ptr,  # [num_experts, 2 * WIDTH / 128, HIDDEN / 128] fp32
