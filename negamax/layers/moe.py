@@ -167,7 +167,7 @@ class SparseMoe:
 
     @property
     def expert_weights(self) -> ExpertWeights:
-        """Loaded expert weights in the slots of this rank."""
+        """The loaded weights of the experts in this rank's slots."""
         assert self._prepared is not None, "load the expert weights first"
         return self._prepared
 

@@ -39,7 +39,7 @@ class QkNorm:
 def prepare_qk_norm(
     weight: Tensor, /, *, heads: int, kv_heads: int, eps: float, ranks: int
 ) -> Prepared:
-    """Wrap the weight [(heads + kv_heads) * head_dim] fp32 of one of `ranks` ranks."""
+    """Wrap the norm weight [(heads + kv_heads) * head_dim] fp32 of one of `ranks` ranks."""
     per_head = float(weight.shape[0] // (heads + kv_heads) * ranks)
     return QkNorm(weight, heads, kv_heads, heads * per_head, kv_heads * per_head, eps)
 

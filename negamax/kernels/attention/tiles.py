@@ -31,7 +31,7 @@ class AttentionTiles:
     """Unmeasured sizes, with which two pipeline stages need at most 64 KB of shared memory."""
 
     def decode_launch(self, cache_bytes: int, *, block_m: int, split_kv: bool) -> Launch:
-        """Return launch sizes for tiles of `block_m` rows and cached elements of `cache_bytes`."""
+        """Return launch sizes for `block_m` rows per tile, `cache_bytes` bytes per cached value."""
         return Launch(num_warps=4, num_stages=2)
 
     def prefill_block_m(self, longest: int, num_tokens: int) -> int:

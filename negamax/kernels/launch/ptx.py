@@ -98,7 +98,7 @@ def take_bytes(words, selector):
 
 @triton.jit
 def e4m3_to_fp16(x):
-    """Convert a tile e4m3fn to fp16 before it is in shared memory; `is_pure=False` fixes this
+    """Convert an e4m3fn tile to fp16 before its store to shared memory; `is_pure=False` fixes this
     order. The tensor cores read values of adjacent keys together, and would gather FP8 values byte
     by byte.
     """

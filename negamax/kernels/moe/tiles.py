@@ -175,7 +175,7 @@ class H200MoeTiles(MoeTiles):
         bytes (8 bits: 3,072) and 1 if fewer than 128 4-bit codes share a 16-bit scale.
 
         A thread holds up to 384 bytes of gate and up, or 192 bytes if rows are long or scales and
-        zero points need registers. A thread holds up to 192 bytes of down.
+        zero points need registers. A thread holds up to 192 bytes of the down weight.
         """
         if gate_up.CODES != down.CODES:
             return None
