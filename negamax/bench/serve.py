@@ -70,7 +70,7 @@ class _Server:
 
     client: ServingClient
     model: str
-    context_length: int | None  # In tokens; None if not reported.
+    context_length: int | None  # Context length in tokens; None: not reported.
     running_usage: bool  # Whether each chunk can report the number of tokens so far.
     shape: dict[str, Any] | None = None
 

@@ -150,7 +150,7 @@ class ResponseRecord:
     arrivals: array[float] = field(default_factory=lambda: array("d"))
     # reported number of output tokens at each arrival; 0 if not reported
     running_tokens: array[int] = field(default_factory=lambda: array("q"))
-    prompt_tokens: int | None = None  # None if unknown.
+    prompt_tokens: int | None = None  # None: not reported.
     prompt_reported: bool = True  # Whether the server reported the count of prompt tokens.
     output_tokens: int | None = None
     cached_tokens: int | None = None

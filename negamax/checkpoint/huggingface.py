@@ -117,7 +117,7 @@ def _logged_bar() -> type[Any]:
             )
             self._progress = Progress("fetching", unit=format_bytes, enabled=counts_bytes)
             self._done = options.get("initial") or 0
-            self._counting = threading.Lock()  # several threads download files
+            self._counting = threading.Lock()  # several download threads count bytes
             super().__init__(*arguments, **options)
 
         def update(self, n: float | None = 1) -> bool | None:

@@ -140,7 +140,7 @@ def _counting(hub: Any, progress: Progress, total: int) -> type[Any]:
     class Counted(hub.ProgressCallback):  # type: ignore[misc]
         def update(self, size: int) -> None:
             nonlocal done
-            with counting:  # several threads download files
+            with counting:  # several download threads count bytes
                 done += size
                 progress(min(done, total), total)
 

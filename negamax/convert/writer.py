@@ -106,7 +106,7 @@ class ConversionRecord:
         """
         self._path = folder / self.NAME
         self._identity = dict(identity)
-        self._files: dict[str, list[int]] = {}  # name -> bytes, CRC-32
+        self._files: dict[str, list[int]] = {}  # file name -> bytes, CRC-32
         if not self._path.exists():
             self._write()
             return

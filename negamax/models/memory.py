@@ -17,7 +17,7 @@ from negamax.parallel.layout import ParallelLayout, share
 from negamax.quantization.detect import detect
 from negamax.quantization.scheme import Scheme
 
-_NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # expert number in the name of a module
+_NUMBERED_EXPERT = re.compile(r"experts\W{1,6}\d")  # number of an expert in a module name
 ONE_RANK = ParallelLayout()
 Kept = Callable[[TensorFormat], bool]  # returns whether matrices of a format are kept as stored
 

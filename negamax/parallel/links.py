@@ -65,8 +65,8 @@ class Link:
 class PipelineLinks:
     """Links of one rank to the ranks with equal position in other pipeline stages."""
 
-    previous: Link | None = None  # The first stage has no previous stage.
-    next: Link | None = None  # The last stage has no next stage.
+    previous: Link | None = None  # None on the first stage.
+    next: Link | None = None  # None on the last stage.
     # Links from the last stage to other stages, for sampled tokens.
     sampled: tuple[Link, ...] = ()
 

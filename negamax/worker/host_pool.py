@@ -38,7 +38,7 @@ class _Batch:
     """The copies of one plan, which may be pending."""
 
     step_id: int
-    event: torch.cuda.Event | None  # end of the copies; None if the copies are complete
+    event: torch.cuda.Event | None  # event after the copies; None: the copies are complete
     stored_blocks: frozenset[int]
     loaded_blocks: frozenset[int]
 

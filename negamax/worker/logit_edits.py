@@ -130,4 +130,4 @@ class MinTokens:
         return apply
 
 
-EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # applied in order
+EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # in applied order

@@ -60,7 +60,7 @@ class Executed:
 
     began: torch.cuda.Event | None
     hidden: Tensor  # [T or more, hidden]; rows after T are padding
-    states: TokenStates | None  # input of the proposer
+    states: TokenStates | None  # streams for the proposer
 
 
 class StepRunner:

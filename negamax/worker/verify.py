@@ -103,7 +103,7 @@ class Verification:
 
     sampled: SampledRows
     num_accepted: HostTensor  # [R] int64
-    drafts: HostTensor | None = None  # [R, K] int64, -1: missing; None: no draft is missing
+    drafts: HostTensor | None = None  # [R, K] int64 drafts, -1: missing; None: none is missing
 
     @classmethod
     def of(cls, plan: StepPlan, accepted: Tensor, drafts: Tensor | None = None) -> Verification:

@@ -135,7 +135,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     )
     fixed = _FIXED | (_OF_MINIMAX if is_minimax else {})
     fields.check_fixed(flat, fixed | (_OF_DFLASH if architecture == DFLASH else {}))
-    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # in MiniMax's files
+    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # MiniMax writes either
     if flat.get("hidden_act", "silu") not in activations:
         refuse("hidden_act", flat["hidden_act"], " or ".join(map(repr, activations)))
     fields.check_fixed(flat, {"draft_vocab_size": common["vocab_size"]})

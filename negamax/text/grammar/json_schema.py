@@ -67,7 +67,7 @@ class Schemas:
         self.languages = Languages()
         self._shapes: dict[frozenset[int], list[Shape]] = {}
         self._patterns: dict[str, Language | None] = {}
-        self._made: dict[tuple[object, ...], Any] = {}  # (kind, ids of original schemas) -> made
+        self._made: dict[tuple[object, ...], Any] = {}  # (kind, schema ids) -> derived schema
         self._kept: list[Nodes] = []  # keeps schemas alive, as keys of `_made` contain their `id`
         self._choices: list[list[list[Nodes]]] = []  # branches of each oneOf that will be compared
         self._compared: set[int] = set()

@@ -59,7 +59,7 @@ class _Element:
     key: str | None  # key of the element's value; None in an array
     schema: ValueSchema
     waits: bool  # whether the value is written only at the end of the container
-    is_collected: bool  # whether the element is written when the element ends
+    is_collected: bool  # whether the whole element is written when it ends
     shape: _Shape = _UNDECIDED
     text: list[str] = field(default_factory=list)  # text that is not written yet
     num_chars: int = 0
@@ -70,11 +70,11 @@ class _Element:
     num_children: int = 0
     values: list[WaitingMember] = field(default_factory=list)  # values to write at the end
     is_written: bool = False  # whether the opening bracket is written
-    may_be_over: bool = False  # a closing tag with another name followed the last child
+    may_be_over: bool = False  # whether a wrongly named closing tag followed the last child
     is_implied: bool = False  # whether the element is an item without an item tag
     is_marked: bool = False  # whether the text begins with a marker
     mark: int = 0  # index of this element's opening bracket in the written arguments
-    ended: "_Element | None" = None  # last member, an array whose bracket is not closed yet
+    ended: "_Element | None" = None  # last member, if it is an array without its closing bracket
     # an ended array of the same name to which this element adds items
     resumed: "_Element | None" = None
     arrays: dict[str, str] = field(default_factory=dict)  # closed array's name -> JSON of its items
