@@ -16,6 +16,7 @@ from negamax.config.json_file import read_json_object
 from negamax.config.quantization import rotation_file
 
 logger = get_logger(__name__)
+_MODELSCOPE_VARIABLES = [f"{name}_USE_MODELSCOPE" for name in ("NEGAMAX", "VLLM", "SGLANG")]
 
 # Only weights, JSON files and chat templates are downloaded, never code or pickles.
 WEIGHT_FILES = ["*.safetensors"]
@@ -112,7 +113,7 @@ def resolve_model(
     if (found := check_model_name(model)) is not None:
         return found
     if source == "auto":
-        wanted = (env.get("NEGAMAX_USE_MODELSCOPE") or "0").lower()
+        wanted = next(filter(None, map(env.get, _MODELSCOPE_VARIABLES)), "0").lower()
         source = "modelscope" if wanted in ("1", "on", "yes", "true") else "huggingface"
     client = modelscope if source == "modelscope" else huggingface
     where = f"model {model!r}" + (f" at revision {revision!r}" if revision else "")

@@ -69,7 +69,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
     if any(given.name in HELP.names for given in line.given):
         return Resolved([*path, "--help"])
     takes_model = any(is_model_option(option) for option in options)
-    levels = [_of_file(line.given, names), _of_environment(options), list(line.given)]
+    levels = [_of_file(line.given, names), _of_environment(options, names), list(line.given)]
     levels.insert(0, launched(levels) if path == ["serve"] else [])
     named = [item for level in levels for item in level if item.name in _MODEL_NAMES]
     if takes_model and not line.positional and not named:
@@ -160,8 +160,9 @@ def _of_key(name: str, kind: Kind, value: Any, *, source: str) -> Given:
     return Given(name, tuple(map(str, values)), source)
 
 
-def _of_environment(options: Sequence[Option]) -> list[Given]:
-    found = []
+def _of_environment(options: Sequence[Option], names: OptionNames) -> list[Given]:
+    given = [(f"--{name}", text, name) for name, text in env.find_variables("").items()]
+    found = [Given(name, (text,), source) for name, text, source in given if name in names.foreign]
     for option in options:
         text = None if option.key in _ONLY_FLAGS else env.get(option.variable)
         if text is None or _is_service_link(option.variable, text):

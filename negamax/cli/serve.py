@@ -32,7 +32,8 @@ def check(*, engine: EngineOptions, server: ServerOptions) -> None:
     from negamax.engine.core.source import check_model
     from negamax.engine.nodes.ray_launcher import check_installed
 
-    resolve_address(server)
+    if not engine.node_rank:  # the other nodes run no server
+        resolve_address(server)
     check_model(engine)
     check_installed(engine)
     if server.otlp_traces_endpoint is not None:

@@ -137,7 +137,7 @@ class OptionNames:
         """Return the names to suggest: all except opposites and refused options."""
         ours = [name for name, option in self.own.items() if name in option.names]
         ignored = [name for name, entry in self.foreign.items() if entry.remedy is None]
-        return [name for name in (*ours, *ignored) if name.startswith("--")]
+        return [name for name in (*ours, *ignored) if name.startswith("--") and not name.isupper()]
 
 
 @dataclass(frozen=True)

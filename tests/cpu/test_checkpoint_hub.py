@@ -342,12 +342,13 @@ def test_modelscope_errors_are_one_line_remedies(
         assert line.startswith(words), line
 
 
-@pytest.mark.parametrize("source", ["auto", "modelscope"])
+@pytest.mark.parametrize("source", ["modelscope", "NEGAMAX_USE", "VLLM_USE", "SGLANG_USE"])
 def test_missing_modelscope_names_install_line(
     monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "modelscope_hub", None)
-    if source == "auto":
-        monkeypatch.setenv("NEGAMAX_USE_MODELSCOPE", "1")
+    if source.endswith("_USE"):
+        monkeypatch.setenv(f"{source}_MODELSCOPE", "True")
+        source = "auto"
     with pytest.raises(ConfigError, match=r"pip install 'negamax\[modelscope\]'"):
         resolve_model("lab/model", source=source)

@@ -219,19 +219,26 @@ def test_refused_folders(refused: Any, tmp_path: Path, file: str, content: str, 
 
 
 @pytest.mark.parametrize(("table", "line"), [(SERVER, "serve nano"), (BENCH, "bench serve")])
-def test_every_foreign_option_is_translated_or_refused(table: str, line: str) -> None:
+def test_every_foreign_option_is_translated_or_refused(
+    table: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = options_of(find_command(GROUP, line.split())[0])  # type: ignore[arg-type]
     own = {name for each in options for name in (*each.names, *each.opposites)}
     samples = {Kind.SWITCH: [], Kind.VALUE: ["7"], Kind.LIST: ["7", "8"]}
     samples[Kind.JSON] = ['{"seven": 7}']
     assert not own & set(foreign_options(table))  # The table names no option of ours.
-    for name, entry in foreign_options(table).items():
+    for flag, entry in foreign_options(table).items():
+        words, name = [flag, *samples[entry.kind]], flag
+        if "_" in flag and flag.isupper():  # an environment variable
+            words, name = [], flag.removeprefix("--")
+            monkeypatch.setenv(name, "7")
         try:
-            resolved = resolve(GROUP, [*line.split(), name, *samples[entry.kind]])
+            resolved = resolve(GROUP, [*line.split(), *words])
         except ConfigError as refusal:
             assert str(refusal).startswith(name) and str(refusal).endswith(")"), refusal
             assert entry.remedy is not None or entry.rule is not None, name
             continue
+        monkeypatch.delenv(name, raising=False)
         assert entry.remedy is None, name
         sources = [choice.source for choice in resolved.choices.values()]
         note = f"{name} has no effect: {entry.reason}"

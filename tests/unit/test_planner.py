@@ -238,19 +238,16 @@ MEASURED_MS = {
 }
 
 
-def error_of(spec: ModelSpec, layout: ParallelLayout, count: int, milliseconds: float,
-             drafts: Drafts | None = None, *, kv_dtype: str = "fp8") -> float:  # fmt: skip
-    """Return the relative error of the predicted time per token in the middle of an answer."""
-    costs = Costs(Model.of(spec, MEASURED, kv_dtype=kv_dtype), MEASURED, layout, per_node=8)
-    seconds, _ = costs.token_seconds(count, context=1064, drafts=drafts)
-    return abs(1e3 * seconds / milliseconds - 1)
+def error_of(model: Model, topology: Topology, count: int, ms: float, drafts: Any = None) -> float:
+    costs = Costs(model, MEASURED, topology.layout, per_node=8)
+    return abs(1e3 * costs.token_seconds(count, context=1064, drafts=drafts)[0] / ms - 1)
 
 
 def test_predictions_match_measurements_of_two_and_four_gpus() -> None:
     for name, rows in MEASURED_MS.items():
-        spec, dtype = bundled_spec(name), "fp8" if "m3" in name else "auto"
+        model = Model.of(bundled_spec(name), MEASURED, kv_dtype="fp8" if "m3" in name else "auto")
         errors = [
-            error_of(spec, topology.layout, count, measured, kv_dtype=dtype)
+            error_of(model, topology, count, measured)
             for topology, times in rows
             for count, measured in times.items()
         ]
@@ -258,27 +255,22 @@ def test_predictions_match_measurements_of_two_and_four_gpus() -> None:
 
 
 def test_predictions_with_drafts_match_measurements() -> None:
-    """Check M2 and M3 on two GPUs, with three draft tokens and with adaptive lengths."""
-    errors, specs = [], {"minimax-m2": M2}
-    specs["minimax-m3"] = replace(bundled_spec("minimax-m3"), quantization=online.spec("int4"))
-    for name in ("h200_tp2_drafts", "h200_tp2_m3_drafts"):
+    errors, m3 = [], replace(bundled_spec("minimax-m3"), quantization=online.spec("int4"))
+    for name, spec in (("h200_tp2_m3_drafts", m3), ("h200_tp2_drafts", M2)):
+        model = Model.of(spec, MEASURED, kv_dtype="fp8")
         for found in json.loads((RESULTS / f"{name}.json").read_text())["results"]:
-            spec, given = specs[found["model"]], found["options"]["speculative_config"]
+            given = found["options"]["speculative_config"]
             given |= {"adaptive": "always" not in found["note"]}
-            draft = find_bundled_draft(given["model"])
-            assert draft is not None
+            draft: Any = find_bundled_draft(given["model"])
             drafts = Drafts(SpeculationConfig.read(given), draft.adapt_to(spec, None))
             errors += [
-                error_of(spec, ParallelLayout(tp=2), run["concurrency"], run["tpot_ms"], drafts)
+                error_of(model, Topology(2), run["concurrency"], run["tpot_ms"], drafts)
                 for run in found["runs"]
                 if run["tpot_ms"] and "no draft tokens" not in found["note"]
             ]
     assert len(errors) == 18 and median(errors) < 0.08 and max(errors) < 0.25
-    # The measured cache has 16.38 GiB with 64,512 bytes per token.
-    drafts = Drafts(
-        SpeculationConfig.read({"model": "x"}), find_bundled_draft("minimax-m2.5-eagle3")
-    )
-    model, budget = Model.of(M2, MEASURED, kv_dtype="fp8"), int(0.95 * MEASURED.memory)
+    # The cache of the last run has 16.38 GiB with 64,512 bytes per token.
+    budget = int(0.95 * MEASURED.memory)
     two = fit(model, ParallelLayout(tp=2), budget=budget, longest=4096, drafts=drafts)
     assert two.token == 64_512 and two.tokens == pytest.approx(16.38 * GIB / 64_512, rel=0.06)
 
