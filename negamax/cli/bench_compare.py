@@ -27,7 +27,7 @@ def command(
     ),
     title: str | None = setting(None, "Set the title of the plot (default: the model's name)."),
 ) -> None:
-    """Print a table. Runs with the same label or backend form one series, sorted by load."""
+    """Print a table of runs. Runs with equal label or backend form a series, sorted by load."""
     from negamax.bench import accuracy_compare, serve_compare
 
     if all(map(serve_compare.is_accuracy, found := [serve_compare.read_json(f) for f in files])):

@@ -38,7 +38,7 @@ def command(
         min=0.001,
     ),
 ) -> None:
-    """Measure, print a table, and write the requested files."""
+    """Measure the model, print a table, and write the requested files."""
     log.setup(engine.log_level, engine.log_format)
     counts = parse_counts(concurrency, flag="--concurrency")
     if engine.max_num_seqs is not None and engine.max_num_seqs < max(counts):

@@ -29,7 +29,7 @@ def command(
     ),
     json_file: Path | None = json_option(),
 ) -> None:
-    """Record, print a table, and write the requested files."""
+    """Record a decode step, print a table, and write the requested files."""
     log.setup(engine.log_level, engine.log_format)
     batches = parse_counts(batch, flag="--batch")
     from negamax.bench import profile, report  # torch

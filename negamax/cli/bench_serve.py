@@ -59,7 +59,7 @@ def command(
     plot: Path | None = picture("Plot distributions and timelines into this file (png, svg, pdf)."),
     disable_tqdm: bool = setting(False, "Hide the progress.", "--disable-tqdm", "--no-progress"),
 ) -> None:
-    """Measure, print the result and write the files."""
+    """Send the load, print the result and write the files."""
     given = {"goodput": goodput is not None, "metadata": metadata is not None}
     words = _sorted_words(goodput_words or [], **given)
     loads = _loads(max_concurrency, num_prompts)
@@ -81,10 +81,10 @@ def command(
 
 @dataclass(frozen=True)
 class _Files:
-    """Files for the results of a run."""
+    """Where to write the results of a run."""
 
-    folder: Path | None  # With None, results are not saved.
-    name: str | None  # With None, the run's settings determine the name.
+    folder: Path | None  # None: do not write a JSON result.
+    name: str | None  # None: the run's settings determine the file name.
     detailed: bool
     plot: Path | None
 
@@ -102,7 +102,7 @@ def _run_all(
     is_sweep = len(loads) > 1
     documents: list[dict[str, Any]] = []
     for number, (concurrency, count) in enumerate(loads):
-        # Each run has a new seed, so that its prompts are not in the prefix cache.
+        # Each run has a new seed, so that the server has not cached its prompts.
         seed = options.seed + number
         load: dict[str, Any] = {"max_concurrency": concurrency, "num_prompts": count}
         one = dataclasses.replace(options, **load, seed=seed)
@@ -127,7 +127,7 @@ def _run_all(
 
 
 def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[str, Any]]:
-    """Run the benchmark once and summarize the result. `shown` enables the progress display."""
+    """Run the benchmark once and summarize its result. `shown` enables the progress display."""
     from negamax.bench import serve, serve_report
 
     progress = serve.RunProgress()
@@ -137,7 +137,7 @@ def _measure(options: BenchOptions, *, shown: bool) -> tuple[Measurement, dict[s
 
 
 def _compare(documents: Sequence[dict[str, Any]], *, plot: Path | None) -> None:
-    """Print and plot the runs of a sweep. Do nothing if a run lacks a needed metric."""
+    """Print and plot the runs of a sweep. Do nothing if a run lacks a metric of the plot."""
     from negamax.bench import plots, serve_compare
 
     if not all(name in document for document in documents for name in serve_compare.NEEDED):
@@ -182,13 +182,13 @@ def _write(file: Path, text: str) -> None:
     print(f"Result: {file}")
 
 
-# Values of options
+# Helpers for option values
 
 
 def _sorted_words(
     words: list[str], *, goodput: bool, metadata: bool
 ) -> tuple[list[str], list[str]]:
-    """Assign the words after the first value of --goodput or --metadata to these options."""
+    """Assign further words on the command line to --goodput or --metadata by their form."""
     found: tuple[list[str], list[str]] = ([], [])
     for word in words:
         if goodput and word.partition(":")[0] in METRICS:

@@ -43,7 +43,7 @@ def command(
     hide_thinking: bool = setting(False, "Do not show the thinking.", "--hide-thinking"),
     plain: bool = setting(False, "Show Markdown as plain text.", "--plain"),
 ) -> None:
-    """Chat until /exit, Ctrl-D or the end of the input."""
+    """Chat with the model until /exit, Ctrl-D or the end of the input."""
     from negamax.cli.chat_session import ChatSession, talk
     from negamax.cli.chat_view import ChatView
 

@@ -17,7 +17,7 @@ class EngineBackend:
     """A started engine that answers one chat."""
 
     def __init__(self, supervisor: EngineSupervisor, runner: asyncio.Runner) -> None:
-        """Create the backend; callers use `start`."""
+        """Create the backend from a started engine; callers use `start`."""
         engine = supervisor.engine
         self.model = engine.info.served_model_name
         self._supervisor = supervisor
@@ -33,7 +33,7 @@ class EngineBackend:
 
     @classmethod
     def start(cls, options: EngineOptions, runner: asyncio.Runner) -> "EngineBackend":
-        """Load the model. Raises the errors of `EngineSupervisor.start`."""
+        """Start an engine with the model. Raises the errors of `EngineSupervisor.start`."""
         return cls(runner.run(EngineSupervisor.start(options)), runner)
 
     def answer(self, prompt: ChatInput, show: Show) -> TokenCounts:

@@ -34,7 +34,7 @@ class TokenCounts(NamedTuple):
     """Token counts of one answer."""
 
     prompt: int
-    cached: int  # prompt tokens that were cached
+    cached: int  # number of prompt tokens found in the prefix cache
     output: int
 
 
@@ -61,20 +61,20 @@ class Backend(Protocol):
 
 @dataclass
 class _Clock:
-    """Arrival times of an answer's pieces, in monotonic seconds."""
+    """Times of an answer in monotonic seconds: request, first piece of text, last piece."""
 
     begin: float
     first: float | None = None
     last: float = 0.0
 
     def tick(self) -> None:
-        """Record the arrival of a piece."""
+        """Record that a piece of the answer has arrived."""
         self.last = time.monotonic()
         if self.first is None:
             self.first = self.last
 
     def figures(self, counts: TokenCounts) -> str:
-        """Format times and tokens."""
+        """Format the answer's times and token counts."""
         if self.first is None:
             return ""
         parts = [f"{self.first - self.begin:.2f} s to the first token"]
@@ -116,7 +116,7 @@ class ChatSession:
         self._open_calls: list[dict[str, Any]] = []
 
     def add(self, line: str) -> None:
-        """Add a line: the result of the open tool call, or the user's next message."""
+        """Add a line that the user has typed: the result of an open tool call, or a new message."""
         if self._open_calls:
             call = self._open_calls.pop(0)
             self._messages.append({"role": "tool", "tool_call_id": call["id"], "content": line})
@@ -126,7 +126,7 @@ class ChatSession:
     def answer(self, view: ChatView) -> None:
         """Generate the next message, and show the message as it arrives.
 
-        If the answer is refused, or stopped without content, the user's message is removed.
+        If the backend refuses, or the answer stops without content, drop the user's message.
         """
         shown, clock = view.answer(), _Clock(time.monotonic())
 
@@ -188,7 +188,7 @@ class ChatSession:
         return True
 
     def is_command(self, line: str) -> bool:
-        """Return whether `line` is a command. A tool's result may also begin with a slash."""
+        """Return whether `line` is a chat command; a slash alone may also begin a tool's result."""
         name = line.partition(" ")[0].strip()
         if self.awaited_call is not None:
             return name in ("/exit", "/clear", "/reset")
@@ -226,7 +226,7 @@ class ChatSession:
 
 
 def talk(session: ChatSession, view: ChatView) -> None:
-    """Read lines until the input ends. Run commands and answer messages."""
+    """Read lines until the input ends. Run lines that are commands, and answer all other lines."""
     interactive = view.is_interactive
     if interactive:
         view.note(

@@ -19,11 +19,11 @@ _REFRESH_SECONDS = 0.08
 
 
 class ChatView:
-    """Writes to a terminal or a pipe. Control codes from a model never reach the terminal."""
+    """Writes to a terminal or a pipe. Control codes of a model never reach the terminal."""
 
     def __init__(self, *, show_thinking: bool, is_plain: bool) -> None:
         self.console = Console(highlight=False, markup=False)
-        # if standard output is a pipe, thinking goes to standard error
+        # standard error shows the thinking if standard output is a pipe
         self._errors = Console(stderr=True, highlight=False, markup=False)
         thinking = self.console if self.console.is_terminal else self._errors
         self._thinking = thinking if show_thinking else None
@@ -117,7 +117,7 @@ class AnswerView:
         return message
 
     def _end_content(self) -> None:
-        """End the content before the first call."""
+        """End the content of the message before the first tool call."""
         if self._calls:
             return
         if self._content and self._markdown is not None:
@@ -137,7 +137,7 @@ class AnswerView:
 
 
 class MarkdownStream:
-    """Renders Markdown as it arrives. Only the last, incomplete block is redrawn."""
+    """Renders Markdown text as it arrives. Only the last, incomplete block is redrawn."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -168,7 +168,7 @@ class MarkdownStream:
             self._live.update(_tail(self._block, self._console), refresh=True)
 
     def finish(self) -> None:
-        """Print the incomplete block."""
+        """Print the last block, which may be incomplete."""
         self._erase()
         block, self._block = self._block, ""
         if block.strip():
@@ -197,12 +197,12 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def _may_continue(rest: str) -> bool:
-    """Return whether the text after a blank line may continue the block before the line."""
+    """Return whether the text after a blank line may continue the block before the blank line."""
     return not rest.strip(" ") or bool(re.match(r"(?: {2,}|\t|\s*(?:[-+*]|\d+[.)])(?:\s|$))", rest))
 
 
 def _tail(block: str, console: Console) -> Markdown:
-    """Render as much of the end of a block as fits the terminal."""
+    """Render the end of a block, as much as fits on the terminal."""
     most = max(1, console.height - 2)
     lines = block.splitlines(keepends=True)
     if len(lines) <= most:

@@ -1,6 +1,6 @@
 """`negamax doctor`: check this machine, and list the models that it can serve.
 
-This module imports only packages that a broken installation also has.
+This module imports only packages that are importable in a broken installation.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _PROBE_SECONDS = 120.0
 _MARKS = {"ok": "ok", "info": "-", "warn": "WARN", "fail": "FAIL"}
 Status = Literal["ok", "info", "warn", "fail"]
 OPTIONAL_PACKAGES = ("transformers", "uvloop")
-_ISA = {  # flag in /proc/cpuinfo -> name of the instruction set
+_ISA = {  # CPU flag in /proc/cpuinfo -> name of the instruction set
     "avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX BF16",
     "asimd": "NEON", "i8mm": "I8MM", "bf16": "BF16", "sve": "SVE",
 }  # fmt: skip
 _VARIABLES = ("HF_", "HUGGING", "NEGAMAX_", "CUDA_", "TRITON_", "NCCL_", "OMP_", "TORCH_", "XDG_")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
-_SIZE_SECONDS = 1.0  # time limit for counting the bytes of a cache
+_SIZE_SECONDS = 1.0  # time limit for counting the bytes of a cache folder
 _LOW_DISK = 2 * GIB
 _HUB = "https://huggingface.co"
 
@@ -80,7 +80,7 @@ def command(
 
 
 def _found_by(child: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return the probe's findings, or an error message in their place."""
+    """Return the findings of `doctor_probe`, or an error message in their place."""
     try:
         output, errors = child.communicate(timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -130,7 +130,7 @@ def _print(found: list[Check], models: list[ModelVerdict]) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """One finding with its remedy. With status "fail", no model can be served."""
+    """One finding about this machine, with its remedy. Status "fail": no model can be served."""
 
     section: str
     name: str
@@ -331,7 +331,7 @@ def _output(*command: str) -> str | None:
 
 
 def _size(folder: Path) -> str:
-    """Format a folder's size, or a lower bound if counting takes too long."""
+    """Format the size of a folder, or a lower bound if counting its bytes takes too long."""
     if not folder.is_dir():
         return "does not exist yet"
     total, deadline = 0, time.monotonic() + _SIZE_SECONDS

@@ -43,7 +43,7 @@ class Machine:
     """Properties of a machine that decide which models run."""
 
     gpus: tuple[Gpu, ...]
-    memory_bytes: int  # Free main memory.
+    memory_bytes: int  # Free bytes of main memory.
     cpu_bfloat16: bool  # Whether the CPU has bf16 instructions.
     disk_bytes: int  # Free bytes on the disk to which models are downloaded.
 
@@ -59,12 +59,12 @@ class ModelVerdict:
 
 
 def verdicts(machine: Machine) -> list[ModelVerdict]:
-    """Judge every embedded and every published model."""
+    """Return a verdict for every embedded and every published model."""
     return [verdict(name, machine) for name in (*EMBEDDED, *bundled_names())]
 
 
 def verdict(name: str, machine: Machine) -> ModelVerdict:
-    """Judge the model `name`. Mention the download if the disk has too little space."""
+    """Return the verdict for the model `name`. Mention its download if the disk lacks space."""
     if name in EMBEDDED:
         return _embedded(name, machine)
     found = _verdict(name, machine)
@@ -152,7 +152,7 @@ def _on_gpus(model: str, spec: ModelSpec, gpus: Sequence[Gpu]) -> ModelVerdict:
 
 
 def _is_kept(spec: ModelSpec, gpus: Sequence[Gpu]) -> bool:
-    """Check whether these GPUs compute with a published model's weights as stored."""
+    """Return whether these GPUs can use a published model's weights in their stored format."""
     scheme = detect(spec.quantization)
     return scheme is not None and all(
         is_kept(stored, gpu.platform) for stored in scheme.formats for gpu in gpus
@@ -170,6 +170,6 @@ def _refusal(gpus: Sequence[Gpu]) -> str | None:
 
 
 def _budget(gpus: Sequence[Gpu], splits: ParallelOptions) -> int:
-    """Return the bytes that the engine may use on each of the GPUs of `splits`."""
+    """Return the bytes that the engine may use on each of its GPUs."""
     gpus, share = gpus[: splits.tensor_parallel_size], EngineOptions.gpu_memory_utilization
     return min(int(gpu.total_bytes * share) - (gpu.total_bytes - gpu.free_bytes) for gpu in gpus)

@@ -8,7 +8,7 @@ _MODULES = ("negamax.cli.main", "negamax.api.server")  # modules that import all
 
 
 def main() -> None:
-    """Print the findings and import errors."""
+    """Print the GPUs of this machine and import errors."""
     found: dict[str, Any] = {}
     try:
         found |= _look()

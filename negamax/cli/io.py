@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from negamax.options.engine import EngineOptions
     from negamax.scheduler.request import SamplingParams
 
-_ANY_VOCABULARY = 2**31  # limit of token ids before the model is known
+_ANY_VOCABULARY = 2**31  # upper bound of token ids while the model is unknown
 
 
 def print_line(text: str, *, indent: int = 0) -> None:
@@ -39,7 +39,7 @@ def print_json(answer: Any) -> None:
     """Print `answer` as one line of JSON in UTF-8, in any locale."""
     try:
         line = json.dumps(answer, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # the answer has a lone surrogate
+    except UnicodeEncodeError:  # the answer contains a lone surrogate, which UTF-8 cannot encode
         line = json.dumps(answer).encode()
     sys.stdout.flush()
     sys.stdout.buffer.write(line + b"\n")

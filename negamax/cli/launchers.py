@@ -1,6 +1,6 @@
-"""Read the nodes' settings from the variables of LeaderWorkerSet, Slurm and torchrun.
+"""Read the nodes' settings from the environment variables of LeaderWorkerSet, Slurm and torchrun.
 
-Flags, NEGAMAX_ variables and the file of --config override these settings.
+Flags, NEGAMAX_ variables and the file of --config override a launcher's settings.
 """
 
 import re
@@ -11,7 +11,7 @@ from negamax.base.errors import ConfigError
 from negamax.cli.words import Given
 from negamax.options.nodes import RAY
 
-# Options and values that make Ray start the other nodes.
+# Options and values with which Ray starts the other nodes.
 _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("--distributed-executor-backend", (RAY,)),
     ("--data-parallel-backend", (RAY,)),
@@ -22,7 +22,7 @@ _BY_RAY: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def launched(levels: Sequence[Sequence[Given]]) -> list[Given]:
-    """Return a launcher's settings, or [] if the command has --nnodes 1 or uses Ray.
+    """Return the nodes' settings of a launcher, or [] if the command has --nnodes 1 or uses Ray.
 
     Raises `ConfigError` if the launcher starts more than one process on a machine.
     """
@@ -76,7 +76,7 @@ def _torchrun() -> Mapping[str, tuple[str, str]]:
 
 
 def _given(names: Mapping[str, str]) -> Mapping[str, tuple[str, str]]:
-    """Return each option with its value and variable, or {} if a variable is missing."""
+    """Return option -> (value, variable that sets it), or {} if a variable is missing."""
     values = {option: (env.get(variable), variable) for option, variable in names.items()}
     found = {option: (value, name) for option, (value, name) in values.items() if value}
     return found if len(found) == len(names) else {}

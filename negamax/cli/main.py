@@ -1,4 +1,4 @@
-"""The entry point, which prints errors as one line and returns an exit code."""
+"""The entry point of `negamax`, which prints an error as one line and returns an exit code."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ def _run(given: list[str]) -> int:
 
 @cache
 def _commands() -> typer.core.TyperGroup:
-    """Build all commands once."""
+    """Build all commands at the first call."""
     return typer.main.get_command(app)  # type: ignore[return-value]
 
 
 def _show_whole_names() -> None:
     """Let help wrap long option names, which Typer truncates in narrow terminals."""
-    from typer import rich_utils  # a slow import that only help needs
+    from typer import rich_utils  # this import is slow, and only help needs it
 
     class Wrapping(rich_utils.OptionHighlighter):
         def __call__(self, text: str | Text) -> Text:
@@ -141,7 +141,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _one_line(message: str, resolved: Resolved, commands: typer.core.TyperGroup) -> str:
-    """Reword Typer's message as one line. Add the source of a bad value or a similar command."""
+    """Reword Typer's error as one line. Add the source of an invalid value or a similar command."""
     text = " ".join(message.split())
     bad = _BAD_VALUE.match(text)
     if bad is not None:

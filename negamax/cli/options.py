@@ -26,12 +26,12 @@ from negamax.options.key_file import keys_of_file
 from negamax.options.server import ServerOptions
 
 AUTO = "auto"
-_NEEDED_FILES = 128  # open files that a process with a model and a few connections needs
+_NEEDED_FILES = 128  # number of open files that a process with a model and a few connections needs
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {unit + "i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 _COUNT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?)\s*([kKmMgG]?)")
-# choices that the model families define
+# choices of options that the model families define
 _CHOICES = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS}
 
 _CONFIG = "Read options from this TOML file. Flags and NEGAMAX_... variables override the file."
@@ -53,7 +53,7 @@ def add_options(
 
     A dataclass parameter becomes one option per field. A command with `EngineOptions` also has
     MODEL, --model and the options of other servers. Without `needs_model`, the model is optional.
-    With `explains`, the command has --config and --explain, which calls `check`. `defaults`
+    With `explains`, the command has --config and --explain; the latter calls `check`. `defaults`
     replaces default values. `foreign` selects the foreign options of a command without a model.
     """
 
@@ -162,7 +162,7 @@ def _flags(options: type) -> tuple[Flag, ...]:
 
 
 def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
-    """Build the dataclass and remove its fields from `values`. Raises `ConfigError`."""
+    """Build the dataclass from its fields, and drop these from `values`. Raises `ConfigError`."""
     chosen = dict(fixed)
     for flag in _flags(options):
         value, name = values.pop(flag.field), flag.names[0]
@@ -184,7 +184,7 @@ def _made(options: type, values: dict[str, Any], fixed: dict[str, Any]) -> Any:
 
 
 def _check_server(chosen: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for unusable files and names before a model is loaded."""
+    """Raise `ConfigError` for unusable files and names of a server before a model is loaded."""
     keys_of_file(chosen["api_key_file"])
     if kwargs := chosen.get("default_chat_template_kwargs"):
         from negamax.text.chat_template import check_template_kwargs
@@ -210,7 +210,7 @@ def _one_model(argument: str | None, option: str | None, *, needed: bool) -> str
 
 
 def _listed(flag: str, values: Iterable[str]) -> tuple[str, ...]:
-    """Return all repeated values. As in vLLM, a value may be a JSON list."""
+    """Return all values of a repeated option. As in vLLM, a value may be a JSON list."""
     texts: list[str] = []
     for value in values:
         if not value.startswith("["):
@@ -293,7 +293,7 @@ def template_option() -> Any:
 
 
 def add_command(app: typer.Typer, name: str, module: Any, *, group: str = "") -> None:
-    """Add the command of a module. A setting without a panel joins the previous panel."""
+    """Add the command of a module. In help, a setting without a panel joins the previous panel."""
     panel = None
     for parameter in inspect.signature(module.command).parameters.values():
         if isinstance(parameter.default, OptionInfo):

@@ -32,11 +32,11 @@ The command reads only configuration files and needs no GPU. docs/parallelism.md
 times with measurements.
 """
 _MOST_GPUS = 64
-_MOST_ROWS, _MOST_REASONS = 6, 3  # Largest numbers of shown rows and reasons.
+_MOST_ROWS, _MOST_REASONS = 6, 3  # Largest numbers of table rows and of reasons to print.
 _FORMATS = ("fp8", "int8", "mxfp8", "int4", "nvfp4", "mxfp4")  # Values of --quantization.
 FIRST_NODE = "node0"  # Name of the first machine in commands for several machines.
 _GPU_NAMES = [gpu.name for gpu in GPUS.values()]
-_TABLE_WIDTH = 100  # least width of the table, even on a narrower terminal
+_TABLE_WIDTH = 100  # least width of the table, even if the terminal is narrower
 _LOAD, _HARDWARE, _MODEL = "Expected load", "Hardware", "Model"
 
 
@@ -193,7 +193,7 @@ def _bundled(model: str) -> str:
 
 
 def _list_formats(spec: ModelSpec, planned: Callable[[ModelSpec], Plan]) -> str:
-    """Return a line with the formats in which the model fits."""
+    """Return a line that lists the weight formats in which the model fits."""
     plain = replace(spec, quantization=None)
     fits = {name: planned(replace(plain, quantization=online.spec(name))) for name in _FORMATS}
     best = {name: each.fastest for name, each in fits.items() if each.fastest is not None}
@@ -238,7 +238,7 @@ def commands(
     sharding = "on" if each.shards_index else "off"
     words = ["negamax", "serve", model, *start, *each.topology.flags]
     nodes = each.topology.nodes(per_node=hardware.per_node)
-    # Replicas on one machine share a command. A replica on several machines needs several commands.
+    # One command starts all replicas of a machine. A replica on several machines needs several.
     replicas = each.topology.replicas // hardware.nodes if nodes == 1 else 1
     for name, value, default in (
         ("num-replicas", replicas or each.topology.replicas, 1),
@@ -315,7 +315,7 @@ def _best(plan: Plan) -> dict[str, Candidate | None]:
 
 
 def _ordered(plan: Plan) -> list[Candidate]:
-    """Put the two best candidates first."""
+    """Return all candidates, with the two best first."""
     best = [each for each in _best(plan).values() if each is not None]
     return list(dict.fromkeys([*best, *plan.candidates]))
 

@@ -2,7 +2,7 @@
 
 An option's value comes from the first of these sources that sets the option: its flag,
 `NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. The result
-contains the words for typer and the source of each value. The words have one name for each option.
+contains the words for typer and the source of each value. These words use one name for each option.
 """
 
 import itertools
@@ -50,11 +50,11 @@ class OptionValue:
 
 @dataclass
 class Resolved:
-    """A resolved command line."""
+    """The command line with the values of all sources."""
 
     words: list[str]
-    choices: dict[str, OptionValue] = field(default_factory=dict)  # Keys: parameter names.
-    notes: list[str] = field(default_factory=list)  # Notes on options without effect.
+    choices: dict[str, OptionValue] = field(default_factory=dict)  # by name of the parameter
+    notes: list[str] = field(default_factory=list)  # log lines about options without effect
 
 
 def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
@@ -92,7 +92,7 @@ def resolve(root: TyperGroup, words: Sequence[str]) -> Resolved:
 def find_command(
     root: TyperGroup, words: Sequence[str]
 ) -> tuple[TyperCommand | TyperGroup, list[str], list[str]]:
-    """Return the innermost command in `words`, the words up to the command, and the others."""
+    """Return the innermost command in `words`, the words up to it, and the words after it."""
     command: Any = root
     for place, word in enumerate(words):
         if not isinstance(command, TyperGroup):
@@ -112,7 +112,7 @@ def options_of(command: TyperCommand) -> list[Option]:
     return [Option.of(parameter, flags.get(parameter.name)) for parameter in parameters]
 
 
-# Sources of values
+# Sources of option values
 
 
 def _of_file(given: Sequence[Given], names: OptionNames) -> list[Given]:
@@ -202,7 +202,7 @@ def _misspelled_variables(options: Sequence[Option]) -> list[str]:
 def _translated(
     levels: Sequence[Sequence[Given]], names: OptionNames, model: str | None, notes: list[str]
 ) -> list[list[Given]]:
-    """Replace foreign options by options of Negamax. Given options of Negamax take precedence."""
+    """Replace options of other servers by options of Negamax, unless these are given themselves."""
     own = [[item for item in level if item.name in names.own] for level in levels]
     chosen = {name: choice.words for name, choice in _choose(own, names).items() if choice.words}
     line = {name: words[-1].partition("=")[2] for name, words in chosen.items()}
@@ -233,7 +233,7 @@ def _translated(
 
 
 def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
-    """Merge items of the same name."""
+    """Merge the given values of each option name."""
     found: dict[str, Given] = {}
     for item in items:
         before = found.get(item.name)
@@ -245,7 +245,7 @@ def _once_each(items: Sequence[Given], names: OptionNames) -> list[Given]:
 
 
 def _choose(levels: Sequence[Sequence[Given]], names: OptionNames) -> dict[str, OptionValue]:
-    """Use the words of the last level that sets an option, or of all levels if the words add up."""
+    """Return each option's words from the last level that sets it, or from all if they add up."""
     chosen: dict[str, OptionValue] = {}
     for level in levels:
         found: dict[str, Given] = {}

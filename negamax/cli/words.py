@@ -11,19 +11,19 @@ from negamax.options.flags import Flag, Kind
 from negamax.options.foreign import Foreign
 
 _TRUTHS = {"true": True, "false": False}
-_SECRETS = ("-key", "-token", "-password")  # name endings of options with secret values
+_SECRETS = ("-key", "-token", "-password")  # endings of the names of options with secret values
 _SECRET_FLAGS = ("--api-key", "--admin-api-key")
-_SHORTEST = 5  # An abbreviation has more characters than this, dashes included.
-_SIMILARITY = 0.8  # Suggested names have at least this similarity to a given name.
+_SHORTEST = 5  # An abbreviated option has more characters than this, with dashes.
+_SIMILARITY = 0.8  # Least similarity of a suggested name to the given name.
 
 
 @dataclass(frozen=True)
 class Option:
     """An option of Negamax. Flags in `names` set a switch; flags in `opposites` clear a switch."""
 
-    name: str  # Name of the parameter.
+    name: str  # Name of the command's parameter.
     key: str  # Name of the option in files and environment variables.
-    flag: str  # Flag that typer parses.
+    flag: str  # Flag that typer knows.
     kind: Kind
     names: tuple[str, ...]
     opposites: tuple[str, ...]
@@ -34,7 +34,7 @@ class Option:
 
     @classmethod
     def of(cls, parameter: Any, flag: Flag | None) -> "Option":
-        """Build an option from typer's parameter and the flag of its field, if there is one."""
+        """Build an option from typer's parameter and, if any, the `Flag` of its dataclass field."""
         has_field = flag is not None
         flag = flag or Flag(field=parameter.name)
         listed = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
@@ -61,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Given:
-    """A given option with its values and its source. `is_set` is the value of a switch."""
+    """An option on the command line or in another source. `is_set` is the value of a switch."""
 
     name: str
     values: tuple[str, ...]
@@ -111,7 +111,7 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
 
 
 class OptionNames:
-    """All option names that a command accepts, including the names of other servers."""
+    """All option names that a command accepts, including other servers' names for options."""
 
     def __init__(self, options: Sequence[Option], foreign: Mapping[str, Foreign]) -> None:
         self.options = options
@@ -134,7 +134,7 @@ class OptionNames:
         return name if name in self.own or name in self.foreign else None
 
     def suggestions(self) -> list[str]:
-        """Return the names to suggest: all except opposites and refused options."""
+        """Return the names to suggest: all except opposites of switches and refused options."""
         ours = [name for name, option in self.own.items() if name in option.names]
         ignored = [name for name, entry in self.foreign.items() if entry.remedy is None]
         return [name for name in (*ours, *ignored) if name.startswith("--") and not name.isupper()]
@@ -163,7 +163,7 @@ def split(words: Sequence[str], names: OptionNames) -> Line:
 
 
 def take_model(line: Line, names: OptionNames) -> Line:
-    """Use the last value of an option with several values as the missing MODEL."""
+    """If MODEL is missing, use the last value of an option that accepts several values as MODEL."""
     for place in reversed(range(len(line.given))):
         item = line.given[place]
         takes_many = item.name in names.own and names.own[item.name].takes_many
@@ -175,7 +175,7 @@ def take_model(line: Line, names: OptionNames) -> Line:
 
 
 class _Reader:
-    """Removes options from the front of `words`. Only `split` uses this class."""
+    """Removes options and arguments from the front of `words`. Only `split` uses this class."""
 
     def __init__(self, words: list[str], names: OptionNames) -> None:
         self.words = words
@@ -230,7 +230,7 @@ class _Reader:
         return name if name in self.names.own or name in self.names.foreign else None
 
     def _values(self, kind: Kind, *, own: bool, name: str = "") -> list[str]:
-        """Remove an option's values. Options of Negamax accept a value with a leading dash."""
+        """Remove an option's values from `words`. Only Negamax's options accept a value like -1."""
         many = kind is Kind.LIST and (not own or self.names.own[name].takes_many)
         values = [self.words.pop(0)] if self.words and (own or _is_value(self.words[0])) else []
         while many and self.words and _is_value(self.words[0]):

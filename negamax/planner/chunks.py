@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from negamax.planner.cost import Costs
 from negamax.scheduler.chunk_length import ChunkLength, EvenTimes
 
-# The shortest chunk has the token budget of a step divided by LEAST_SHARE. Shorter chunks would
-# read the weights more often, which costs more time than short chunks save in later stages.
+# The shortest prompt chunk has 1 / LEAST_SHARE of the tokens of a step. Shorter chunks would read
+# the weights more often, which takes more time than later pipeline stages save.
 LEAST_SHARE = 4
 _POINTS = 64  # approximate number of context lengths for which costs are computed
 
@@ -14,7 +14,7 @@ _POINTS = 64  # approximate number of context lengths for which costs are comput
 def plan_even_times(
     costs: Costs, *, max_num_batched_tokens: int, block_size: int, max_model_len: int
 ) -> EvenTimes:
-    """Return chunk sizes that take as long in the slowest stage as a prompt's first chunk."""
+    """Return chunk lengths that take as long in the slowest stage as a prompt's first chunk."""
     most = max_num_batched_tokens
     every = max(most, -(-max_model_len // _POINTS))
     least = min(most, max(block_size, most // LEAST_SHARE))
@@ -26,7 +26,7 @@ def plan_even_times(
 
 
 def chunks(length: ChunkLength, num_tokens: int, *, budget: int) -> Iterator[int]:
-    """Yield the chunk sizes of one prompt of `num_tokens`, with `budget` tokens per step."""
+    """Yield the chunk lengths of a prompt of `num_tokens`, at most `budget` per step."""
     done = 0
     while done < num_tokens:
         count, _ = length.fit(done, num_tokens - done, budget)

@@ -5,10 +5,10 @@
           + layers * (LAYER_SECONDS + ROW_SECONDS * sqrt(rows) + TOKEN_SECONDS * tokens / tp)
           + exchanges
 
-All constants were measured on an H200 (docs/performance.md, docs/results). Other GPUs should reach
-the same fractions of the vendor's figures. LAYER_SECONDS and ROW_SECONDS are fitted to times
-per token on one, two and four GPUs, and TOKEN_SECONDS is fitted to prompts. The other constants
-were measured one by one. docs/parallelism.md states the prediction error.
+All constants were measured on an H200 (docs/performance.md, docs/results). The prediction assumes
+that other GPUs reach the same fractions of their vendor's figures. LAYER_SECONDS and ROW_SECONDS
+are fitted to times per token on one, two and four GPUs, and TOKEN_SECONDS is fitted to prompts. The
+other constants were measured one by one. docs/parallelism.md states the prediction error.
 """
 
 from collections import Counter
@@ -32,20 +32,20 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
-# Fractions of the vendor's figures. Copies, and GEMMs with FP8 blocks or unquantized weights, reach
-# 4.25 of 4.8 TB/s. GEMMs with other formats reach less, depending on the bits per element.
+# Reached fractions of vendors' figures. Copies, and GEMMs with FP8 blocks or unquantized weights,
+# reach 4.25 of 4.8 TB/s. GEMMs with other formats read less, depending on the bits per weight.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
 DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
-# Time of a layer in addition to its reads: for nine dependent kernels, per row, and per token. A
+# Time of a layer in addition to its memory reads: for nine dependent kernels, per row, per token. A
 # batch of one or two rows on one rank runs eight kernels, which takes about 1 us less.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
-MOST_ROWS = 256  # Rows beyond this number add no time.
+MOST_ROWS = 256  # Rows beyond this number add no ROW_SECONDS.
 # In sums over the ranks of a machine, few tokens are sent with flags, which double the bytes.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
-SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Times of a sum in a fused norm, and of a QK norm.
+SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Times of a sum over ranks in a norm, and of a QK norm.
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
 MERGE_SECONDS = 4e-6  # Calculated time to merge attention results, with stores of values and flags.
 # Assumed probabilities that a step accepts the first, second, ... draft token.
@@ -56,7 +56,7 @@ NETWORK_BYTES = 45e9  # Bytes per second of a GPU to other machines, with a 400 
 
 @dataclass(frozen=True)
 class Workload:
-    """A number of concurrent requests with given prompt and answer lengths."""
+    """A number of concurrent requests, with the lengths of their prompts and answers."""
 
     concurrency: int
     input_len: int = 1000
@@ -64,12 +64,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a finished request."""
+        """Number of tokens of a finished request."""
         return self.input_len + self.output_len
 
     @property
     def context(self) -> float:
-        """Tokens of a request in the middle of its answer."""
+        """Number of tokens of a request in the middle of its answer."""
         return self.input_len + self.output_len / 2
 
 
@@ -107,7 +107,7 @@ class Model:
         )
 
     def on_rank(self, layout: ParallelLayout) -> Iterable[tuple[WeightKind, int, float]]:
-        """Yield (kind of matrix, number of matrices, bytes) for each kind on a rank."""
+        """Yield (kind of matrix, number of matrices, their bytes) for each kind on a rank."""
         return self.weights.on_rank(dtype=self.dtype, kept=self.kept, layout=layout)
 
     @property
@@ -122,7 +122,7 @@ class _Held(NamedTuple):
     kind: WeightKind
     count: int
     num_bytes: float
-    read: float  # Bytes per second that GEMMs read.
+    read: float  # Bytes per second that GEMMs read from memory.
     rate: float  # Operations per second of GEMMs.
 
 
@@ -207,7 +207,7 @@ class Costs:
         return max(self._prefill(size, ranks=1, after=after))
 
     def prefill_rate(self, prompt: int, *, chunk: int) -> float:
-        """Return tokens per second for many prompts of `prompt` tokens, with all ranks busy."""
+        """Return prompt tokens per second if all ranks compute prompts of `prompt` tokens."""
         after = max(0, prompt - chunk) / 2
         stages = self._prefill(chunk, ranks=self._layout.dp, after=after, prompt=prompt)
         return self._layout.dp * chunk / max(stages)
@@ -263,7 +263,7 @@ class Costs:
         ranks = layout.tp // (layout.dcp if weight.is_query else 1)
         rows = float(own)
         if weight.used is not None:
-            # The busiest of `ep` ranks reads more experts than the mean.
+            # The busiest of `ep` ranks reads more experts than the mean rank.
             deviation = sqrt(hit * (1 - hit) * layout.ep / weight.count)
             hit = min(1.0, hit + _beyond_mean(layout.ep) * deviation)
             rows = tokens * weight.used / weight.count

@@ -1,4 +1,4 @@
-"""The physical limit of a decode step: bytes to read divided by memory bandwidth."""
+"""The least time of a decode step is the bytes to read divided by memory bandwidth."""
 
 from negamax.config.kv_cache import KvCacheSpecs, set_index_dtype
 from negamax.config.model_spec import ModelSpec
@@ -6,7 +6,7 @@ from negamax.models.memory import read_bytes
 
 
 def cached_bytes(caches: KvCacheSpecs, context: float, *, dtype: str, ranks: int) -> float:
-    """Return the cache bytes that a rank reads for a token after `context` earlier tokens."""
+    """Return the KV cache bytes that a rank reads for a token after `context` earlier tokens."""
     return sum(
         cache.read_tokens(context) * cache.block_bytes(1, dtype=dtype, ranks=ranks)
         for layer in caches

@@ -1,7 +1,7 @@
-"""Figures of known GPUs, so that `negamax plan` needs no GPU.
+"""Figures of known GPU models, so that `negamax plan` needs no GPU.
 
-Memory is the size that the driver reports. Bandwidth and rates (without sparsity) are from the data
-sheet named above each GPU. Link rates are for one direction, summed over all other GPUs.
+`memory` is the size that the driver reports. Bandwidth and rates (without sparsity) are from the
+data sheet named above each GPU. Link rates are for one direction, summed over all other GPUs.
 """
 
 import re
@@ -20,7 +20,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One kind of GPU, in bytes, bytes per second and operations per second."""
+    """Figures of one kind of GPU, in bytes, bytes per second and operations per second."""
 
     name: str
     memory: int
@@ -96,7 +96,7 @@ def find_gpu(name: str) -> GpuModel:
             f"--gpu is {name[:60]!r}; known: {', '.join(gpu.name for gpu in GPUS.values())}",
             hint="for another GPU, pass the most similar known GPU and --gpu-memory",
         )
-    return GPUS[max(found, key=len)]  # the longest name matches best
+    return GPUS[max(found, key=len)]  # the longest name in `GPUS` matches best
 
 
 def visible_gpus() -> Sequence[GpuModel]:
@@ -111,7 +111,7 @@ def visible_gpus() -> Sequence[GpuModel]:
 
 
 def visible_devices() -> list[str] | None:
-    """Return the ids of allowed GPUs; None if neither CUDA_VISIBLE_DEVICES nor a driver exists."""
+    """Return the ids of usable GPUs; None if neither CUDA_VISIBLE_DEVICES nor a driver exists."""
     wanted = env.find_variables(_VISIBLE).get(_VISIBLE)
     words = None if wanted is None else [word.strip() for word in wanted.split(",") if word.strip()]
     try:
@@ -131,7 +131,7 @@ def _driver_rows(columns: str) -> list[list[str]]:
 
 
 def _seen_by_cuda(rows: list[list[str]], wanted: str | None) -> list[list[str]]:
-    """Return the rows that `wanted` lists. As in CUDA, the list ends at the first unknown id."""
+    """Return the GPUs' rows that `wanted` lists. As in CUDA, the first unknown id ends the list."""
     if wanted is None:
         return rows
     found = []

@@ -13,12 +13,12 @@ from negamax.planner.cost import Costs, Drafts, Model, Workload, tokens_per_seco
 from negamax.planner.gpus import GIB, GpuModel, format_gib
 from negamax.planner.topology import LEAST_TOKENS, LIMITS, Fit, Topology, fit, topologies
 
-TIE = 0.05  # relative error of predicted times per token
+TIE = 0.05  # relative error of the predicted times per token
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs of one kind in `nodes` machines."""
+    """`gpus` GPUs of one kind in `nodes` machines."""
 
     gpu: GpuModel
     gpus: int
@@ -38,7 +38,7 @@ class Hardware:
 class Prediction:
     """Predicted rates of all replicas of a topology under a workload."""
 
-    concurrency: int  # Number of requests that run at a time. Other requests wait for cache blocks.
+    concurrency: int  # Number of requests that run at a time; others wait for KV blocks.
     token_seconds: float  # Time between two tokens of a request.
     tokens_per_second: float  # Output tokens per second, while prompts run between decode steps.
     draft_tokens: int = 0  # Draft tokens per sequence and step.
@@ -50,22 +50,22 @@ class Candidate:
 
     topology: Topology
     memory: Fit
-    context_length: int  # Number of tokens of the longest request.
+    context_length: int  # Largest number of tokens of a request.
     shards_index: bool  # True: each rank holds a shard of the index keys.
     prompt_seconds: float  # Time to first token of a single prompt.
     prefill_rate: float  # Prompt tokens per second of all replicas.
-    predictions: tuple[Prediction, ...]  # One entry for each requested concurrency.
+    predictions: tuple[Prediction, ...]  # One entry per workload.
     host_tokens: int = 0  # Tokens of all replicas that main memory holds.
 
     @property
     def most_sequences(self) -> int:
-        """Sequences that a data-parallel rank runs at a time under the largest load."""
+        """Number of sequences that a data-parallel rank runs at a time under the largest load."""
         ranks = self.topology.replicas * self.topology.dp
         return -(-self.predictions[-1].concurrency // ranks)
 
     @property
     def cache_tokens(self) -> int:
-        """Number of tokens that the caches of all data-parallel ranks of all replicas hold."""
+        """Number of tokens in the KV caches of all data-parallel ranks of all replicas."""
         return self.memory.tokens * self.topology.dp * self.topology.replicas
 
 
@@ -75,7 +75,7 @@ class Refused:
 
     topology: Topology
     reason: str
-    missing_bytes: float = 0.0  # bytes that each GPU lacks; 0: memory is not the reason
+    missing_bytes: float = 0.0  # bytes that each GPU lacks; 0: another reason
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Plan:
         return self._plainest_of_best(lambda each: 1 / each.predictions[-1].tokens_per_second)
 
     def _plainest_of_best(self, cost: Callable[[Candidate], float]) -> Candidate | None:
-        """Return the candidate with the fewest axes whose cost is at most `TIE` above the least."""
+        """Return the candidate with the fewest axes and a cost at most `TIE` above the least."""
         least = min(map(cost, self.candidates), default=0.0)
         alike = [each for each in self.candidates if cost(each) <= (1 + TIE) * least]
         return min(alike, key=lambda each: (each.topology.num_axes, cost(each)), default=None)
@@ -191,7 +191,7 @@ def _fit(
     fitting: Callable[[Model], Fit],
     num_tokens: int,
 ) -> tuple[Model, Fit]:
-    """Return the model, with index keys sharded or not, and the memory of a GPU."""
+    """Return the model, with sharded index keys if needed, and its memory on a GPU."""
     model = sharded if topology.dcp > 1 else plain
     memory = fitting(model)
     may_shard = topology.dcp == topology.cp == 1 < topology.tp

@@ -15,7 +15,7 @@ from negamax.parallel.split import check_split, describe_image_conflict
 from negamax.planner.cost import Drafts, Model
 from negamax.planner.gpus import GIB
 
-LIMITS = STEP_LIMITS["cuda"]  # Limits of each data-parallel rank.
+LIMITS = STEP_LIMITS["cuda"]  # Default step limits of each data-parallel rank.
 LEAST_TOKENS = 8192  # Smallest KV cache of a usable model, in tokens.
 
 
@@ -23,15 +23,15 @@ def gpu_reserve(hidden_size: int) -> int:
     """Return the bytes to reserve on each GPU for a step's workspace, CUDA graphs and the driver.
 
     On an H200 with default step sizes, the engine measured 5.8 to 6.8 GiB for MiniMax-M2 (hidden
-    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small margin. M3
-    encodes images in 0.7 GiB of a step's workspace, which is larger.
+    size 3072) and 8.8 to 9.8 GiB for MiniMax-M3 (6144). The result adds a small margin. The
+    workspace of a step also suffices for the 0.7 GiB in which M3 encodes images.
     """
     return (46 * GIB + 27 * GIB * hidden_size // 3072) // 10
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Number of engines, and number of ranks of one engine per axis (`parallel/layout.py`)."""
+    """Number of engines, and number of ranks per axis of one engine (`parallel/layout.py`)."""
 
     tp: int = 1
     ep: int = 1
@@ -64,7 +64,7 @@ class Topology:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Return the layout of rank 0. Raises `ConfigError` for invalid sizes."""
+        """Return the parallel layout of rank 0. Raises `ConfigError` for invalid sizes."""
         return ParallelLayout(
             tp=self.tp, ep=self.ep, dp=self.dp, pp=self.pp, cp=self.cp, dcp=self.dcp
         )
@@ -139,11 +139,11 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes on a GPU, in the pipeline stage with the least memory for its cache."""
+    """Use of a GPU's memory in bytes, in the pipeline stage with the least memory for KV cache."""
 
     weights: int
-    room: int  # Bytes for cache and request slots; negative if memory is missing.
-    token: int  # Cache bytes per token.
+    room: int  # Bytes left for KV cache and request slots; negative if memory is missing.
+    token: int  # KV cache bytes per token.
     slots: int  # Bytes that all request slots need per token of context length.
     longest: int  # Requested context length in tokens.
 
@@ -153,7 +153,7 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the cache of one data-parallel rank holds."""
+        """Number of tokens that the KV cache of one data-parallel rank can hold."""
         return max(0, self.room - self.context_length * self.slots) // self.token
 
 
