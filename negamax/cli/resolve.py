@@ -1,8 +1,8 @@
 """Find the value of each option in the command line, the environment, a file and a launcher.
 
 An option's value comes from the first of these sources that sets the option: its flag,
-`NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. The result
-contains the words for typer and the source of each value. These words use one name for each option.
+`NEGAMAX_<OPTION>`, the file of `--config`, a launcher (`launchers`), its default. `Resolved`
+contains the words for typer and the source of each value. The words use one name per option.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class OptionValue:
 
 @dataclass
 class Resolved:
-    """The command line with the values of all sources."""
+    """A command line, completed with option values from all sources."""
 
     words: list[str]
     choices: dict[str, OptionValue] = field(default_factory=dict)  # by name of the parameter

@@ -124,7 +124,7 @@ def visible_devices() -> list[str] | None:
 
 
 def _driver_rows(columns: str) -> list[list[str]]:
-    """Return the rows of nvidia-smi. Raises `OSError` or `SubprocessError` without a driver."""
+    """Return nvidia-smi's rows of GPUs. Raises `OSError` or `SubprocessError` without a driver."""
     query = ("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits")
     done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     return [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines()]

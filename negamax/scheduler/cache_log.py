@@ -2,7 +2,7 @@
 
 The block pools append each indexed or evicted block to the log. A chain lists the hashes and tokens
 of consecutive blocks of a sequence. The log contains chains of blocks that were indexed or that an
-admitted sequence reuses. The log gets a loaded block's chain after its change.
+admitted sequence reuses. The log gets the chain of a loaded block after the block's change.
 """
 
 from dataclasses import dataclass, field

@@ -5,9 +5,9 @@ A step in which `rows` rows verify k drafts each takes T(rows, k) seconds and yi
 earlier drafts. Committed steps update the estimates of T and p_i:
 
 - T is the step time measured at start, multiplied by two factors. One factor applies to all k,
-  because contexts grow; the other factor applies to one k. A Kalman filter estimates the logarithms
-  of these factors. A draft length k with an uncertain factor gets a better score, so that the
-  scheduler tries this k. The uncertainty of a factor grows in steps that do not use its k.
+  because contexts grow. The other factor applies to a single k. A Kalman filter estimates the
+  logarithms of these factors. A draft length k with an uncertain factor gets a better score, so
+  that the scheduler tries this k. The uncertainty of a factor grows in steps that do not use its k.
 - p_i is the accepted share of recently verified drafts, combined with a prior. The scheduler tries
   an unused k again after growing intervals, because the weight of old trials decays. If the draft
   model has a confidence head, p_i is the mean of the head's recent estimates, corrected by their
@@ -27,7 +27,7 @@ from typing import Protocol
 
 from negamax.scheduler.step import StepPlan, StepResult
 
-StepSeconds = tuple[int, int, float]  # (number of rows, drafts per row, seconds)
+StepSeconds = tuple[int, int, float]  # (number of rows, drafts per row, seconds of a step)
 
 # steps between two choices of the draft length; odd, to sample both of two alternating batches
 STEPS_PER_CHOICE = 5
@@ -44,7 +44,7 @@ _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
 _UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable
 # Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts,
-# because times measured at start exclude the host's work. Shorter drafts have a part of it.
+# because times measured at start exclude the host's work. Shorter drafts have a smaller variance.
 # `_OWN_ERROR`: variance of each draft length. `_NOISE`: variance of a measurement.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEAR = 0.07**2  # variance that `extrapolate` adds for each draft length

@@ -1,7 +1,7 @@
 """Allocate pages of the worker's pool for the image embeddings that the vision tower computes.
 
 The scheduler decides which images a step encodes. An image keeps its pages until all sequences that
-use the image have committed its tokens. Then the pages stay cached under the cache salt and the
+use the image have committed its tokens. Unused pages stay cached under the cache salt and the
 digest of the image. If another image needs pages, the least recently used image is evicted. The
 worker runs plans in order. A later plan may therefore reuse pages that a running plan still reads.
 """

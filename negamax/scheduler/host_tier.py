@@ -2,7 +2,7 @@
 
 A host block contains the data of one KV block, and has the hash of this KV block. Plans list the
 copies (`HostCopies`). The worker runs copies in plan order, and each step waits on the device for
-copies of blocks that it reads or writes. Thus host blocks may be indexed before the copies run:
+copies of blocks that it reads or writes. The index of host blocks can change before the copies:
 
 - A full KV block is *stored* with the next plan. Requests can use the host block after the commit
   of this plan.

@@ -109,7 +109,7 @@ class Scheduler:
         self._waiting.push(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Drop a sequence. `commit` ignores its rows that are still in flight."""
+        """Drop a sequence. `commit` ignores rows of this sequence that are still in flight."""
         self._requests.remove(sequence)
         if sequence.slot != NO_SLOT:
             self._leave(sequence)
@@ -483,7 +483,7 @@ class Scheduler:
         sequence.capacity += self.limits.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Return a sequence to the queue for recomputation. It keeps tokens of steps in flight."""
+        """Return a sequence to the queue. The sequence keeps the tokens of steps in flight."""
         self.preemption_count += 1
         self._leave(sequence)
         sequence.resume_after = self._step_count - 1

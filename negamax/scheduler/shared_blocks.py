@@ -77,7 +77,7 @@ class SharedBlocks:
 
     @property
     def can_store(self) -> bool:
-        """Whether a lease waits for copies to host memory, which has a free block."""
+        """Whether a lease waits for copies to host memory and a host block is free."""
         return bool(self._unsettled) and self._blocks.num_free > 0
 
     @property
@@ -86,7 +86,7 @@ class SharedBlocks:
 
     @property
     def holds_kv_blocks(self) -> bool:
-        """Whether a lease holds KV blocks, which it releases when host memory has its blocks."""
+        """Whether a lease holds KV blocks, because they are not in host memory yet."""
         return bool(self._unsettled)
 
     def lend(self, sequence: Sequence, *, step_id: int) -> None:

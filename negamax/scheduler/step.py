@@ -98,7 +98,7 @@ ROWS_PER_PAGE = 16  # number of image embeddings in a page
 
 
 class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An image that one rank encodes before the step. Other ranks set the embeddings to 0."""
+    """An image that one rank encodes before the step. Other ranks use zero embeddings."""
 
     rank: int  # tensor-parallel rank that encodes the image
     pages: list[int]  # pages that store the image's embeddings, in order

@@ -75,8 +75,8 @@ def list_yielding(
     running: list[Sequence], waiting: Sequence, num_rows: Mapping[str, int]
 ) -> tuple[list[Sequence], str]:
     """Return rows that may be preempted for a waiting sequence, and their tenant. The rows are
-    sorted by computed tokens, and their priority is not better than that of the sequence. Their
-    tenant has the most running rows.
+    sorted by computed tokens, and their priority is not better than that of the sequence. The
+    tenant of these rows has the most running rows.
     """
     rows = [
         row

@@ -160,7 +160,7 @@ class Admission:
             self._publish()
 
     def leave(self, sequence_id: str, *, now: float) -> None:
-        """Stop counting a sequence that has ended. Ignore unknown ids."""
+        """Stop counting a sequence that has ended. Ignore the id of an unknown sequence."""
         if sequence_id in self._running:
             self._running.remove(sequence_id)
             self._rate = self._rate_at(now) + 1.0 / _RATE_SECONDS

@@ -27,7 +27,7 @@ SHUTDOWN_SECONDS = 5.0
 # Seconds without a heartbeat after which an engine is hung. --engine-hang-timeout may reduce it.
 BEAT_TIMEOUT_SECONDS = 30.0
 # Seconds without a heartbeat after which an engine on several nodes is hung. The time limit between
-# two nodes is shorter (`engine.nodes.wire`). Clients get an error within 3 s.
+# two nodes is shorter (`engine.nodes.wire`). Clients get an error within 3 s of a node's end.
 NODES_BEAT_SECONDS = 2.4
 _WATCH_SECONDS = 0.25
 _START_POLL_SECONDS = 0.02

@@ -22,7 +22,7 @@ class TextReader(Protocol):
         """Return the stop string that ended the text, or None."""
 
     def feed(self, pieces: Sequence[TextPiece], *, may_stop: bool) -> list[ParserEvent]:
-        """Read pieces of text. If `may_stop` is False, ignore stop strings that end in `pieces`."""
+        """Read further text. If `may_stop` is False, ignore stop strings that end in `pieces`."""
 
     def finish(self, *, is_truncated: bool) -> list[ParserEvent]:
         """End the text. `is_truncated` means that a limit or an abort ended the text."""

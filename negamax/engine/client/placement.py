@@ -52,7 +52,7 @@ class ReplicaLoad:
         self._row[_PENDING] -= self._pending.pop(sequence_id, 0)
 
     def leave(self, sequence_id: str) -> None:
-        """Remove a sequence that has ended. Ignore unknown ids."""
+        """Remove a sequence that has ended. Ignore the id of an unknown sequence."""
         context = self._context.pop(sequence_id, None)
         if context is not None:
             self._row[_ROWS] -= 1

@@ -38,7 +38,7 @@ class EngineListener(Protocol):
         """An engine is ready for requests."""
 
     def on_engine_lost(self, replica: int, reason: str, *, ready_in: float) -> None:
-        """An engine has ended. Its successor should be ready in `ready_in` seconds."""
+        """An engine has ended. The next engine should be ready in `ready_in` seconds."""
 
     def on_engine_failed(self, replica: int, reason: str) -> None:
         """An engine has ended and will not be started again."""

@@ -1,4 +1,4 @@
-"""Connect `Transfers` to other engines and to this engine's lanes (one socket per rank).
+"""Connect `Transfers` to other engines and to this engine's ranks (by one socket per rank).
 
 Other engines connect to one socket of this engine. This engine opens a socket to each engine that
 it reads from. ZeroMQ's thread sends heartbeats, so connections survive long steps of an engine.
@@ -56,9 +56,9 @@ class TransferSockets:
     def __init__(
         self, config: KvTransferConfig, imports: Sequence[str], *, folder: PrivateFolder
     ) -> None:
-        """Open the sockets. `imports` are the endpoints of this engine's lanes, and `folder`
-        contains their sockets until `close`. Raises `ConfigError` if the address needs a key, and
-        `ResourceError` if the address cannot be used.
+        """Open the sockets. `imports` are the endpoints of this engine's ranks, and `folder`
+        contains the sockets of the ranks until `close`. Raises `ConfigError` if the address needs a
+        key, and `ResourceError` if the address cannot be used.
         """
         check_transfer_address(config)
         self.transfers: Transfers  # The caller sets this before other calls.

@@ -36,7 +36,7 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 
 logger = get_logger(__name__)
 
-UNREAD_SECONDS = 2.0  # A lease that no engine has asked for may end after this time.
+UNREAD_SECONDS = 2.0  # A lease may end after this time if no engine has asked for it.
 RENEWALS = 6  # Number of times that a lease is renewed before it would expire.
 MOST_ARRIVED = 256  # Number of complete pulls that are kept for later choices of a request.
 PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
@@ -64,7 +64,7 @@ class _Pull:
     phase: Phase = Phase.OPENING
     opened: LeaseOpened | None = None
     blocks: Import | None = None
-    number: int = -1  # Number of the pull's copy.
+    number: int = -1  # Id of the pull's copy.
     num_copying: int = 0  # Number of ranks that still copy.
     problem: str = ""
 

@@ -513,7 +513,7 @@ class GrammarManager:
         else:
             self._workers.remove(client)
         client.kill()
-        if not client.is_ready:  # The host may have hung before the fork.
+        if not client.is_ready:  # The host process may have hung before the fork.
             self._end_host()
         for rule in self._followed_by(client):
             if client.spec is not None and client.is_ready and rule.problem is None:

@@ -49,7 +49,7 @@ MEMORY_SHARE = 1 / 4  # Memory limit of the other processes / main memory.
 WORKER_BYTES = 2 << 30  # Memory limit of a worker process, in bytes.
 WORKER_NICENESS = 5
 POLL_MS = 2  # Time between two checks whether threads have finished work.
-FRAME_BYTES = 65536  # Size limit of a message to the host.
+FRAME_BYTES = 65536  # Size limit of a message to the host process.
 BEAT_SECONDS = 0.5  # Time between heartbeats while threads work.
 
 _NOT_INSTALLED = "structured output needs the package xgrammar, which cannot be imported here"

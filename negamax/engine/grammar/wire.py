@@ -9,7 +9,7 @@ GrammarSpec = tuple[Grammar, Reasoning | None]
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first message to the host process."""
+    """The first message to the host process, which forks all grammar processes."""
 
     tokenizer_folder: str
     vocab_size: int  # The model's vocabulary size.
@@ -21,7 +21,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Asks the host to fork a process. The message passes the descriptor of the process's stdin."""
+    """Asks the host process to fork. The message passes the descriptor of the process's stdin."""
 
     address: str
     is_worker: bool  # Whether the process compiles a risky grammar.

@@ -113,7 +113,7 @@ class NodeGroup:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
-        self._num_peers = 4 * layout.world_size  # Allows for earlier ranks.
+        self._num_peers = 4 * layout.world_size  # Earlier ranks may connect.
         self._limits: list[ConnectionLimit] = []  # First: limit of `_socket`.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
