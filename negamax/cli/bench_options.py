@@ -17,7 +17,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_result(file: Path, *, flag: str) -> None:
-    """Create the folder of `file`. Raises `ConfigError` if `file` cannot be written."""
+    """Create the result folder of `file`. Raises `ConfigError` if `file` cannot be written."""
     reason = ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -147,7 +147,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def _of_key(name: str, kind: Kind, value: Any, *, source: str) -> Given:
-    """Read a key of the file as an option. Raises `ConfigError` for a value of a wrong type."""
+    """Read a key of --config as an option. Raises `ConfigError` for a value of a wrong type."""
     if kind is Kind.SWITCH:
         if not isinstance(value, bool):
             raise ConfigError(f"{source} is {value!r}; allowed: true or false")

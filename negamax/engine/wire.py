@@ -228,7 +228,7 @@ RecordAction = Literal["start", "stop", "dump"]
 
 
 class RecordExperts(msgspec.Struct, frozen=True, tag="record_experts"):
-    """Asks the engine to start, stop or dump a recording of experts. Answer: `ExpertRecord`."""
+    """Asks the engine to start, stop or dump a recording of expert use. Answer: `ExpertRecord`."""
 
     server: int
     number: int

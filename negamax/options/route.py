@@ -45,7 +45,7 @@ class RouteOptions:
 def list_servers(
     urls: tuple[str, ...], options: RouteOptions
 ) -> tuple[list[SplitResult], list[SplitResult]]:
-    """Return the servers that answer and the servers that prefill. Raises `ConfigError`."""
+    """Return (servers that answer requests, servers that only prefill). Raises `ConfigError`."""
     if urls and (options.prefill or options.decode):
         refusal = f"URL {urls[0]!r} cannot be combined with --prefill or --decode"
         raise ConfigError(refusal, hint="give either URLs, or --prefill and --decode")

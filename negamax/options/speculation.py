@@ -81,7 +81,7 @@ class SpeculationConfig:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the draft lengths to choose from, ascending. Each has its own CUDA graphs."""
+        """Return the possible draft lengths, ascending. Each length has its own CUDA graphs."""
         most = self.num_speculative_tokens
         few = {number for number in (1, 2, 3, -(-most // 2)) if number < most}
         return (*sorted(few), most) if self.adaptive else (most,)

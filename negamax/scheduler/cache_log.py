@@ -1,4 +1,4 @@
-"""Log the changes of a rank's prefix cache. `engine.core.kv_events` publishes these changes.
+"""Log the changes of a rank's prefix cache. `engine.core.kv_events` publishes the logged changes.
 
 The block pools append each indexed or evicted block to the log. A chain lists the hashes and tokens
 of consecutive blocks of a sequence. The log contains chains of blocks that were indexed or that an

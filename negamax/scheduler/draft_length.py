@@ -88,7 +88,7 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # for all lengths, then for each length
+        self._means = [0.0] * (len(self._lengths) + 1)  # correction of all, then of each length
         # an error of long drafts also changes the estimates of shorter drafts, but less
         most = math.log1p(self._lengths[-1])
         shares = [math.log1p(length) / most for length in self._lengths]
@@ -159,7 +159,7 @@ class _Shares:
     bias_trials: float = 0.0
 
     def share(self, prior: float) -> float:
-        """Return the accepted share of trials. `prior`: accepted share at the previous position."""
+        """Return the accepted share at this position. `prior`: share at the previous position."""
         if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # error unknown
             return (self.accepted + prior * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         error = (self.error + self.bias * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)

@@ -70,7 +70,7 @@ class Scheduler:
         self._draft_length = draft_length or FixedDraftLength(limits.num_draft_tokens)
         self.preemption_count = 0
         self.prompt_tokens = 0  # number of prompt tokens of admitted requests
-        self.cached_prompt_tokens = 0  # number of these tokens found in the prefix cache
+        self.cached_prompt_tokens = 0  # number of prompt tokens found in the prefix cache
         self.generated_tokens = 0
         self.drafts = DraftCounters(limits.num_draft_tokens)
         self.cache_log = log = CacheLog() if limits.logs_cache_changes else None

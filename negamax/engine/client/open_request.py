@@ -88,7 +88,7 @@ class OpenRequest:
         self._waiting: dict[int, RequestOutput] = {}  # Undelivered joined output by choice.
         self._unsent: Sequence[GenerateRequest] = ()
         self._updates: dict[str, SequenceUpdate] = {}  # Updates that the user has not received.
-        self._failure: Exception | None = None  # Error to raise after the stored `_updates`.
+        self._failure: Exception | None = None  # Error to raise after delivery of `_updates`.
         self._take: Take | None = None
         self._is_paused = False
         self._arrival: asyncio.Future[None] | None = None

@@ -62,7 +62,7 @@ class Executor(Protocol):
         ...
 
     def run_debug_command(self, command: DebugCommand) -> list[DebugResult]:
-        """Run a command on every rank between steps. Return the results by rank."""
+        """Run a debug command on every rank between two steps. Return the results by rank."""
         ...
 
     def death(self) -> str | None:

@@ -185,7 +185,7 @@ class Transfers:
         """Release the blocks and leases of requests that `updates` report as started or ended."""
         for update in updates:
             places = self._held.pop(update.request_id, None)
-            if places is not None:  # The request's load or the request has ended.
+            if places is not None:  # The blocks are loaded, or the request has ended.
                 self.shared.release(places)
             if update.finish_reason is None or update.request_id not in self._prefills:
                 continue

@@ -199,7 +199,7 @@ class Driver:
 
 
 def find_cluster() -> str | None:
-    """Return the address of the running cluster, or None. Raises `ConfigError`."""
+    """Return the address of the running Ray cluster, or None. Raises `ConfigError`."""
     given = env.get("RAY_ADDRESS") or ""
     if given == "local":
         return None
