@@ -206,7 +206,7 @@ def test_different_serving_shapes_are_not_compared() -> None:
     assert len(one["hash"]) == 12 and one["hash"] != other["hash"]
     assert hash_shape(dict(reversed(one.items())))["hash"] == one["hash"]
     check_shapes([{"serving_shape": one}, {"serving_shape": dict(one)}, {}])
-    with pytest.raises(ConfigError, match=r"shapes: parallel \(.*2.*4.*--allow-different-shapes"):
+    with pytest.raises(ConfigError, match=r"settings: parallel \(.*2.*4.*--allow-different-shapes"):
         check_shapes([{"serving_shape": one}, {"serving_shape": other}])
 
 

@@ -140,7 +140,7 @@ def test_broken_template_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
         require_template(None)
     write_folder(tmp_path, config={"chat_template": 3})
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is a int"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json has the type int"):
         ChatTemplate.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json cannot be read as JSON"):

@@ -87,7 +87,7 @@ def test_images_are_refused_for_a_model_that_could_see_them() -> None:
         ([call(1), result(1, [image])], "messages[1].content[0]"),
         ([{"role": "assistant", "content": [image]}], "input[0].content[0]"),
     ):
-        with pytest.raises(InvalidRequestError, match="MiniMax-M3 supports it") as caught:
+        with pytest.raises(InvalidRequestError, match="MiniMax-M3 supports this type") as caught:
             made = history(*items, family=MINIMAX_M3_FAMILY)
             normalize_messages(made.messages, family=MINIMAX_M3_FAMILY)
         assert caught.value.param == place
