@@ -235,6 +235,6 @@ def test_fused_side_tensors_load(tmp_path: Path, name: str, stacked: bool) -> No
         wrong = min(key for key in changed if re.search(r"w13.weight_shape$", key))
         changed[wrong] = changed[wrong] // 2  # The row belongs to one of the joined matrices.
         save_single(two, {name: tensor.contiguous() for name, tensor in changed.items()})
-        message = rf"{wrong} is \[96, .* of 192 x 64 must be \[192, 64"
+        message = rf"{wrong} contains \[96, .* of 192 x 64 must be \[192, 64"
         with pytest.raises(CheckpointError, match=message):
             load_weights(build(spec, loaded=False).weight_slots(), spec, two)

@@ -388,7 +388,7 @@ def test_index_may_name_files_with_a_leading_dot(tmp_path: Path) -> None:
                 (folder / file).rename(folder / f"{name}.safetensors")
                 for file, name in zip(FILES, "ab", strict=True)
             ],
-            False, r"it has a\.safetensors, b\.safetensors \(copy model\.safetensors\.in",
+            False, r"it has a\.safetensors, b\.safetensors \(copy the model\.safetensors\.in",
         ),
         (
             lambda folder: shutil.copy(folder / FILES[0], folder / "model-extra.safetensors"),

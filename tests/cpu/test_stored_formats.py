@@ -168,11 +168,11 @@ def test_rank_keeps_experts_if_another_rank_has_one_in_bf16(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "part", "message"),
     [
-        ("packed-int4", "weight_shape", r"weight_shape is \[65, 65\]; the shape of .* must be"),
-        ("gptq-sym", "g_idx", r"g_idx is \[1, 1, .*; the permutation .* must be \[0, 0, "),
+        ("packed-int4", "weight_shape", r"weight_shape contains \[65, 65\]; the shape of .* must"),
+        ("gptq-sym", "g_idx", r"g_idx contains \[1, 1, .*; the permutation .* must be \[0, 0, "),
         ("gptq-act-order", "g_idx", r"g_idx has entries from .* to 2; a matrix of 64 .* 0 to 1"),
         ("packed-int4-act-order", "weight_g_idx", "weight_g_idx has entries from .* to 2;"),
-        ("modelslim-dynamic", "weight_offset", r"weight_offset is \[1.0, .* be \[0.0, 0.0, "),
+        ("modelslim-dynamic", "weight_offset", r"weight_offset contains \[1.0, .* be \[0.0, 0.0, "),
     ],
 )
 @pytest.mark.parametrize("kernels", [None, KEEPING], ids=["dequantized", "kept"])

@@ -198,7 +198,10 @@ def test_experts_are_split_over_ranks(given: dict[str, Any], layout: tuple[int, 
         (options(pcp=2, ep=4), r"is 1 in each of 2 context-parallel ranks \(use one of 1"),
         (options(dcp=2), r"divide --tensor-parallel-size, which is 1 \(use .*-parallel-size 1\)"),
         (options(dcp=5, tp=8), r"which is 8 \(use --decode-context-parallel-size 4\)"),
-        (options(dcp=2, pcp=2, tp=8), r"hold the whole KV cache \(use only one of the two options,"),
+        (
+            options(dcp=2, pcp=2, tp=8),
+            r"hold the whole KV cache \(use only one of the two options,",
+        ),
         (options(interleave=0), "--cp-kv-cache-interleave-size is 0; allowed: 1 or"),
     ],
 )
