@@ -66,7 +66,7 @@ class RequestRecord:
         return self.error is None or isinstance(self.error, GeneratorExit | asyncio.CancelledError)
 
     def started(self, at: float) -> None:
-        if self.start is None:  # Record only the start of the first choice.
+        if self.start is None:  # Later choices do not change the start.
             self.start = at
             self.measured.histograms["queue"].observe(max(0.0, at - self.arrival))
 

@@ -139,7 +139,7 @@ class ConversionRecord:
         write_json(self._path, {"conversion": self._identity, "files": self._files})
 
     def remove(self) -> None:
-        """Delete the record file. A conversion without this file is complete."""
+        """Delete the record file. A folder without a record file is completely converted."""
         self._path.unlink(missing_ok=True)
 
 

@@ -45,7 +45,7 @@ _FIRST_REST, _LAST_REST = 16.0, 256.0
 _UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable
 # Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts,
 # because times measured at start exclude the host's work. Shorter drafts have a smaller variance.
-# `_OWN_ERROR`: variance of each draft length. `_NOISE`: variance of a measurement.
+# `_OWN_ERROR`: variance of each draft length. `_NOISE`: variance of one measured time.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
 _NEAR = 0.07**2  # variance that `extrapolate` adds for each draft length
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32

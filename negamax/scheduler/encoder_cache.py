@@ -27,7 +27,7 @@ class EncodedImage:
 
     key: _Key
     pages: list[int]
-    step_id: int  # plan that encodes the image
+    step_id: int  # id of the step that encodes the image
     num_users: int = 0  # number of images in sequences that use these pages
 
 

@@ -257,7 +257,7 @@ def _add_rms_all_gather_kernel(
 
 @triton.jit(do_not_specialize=["first_at", "second_at", "num_words"])
 def _all_gather_kernel(
-    first,  # [num_words] of 4 bytes, copied to word `first_at` of every rank's `gathered`
+    first,  # [num_words] of 4 bytes, copied to `gathered` of every rank from word `first_at` on
     second,  # [num_words] of 4 bytes, copied to word `second_at` of every rank's `gathered`
     gathered,  # addresses of `ShardRegion.gathered`, written
     first_at,

@@ -17,7 +17,7 @@ MIX32_ID = 0x9E3779B1
 MIX32_A = 0x85EBCA6B
 MIX32_B = 0xC2B2AE35
 LARGEST_UNIFORM = 1 - 2.0**-24
-# below this number -log(1 - v) is computed by its series, because 1 - v would lose bits
+# For v below this number, a series gives -log(1 - v), because 1 - v would lose bits.
 SMALL_UNIFORM = 2.0**-7
 LARGEST_SCORE = 3e38  # upper bound of logit / T, which may overflow
 

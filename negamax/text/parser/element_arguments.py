@@ -2,8 +2,8 @@
 
 The schema decides the type of an element. Without a schema, an element with children is an object,
 or an array if the name of every child is `item`. An element with text is a string, except for the
-bare words true, false and null. White space and other text between elements are dropped. Strings,
-and objects and arrays of a known type, are written before they are complete.
+bare words true, false and null. White space and other text between elements are dropped. The
+parser emits strings, and objects and arrays of a known type, before they are complete.
 
 A member of unknown type in a nested object is written at the end of this object, because the values
 of a repeated name become a list. Text of a member that may be an array is also written at the end,

@@ -28,7 +28,7 @@ class CallWriter:
         self._index = -1
         self._name = ""  # name of the open call until its `ToolCallStart` is emitted
         self.before_call: Callable[[], None] = lambda: None  # callback before each `ToolCallStart`
-        self._written: list[str] = []  # parts of the arguments that were written within containers
+        self._written: list[str] = []  # emitted JSON of the open objects and arrays
         self._closers: list[str] = []  # closing brackets of the open containers in the arguments
         self._has_members = False  # whether the innermost open container has members or items
 

@@ -183,7 +183,7 @@ class TextBlock(Struct, frozen=True, tag="text", tag_field="type"):
 
 class ThinkingBlock(Struct, frozen=True, tag="thinking", tag_field="type"):
     thinking: str  # The reasoning; empty in content_block_start and with display omitted.
-    signature: str  # Signature, which contains the reasoning if display is omitted.
+    signature: str  # contains the reasoning if thinking.display is 'omitted'.
 
 
 class ToolUseBlock(Struct, frozen=True, tag="tool_use", tag_field="type"):
