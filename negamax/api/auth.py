@@ -17,7 +17,7 @@ from negamax.api.http.request_threads import SENDER
 from negamax.api.http.unpacking import find_encoding
 from negamax.base.errors import ForbiddenError, HeadTooLargeError, NegamaxError, UrlTooLongError
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})  # Probes need no key.
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})  # paths that need no API key
 GENERATION_PATHS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"}
 )
@@ -42,13 +42,13 @@ class AuthMiddleware:
         self._hosts = None if is_open else hosts
         max_bytes = context.body_limits.num_bytes
         self._body_budget = BodyBudget(BODIES_IN_FLIGHT * max_bytes)
-        self._max_packed_bytes = max_bytes  # Size limit of one compressed body.
+        self._max_packed_bytes = max_bytes  # size limit of one compressed request body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        encoding: bytes | None = None  # Content encoding of the body.
+        encoding: bytes | None = None  # encoding of a compressed request body
         try:
             self._check(scope)
             if scope["method"] not in _SAFE_METHODS:
@@ -57,7 +57,7 @@ class AuthMiddleware:
             await handle_error(Request(scope), error)(scope, receive, send)
             return
         if scope["method"] in _SAFE_METHODS:
-            if scope["method"] == "HEAD":  # HEAD uses the GET route; uvicorn drops the body.
+            if scope["method"] == "HEAD":  # The GET route answers; uvicorn drops the answer's body.
                 scope = {**scope, "method": "GET"}
             await self._app(scope, receive, send)
             return

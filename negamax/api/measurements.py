@@ -125,7 +125,7 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, str]] = {
     "step_tokens": (_STEP_TOKENS, "Tokens per step of the engine.", "vllm:iteration_tokens_total"),
 }
 
-# A row of shared numbers has the columns of `Lifecycle`, then counters, then histograms.
+# Names of counters, whose columns follow those of `Lifecycle` and precede those of histograms.
 _COUNTS = (FINISH_REASONS, _REJECTIONS, _EVENTS)
 NUM_COLUMNS = (
     Lifecycle.NUM_COLUMNS

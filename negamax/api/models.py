@@ -14,7 +14,7 @@ from negamax.api.errors import build_json_response
 from negamax.api.schemas import answers
 from negamax.api.schemas.answers import ModelCard, ModelList, ServerAnswer
 
-_CODEX_MODEL = Path(answers.__file__).with_name("codex_model.json")  # Model fields for Codex.
+_CODEX_MODEL = Path(answers.__file__).with_name("codex_model.json")  # a model in Codex's format
 
 
 def make_models_router(context: ApiContext) -> APIRouter:

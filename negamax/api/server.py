@@ -68,7 +68,7 @@ def create_app(context: ApiContext) -> FastAPI:
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
     )
-    app.add_middleware(AuthMiddleware, context=context)  # The first added is innermost.
+    app.add_middleware(AuthMiddleware, context=context)  # The middleware added first is innermost.
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -48,7 +48,7 @@ async def _serve() -> None:
     )
     begin = await _next(reader)
     assert isinstance(begin, wire.Begin), begin
-    messages: dict[int, wire.EngineMessage] = {}  # The state of each replica's engine.
+    messages: dict[int, wire.EngineMessage] = {}  # replica -> state of its engine
     while not can_serve(messages, num_replicas=begin.engine.num_replicas):
         message = await _next(reader)
         if message is None or isinstance(message, wire.Drain | wire.Abort):
@@ -99,7 +99,7 @@ class ServerWorker:
     def __init__(self, engine: AsyncEngine, rank: ServerRank) -> None:
         self._engine = engine
         self._rank = rank
-        self._channels: dict[int, EngineChannel] = {}  # Engine channels by replica.
+        self._channels: dict[int, EngineChannel] = {}  # replica -> channel to its engine
         self._ending: asyncio.Task[None] | None = None
         self._end_reason = "the engine was stopped"
 

@@ -121,7 +121,7 @@ def build_span_attributes(record: RequestRecord) -> dict[str, Any]:
         "gen_ai.usage.num_sequences": sampling.n,
         "gen_ai.usage.prompt_tokens": record.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": record.num_output_tokens,
-        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # Newer OpenTelemetry attributes.
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,  # newer name of prompt_tokens
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cached_tokens": record.num_cached_tokens,
         "gen_ai.latency.time_in_queue": _subtract(record.arrival, start),

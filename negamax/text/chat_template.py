@@ -96,7 +96,7 @@ class ChatTemplate:
         """
         is_trusted = path in EMBEDDED.values()
         config_file = path / "tokenizer_config.json"
-        # The file may be missing here, because `Tokenizer` refuses a folder without this file.
+        # A missing file is no error here. `Tokenizer` refuses a folder without this file.
         config = read_json_object(config_file) if config_file.exists() else {}
         variables = {
             name: text

@@ -31,7 +31,7 @@ class EncodingCache:
         """`max_bytes` limits the memory of all entries."""
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()  # digest -> ids, by last use
+        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()  # digest of text -> token ids
         self._lock = threading.Lock()
         self.num_bytes = 0
 

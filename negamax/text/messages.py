@@ -50,7 +50,7 @@ _UNSEEN = {  # type of a content part in any API -> key of `_NOTES`
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    source: str  # unchecked data URL or other URL
+    source: str  # data URL or other URL, which is not checked yet
     place: str  # JSON path of the part in the request
     longest: int | None = None  # limit of the longer side after resizing, in pixels
 
@@ -445,7 +445,7 @@ def _order_tool_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _refuse(i, f"answers no call; {problem}")
         ordered.append(message)
         i += 1
-        if "tool_calls" in message and i < len(messages):  # the last calls need no results
+        if "tool_calls" in message and i < len(messages):  # the last message may lack results
             end = i
             while end < len(messages) and messages[end]["role"] in ("tool", *INSTRUCTION_ROLES):
                 end += 1

@@ -20,8 +20,8 @@ class StopMatcher:
             )
         self._next: list[dict[str, int]] = [{}]  # state -> character -> next state
         self._fallback = [0]  # state -> state of the longest proper suffix
-        self._depth = [0]  # state -> characters of the matched prefix
-        self._match: list[str | None] = [None]  # state -> longest stop string that ends in it
+        self._depth = [0]  # state -> length of the matched prefix
+        self._match: list[str | None] = [None]  # state -> longest stop string ending there
         for stop in stops:
             self._insert(stop)
         queue = deque(self._next[0].values())

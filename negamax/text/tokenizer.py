@@ -34,7 +34,7 @@ _LOCAL_NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD"})
 _LOCAL_PRE_TOKENIZERS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
 _POST_PROCESSORS_WITHOUT_EFFECT = frozenset({"Sequence", "ByteLevel"})  # ids stay unchanged
 
-# Limits of added tokens, because each text of a conversation is compared with each added token.
+# Limits of the number and total characters of added tokens, which are searched in each text.
 MAX_ADDED_TOKENS, MAX_ADDED_CHARS = 4096, 65_536
 
 _REMEDY = "download the checkpoint again, or copy the file from the original repository"

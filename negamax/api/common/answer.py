@@ -47,7 +47,7 @@ class Choice:
     prompt_index: int = 0
     is_prompt_only: bool = False  # True if the request only caches or scores its prompt.
     packets: PacedPackets = field(default_factory=PacedPackets)
-    latest: RequestOutput | None = None  # Latest output, which has the choice's token counts.
+    latest: RequestOutput | None = None  # latest engine output, which contains the token counts
 
 
 AnswerSource = OpenRequest | OpenRequests
@@ -68,7 +68,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
         self.source = source
         self.choices = choices
         self.created = int(time.time())
-        self.num_bytes = 0  # Estimated bytes of the answer.
+        self.num_bytes = 0  # estimated size of the answer; a thread builds large answers
         self._of_prompt: dict[int, list[ChoiceT]] = {}
         for choice in choices:
             self._of_prompt.setdefault(choice.prompt_index, []).append(choice)
@@ -104,7 +104,7 @@ class AnswerWriter(ABC, Generic[ChoiceT, ResponseT]):
     @property
     def usage(self) -> Usage:
         """Token counts of all choices so far, with each prompt's least number of cached tokens."""
-        prompts: dict[int, tuple[int, int]] = {}  # Prompt and cached tokens by prompt index.
+        prompts: dict[int, tuple[int, int]] = {}  # prompt index -> (prompt tokens, cached tokens)
         completion_tokens = reasoning_tokens = 0
         for choice in self.choices:
             if (output := choice.latest) is None:

@@ -22,8 +22,8 @@ from negamax.engine.client.open_request import OpenRequest
 from negamax.engine.client.output import TextReader
 from negamax.scheduler.request import ImageInput, SamplingParams
 
-DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # Header name of vLLM and SGLang.
-MAX_PROMPT_LOGPROBS = 2**22  # Limit of prompt logprobs in one answer.
+DATA_PARALLEL_RANK_HEADER = "X-data-parallel-rank"  # vLLM's and SGLang's header to select a rank
+MAX_PROMPT_LOGPROBS = 2**22  # maximum number of prompt logprobs in one answer
 _WHOLE_INTERVAL = 32  # The engine sends an unstreamed answer in outputs of this many tokens.
 _NUMBER = re.compile("[0-9]{1,9}")
 
@@ -36,7 +36,7 @@ class ApiRequest(Generic[ParamsT_co]):
     params: ParamsT_co
     num_bytes: int  # Size of the JSON text of the fields in `params`.
     arrival: float  # Arrival time in monotonic seconds.
-    addresses: Mapping[str, str]  # IP address of each host name in the request.
+    addresses: Mapping[str, str]  # host name in a transfer field -> IP address of the host
 
 
 async def read_api_request(

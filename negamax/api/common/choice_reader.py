@@ -31,7 +31,7 @@ class ReasoningCounter:
         )
         self._in_reasoning = in_reasoning
         self._num_certain = 0
-        self._num_since_call = 0  # Tokens from the latest call tag in the reasoning, or 0.
+        self._num_since_call = 0  # reasoning tokens since the latest opening tag of a call, or 0
         self.has_tags = self._opener is not None and self._closer is not None
 
     @property
@@ -125,7 +125,7 @@ class ChoiceReader(_CountingReader):
         # Whether the reader drops or delays events of the parser.
         self._holds_back = is_silent or not rules.stream_reasoning or not rules.parallel_calls
         placed = _place_reasoning(rules.reasoning, chat_format)
-        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # Whether reasoning is separate.
+        self.splits_reasoning = placed.thinking is Thinking.SPLIT  # reasoning is not in the content
         self._parser = placed.new_parser(
             tools=rules.tools,
             in_reasoning=in_reasoning,
@@ -216,7 +216,7 @@ class PlainReader(_CountingReader):
         """Count the reasoning tokens of `output`. Raises `EngineError` if the request failed."""
         check_failed(output)
         self._counter.push(output.token_ids)
-        if self._counter.is_undecided:  # Without a parser, each call tag counts as a call.
+        if self._counter.is_undecided:  # Without a parser, each call tag is treated as a call.
             self._counter.call_began()
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return []

@@ -13,7 +13,7 @@ from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.output_parser import Thinking
 from negamax.text.tokenizer import Tokenizer
 
-_COMPACT_CHARS = 65_536  # Matched text is dropped when it exceeds this number of characters.
+_COMPACT_CHARS = 65_536  # If `_text` has more matched characters than this, they are removed.
 _SPACE = re.compile(r"\s*")
 
 
@@ -30,7 +30,7 @@ class ContentLogprobs:
         """`as_ids` is passed to `convert_chat_logprobs`."""
         self._as_ids = as_ids
         self._closer_id = None
-        if chat_format.thinking is not Thinking.RAW:  # No block contains the closing think tag.
+        if chat_format.thinking is not Thinking.RAW:  # Then no block has the closing think tag.
             self._closer_id = chat_format.tag_ids.get(chat_format.output.think_close)
         self._tokenizer = tokenizer
         output = chat_format.output
@@ -43,10 +43,10 @@ class ContentLogprobs:
         self._new_texts: list[str] = []  # Texts of new tokens, not yet in `_text`.
         self._text = ""
         self._start = 0  # Position of `_text` in the whole generated text.
-        self._at = 0  # End of the last match in `_text`.
+        self._at = 0  # position in `_text` at which the last match ends
         self._end = 0  # Number of characters of the generated text so far.
-        self._of_block: dict[int, list[ChatLogprob]] = {}  # Content logprobs by block index.
-        self._num_parts: dict[int, int] = {}  # Number of matched text parts by block index.
+        self._of_block: dict[int, list[ChatLogprob]] = {}  # content block's index -> logprobs
+        self._num_parts: dict[int, int] = {}  # block index -> number of matched parts of its text
         self._latest = -1  # Index of the block that was matched last.
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
@@ -89,7 +89,7 @@ class ContentLogprobs:
 
     def _tokens_of(self, text: str, *, is_begun: bool) -> list[TokenLogprobs]:
         """Return the tokens of `text`, the next part of a block. Drop all earlier tokens, too."""
-        # A truncated answer may end within a character.
+        # A truncated answer may end within a character, whose bytes then become U+FFFD.
         if self._is_mid_character and text.endswith("\ufffd"):
             self._end_character()
         self._text += "".join(self._new_texts)

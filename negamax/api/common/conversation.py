@@ -26,8 +26,8 @@ from negamax.text.escaping import unescape
 from negamax.text.messages import ImagePart, is_unseen, normalize_messages, plain_text
 from negamax.text.tokenizer import Tokenizer, TooManyTokensError
 
-_PROBE_CHARS_PER_TOKEN = 8  # A prefix of this many characters per context token is tried first.
-_LEAST_TOKENS = 2**18  # Least token limit, so that any model can count the tokens of long texts.
+_PROBE_CHARS_PER_TOKEN = 8  # characters per context token to encode first of a longer text
+_LEAST_TOKENS = 2**18  # minimum of `compute_max_tokens`, for models with short contexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class PromptBuilder:
         self._encodings = EncodingCache(tokenizer)
         self._chat_format = chat_format
         self._max_model_len = max_model_len
-        # If another process runs the template and the tokenizer, a thread waits for the process.
+        # Larger requests use a thread. -1: all do, because they wait for the tokenizer's process.
         self._inline_bytes = -1 if tokenizer.is_confined else INLINE_BYTES
         self._default_variables = drop_switches(default_template_kwargs or {})
         self._default_mode = read_template_switch(default_template_kwargs or {})

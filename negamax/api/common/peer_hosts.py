@@ -17,8 +17,8 @@ from negamax.api.schemas.sampled_request import EngineRequest
 from negamax.engine.wire import TransferInfo
 from negamax.options.transfer import PRODUCER, allows_host
 
-RESOLVE_SECONDS = 2.0  # Time limit for resolving all names of a request.
-_MOST_THREADS = 4  # Limit of threads that wait for DNS at once.
+RESOLVE_SECONDS = 2.0  # time limit for resolving all host names of a request
+_MOST_THREADS = 4  # maximum number of threads that wait for DNS at once
 _OPTION = "--kv-transfer-config: kv_connector_extra_config.allowed_hosts"
 _threads = threading.BoundedSemaphore(_MOST_THREADS)
 

@@ -24,7 +24,7 @@ class Transfer:
 
     lease_id: str = ""
     remote: RemotePrompt | None = None
-    only_prefills: bool = False  # If True, a decoding server also gets the request and answers.
+    only_prefills: bool = False  # If True, a decoding server answers another copy of the request.
 
 
 def read_transfer(
@@ -117,8 +117,7 @@ def _read_room(
     host, port = pick("bootstrap_host"), pick("bootstrap_port")
     if not host:
         refuse("bootstrap_host", "the field is missing; send the host of the prefilling server")
-    # 8998 is the default port of SGLang.
-    port = 8998 if port is None else port
+    port = 8998 if port is None else port  # 8998 is the default port of SGLang.
     return Transfer(remote=RemotePrompt(addresses[host], port, f"{_ROOM}-{room}"))
 
 

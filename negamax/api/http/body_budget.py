@@ -18,7 +18,7 @@ class BodyBudget:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_free = num_bytes
-        self._held: dict[str, int] = {}  # Reserved bytes by tenant.
+        self._held: dict[str, int] = {}  # tenant -> bytes reserved for the bodies of its requests
 
     def take(self, count: int, *, tenant: str, is_shared: bool) -> None:
         """Reserve `count` bytes. Raises `OverloadedError` if too few bytes are free."""

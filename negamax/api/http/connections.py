@@ -58,7 +58,7 @@ class ConnectionPool:
                 return reader, writer
             writer.close()
             if is_old:
-                self.close()  # Close the other idle connections, which are older.
+                self.close()  # The remaining idle connections are older, so close all.
         return None
 
     def keep(self, connection: Connection) -> None:

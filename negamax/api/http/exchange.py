@@ -143,7 +143,7 @@ class Exchange:
         return len(part)
 
     def on_message_begin(self) -> None:
-        self._is_reusable = False  # A second answer makes the connection unusable.
+        self._is_reusable = False  # False until an answer is complete; a second answer resets it
         if not self._is_complete:
             self.headers = []  # Drop the headers of a 1xx answer.
 

@@ -43,7 +43,7 @@ class Lifecycle:
         self._pulses = pulses or SharedNumbers(1)
         self._index = index
         self._drain_timeout = drain_timeout
-        self._drain_end = 0.0  # Monotonic time.
+        self._drain_end = 0.0  # monotonic time at which draining must end
 
     @property
     def num_open(self) -> int:

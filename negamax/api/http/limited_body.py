@@ -13,7 +13,7 @@ from negamax.base.errors import RequestTimeoutError
 
 BODY_SECONDS = 120.0  # Time limit for receiving a body.
 BODIES_IN_FLIGHT = 8  # The memory limit of bodies allows this number of bodies of the largest size.
-PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # Invalid after unpacking.
+PACKED_HEADERS = frozenset({b"content-encoding", b"content-length"})  # describe the compressed body
 
 
 class LimitedBody:

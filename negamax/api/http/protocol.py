@@ -19,7 +19,7 @@ from negamax.base.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024  # Approximate; `AuthMiddleware` checks the exact limits.
+MAX_HEAD_BYTES = 64 * 1024  # approximate limit of a head; `AuthMiddleware` checks exactly
 _MAX_PARSED_URL_BYTES = 65535  # The parser httptools refuses longer URLs.
 HEAD_SECONDS = 30.0  # Time limit for a request's head to arrive.
 MAX_FRAMING_BYTES = 64 * 1024  # Size limit of chunk extensions and trailers.
@@ -51,7 +51,7 @@ class BodyChannel:
         """`response` is uvicorn's `RequestResponseCycle`."""
         self._protocol = weakref.ref(protocol)  # Weak references let Python free ended requests.
         self._response = weakref.ref(response)
-        self._transport: asyncio.Transport | None = None  # Not None while a body is written.
+        self._transport: asyncio.Transport | None = None  # None unless a response body is written
         self._is_chunked = False
 
     @property
@@ -88,9 +88,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False  # True from the end of a head until the trailers end.
         self._head_bytes = 0
         self._framing_bytes = 0
-        self._has_begun = False  # Whether a body began in the latest received data.
+        self._has_begun = False  # whether a request body began in the latest received data
         self._unwanted_bytes = 0
-        self.source: Pausable | None = None  # Source of the body being sent.
+        self.source: Pausable | None = None  # source of the response body being sent
         self.ended: Callable[[LimitedProtocol], None] | None = None  # Callback on disconnect.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -132,7 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _check_head(self, num_bytes: int) -> None:
         if not self._head_bytes:
-            self._head_bytes = num_bytes  # The same data ended a body and began this head.
+            self._head_bytes = num_bytes  # The data also contains the previous request's end.
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(
                 431,
@@ -164,7 +164,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # `_parse` parses the head again without the upgrade.
+            return  # `_parse` parses the head again without an upgrade.
         super().on_headers_complete()  # Raises if the URL cannot be parsed.
         self._in_head = False
         self._in_body = self._has_begun = True

@@ -29,7 +29,7 @@ _INLINE_BYTES = 32 * 1024  # Larger bodies are decoded in a thread.
 _PIECE_BYTES = 256 * 1024  # Larger values are decoded piece by piece.
 _PIECE_LEVELS = 4  # Nesting levels decoded in pieces: messages, message, parts, part.
 _DENSE = 16  # Values with fewer bytes per comma are decoded in one piece.
-_MOST_LONG_NUMBERS = 32  # Limit of long numbers, whose parsing takes quadratic time.
+_MOST_LONG_NUMBERS = 32  # limit per body of long numbers, whose parsing takes quadratic time
 _LONG_NUMBER = b"0" * 400
 _SHOW_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(".") for byte in range(256))
 _LITERAL = re.compile(rb'"(?:[^"\\]|\\.)*+"|[0-9]+', re.DOTALL)  # Matches a JSON string, or digits.
@@ -50,8 +50,8 @@ class BodyLimits:
     """Limits of one body. Commas, colons and brackets inside strings also count."""
 
     num_bytes: int
-    context_length: int  # Context length of the model.
-    chars: int  # Limit of one non-ASCII text; a character takes up to four bytes.
+    context_length: int  # context length of the model in tokens
+    chars: int  # maximum characters of a non-ASCII text, whose characters take more memory
     commas: int  # Limit of commas, which separate elements.
     openers: int  # Limit of '[', '{' and ':', because containers take more memory than numbers.
 

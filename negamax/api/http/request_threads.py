@@ -53,10 +53,10 @@ class RequestThreads:
         self._lock = threading.Lock()
         self._num_free = num_threads
         self._num_large = num_large
-        self._large = Counter[str]()  # Number of large tasks in progress, by sender.
-        self._flows: dict[tuple[str, int], _Flow] = {}  # Flows by sender and size class.
+        self._large = Counter[str]()  # sender -> number of its large tasks in progress
+        self._flows: dict[tuple[str, int], _Flow] = {}  # (sender, size class) -> flow
         self._waiting: list[_Flow] = []  # Flows with waiting work.
-        self._latest = 0.0  # `seconds` of the flow that was started last.
+        self._latest = 0.0  # largest `seconds` that a flow had when its work started
 
     def submit(self, work: Callable[[], T], sender: str, *, num_bytes: int) -> "Future[T]":
         """Queue `work` of `sender`, and return its future. Cancelled work is not run."""
@@ -65,7 +65,7 @@ class RequestThreads:
         with self._lock:
             flow = self._flows.setdefault(key, _Flow(*key))
             if not flow.waiting:
-                flow.seconds = max(flow.seconds, self._latest)  # Idle time gives no priority.
+                flow.seconds = max(flow.seconds, self._latest)  # Past idle time gives no priority.
                 self._waiting.append(flow)
             flow.waiting.append((future, work))
             self._begin()

@@ -106,7 +106,7 @@ class EventStream(Response):
         self._source = source
         self._ping = ping
         self._ping_seconds = ping_seconds
-        self._last_sent = 0.0  # Monotonic seconds.
+        self._last_sent = 0.0  # monotonic time of the last events or ping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -12,7 +12,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-PIECE_BYTES = 256 * 1024  # Limit of the bytes that are decompressed at a time.
+PIECE_BYTES = 256 * 1024  # maximum size of one piece of decompressed data
 MAX_PARTS = 1024  # Limit of gzip members or zstd frames in one body.
 _WINDOW_BITS = 23  # Largest zstd window that RFC 9659 allows: 8 MiB.
 _FRAME_BYTES = 2  # Number of bytes that show whether data has a zlib header.

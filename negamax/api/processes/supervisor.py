@@ -44,7 +44,8 @@ class ServerSupervisor:
         listener: socket.socket,
     ) -> None:
         """Start the processes, which wait for the engine and listen at `listener`'s address."""
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # The reason.
+        # The result is the reason why a process cannot be started or is not started again.
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.on_death: Callable[[int], None] | None = None  # The callback receives a process index.
         self._rank = rank
         self._engine_options = engine_options
@@ -52,7 +53,7 @@ class ServerSupervisor:
         self._listener = listener
         # The engine's hang limit also applies to server processes.
         self._hang_seconds = min(BEAT_TIMEOUT_SECONDS, server_options.engine_hang_timeout)
-        # Lets child processes watch this process.
+        # Child processes end if the heartbeat of this process stops.
         self.pulse = ParentPulse(os.getpid(), str(rank.supervisor_pulse), self._hang_seconds)
         # Latest state of each engine, which each new process receives.
         self._engine_messages: dict[int, wire.EngineMessage] = {}

@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 MAX_RETRIES = 1  # More retries would let a fatal request kill all servers.
 _BUSY = frozenset({429, 502, 503})  # Statuses of a full queue, a dead engine, or shutdown.
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # Paths that use prefillers.
+_PAIRED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})  # paths with remote prefill
 _STORED_PATH = "/v1/responses"  # A response is stored only by the server that created it.
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 _PARAMS_BYTES = 8 * 2**20  # Size limit of the answer of a prefilling server.
@@ -109,7 +109,7 @@ class RouterApp:
         except NegamaxError as error:
             return _build_refusal(scope, error)
         finally:
-            share.keep(0)  # The body is not sent again after an answer has begun.
+            share.keep(0)  # No retry needs the body now, so free its bytes.
 
     def _answer_itself(self, scope: Scope) -> Response | None:
         """Answer a route of the router, or return None for a route that servers answer."""

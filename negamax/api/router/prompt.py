@@ -68,7 +68,7 @@ def read_prompt(body: bytes, *, sender: bytes) -> RoutedPrompt:
     # Omit the last bracket or quote, so that the next turn's text begins with this text.
     parts = [bytes(fields[name])[:-1] for name in _PROMPT_FIELDS if name in fields]
     text = _CACHE_MARK.sub(b"", b"\n".join(parts))
-    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # Size of a server's hash table.
+    num_chunks = min(len(text) // CHUNK_BYTES, MAX_BLOCKS)  # MAX_BLOCKS: hashes stored per server
     state = blake2b(sender, digest_size=_TAG_BYTES)
     tags = []
     for start in range(0, num_chunks * CHUNK_BYTES, CHUNK_BYTES):

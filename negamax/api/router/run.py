@@ -19,8 +19,8 @@ from negamax.options.route import RouteOptions
 
 logger = get_logger(__name__)
 
-_SLOW_CLIENT_SECONDS = 60.0  # Same as the default of `negamax serve`.
-_DRAIN_SECONDS = 30.0  # Same as the default of `negamax serve`.
+_SLOW_CLIENT_SECONDS = 60.0  # A client that reads nothing for this time is disconnected.
+_DRAIN_SECONDS = 30.0  # time after SIGTERM for open requests to finish
 
 
 def open_router_socket(options: RouteOptions) -> socket.socket:

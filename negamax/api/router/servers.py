@@ -121,7 +121,7 @@ class OpenCall:
 
     server: RoutedServer
     num_tokens: int
-    num_pending: int  # Estimated number of prompt tokens that the server computes.
+    num_pending: int  # estimated number of prompt tokens that `server` must compute
     _name: str = field(init=False)
     _is_open: bool = field(default=True, init=False)
 

@@ -19,7 +19,7 @@ class ErrorBody(Struct, frozen=True):
 class ErrorAnswer(Struct, frozen=True):
     """The error format of all endpoints except Anthropic's, in responses and in streams."""
 
-    error: ErrorBody  # Details of the error.
+    error: ErrorBody  # Message and type of the error.
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -36,8 +36,8 @@ class Usage(Struct, frozen=True):
     prompt_tokens: int  # Prompt tokens, including cached tokens.
     completion_tokens: int  # Generated tokens, including reasoning.
     total_tokens: int  # Sum of prompt tokens and completion tokens.
-    prompt_tokens_details: PromptTokensDetails  # Details of the prompt tokens.
-    completion_tokens_details: CompletionTokensDetails  # Details of the generated tokens.
+    prompt_tokens_details: PromptTokensDetails  # Number of cached prompt tokens.
+    completion_tokens_details: CompletionTokensDetails  # Number of reasoning tokens.
 
 
 class TopLogprob(Struct, frozen=True, gc=False):
@@ -100,7 +100,7 @@ class CompletionAnswer(Struct, frozen=True, kw_only=True):
     kv_transfer_params: TransferParams | UnsetType = UNSET
 
     id: str  # A prefix, followed by the request's id or a random id.
-    object: str  # The type of the object.
+    object: str  # Type of the object, such as chat.completion.
     created: int  # Unix time of the answer's start, in seconds.
     model: str  # Model name that the request used.
     system_fingerprint: str  # The server's version.
@@ -129,7 +129,7 @@ class ModelList(Struct, frozen=True, kw_only=True):
     first_id: str  # Id of the first model card.
     last_id: str  # Id of the last model card.
     has_more: bool = False  # Always false: the list is complete.
-    models: list[dict[str, Any]] | UnsetType = UNSET  # The list in Codex's format.
+    models: list[dict[str, Any]] | UnsetType = UNSET  # The models in the format of Codex.
 
 
 class ReplicaHealth(Struct, frozen=True):
@@ -139,7 +139,7 @@ class ReplicaHealth(Struct, frozen=True):
 
 class HealthAnswer(Struct, frozen=True):
     status: str  # `ok`, or `degraded` if a replica does not answer.
-    replicas: list[ReplicaHealth] | UnsetType = UNSET  # States of several replicas.
+    replicas: list[ReplicaHealth] | UnsetType = UNSET  # State of each replica, if several exist.
 
 
 class VersionAnswer(Struct, frozen=True):
@@ -149,7 +149,7 @@ class VersionAnswer(Struct, frozen=True):
 class ServerAnswer(Struct, frozen=True):
     name: str  # Always `negamax`.
     version: str  # Version of this server.
-    models: list[str]  # The names that requests may use.
+    models: list[str]  # Model names that requests may use.
     max_model_len: int  # Context length in tokens, including the answer.
     endpoints: list[str]  # Method and path of each route.
     chat_page: str = "/"  # Path of the chat page.
@@ -172,13 +172,13 @@ class MessageErrorDetails(Struct, frozen=True):
 class MessageErrorBody(Struct, frozen=True):
     type: str  # Anthropic's name of the error class, such as overloaded_error.
     message: str  # The problem, the limit and the remedy.
-    details: MessageErrorDetails | UnsetType = UNSET  # Details in machine-readable form.
+    details: MessageErrorDetails | UnsetType = UNSET  # Machine-readable error code.
 
 
 class MessageError(Struct, frozen=True, tag="error", tag_field="type"):
     """Anthropic's error format, which is also used for stream events."""
 
-    error: MessageErrorBody  # Details of the error.
+    error: MessageErrorBody  # Message and type of the error.
     request_id: str  # Value of the header x-request-id.
 
 

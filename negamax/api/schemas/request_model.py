@@ -137,7 +137,7 @@ class RequestModel(BaseModel):
     unsupported_fields: ClassVar[Mapping[str, str]] = {}
     # Values that unsupported fields may have in addition to false, 0, "" and [].
     neutral_values: ClassVar[Mapping[str, object]] = {}
-    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # Other names of each field.
+    synonyms: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # field -> its other names
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

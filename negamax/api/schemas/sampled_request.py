@@ -107,7 +107,7 @@ class StreamOptions(RequestModel):
 class SamplingFields(RequestModel):
     """Sampling parameters that have the same name in all APIs."""
 
-    stream_interval: int | None = Field(default=None, ge=1)  # Tokens per event of a stream.
+    stream_interval: int | None = Field(default=None, ge=1)  # Tokens per event of this stream.
     temperature: float | None = None  # Sampling temperature; 0 is greedy.
     top_p: float | None = None  # Sample from the likeliest tokens with this total probability.
     top_k: int | None = None  # Sample from this many of the likeliest tokens; 0 and -1 mean all.

@@ -15,7 +15,7 @@ from negamax.text.chat_template import ChatTemplate
 MODES = ("enabled", "disabled", "adaptive")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # Template variables.
+_TEMPLATE_SWITCHES = ("thinking_mode", "enable_thinking", "thinking")  # switch thinking on or off
 
 
 class ReasoningPlace(enum.Enum):

@@ -23,16 +23,16 @@ _LAST_CHARACTER = 0x10FFFF
 class _Kind(IntEnum):
     """Expression kinds in a serialized grammar. Comments list the integers that follow a kind."""
 
-    STRING = 0  # bytes
-    CHARACTERS = 1  # 1 if the class is negated; first and last character of each range
-    ANY_CHARACTERS = 2  # repeats a character class; the integers are those of CHARACTERS
+    STRING = 0  # bytes of the text
+    CHARACTERS = 1  # 1 if negated, else 0; then first and last character of each range
+    ANY_CHARACTERS = 2  # any number of characters of a class; integers as after CHARACTERS
     EMPTY = 3
-    RULE = 4  # number of the rule
-    SEQUENCE = 5  # expressions
-    CHOICES = 6  # expressions
+    RULE = 4  # index of the rule to which the expression refers
+    SEQUENCE = 5  # indices of consecutive expressions
+    CHOICES = 6  # indices of alternative expressions
     TAG_DISPATCH = 7  # (trigger text, rule) of each tag; 1 if more tags may follow; excluded texts
-    REPEAT = 8  # a rule, and the least and the largest number of repeats
-    TOKEN = 9  # the allowed tokens
+    REPEAT = 8  # index of a rule; minimum and maximum number of its repeats
+    TOKEN = 9  # ids of the allowed tokens
     # number of tags; (trigger token, rule) of each tag; 1 if more tags may follow; excluded tokens
     TOKEN_TAG_DISPATCH = 11
 

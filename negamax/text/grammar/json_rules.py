@@ -390,8 +390,8 @@ class JsonRules:
             skipped = name_of(place + 1, count)
             return ways if is_required else [*ways, _Alternative(skipped, (skipped,))]
 
-        # The first rule lists all entries that can be first. A chain of optional rules compiles
-        # slowly.
+        # The first rule lists all entries that can be first, because a chain of optional rules
+        # compiles slowly.
         first = next((place for place, (_, needed) in enumerate(entries) if needed), length)
         begin = [] if is_tuple or most == 0 else [write_entry(place, 0) for place in range(first)]
         rules.define(name_of(0, 0), [*begin, *write_rest(0 if is_tuple else first, 0)])

@@ -37,7 +37,7 @@ class ReasoningGate:
         self._ends = [reasoning.closer, *([reasoning.call_opener] if calls_end_it else [])]
         self._state = _GateState.OPEN if reasoning.state == "open" else _GateState.UNDECIDED
         self._num_tokens = 0  # number of tokens of reasoning so far
-        # UNDECIDED: all text so far; OPEN: the last text, which may be the start of a marker
+        # In state UNDECIDED all output; in state OPEN its end, which may begin a closing tag.
         self._text = b""
         self._due: deque[int] = deque()
         self._spend()

@@ -18,7 +18,7 @@ from negamax.text.parser.schema_values import (
 from negamax.text.parser.tag_names import quoted_name
 
 _MAX_DEPTH = 16  # maximum levels of nested elements
-WRAPPERS = ("arguments", "parameters", "args", "input")  # keys of an object of all arguments
+WRAPPERS = ("arguments", "parameters", "args", "input")  # keys whose value has all arguments
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _ELEMENT = re.compile(r"\s*<([^<>/\s=]+)(\s[^<>]*)?>")
 _OPEN_TAG = re.compile(r"\s*<?parameter\s+name\s*=\s*[\"']([^\"'<>\n]+)[\"']")

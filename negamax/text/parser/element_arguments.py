@@ -68,11 +68,11 @@ class _Element:
     quoted: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)  # names of the members that have begun
     num_children: int = 0
-    values: list[WaitingMember] = field(default_factory=list)  # values to write at the end
+    values: list[WaitingMember] = field(default_factory=list)  # members to write at the end
     is_written: bool = False  # whether the opening bracket is written
     may_be_over: bool = False  # whether a wrongly named closing tag followed the last child
     is_implied: bool = False  # whether the element is an item without an item tag
-    is_marked: bool = False  # whether the text begins with a marker
+    is_marked: bool = False  # whether the text begins with the call's tag marker
     mark: int = 0  # index of this element's opening bracket in the written arguments
     ended: "_Element | None" = None  # last member, if it is an array without its closing bracket
     # an ended array of the same name to which this element adds items
@@ -351,7 +351,7 @@ class ElementArguments:
     def _push(self, name: str, schema: ValueSchema, *, shape: _Shape = _UNDECIDED) -> _Element:
         container = self._open[-1]
         may_repeat = container.shape is _Shape.OBJECT and len(self._open) > 1 and not schema.types
-        if name in container.arrays:  # more items follow, so the array is written later
+        if name in container.arrays:  # a later element adds items, so the array is written later
             items = container.arrays.pop(name)
             container.values.append(WaitingMember(name, f"[{items}]", items))
             container.waiting.add(name)
@@ -427,7 +427,7 @@ class ElementArguments:
         text, schema = "".join(element.text), element.schema
         if element.is_marked and schema.types and "string" not in schema.types:
             text = text.lstrip().removeprefix(self._marker)
-        if schema.types and "string" not in schema.types:  # drop a closing tag without its marker
+        if schema.types and "string" not in schema.types:  # drop a closing tag that has no marker
             text = text.removesuffix(f"</{element.name}>")
         value = _convert_text(text, schema)
         if "array" not in schema.types:

@@ -202,7 +202,7 @@ class OutputFormat:
     name_tags: tuple[TagPattern, ...]
     turn_open: str = "]~b]"  # tag before the role of a turn in rendered prompts
     turn_close: str = "[e~["
-    assistant: str = "ai"  # role of the model's turns
+    assistant: str = "ai"  # name of the model's role in rendered prompts
 
     def drop_calls(self) -> Self:
         """Return the format for answers in which call tags are ordinary text."""

@@ -133,7 +133,7 @@ class OutputParser:
         self._calls = CallWriter(emit)
         self._state = _ParserState.REASONING if in_reasoning else _ParserState.CONTENT
         self._block: CallBlock | None = None
-        self._closer = ""  # held think closer of another family
+        self._closer = ""  # another family's closing think tag, until later text decides
         # held call opener and the white space after it; the next tag decides whether a block begins
         self._opener: list[str] = []
         self._opener_is_loose = False

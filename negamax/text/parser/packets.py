@@ -39,7 +39,7 @@ class Packets:
         # the last text event, which has the type of the held text
         self._like: ReasoningDelta | ContentDelta | ToolArgumentsDelta | None = None
         self._ready = ""  # a complete fragment that waits for the next fragment
-        self._held = ""  # the beginning of an incomplete fragment
+        self._held = ""  # text held back until it is a whole fragment
 
     @property
     def is_holding(self) -> bool:
@@ -111,7 +111,7 @@ class PacedPackets:
         """Add the events of an output at `now` (monotonic seconds), and return events to send."""
         was_holding = self._packets.is_holding
         out = self._packets.push(events)
-        if out or not was_holding:  # then all held text arrived in this call
+        if out or not was_holding:  # then the held text came with this call
             self._held_since = now
         is_slow = now - self._last_output >= HOLD_SECONDS
         self._last_output = now

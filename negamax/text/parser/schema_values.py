@@ -98,7 +98,7 @@ class ValueSchema:
         self._root = root
         self._known = known
         self._listed: dict[str, list[Any]] = {}
-        self._members: dict[str, ValueSchema] = {}  # name -> schema, made on demand
+        self._members: dict[str, ValueSchema] = {}  # member -> schema, added on first use
         self._others: list[Any] = []
         # for each alternative: schemas of the first items, and the schema of all later items
         self._arrays: list[tuple[list[Any], Any]] = []

@@ -59,8 +59,8 @@ class TagPattern:
     """A tag that consists of `prefix` and a match of `rest`."""
 
     kind: TagKind
-    prefix: str  # literal text
-    rest: str  # regular expression without groups that ends in `>`
+    prefix: str  # literal text at the start of the tag
+    rest: str  # regular expression of the later text; has no groups and ends in `>`
 
 
 @dataclass(frozen=True, slots=True)

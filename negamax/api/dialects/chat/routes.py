@@ -119,11 +119,11 @@ class _ChatChoice(Choice):
 
     reader: ChoiceReader
     blocks: BlockWriter
-    found: ContentLogprobs | None  # None if the answer has logprobs of no tokens or of all tokens.
-    events: list[ParserEvent] = field(default_factory=list)  # Events of an unstreamed answer.
+    found: ContentLogprobs | None  # None without logprobs, or if the content includes reasoning
+    events: list[ParserEvent] = field(default_factory=list)  # for an unstreamed answer
     role_sent: bool = False
-    entries: list[TokenLogprobs] = field(default_factory=list)  # Logprobs not converted to JSON.
-    logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # Unsent logprobs.
+    entries: list[TokenLogprobs] = field(default_factory=list)  # token logprobs to convert to JSON
+    logprobs: list[ChatLogprob | msgspec.Raw] = field(default_factory=list)  # for the next chunk
     # Unsent token ids of a stream, or all token ids of an unstreamed answer.
     token_ids: list[int] = field(default_factory=list)
 

@@ -98,7 +98,7 @@ class ChatRequest(StructuredRequest):
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)  # Overrides max_tokens.
     logprobs: bool = False  # Return the log-probability of each token of the answer.
-    top_logprobs: int | None = Field(default=None, ge=0)  # Number of listed tokens per position.
+    top_logprobs: int | None = Field(default=None, ge=0)  # Number of likely tokens per position.
     tools: Tools | None = None  # Functions that the model may call; at most 1,024.
     # Whether the model may or must call tools, and which tools it may call.
     tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
@@ -107,7 +107,7 @@ class ChatRequest(StructuredRequest):
     modalities: Annotated[list[str], AfterValidator(_check_modalities)] | None = None
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
     add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
-    continue_final_message: bool = False  # Requires add_generation_prompt=false.
+    continue_final_message: bool = False  # Extend the last message. Not with add_generation_prompt.
     echo: bool = False  # Return also the text that continue_final_message continues.
     thinking: ThinkingParam | None = None  # Whether and how long the model thinks.
     # Selects whether the model thinks, as in M3's chat template.
@@ -218,7 +218,7 @@ class Message(Struct, frozen=True):
 
 class ChatChoice(Struct, frozen=True):
     index: int  # Number of the choice, 0 to n - 1.
-    message: Message  # The answer.
+    message: Message  # The model's answer.
     logprobs: ChatLogprobs | None  # Log-probabilities of answer tokens, if requested.
     finish_reason: str | None  # One of `stop`, `length`, `tool_calls` and `abort`.
     stop_reason: int | str | None  # Stop string or stop token id that ended the answer.
@@ -228,7 +228,7 @@ class ChatChoice(Struct, frozen=True):
 class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
     object: str = "chat.completion"
     choices: list[ChatChoice]  # The `n` choices in the order of `index`.
-    usage: Usage  # Token counts.
+    usage: Usage  # Token counts of the prompt and all choices.
     # Logprobs at each prompt position, with token ids as keys. The first entry is null.
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # Prompt token ids, if return_token_ids is set.
@@ -237,7 +237,7 @@ class ChatAnswer(CompletionAnswer, frozen=True, kw_only=True):
 class Delta(Struct, frozen=True):
     role: str | UnsetType = UNSET  # Always `assistant`; only the first delta has a role.
     content: str | UnsetType = UNSET  # The next text, without reasoning and tool calls.
-    reasoning_content: str | UnsetType = UNSET  # The next reasoning, in a delta without content.
+    reasoning_content: str | UnsetType = UNSET  # The next text of the reasoning.
     reasoning: str | UnsetType = UNSET  # Same text as reasoning_content, for vLLM's clients.
     reasoning_details: list[ReasoningDetail] | UnsetType = UNSET  # Set if reasoning_split is true.
     tool_calls: list[ToolCall] | UnsetType = UNSET  # The next parts of tool calls.
@@ -262,7 +262,7 @@ class ChatChunk(CompletionAnswer, frozen=True, kw_only=True):
 class RenderedPrompt(Struct, frozen=True, kw_only=True):
     """The prompt of a conversation."""
 
-    request_id: str  # The id that an answer would have.
+    request_id: str  # The id that an answer to the request would have.
     model: str  # Model name that the request used.
     prompt: str  # Text of the prompt.
     token_ids: list[int]  # Token ids of the prompt.

@@ -127,7 +127,7 @@ class _TextWriter(CompletionWriter[_TextChoice, TextAnswer]):
         super().__init__(context, params, source, choices, answer_id=answer_id, model=model)
         self._params = params
         self._prompts = prompts
-        self._echoes: dict[int, str] = {}  # The echoed text of each prompt, by prompt index.
+        self._echoes: dict[int, str] = {}  # prompt index -> echoed text of the prompt
 
     def count_bytes(self, choice: _TextChoice, output: RequestOutput) -> int:
         shows_prompt = self._params.echo or self._params.return_token_ids

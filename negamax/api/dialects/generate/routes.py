@@ -35,7 +35,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.scheduler.step import TokenLogprobs
 from negamax.text.parser.events import ParserEvent
 
-_ABORT = "abort"  # Internal request that makes other server processes abort sequences.
+_ABORT = "abort"  # name of the internal request that makes other server processes abort sequences
 
 
 def make_native_router(context: ApiContext) -> APIRouter:
@@ -201,7 +201,7 @@ class _NativeChoice(Choice):
     finish_reason: dict[str, object] | None = None
     num_cached_tokens: int = 0
     drafts: tuple[int, int, int] | None = None
-    seconds: float | None = None  # Seconds from arrival to the choice's end.
+    seconds: float | None = None  # seconds from the request's arrival to the choice's end
 
     @property
     def num_bytes(self) -> int:

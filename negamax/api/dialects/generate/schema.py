@@ -85,11 +85,11 @@ class NativeRequest(EngineRequest):
 
     text: str | list[str] | None = None  # One text or up to 128 texts, instead of input_ids.
     input_ids: list[int] | list[list[int]] | None = None  # Token ids of prompts, instead of text.
-    # Parameters for all prompts, or one object per prompt.
+    # Sampling parameters of all prompts, or one object per prompt.
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
     rid: RequestId | list[RequestId] | None = None  # Id of the request, or one id per prompt.
     return_logprob: bool = False  # Return the log-probability of each token in meta_info.
-    logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt position with logprobs, or -1.
+    logprob_start_len: int = Field(default=-1, ge=-1)  # First prompt index with logprobs; -1: none.
     top_logprobs_num: int = Field(default=0, ge=0)  # Number of likely tokens to list per position.
     return_text_in_logprobs: bool = False  # Add the text of the token to each logprob.
     max_thinking_tokens: int | None = Field(default=None, ge=0)  # Limit of reasoning tokens.
@@ -137,7 +137,7 @@ class NativeRequest(EngineRequest):
 class AbortRequest(RequestModel):
     """Selects the requests to abort."""
 
-    rid: RequestId | None = None  # Id that the request or its answer contains.
+    rid: RequestId | None = None  # Id of the request to abort, or of its answer.
     abort_all: bool = False  # Abort the requests of all clients.
 
 
@@ -154,7 +154,7 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     cached_tokens: int  # Prompt tokens found in the prefix cache.
     weight_version: str = "default"  # Always `default`.
     e2e_latency: float | UnsetType = UNSET  # Seconds from arrival to the answer's end.
-    spec_verify_ct: int | UnsetType = UNSET  # Number of steps with draft tokens.
+    spec_verify_ct: int | UnsetType = UNSET  # Number of steps that verified draft tokens.
     spec_draft_token_num: int | UnsetType = UNSET  # Number of verified draft tokens.
     spec_accept_token_num: int | UnsetType = UNSET  # Number of accepted draft tokens.
     spec_accept_rate: float | UnsetType = UNSET  # Fraction of draft tokens that were accepted.
@@ -208,7 +208,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, Any]  # The checkpoint's defaults for missing request fields.
     num_running_reqs: int  # Number of running sequences.
     num_queue_reqs: int  # Number of waiting sequences.
-    num_used_tokens: int  # Tokens that the KV cache contains.
+    num_used_tokens: int  # Number of tokens in the KV cache.
     num_generated_tokens: int  # Tokens generated since the server started.
     serving_shape: dict[str, Any]  # Settings that affect results and speed, and their `hash`.
     speculative_algorithm: str | None = None  # Method that proposes draft tokens.
@@ -224,7 +224,7 @@ class NativeServerInfo(Struct, frozen=True, kw_only=True):
 class ExpertPlaces(Struct, frozen=True):
     """The assignment of experts to slots in one engine replica."""
 
-    # Per layer, the expert id of each slot. The slots are in the order of the ranks.
+    # Per layer, the id of the expert in each slot. The slots of rank 0 are first.
     physical_to_logical_map: list[list[int]]
     balancedness: float  # Mean expert load of a rank, divided by the largest expert load.
 
@@ -232,6 +232,6 @@ class ExpertPlaces(Struct, frozen=True):
 class ExpertDistribution(Struct, frozen=True):
     """How often each expert was selected, and which slots hold the expert."""
 
-    # Number of selections by layer and expert; layers without experts have zeros.
+    # Per layer, how often tokens selected each expert. Layers without experts have zeros.
     logical_count: list[list[int]]
     engines: list[ExpertPlaces]  # One entry per engine replica.

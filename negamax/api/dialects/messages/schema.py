@@ -173,7 +173,7 @@ class MessageUsage(Struct, frozen=True, kw_only=True):
     cache_creation_input_tokens: int = 0  # Always 0: cache writes are not counted.
     cache_read_input_tokens: int  # Prompt tokens found in the prefix cache.
     output_tokens: int  # Generated tokens, including thinking.
-    output_tokens_details: ThinkingTokens  # Details of the output.
+    output_tokens_details: ThinkingTokens  # Number of thinking tokens.
     service_tier: str | UnsetType = UNSET  # Always `standard`.
 
 
@@ -204,7 +204,7 @@ class MessageAnswer(Struct, frozen=True, kw_only=True):
     # One of end_turn, max_tokens, model_context_window_exceeded, stop_sequence and tool_use.
     stop_reason: str | None
     stop_sequence: str | None  # Stop string that ended the answer.
-    usage: MessageUsage  # Token counts.
+    usage: MessageUsage  # Token counts of the prompt and the answer.
 
 
 class TokenCount(Struct, frozen=True):

@@ -16,7 +16,7 @@ from negamax.api.schemas.tools import (
     show_tools,
 )
 
-TOOL_CHANGES = ("tool_addition", "tool_removal")  # Types of tool changes.
+TOOL_CHANGES = ("tool_addition", "tool_removal")  # block types that add or remove a tool
 _CLIENT_TOOLS = load_client_tools("messages")
 _SERVER_SEARCH = "tool_search_tool_"  # Type prefix of tool searches that this server does not run.
 
@@ -26,8 +26,8 @@ class ToolsInEffect:
     """The tools of a conversation as functions. Only `read_tools` changes this object."""
 
     shown: list[dict[str, Any]] = field(default_factory=list)  # Tools shown at the prompt's start.
-    callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # Callable tools by name.
-    notes: dict[str, str] = field(default_factory=dict)  # Prompt text by path of the block.
+    callable: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> callable tool
+    notes: dict[str, str] = field(default_factory=dict)  # block's path -> its text in the prompt
 
 
 def read_tools(

@@ -62,7 +62,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
         self._tools = {tool.shown_name: tool for tool in params.declared_tools}
         self._has_summary = params.reasoning.summary not in (None, "none")
         self._has_encrypted = ENCRYPTED_REASONING in params.include
-        self._ids: list[str] = []  # Item id of each block.
+        self._ids: list[str] = []  # block index -> id of the block's output item
         self._sequence_number = -1
 
     def start(self) -> bytes:
@@ -126,7 +126,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
     def _items(self) -> list[items.OutputItem]:
         self._read_logprobs()
         for block in self.blocks:
-            self._of_block(block)  # Logprobs must be matched to blocks in this order.
+            self._of_block(block)  # Match the logprobs of all blocks in the order of the answer.
         return [
             self._item(block, "completed" if block.is_whole else "incomplete")
             for block in self.blocks
@@ -201,7 +201,7 @@ class ResponseEventWriter(BlockAnswerWriter[items.ResponseAnswer]):
             case BlockGrew(_, text):
                 yield from self._grew(block, text)
             case BlockClosed():
-                if self._has_own_item(block):  # The item type is unknown before the call ends.
+                if self._has_own_item(block):  # The item type depends on the whole call.
                     yield self._added(block, is_empty=False)
                 yield from self._closed(block)
                 item = self._item(block, "completed" if block.is_whole else "incomplete")

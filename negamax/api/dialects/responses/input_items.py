@@ -65,7 +65,7 @@ def build_page(
 
 def _build_ids(items: Sequence[Mapping[str, Any]], response_id: str) -> list[str]:
     """Return the ids of items. A missing id is built from the item's index and the response id."""
-    ids: dict[str, None] = {}  # The ids in the order of the items.
+    ids: dict[str, None] = {}  # The keys are the ids of `items`, in order.
     for number, item in enumerate(items):
         item_id = item.get("id")
         if not isinstance(item_id, str) or not item_id or item_id in ids:

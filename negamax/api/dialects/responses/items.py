@@ -77,7 +77,7 @@ class ApplyPatchCallItem(Item, frozen=True, tag="apply_patch_call"):
 
 class ToolSearchCallItem(Item, frozen=True, tag="tool_search_call"):
     call_id: str  # Id to use in the tool_search_output.
-    arguments: JsonObject  # Arguments of the search.
+    arguments: JsonObject  # Arguments of the tool search.
     execution: str = "client"  # Always `client`.
 
 
@@ -104,9 +104,9 @@ class OutputTokensDetails(Struct, frozen=True):
 
 class ResponseUsage(Struct, frozen=True):
     input_tokens: int  # Prompt tokens, including cached tokens.
-    input_tokens_details: InputTokensDetails  # Details of the prompt tokens.
+    input_tokens_details: InputTokensDetails  # Number of cached prompt tokens.
     output_tokens: int  # Generated tokens, including reasoning.
-    output_tokens_details: OutputTokensDetails  # Details of the generated tokens.
+    output_tokens_details: OutputTokensDetails  # Number of reasoning tokens.
     total_tokens: int  # Sum of prompt tokens and generated tokens.
 
 
@@ -158,7 +158,7 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0  # Repeats the value in the request.
     top_p: float  # Value that the sampler used.
     truncation: str = "disabled"  # Always `disabled`.
-    usage: ResponseUsage | None = None  # Token counts; null before the answer ends.
+    usage: ResponseUsage | None = None  # Token counts; null before the response ends.
     user: str | None = None  # No effect.
 
 
@@ -177,7 +177,7 @@ class ItemList(Struct, frozen=True, kw_only=True):
     """A page of the input items of a response."""
 
     object: str = "list"  # Type of the object.
-    data: list[JsonObject]  # Items with stable ids; content is a list of parts.
+    data: list[JsonObject]  # Input items with stable ids; their content is a list of parts.
     first_id: str | None  # Id of the first item; null for an empty page.
     last_id: str | None  # Id of the last item, for `after` of the next page.
     has_more: bool  # Whether more items follow this page.
@@ -194,34 +194,34 @@ class GrowthEvent(StreamEvent, frozen=True, kw_only=True):
     """An event that extends an item."""
 
     item_id: str  # Id of the extended item.
-    output_index: int  # Number of the item in the output.
+    output_index: int  # Index of the item in `output` of the response.
 
 
 class ResponseEvent(StreamEvent, frozen=True, kw_only=True):
     """The events response.created, .in_progress, .completed, .incomplete and .failed."""
 
-    response: ResponseAnswer  # Current state of the response.
+    response: ResponseAnswer  # The response at the time of the event.
 
 
 class ItemEvent(StreamEvent, frozen=True, kw_only=True):
     """The events response.output_item.added and response.output_item.done."""
 
-    output_index: int  # Number of the item in the output.
-    item: OutputItem  # Current state of the item.
+    output_index: int  # Index of the item in `output` of the response.
+    item: OutputItem  # The item at the time of the event.
 
 
 class PartEvent(GrowthEvent, frozen=True, kw_only=True):
     """The events response.content_part.added and response.content_part.done."""
 
     content_index: int = 0  # Number of the part in the item's content.
-    part: OutputText | ReasoningText  # Empty in added events, whole in done events.
+    part: OutputText | ReasoningText  # The part: empty in an added event, complete in a done event.
 
 
 class SummaryPartEvent(GrowthEvent, frozen=True, kw_only=True):
     """The events response.reasoning_summary_part.added and response.reasoning_summary_part.done."""
 
     summary_index: int = 0  # Number of the part in the item's summary.
-    part: SummaryText  # Empty in added events, whole in done events.
+    part: SummaryText  # The part: empty in an added event, complete in a done event.
 
 
 class TextEvent(GrowthEvent, frozen=True, kw_only=True):
@@ -230,9 +230,9 @@ class TextEvent(GrowthEvent, frozen=True, kw_only=True):
     content_index: int | UnsetType = UNSET  # Number of the part in the item's content.
     summary_index: int | UnsetType = UNSET  # Number of the part in the item's summary.
     delta: str | UnsetType = UNSET  # New text of the part.
-    text: str | UnsetType = UNSET  # The whole text, in the done event.
-    arguments: str | UnsetType = UNSET  # All arguments, in the done event.
-    input: str | UnsetType = UNSET  # The whole input, in the done event.
-    name: str | UnsetType = UNSET  # Name of the tool, in the done event of the arguments.
+    text: str | UnsetType = UNSET  # The whole text; only in a done event.
+    arguments: str | UnsetType = UNSET  # All arguments of the call as JSON; only in a done event.
+    input: str | UnsetType = UNSET  # The whole tool input; only in a done event.
+    name: str | UnsetType = UNSET  # Name of the called tool; only in a done event of arguments.
     # Logprobs of the tokens of `delta` or `text`. Only events of output_text have this field.
     logprobs: list[ChatLogprob] | UnsetType = UNSET

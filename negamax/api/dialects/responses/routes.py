@@ -125,7 +125,7 @@ async def _read(context: ApiContext, http: Request) -> ApiRequest[ResponsesReque
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    request: ApiRequest[ResponsesRequest]  # Its `num_bytes` includes referenced items.
+    request: ApiRequest[ResponsesRequest]  # `num_bytes` includes referenced items
     parent: StoredTurn | None  # The turn that the request continues.
     input_items: bytes  # Input items of this request only, as JSON for the store.
     in_effect: ResponsesRequest  # The request after its items changed settings.
@@ -139,7 +139,7 @@ class _Responses:
         self._context = context
         self._store = ResponseStore()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._awaited: dict[str, asyncio.Event] = {}  # Set when a client fetches the response.
+        self._awaited: dict[str, asyncio.Event] = {}  # response id -> event, set when it is fetched
         context.peers.when_asked(
             _ITEMS, lambda asked: self._store.items(set(asked["ids"]), tenant=asked["tenant"])
         )

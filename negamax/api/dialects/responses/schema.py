@@ -94,7 +94,7 @@ class TextConfig(RequestModel):
     """The field `text`: the format of the answer."""
 
     format: dict[str, Any] | None = None  # Object whose `type` is text, json_object or json_schema.
-    verbosity: str | None = None  # No effect.
+    verbosity: str | None = None  # The field has no effect.
 
 
 class ResponsesRequest(TurnRequest):
@@ -133,7 +133,7 @@ class ResponsesRequest(TurnRequest):
     text: TextConfig = TextConfig()  # Format of the answer.
     # The values reasoning.encrypted_content and message.output_text.logprobs add output fields.
     include: list[str] = Field(default_factory=list)
-    # Number of listed tokens per position. Requires message.output_text.logprobs in `include`.
+    # Number of likely tokens per position. Requires message.output_text.logprobs in `include`.
     top_logprobs: int = Field(default=0, ge=0)
     # The response repeats metadata. Keys have up to 64 and values up to 512 characters.
     metadata: Annotated[

@@ -13,7 +13,7 @@ from negamax.text.messages import is_unseen
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 256 * 2**20
-_SMALL_BYTES = 1024  # Maximum size of a stored field that the prompt omits.
+_SMALL_BYTES = 1024  # Larger fields that the prompt omits are not stored.
 _ITEM_FIELDS = (
     "content", "summary", "encrypted_content", "arguments", "input", "output", "action",
     "operation", "tools", "text", "result", "value",
@@ -67,7 +67,7 @@ class _TenantResponses:
 
     # Responses in the order of their last use; the least recently used response is first.
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    owners: dict[str, str] = field(default_factory=dict)  # Response id of each output item id.
+    owners: dict[str, str] = field(default_factory=dict)  # output item id -> id of its response
     num_bytes: int = 0
 
 

@@ -62,7 +62,7 @@ class TokenizeRequest(RequestModel):
     messages: Messages | None = None  # A conversation, instead of prompt.
     tools: Tools | None = None  # Tools that the prompt shows with the messages.
     add_generation_prompt: bool = True  # End the prompt with the beginning of an answer.
-    continue_final_message: bool = False  # Requires add_generation_prompt=false.
+    continue_final_message: bool = False  # Extend the last message. Not with add_generation_prompt.
     chat_template_kwargs: TemplateKwargs | None = None  # Variables of the chat template.
     return_token_strs: bool = False  # Return the texts of the tokens.
 
@@ -104,5 +104,5 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
 class DetokenizeAnswer(Struct, frozen=True):
     """The text of the tokens. For several lists of tokens, each field is a list of texts."""
 
-    prompt: str | list[str]  # The text, in the field that vLLM uses.
-    text: str | list[str]  # The text, in the field that SGLang uses.
+    prompt: str | list[str]  # The decoded text. vLLM has the same field.
+    text: str | list[str]  # The decoded text. SGLang has the same field.
