@@ -17,7 +17,7 @@ class NegamaxError(Exception):
     http_status = 500
     error_type = "internal_error"
     exit_code = 1
-    retry_after: float | None = None  # Seconds.
+    retry_after: float | None = None  # Seconds until a retry may succeed; None: unknown.
 
     def __init_subclass__(
         cls,

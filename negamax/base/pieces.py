@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, AnyStr
 
-PIECE = 2**18  # Length of a piece of a text, in characters or bytes.
+PIECE = 2**18  # Texts are processed in pieces of this length, in characters or bytes.
 _JOINED_PARTS = 2**14  # Number of strings that one `join` call joins.
 
 

@@ -10,7 +10,7 @@ from negamax.base import log
 
 logger = log.get_logger(__name__)
 
-ShowProgress = Callable[[int, int], None]  # (done, total)
+ShowProgress = Callable[[int, int], None]  # Arguments: amount done, total amount.
 
 PATIENCE_SECONDS = 0.5  # Time until a terminal shows the first line of progress.
 REDRAW_SECONDS = 0.2

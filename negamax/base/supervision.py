@@ -25,11 +25,11 @@ logger = log.get_logger(__name__)
 
 _GROUP_END_SECONDS = 5.0
 _EXIT_CODE_SECONDS = 1.0  # Longest wait for the exit code of a child that closed its pipe.
-_LONGEST_LOOK_SECONDS = 1.0  # Largest increase by one call of `Silence.seconds`.
+_LONGEST_LOOK_SECONDS = 1.0  # Most seconds that one call of `Silence.seconds` adds.
 _FIRST_PAUSE = 1.0  # Seconds before the second restart in a row; each restart doubles this time.
 _LONGEST_PAUSE = 30.0
 _PARENT_LOOK_SECONDS = 0.1
-_LAST_WORDS_SECONDS = 1.0  # Time between the report of a hung parent and its end.
+_LAST_WORDS_SECONDS = 1.0  # Time between reporting and killing a hung parent.
 
 
 class Silence:
@@ -180,8 +180,8 @@ def stop_children(children: Sequence[Supervised], *, timeout: float) -> None:
 class SupervisionLimits:
     """Limits for killing silent processes and for restarting dead processes."""
 
-    max_restarts: int = 0  # Most restarts of a process within `restart_window`.
-    restart_window: float = 600.0  # Seconds.
+    max_restarts: int = 0  # Largest number of restarts of a process within `restart_window`.
+    restart_window: float = 600.0  # Period in which restarts are counted, in seconds.
     hang_timeout: float = 300.0  # Seconds without progress after which a busy process is killed.
 
 

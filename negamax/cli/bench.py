@@ -75,10 +75,10 @@ def accuracy(
     for name in suite or ():
         if reason := explain_unknown(name):
             raise ConfigError(f"--suite is {name[:60]!r}; {reason}")
-        if name == GSM8K:  # Read the file before the model.
+        if name == GSM8K:  # Report an invalid file before the model is loaded.
             load_problems(name, count, data=data)
     from negamax.engine.llm import LLM
-    from negamax.evals.accuracy import run_suite  # torch
+    from negamax.evals.accuracy import run_suite  # imports torch
 
     log.setup(engine.log_level, engine.log_format)
     console = Console(markup=False)  # brackets in answers are not markup

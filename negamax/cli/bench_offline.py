@@ -46,7 +46,7 @@ def command(
             f"--concurrency {max(counts)} needs --max-num-seqs {max(counts)} or more; it is "
             f"{engine.max_num_seqs}"
         )
-    from negamax.bench import offline, plots, report  # torch
+    from negamax.bench import offline, plots, report  # imports torch
     from negamax.engine.core.source import locate
 
     workload = replace(workload, concurrency=counts, seed=engine.seed)

@@ -32,7 +32,7 @@ def command(
     """Record a decode step, print a table, and write the requested files."""
     log.setup(engine.log_level, engine.log_format)
     batches = parse_counts(batch, flag="--batch")
-    from negamax.bench import profile, report  # torch
+    from negamax.bench import profile, report  # imports torch
 
     notes = Console(stderr=True, highlight=False)
     say = partial(notes.print, style="dim", soft_wrap=True)

@@ -83,8 +83,8 @@ def command(
 class _Files:
     """Where to write the results of a run."""
 
-    folder: Path | None  # None: do not write a JSON result.
-    name: str | None  # None: the run's settings determine the file name.
+    folder: Path | None  # Folder for the JSON result; None: do not write one.
+    name: str | None  # File name of the JSON result; None: choose a name from the settings.
     detailed: bool
     plot: Path | None
 

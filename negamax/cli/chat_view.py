@@ -141,9 +141,9 @@ class MarkdownStream:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._block = ""  # incomplete
+        self._block = ""  # source text of the last, incomplete block
         self._live: Live | None = None
-        self._drawn = 0.0  # monotonic seconds
+        self._drawn = 0.0  # time of the latest drawing, in monotonic seconds
 
     def push(self, text: str) -> None:
         self._block += text

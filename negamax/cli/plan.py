@@ -225,7 +225,7 @@ def commands(
 ) -> list[str]:
     """Return the command that starts a server, or one command for each machine."""
     model, start, given = engine.model, [], engine.speculative_config or {}
-    # A plan assumes synthetic acceptance. A server verifies draft tokens.
+    # The command omits the plan's synthetic acceptance, because a server verifies draft tokens.
     drafts = {key: each for key, each in given.items() if "synthetic" not in (key[:9], each)}
     is_drawn = engine.quantization or find_bundled_draft(str(given.get("model")))
     if _is_bundled(model) and is_drawn:
@@ -238,7 +238,7 @@ def commands(
     sharding = "on" if each.shards_index else "off"
     words = ["negamax", "serve", model, *start, *each.topology.flags]
     nodes = each.topology.nodes(per_node=hardware.per_node)
-    # One command starts all replicas of a machine. A replica on several machines needs several.
+    # One command starts all replicas of a machine. A replica on n machines needs n commands.
     replicas = each.topology.replicas // hardware.nodes if nodes == 1 else 1
     for name, value, default in (
         ("num-replicas", replicas or each.topology.replicas, 1),

@@ -53,7 +53,7 @@ class Resolved:
     """A command line, completed with option values from all sources."""
 
     words: list[str]
-    choices: dict[str, OptionValue] = field(default_factory=dict)  # by name of the parameter
+    choices: dict[str, OptionValue] = field(default_factory=dict)  # parameter name -> value
     notes: list[str] = field(default_factory=list)  # log lines about options without effect
 
 

@@ -23,7 +23,7 @@ class Option:
 
     name: str  # Name of the command's parameter.
     key: str  # Name of the option in files and environment variables.
-    flag: str  # Flag that typer knows.
+    flag: str  # The option's flag in typer.
     kind: Kind
     names: tuple[str, ...]
     opposites: tuple[str, ...]
@@ -201,7 +201,7 @@ class _Reader:
         name, is_set = self._name(written), True
         attached = [value] if equals else []
         short = None if word.startswith("--") else self._name(word[:2])
-        if name is None and short is not None:  # -n2, -O3
+        if name is None and short is not None:  # a value is attached to the flag: -n2, -O3
             name, written, attached, dot = short, word[:2], [word[2:]], ""
         opposite = self._name(_opposite(written)) if written.startswith("--") else None
         if name is None and opposite in self.names.foreign:

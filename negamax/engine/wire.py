@@ -35,7 +35,7 @@ class TransferInfo(msgspec.Struct, frozen=True):
     """How an engine exchanges the KV blocks of prompts with other engines."""
 
     engine_id: str  # Random id that the engine draws at its start.
-    role: str  # One of `options.transfer.ROLES`.
+    role: str  # "kv_producer", "kv_consumer" or "kv_both".
     host: str
     port: int
     num_ranks: int
@@ -99,14 +99,14 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens: int = 0  # Number of draft tokens that were verified.
     num_accepted_tokens: int = 0  # Number of draft tokens that were accepted.
     accepted_per_position: tuple[int, ...] = ()  # Accepted draft tokens by position in the draft.
-    num_host_blocks: int = 0  # Largest number of KV blocks in main memory.
+    num_host_blocks: int = 0  # Capacity of main memory, in KV blocks.
     num_used_host_blocks: int = 0  # Number of KV blocks that are in main memory.
     num_host_queries: int = 0  # Number of tokens that were looked up in main memory.
     num_host_hits: int = 0  # Number of tokens that were found in main memory.
     num_host_stores: int = 0  # Number of KV blocks copied to main memory.
     num_host_loads: int = 0  # Number of KV blocks copied from main memory.
     num_host_evictions: int = 0  # Number of KV blocks evicted from main memory.
-    num_file_blocks: int = 0  # Largest number of KV blocks in files.
+    num_file_blocks: int = 0  # Capacity of the files, in KV blocks.
     num_used_file_blocks: int = 0  # Number of KV blocks that are in files.
     num_file_reads: int = 0  # Number of KV blocks read from files.
     num_file_writes: int = 0  # Number of KV blocks written to files.
@@ -117,7 +117,7 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
     num_kv_event_batches: int = 0  # Number of batches of prefix cache events that were sent.
     num_dropped_kv_events: int = 0  # Number of steps whose prefix cache changes were dropped.
     num_remote_prefills: int = 0  # Number of requests whose prompts came from other engines.
-    num_failed_prefills: int = 0  # Requests whose prompts did not arrive from other engines.
+    num_failed_prefills: int = 0  # Number of requests whose remote prompts did not arrive.
     num_local_prefills: int = 0  # Number of requests that use no other engine.
     num_pulled_blocks: int = 0  # Number of KV blocks read from other engines.
     num_expired_leases: int = 0  # Number of prompts for other engines that were not read in time.
@@ -130,8 +130,8 @@ class EngineStats(RankStats, frozen=True, array_like=True):
     device_seconds: float = 0.0  # Total GPU time of all steps.
     idle_seconds: float = 0.0  # Total time for which the GPU was idle before steps.
     prefill_tokens: int = 0  # Number of tokens in rows with several prompt tokens.
-    experts: ExpertStats | None = None  # None if experts are not counted.
-    at: float = 0.0  # Monotonic second; later statistics replace earlier ones.
+    experts: ExpertStats | None = None  # None if expert selections are not counted.
+    at: float = 0.0  # Monotonic second of these statistics; later ones replace them.
     ranks: tuple[RankStats, ...] = ()  # Statistics by rank; empty for a single rank.
 
     @property

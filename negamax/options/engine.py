@@ -452,7 +452,7 @@ class EngineOptions:
             )
 
     def _check_parallel(self) -> None:
-        parallel, _ = self.parallel, self.speculation  # these two properties check options
+        parallel, _ = self.parallel, self.speculation  # reading these two properties checks options
         if (
             self.enable_eplb
             and parallel.num_expert_ranks == 1

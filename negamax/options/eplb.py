@@ -7,7 +7,7 @@ from typing import Any
 
 from negamax.options.flags import check_keys, refuse_key
 
-IN_ORDER = "trivial"  # the default of --init-expert-location
+IN_ORDER = "trivial"  # default of --init-expert-location: experts in the order of their index
 RECORDER_MODES = ("off", "stat")
 # FIXED: experts stay on their ranks. COUNTED: the engine also counts selections. MOVED: EPLB is on.
 FIXED, COUNTED, MOVED = "fixed", "counted", "moved"
@@ -23,7 +23,7 @@ _WITHOUT_EFFECT = {
 class EplbConfig:
     """Settings that decide when experts move between ranks. `read` raises `ConfigError`."""
 
-    window_size: int = 1000  # Number of latest steps whose selections are used.
+    window_size: int = 1000  # Number of latest steps whose expert selections a rebalance uses.
     step_interval: int = 3000  # Steps between two rebalances.
     num_redundant_experts: int = 0  # Number of extra expert copies in each layer, over all ranks.
     log_balancedness: bool = False

@@ -12,8 +12,8 @@ from typing import Any
 from negamax.base import env
 from negamax.options.flags import Kind
 
-SERVER, BENCH = "options", "bench"  # Tables in foreign.toml.
-# Values with which an option turns nothing on, in lower case.
+SERVER, BENCH = "options", "bench"  # Names of the tables in foreign.toml.
+# Values, in lower case, with which a foreign option turns no feature on.
 _NOTHING = ("", "none", "null", "{}", "[]", "false", "disabled", "auto")
 _KINDS = {"switches": Kind.SWITCH, "values": Kind.VALUE, "lists": Kind.LIST, "json": Kind.JSON}
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
@@ -25,8 +25,8 @@ _CONTEXT_SIZES = ("attn_cp_size", "attention_context_parallel_size")
 class Translation:
     """The translation of a foreign option: Negamax options, a note, or a refusal."""
 
-    instead: tuple[tuple[str, str], ...] = ()  # Negamax options (name, value).
-    over: tuple[tuple[str, str], ...] = ()  # Options that override given ones.
+    instead: tuple[tuple[str, str], ...] = ()  # (name, value) of equivalent Negamax options.
+    over: tuple[tuple[str, str], ...] = ()  # (name, value) of options that override given options.
     note: str | None = None  # Why the option has no effect.
     refusal: str | None = None
     remedy: str | None = None

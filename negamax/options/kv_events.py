@@ -13,9 +13,9 @@ _FLAG = "--kv-events-config"
 _refuse = partial(refuse_key, _FLAG)
 _PUBLISHERS = ("zmq", "null")
 _LEAST = {"buffer_steps": 0, "hwm": 1, "max_queue_size": 1}
-_MOST = 2**31 - 1  # a ZeroMQ option is a C int
+_MOST = 2**31 - 1  # largest value of a ZeroMQ option, which is a C int
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
-_NO_PORT = -1  # Port of an address that is a path.
+_NO_PORT = -1  # Stands for the port of an ipc:// address, which has no port.
 # The publisher listens at addresses that match, and connects to all other addresses.
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
@@ -27,8 +27,8 @@ class KvEventsConfig:
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None  # None disables replay.
     buffer_steps: int = 10_000  # Number of latest batches that are kept for replay.
-    hwm: int = 100_000  # Most unsent batches per subscriber; further ones are dropped.
-    max_queue_size: int = 100_000  # Most steps whose changes wait in the publisher's queue.
+    hwm: int = 100_000  # Largest number of unsent batches per subscriber; more are dropped.
+    max_queue_size: int = 100_000  # Largest number of steps whose changes wait in the queue.
     topic: str = ""
 
     @staticmethod

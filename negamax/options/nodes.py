@@ -7,7 +7,7 @@ from negamax.options.parallel import ParallelOptions
 
 MASTER_PORT = 29501  # vLLM's default
 MOST_NODES = 64
-KEY_VARIABLE = "NEGAMAX_NODE_KEY"  # a secret that all nodes share
+KEY_VARIABLE = "NEGAMAX_NODE_KEY"  # environment variable of the secret that all nodes share
 MP, RAY = "mp", "ray"
 LAUNCHERS = (MP, RAY)  # the user (MP) or Ray (RAY) starts the agents of other nodes
 

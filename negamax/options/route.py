@@ -7,7 +7,7 @@ from negamax.base import log
 from negamax.base.errors import ConfigError
 from negamax.options.flags import check_options, option
 
-MAX_SERVERS = 64  # the router keeps a table of prefixes for each server
+MAX_SERVERS = 64  # limit, because the router stores a table of prefixes per server
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,18 +55,18 @@ class SpeculationConfig:
     """Settings for proposing draft tokens. `read` parses `--speculative-config`."""
 
     method: str  # One of METHODS.
-    is_default_method: bool = field(default=False, kw_only=True)  # Whether the method is derived.
+    is_default_method: bool = field(default=False, kw_only=True)  # Whether no method was given.
     num_speculative_tokens: int = DEFAULT_DRAFT_TOKENS  # maximum per sequence and step
     is_default_length: bool = False  # Whether the draft's files may set the draft length.
     adaptive: bool = True  # Whether to use fewer draft tokens when that is faster.
-    model: str | None = None  # Draft model; after the download, its folder.
+    model: str | None = None  # Name of the draft model; after the download, its folder.
     revision: str | None = None  # Branch, tag or commit of the draft on the hub.
-    draft_lm_head_quantization: str | None = None  # "fp8": hold the draft model's head in FP8.
+    draft_lm_head_quantization: str | None = None  # "fp8": store the draft's head in FP8.
     # "probabilistic": the draft model samples draft tokens for requests with a temperature.
     draft_sample_method: str = "greedy"
     # layers whose inputs the draft model reads; None: the layers in the config of the draft model
     aux_layer_ids: tuple[int, ...] | None = None
-    # n-gram lookup searches a sequence for its own last tokens: fewest and most of these tokens
+    # least and largest number of last tokens for which n-gram lookup searches the sequence
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     # acceptance rate of each draft position in benchmarks; with None, draft tokens are verified

@@ -16,7 +16,7 @@ PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
 RECOMPUTE, FAIL = "recompute", "fail"
 NIXL, TCP = "nixl", "tcp"
-LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # Transports.
+LANES = {"NixlConnector": NIXL, "NixlPullConnector": NIXL, "TcpConnector": TCP}  # to transport
 PORT = 5600  # The default port of vLLM's NIXL side channel.
 HOST_GIB = 4.0  # Main memory for KV blocks, in GiB, if no other option sets the size.
 

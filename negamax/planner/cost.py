@@ -32,25 +32,25 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.planner.floor import cached_bytes
 from negamax.planner.gpus import MEASURED, GpuModel
 
-# Reached fractions of vendors' figures. Copies, and GEMMs with FP8 blocks or unquantized weights,
-# reach 4.25 of 4.8 TB/s. GEMMs with other formats read less, depending on the bits per weight.
+# Fractions of the vendor's bandwidth and FLOP/s that kernels reach. Copies, FP8 block GEMMs and
+# unquantized GEMMs read 4.25 of 4.8 TB/s. Other GEMMs read `WEIGHT_ONLY_SHARES[bits]` of that.
 READ_SHARE = 4.25 / 4.8
 WEIGHT_ONLY_SHARES = {8: 0.85, 4: 0.80}
 DENSE_FP8, EXPERTS_FP8 = 1100 / 1979, 640 / 1979
 DENSE_BF16, EXPERTS_BF16, WEIGHT_ONLY = 0.75, 0.40, 0.52
 ATTENTION_SHARE = 280 / 989
-# Time of a layer in addition to its memory reads: for nine dependent kernels, per row, per token. A
-# batch of one or two rows on one rank runs eight kernels, which takes about 1 us less.
+# Times of a layer beyond its memory reads: for nine dependent kernels, per sqrt(rows), per token.
+# A batch of one or two rows on one rank runs eight kernels, which takes about 1 us less.
 LAYER_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 23e-6, 3.6e-6, 0.08e-6
 MOST_ROWS = 256  # Rows beyond this number add no ROW_SECONDS.
-# In sums over the ranks of a machine, few tokens are sent with flags, which double the bytes.
+# Fractions of link bandwidth: in sums of at most `SMALL_SUM_TOKENS`, in larger sums, in gathers.
 SMALL_SUM_TOKENS, SMALL_SUM_SHARE, SUM_SHARE, GATHER_SHARE = 256, 0.30, 0.84, 0.60
-SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Times of a sum over ranks in a norm, and of a QK norm.
+SUM_SECONDS, NORM_SECONDS = 1e-6, 2e-6  # Fixed time of a sum over ranks; time of a QK norm.
 MESSAGE_SECONDS = 20e-6  # NCCL's latency of one message.
-MERGE_SECONDS = 4e-6  # Calculated time to merge attention results, with stores of values and flags.
+MERGE_SECONDS = 4e-6  # Calculated time to merge the attention results of DCP ranks.
 # Assumed probabilities that a step accepts the first, second, ... draft token.
 DRAFT_RATES = [0.65**place for place in range(1, MAX_DRAFT_TOKENS + 1)]
-DRAFT_SECONDS = 0.4e-3  # Time of a step with a draft model in addition, fitted to EAGLE3 drafts.
+DRAFT_SECONDS = 0.4e-3  # Additional time of a step with a draft model, fitted to EAGLE3 drafts.
 NETWORK_BYTES = 45e9  # Bytes per second of a GPU to other machines, with a 400 Gb/s adapter.
 
 
@@ -192,7 +192,7 @@ class Costs:
 
     def chunks_seconds(self, chunks: Iterable[int]) -> float:
         """Return the time to first token of one prompt, whose `chunks` overlap in the stages."""
-        ended = [0.0] * self._layout.pp  # end of the latest chunk in each stage
+        ended = [0.0] * self._layout.pp  # seconds at which each stage ends its latest chunk
         done = 0
         for size in chunks:
             hop, arrived = self._hops(size) / max(1, self._layout.pp - 1), 0.0

@@ -26,7 +26,7 @@ class GpuModel:
     memory: int
     bandwidth: float
     bf16: float
-    fp8: float  # 0 if the GPU does not support FP8
+    fp8: float  # FP8 operations per second; 0: not supported
     link: float
     has_fabric: bool  # whether NVLink or similar links join a machine's GPUs; False: PCIe
     platform: Platform
@@ -64,9 +64,9 @@ GPUS = {
         _nvidia("H100-NVL", 95_830, 3.9, 835, 1671, 300, (9, 0)),
         # NVIDIA H800: an H100 with NVLink of 400 GB/s in both directions
         _nvidia("H800", 81_559, 3.35, 989, 1979, 200, (9, 0)),
-        # NVIDIA H200 data sheet (SXM)
+        # Source: NVIDIA H200 data sheet (SXM)
         _nvidia("H200", 143_771, 4.8, 989, 1979, 450, (9, 0)),
-        # NVIDIA H20 product brief
+        # Source: NVIDIA H20 product brief
         _nvidia("H20", 97_871, 4.0, 148, 296, 450, (9, 0)),
         # NVIDIA HGX B200 and B300 data sheets, whose figures are for eight GPUs; NVLink 1.8 TB/s
         _nvidia("B200", 183_359, 8.0, 2250, 4500, 900, (10, 0)),

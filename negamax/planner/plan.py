@@ -13,7 +13,7 @@ from negamax.planner.cost import Costs, Drafts, Model, Workload, tokens_per_seco
 from negamax.planner.gpus import GIB, GpuModel, format_gib
 from negamax.planner.topology import LEAST_TOKENS, LIMITS, Fit, Topology, fit, topologies
 
-TIE = 0.05  # relative error of the predicted times per token
+TIE = 0.05  # predictions that differ by at most this fraction are considered equal
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Candidate:
     prompt_seconds: float  # Time to first token of a single prompt.
     prefill_rate: float  # Prompt tokens per second of all replicas.
     predictions: tuple[Prediction, ...]  # One entry per workload.
-    host_tokens: int = 0  # Tokens of all replicas that main memory holds.
+    host_tokens: int = 0  # Tokens whose KV fits in main memory, over all replicas.
 
     @property
     def most_sequences(self) -> int:

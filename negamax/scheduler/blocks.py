@@ -21,14 +21,14 @@ class BlockPool:
         """`changes`: list that receives (block hash, True if indexed or False if evicted)."""
         self.num_blocks = num_blocks
         self._changes = changes
-        # number of frees and indexings of blocks; each may allow a refused admission
+        # number of times that a block was freed or indexed; then a refused admission may succeed
         self.gain_count = 0
         self.eviction_count = 0  # number of cached blocks that were evicted for other content
         self._ref_counts = [0] * num_blocks
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._blank = list(range(num_blocks - 1, -1, -1))  # stack; block 0 is popped first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._blank = list(range(num_blocks - 1, -1, -1))  # stack of free blocks without content
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free cached blocks, oldest first
 
     @property
     def num_free(self) -> int:

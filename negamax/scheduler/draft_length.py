@@ -34,20 +34,20 @@ STEPS_PER_CHOICE = 5
 _GAIN = 1.01  # factor by which the score of a new draft length must exceed the current score
 
 # The weight of a trial (a verified draft) falls to a third after `_TRIALS` newer trials and at
-# least `_TRIAL_STEPS` steps. The prior `_PRIOR` weighs as much as `_PRIOR_TRIALS` trials.
+# least `_TRIAL_STEPS` steps. The acceptance rate `_PRIOR` has the weight of `_PRIOR_TRIALS` trials.
 _TRIALS, _TRIAL_STEPS, _PRIOR, _PRIOR_TRIALS = 192, 8, 0.6, 12.0
-# Estimates by the draft model. The weight of an estimate falls to a third after `_ESTIMATES` newer
-# rows and at least `_ESTIMATE_STEPS` steps. The last estimate weighs as much as `_ESTIMATE_TRIALS`
-# trials or more. The mean error of the last `_LEAST_BIAS_TRIALS` to `_BIAS_TRIALS` trials is added.
+# Acceptance rates that the draft model estimates. The weight of an estimate falls to a third after
+# `_ESTIMATES` newer rows and at least `_ESTIMATE_STEPS` steps. The last estimate weighs as much as
+# `_ESTIMATE_TRIALS` trials or more. The mean error of `_LEAST_BIAS_TRIALS` or more trials is added.
 _ESTIMATES, _ESTIMATE_STEPS, _ESTIMATE_TRIALS = 32, 2, 48.0
 _LEAST_BIAS_TRIALS, _BIAS_TRIALS = 32.0, 1024.0
 _FIRST_REST, _LAST_REST = 16.0, 256.0
 _UNTIMED_STEPS = 256  # steps between trials of other draft lengths while step times are unusable
 # Variances of the logarithm of a step time. `_ERROR`: initial variance for the longest drafts,
 # because times measured at start exclude the host's work. Shorter drafts have a smaller variance.
-# `_OWN_ERROR`: variance of each draft length. `_NOISE`: variance of one measured time.
+# `_OWN_ERROR`: extra variance of each draft length. `_NOISE`: variance of one measured time.
 _ERROR, _OWN_ERROR, _NOISE = 0.6**2, 0.15**2, 0.1**2
-_NEAR = 0.07**2  # variance that `extrapolate` adds for each draft length
+_NEAR = 0.07**2  # extra variance of each draft length in a new size class of rows
 _LEAST_NOISE, _MOST_NOISE, _NOISE_STEPS = 0.005**2, 0.3**2, 32
 _OUTLIERS = 3  # consecutive outlying step times after which all time estimates are reset
 _UNKNOWN, _DRIFT, _LENGTH_DRIFT = 1e2, 0.004**2, 0.0004**2
@@ -88,8 +88,8 @@ class _Times:
 
     def _reset(self) -> None:
         self._noise, self._outliers = _NOISE, 0
-        self._means = [0.0] * (len(self._lengths) + 1)  # correction of all, then of each length
-        # an error of long drafts also changes the estimates of shorter drafts, but less
+        self._means = [0.0] * (len(self._lengths) + 1)  # log time factor of all, then each length
+        # a time error of long drafts also changes the estimates of shorter drafts, but less
         most = math.log1p(self._lengths[-1])
         shares = [math.log1p(length) / most for length in self._lengths]
         self._covariances = [[_UNKNOWN, *(0.0 for _ in shares)]]
@@ -130,7 +130,7 @@ class _Times:
             self.correct(index, found, step=step)
             return
         error = min(bound, max(-bound, error))
-        if expected < self._noise:  # `error` is mostly noise of this step
+        if expected < self._noise:  # `error` is mostly noise of one measured time
             noise = self._noise + (error * error - variance) / _NOISE_STEPS
             self._noise = min(_MOST_NOISE, max(_LEAST_NOISE, noise))
         for row, gain in zip(rows, gains, strict=True):
@@ -154,13 +154,13 @@ class _Shares:
     rest: float = _FIRST_REST  # steps without trials after which old trials weigh a third
     estimate: float | None = None  # mean of the draft model's recent estimates
     latest: float = 0.0  # the draft model's latest estimate
-    error: float = 0.0  # accepted minus estimated drafts, with decaying weights
+    error: float = 0.0  # decayed sum of accepted minus estimated drafts
     bias: float = 0.0  # mean error per trial, over the last `bias_trials` trials
     bias_trials: float = 0.0
 
     def share(self, prior: float) -> float:
         """Return the accepted share at this position. `prior`: share at the previous position."""
-        if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # error unknown
+        if self.estimate is None or self.bias_trials < _LEAST_BIAS_TRIALS:  # no usable estimate
             return (self.accepted + prior * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         error = (self.error + self.bias * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
         return min(1.0, max(0.0, self.estimate + error))
@@ -172,7 +172,7 @@ class _Shares:
             before = share if self.estimate is None else self.estimate
             self.estimate, self.latest = before + weight * (share - before), share
         elif self.estimate is not None:
-            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # earlier trials may be outdated
+            if self.bias_trials >= _LEAST_BIAS_TRIALS:  # replace trials by the estimate
                 most = max(self.trials, _ESTIMATE_TRIALS)
                 self.accepted, self.error = self.share(0.0) * most, self.bias * most
                 self.trials = most

@@ -14,8 +14,8 @@ from negamax.scheduler.request import ImageInput
 from negamax.scheduler.sequence import Sequence
 from negamax.scheduler.step import ROWS_PER_PAGE, EncodeJob, ImageRun
 
-# `STEP_PATCHES`: largest weighted number of patches of a rank in a step; a rank's first image may
-# exceed it. A patch of an image with n patches weighs 1 + n / `_SQUARE`, the cost of attention.
+# `STEP_PATCHES`: weighted patches that a rank encodes at most in a step; its first image may exceed
+# the limit. A patch of an image with n patches weighs 1, plus n / `_SQUARE` for attention.
 STEP_PATCHES, _SQUARE = 10_000, 8_824
 
 _Key = tuple[str, bytes]

@@ -31,16 +31,16 @@ class _FileRead:
 
     sequences: list[Sequence]  # sequences that wait for this read
     hashes: list[bytes]
-    places: list[int]  # index of the host block to fill, for each hash
+    places: list[int]  # indices of the host blocks to fill, one for each hash
     held_places: list[int]  # host blocks that need no read but must stay for the sequences
-    step_id: int = -1  # id of the plan with the copies; -1: not planned yet
+    step_id: int = -1  # id of the plan that contains the read; -1: not planned yet
 
 
 @dataclass(eq=False)
 class _FileWrite:
     block_hash: bytes
-    place: int  # index of the host block
-    step_id: int = -1  # id of the plan with the copy; -1: not planned yet
+    place: int  # index of the host block to write to a file
+    step_id: int = -1  # id of the plan that contains the write; -1: not planned yet
     is_kept: bool = True  # False: the cache was cleared after the write began, so skip indexing
 
 
@@ -61,7 +61,7 @@ class FileTier:
         self.num_blocks = num_blocks
         self.num_hits = 0  # number of blocks that were read from files
         self.num_written = 0  # number of blocks that were written to files
-        self.progress = _NO_PROGRESS  # latest progress of copies on all ranks
+        self.progress = _NO_PROGRESS  # latest progress of file copies, over all ranks
         self._host, self._waiting, self._changes = host, waiting, changes
         self._most_writes = max(1, min(MOST_WRITES, host.num_blocks // 4))
         self._index: OrderedDict[bytes, int] = OrderedDict()  # hash -> `_time` of the last use

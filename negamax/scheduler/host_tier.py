@@ -36,7 +36,7 @@ class _BlockLoad:
     blocks: list[int]  # KV blocks that the load writes
     hashes: list[bytes]  # hashes of `blocks`
     places: list[int]  # host blocks that the load reads
-    step_id: int = -1  # id of the plan with the copies; -1: not planned yet
+    step_id: int = -1  # id of the plan that contains the load; -1: not planned yet
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class PlanBuilder:
         self.sequences: list[Sequence] = []  # one sequence per entry of `slots`
         self.slots: list[int] = []
         self.drafts: dict[int, int] = {}  # row -> number of its draft tokens, if above 0
-        self.chunks: list[tuple[int, bool, Sequence]] = []  # (num_tokens, if it samples, sequence)
+        self.chunks: list[tuple[int, bool, Sequence]] = []  # (length, if it samples, sequence)
 
     def append_block(self, sequence: Sequence) -> None:
         self.appended_slots.append(sequence.slot)
@@ -66,7 +66,7 @@ class PlanBuilder:
         num_scheduled = [1] * len(self.slots)
         needs_sampling = [True] * len(self.slots)
         images: list[ImageRun] = []
-        self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable
+        self.chunks.sort(key=lambda chunk: chunk[0] > 1)  # stable: chunks of one token come first
         for count, samples, sequence in self.chunks:
             if samples:
                 sequence.num_proposed = num_proposed

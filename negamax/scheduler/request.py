@@ -142,7 +142,7 @@ class ImageInput(msgspec.Struct, frozen=True):
 
     offset: int  # index of the image's first token in the prompt
     num_tokens: int
-    grid: tuple[int, int]  # rows and columns of patches
+    grid: tuple[int, int]  # number of rows and of columns of patches
     digest: bytes  # hash of the pixels
     pixels: bytes  # uint8 [height, width, 3]
 
@@ -163,7 +163,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0  # requests with lower values run earlier
-    tenant: str = ""  # the rows of a batch are divided among tenants
+    tenant: str = ""  # tenants with requests of equal priority take turns
     cache_salt: str = ""  # only requests with the same salt share prefix-cache blocks
     data_parallel_rank: int | None = None  # data-parallel rank that must run the request; None: any
     lease_id: str = ""  # if set, id under which the KV of the prompt is kept for another engine

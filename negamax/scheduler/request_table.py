@@ -13,13 +13,13 @@ class RequestTable:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.sequences: dict[str, Sequence] = {}
-        self.num_constrained = 0  # number of constrained sequences
+        self.num_constrained = 0  # number of sequences with `is_constrained` set
         self.num_rows: Counter[str] = Counter()  # number of running sequences by tenant
         self.admitted: list[str] = []  # ids that `GroupScheduler.take_admitted` returns
         self._limits = limits
         self._count = 0
-        self._turn = 0  # turn of the last admitted request
-        self._last_turns: dict[str, int] = {}  # turn of each tenant's latest request
+        self._turn = 0  # largest `Sequence.turn` of the admitted requests
+        self._last_turns: dict[str, int] = {}  # `Sequence.turn` of each tenant's latest request
 
     def add(self, request: GenerateRequest, *, num_waiting: int) -> Sequence:
         """Create the sequence of a resolved request. Raises `ContextLengthError` if the prompt

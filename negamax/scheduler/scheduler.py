@@ -84,12 +84,12 @@ class Scheduler:
         num_slots = self._turns.most_slots(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._in_flight: deque[_UncommittedPlan] = deque()
-        # the request that was last refused, and the pool's gain count at that time
+        # id of the request whose admission was last refused, and the pool's gain count at that time
         self._refused: tuple[str, int] | None = None
-        # a request for which preemption cannot make room, and the gain count at which to try again
+        # id of a request for which preemption cannot make room, and the gain count for a new try
         self._kept_out: tuple[str, int] | None = None
         self._step_count = 0
-        self._last_committed = -1  # step id
+        self._last_committed = -1  # id of the last committed step
 
     @property
     def num_running(self) -> int:
@@ -360,7 +360,7 @@ class Scheduler:
         # `_grow` may preempt sequences that this loop has not visited, but no visited sequence
         for sequence in self._running:
             if sequence.is_postponed:
-                num_postponed += 1  # the budget contains one token for this row
+                num_postponed += 1  # a postponed row uses one token of the budget
                 continue
             computed = sequence.num_computed
             total = sequence.num_total
@@ -390,7 +390,7 @@ class Scheduler:
             sequences.append(sequence)
             slots.append(sequence.slot)
         builder.budget -= len(slots) + sum(builder.drafts.values()) + num_postponed
-        if self.limits.num_stages > 1:  # rows of other plans have no reserved token in this budget
+        if self.limits.num_stages > 1:  # postponed rows of other plans can make the budget negative
             builder.budget = max(0, builder.budget)
         assert builder.budget >= 0
         return prefills

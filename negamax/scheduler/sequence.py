@@ -67,7 +67,7 @@ class Sequence:
         self.num_indexed = 0  # number of leading blocks that were offered to the pool's index
         self.index_at = NEVER  # number of computed tokens at which the next block is full
 
-        self.known_at = 0  # first turn in which a plan may read the last sampled token
+        self.known_at = 0  # number of the first turn whose plan may run the last sampled token
         self.num_proposed = 0  # number of draft tokens that follow the last sampled token
         self.drafts = (0, 0, 0)  # numbers of rows with drafts, drafts, accepted drafts
         self.was_admitted = False
@@ -121,7 +121,7 @@ class DraftCounters:
     def __init__(self, most_drafts: int) -> None:
         self.num_rows = 0  # number of rows with draft tokens
         self.num_tokens = 0  # number of draft tokens in these rows
-        self.accepted_per_position = [0] * most_drafts  # index: draft position
+        self.accepted_per_position = [0] * most_drafts  # accepted drafts by draft position
 
     def add(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count a committed row with drafts."""

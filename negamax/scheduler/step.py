@@ -73,10 +73,10 @@ class FileCopies(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Copies between host blocks and files. The hash of a block is the name of its file."""
 
     written_places: list[int]  # host blocks to write to files
-    written_hashes: list[bytes]  # the file for each written host block
-    read_hashes: list[bytes]  # files to read into host blocks
+    written_hashes: list[bytes]  # file name (hash) for each written host block
+    read_hashes: list[bytes]  # names (hashes) of the files to read into host blocks
     read_places: list[int]  # the host block for each read file
-    used_hashes: list[bytes] = []  # files to mark as recently used
+    used_hashes: list[bytes] = []  # names of the files to mark as recently used
     deletes_all: bool = False  # whether to delete all files after the writes
 
 
@@ -102,7 +102,7 @@ class EncodeJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     rank: int  # tensor-parallel rank that encodes the image
     pages: list[int]  # pages that store the image's embeddings, in order
-    grid: tuple[int, int]  # rows and columns of patches
+    grid: tuple[int, int]  # number of rows and of columns of patches
     pixels: bytes  # uint8 [height, width, 3]
 
 
@@ -193,7 +193,7 @@ class FileProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     written_step: int = -1  # the writes of plans up to this step id are complete
     missing: list[bytes] = []  # hashes of blocks whose reads failed since the last report
     is_off: bool = False  # whether an error has disabled the files
-    # Totals since the start: files over the size limit are evicted; damaged files are errors.
+    # Totals since the start. `num_evicted`: files above the size limit. `num_errors`: file errors.
     bytes_read: int = 0
     bytes_written: int = 0
     num_evicted: int = 0

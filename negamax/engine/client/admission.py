@@ -7,11 +7,11 @@ from negamax.base.errors import InvalidRequestError, OverloadedError
 from negamax.base.shared_numbers import SharedNumbers
 
 _RATE_SECONDS = 20.0  # Time constant of the average rate of finished sequences.
-_LONGEST_RETRY = 120.0  # Seconds.
+_LONGEST_RETRY = 120.0  # Upper limit of Retry-After, in seconds.
 _POOLS_WAITING = 4  # Default limit of waiting prompt tokens, as a multiple of the KV cache size.
 
 # Columns of the shared table: three totals of all tenants, then the waiting sequences and tokens of
-# each group of tenants. Tenants whose names hash to the same group are treated as one tenant.
+# each of `_GROUPS` groups. Tenants whose names hash to the same group are treated as one tenant.
 _GROUPS = 256
 _OPEN, _WAITING, _WAITING_TOKENS, _GROUP_WAITING = range(4)
 _GROUP_TOKENS = _GROUP_WAITING + _GROUPS

@@ -53,7 +53,7 @@ class EngineChannel:
         failed: Callable[[str], None],
     ) -> None:
         self.is_open = True
-        self.stats: wire.EngineStats | None = None  # Latest statistics.
+        self.stats: wire.EngineStats | None = None  # Latest statistics of the engine.
         # Called with each answer to `RecordExperts`.
         self.on_record: Callable[[wire.ExpertRecord], None] = lambda record: None
         self.last_beat = self.last_progress = time.monotonic()
@@ -88,7 +88,7 @@ class EngineChannel:
         self.last_beat = self.last_progress = time.monotonic()
         self._is_reading = True
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
-        self.drain()  # The event loop is not informed about messages that arrived earlier.
+        self.drain()  # Earlier messages cause no event on the descriptor.
 
     def send(self, message: wire.ToEngine | wire.StartEngine) -> None:
         """Send a message without waiting. Drop the message if the engine has ended."""

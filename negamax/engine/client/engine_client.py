@@ -40,9 +40,9 @@ logger = get_logger(__name__)
 class SharedQueue:
     """Tables of numbers that all server processes of a server share."""
 
-    numbers: SharedNumbers  # Used by `Admission`.
-    loads: SharedNumbers  # Used by `ReplicaLoad`.
-    prefixes: SharedNumbers  # Used by `PrefixTable`.
+    numbers: SharedNumbers  # Open and waiting sequences, for `Admission`.
+    loads: SharedNumbers  # Load of each replica, for `ReplicaLoad`.
+    prefixes: SharedNumbers  # Hashes of the prompt blocks sent to each replica, for `PrefixTable`.
 
     @classmethod
     def of(

@@ -43,7 +43,7 @@ class _Image:
     """An image of a message, and the image's size after resizing."""
 
     part: ImagePart
-    data: str  # base64
+    data: str  # The image file in base64.
     height: int = 0
     width: int = 0
     num_source_pixels: int = 0

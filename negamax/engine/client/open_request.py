@@ -32,7 +32,7 @@ class Owner:
 
     tenant: str = ""
     names: frozenset[str] = frozenset()  # Ids by which a client can abort the request.
-    shares_queue: bool = False  # Whether several tenants share the queue.
+    shares_queue: bool = False  # Whether several tenants use the queue, which limits each tenant.
 
 
 NOBODY = Owner()
@@ -85,9 +85,9 @@ class OpenRequest:
         self._deadline = deadline
         self._observer = observer
         self._interval = interval
-        self._waiting: dict[int, RequestOutput] = {}  # Undelivered joined output by choice.
+        self._waiting: dict[int, RequestOutput] = {}  # Index of a choice -> its undelivered output.
         self._unsent: Sequence[GenerateRequest] = ()
-        self._updates: dict[str, SequenceUpdate] = {}  # Updates that the user has not received.
+        self._updates: dict[str, SequenceUpdate] = {}  # Sequence id -> its undelivered update.
         self._failure: Exception | None = None  # Error to raise after delivery of `_updates`.
         self._take: Take | None = None
         self._is_paused = False

@@ -14,7 +14,7 @@ from negamax.engine.client.placement import ReplicaLoad
 from negamax.scheduler.request import GenerateRequest
 from negamax.scheduler.step import SequenceUpdate
 
-_RESPONSIVE_SECONDS = 0.7  # Seconds without a heartbeat after which an engine is silent.
+_RESPONSIVE_SECONDS = 0.7  # Seconds without a heartbeat after which an engine is considered silent.
 
 State = Literal["ok", "silent", "restarting", "failed"]
 
@@ -25,14 +25,14 @@ class Replica:
     def __init__(self, index: int, *, admission: Admission, load: ReplicaLoad) -> None:
         self.index = index
         self.load = load
-        self.info: wire.ModelInfo | None = None  # Description of the latest engine.
+        self.info: wire.ModelInfo | None = None  # Properties of the replica's latest engine.
         self.restart_count = 0
         self.open: dict[str, OpenRequest] = {}  # Open requests by sequence id.
-        # Callback for the number of tokens of each step.
+        # Called with the number of tokens of each new step.
         self.on_steps: Callable[[list[int]], None] | None = None
         self._admission = admission
         self._channel: EngineChannel | None = None
-        self._past: wire.EngineStats | None = None  # Counters of this replica's dead engines.
+        self._past: wire.EngineStats | None = None  # Summed counters of the replica's dead engines.
         self._death = "the engine is not running"
         self._next_ready = 0.0  # Monotonic second when the next engine should be ready.
         self.has_failed = False

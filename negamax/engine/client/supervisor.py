@@ -129,7 +129,7 @@ class _SupervisedEngine:
         self._servers = servers
         self._client = servers.engine.replicas[replica]
         self._connection: EngineConnection | None = None
-        self._start_seconds = 0.0  # Duration of the latest start.
+        self._start_seconds = 0.0  # Duration of the engine's latest start.
         self._task: asyncio.Task[None] | None = None
         # Prefix of log messages if the server has several replicas.
         self._name = f"replica {replica}: " if options.num_replicas > 1 else ""

@@ -117,8 +117,8 @@ class RowFailureLog:
     """Stores the error of each failed row by slot, until the slot gets another sequence."""
 
     def __init__(self) -> None:
-        self._slots: deque[list[int]] = deque()  # For each plan without a result: its slots.
-        self._assigned: dict[int, int] = {}  # Slot -> step that assigned the slot.
+        self._slots: deque[list[int]] = deque()  # Slots of each plan that has no result yet.
+        self._assigned: dict[int, int] = {}  # Slot -> id of the latest step that assigned it.
         self._errors: dict[int, str] = {}  # Slot -> error of the slot's row.
 
     def launched(self, plan: StepPlan) -> None:
@@ -147,7 +147,7 @@ class FileProgressLog:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._latest = {rank: FileProgress(rank) for rank in ranks}
-        self._missing: set[bytes] = set()  # Blocks that ranks failed to read.
+        self._missing: set[bytes] = set()  # Hashes of blocks that ranks failed to read.
 
     def add(self, progress: FileProgress) -> None:
         self._latest[progress.rank] = progress

@@ -19,14 +19,14 @@ from negamax.scheduler.expert_placement import best_placement
 _FLAG = "--init-expert-location"
 _MAX_BYTES = 64 * 2**20  # Size limit of the JSON file.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # How often an expert was selected.
-_Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # A list per layer.
+_Table = Annotated[list[list[_Count]], msgspec.Meta(min_length=1)]  # One list per layer.
 
 
 class _Location(msgspec.Struct, frozen=True):
     """The JSON value of the option; decoding ignores other fields of the JSON."""
 
-    logical_count: _Table | None = None  # Number of selections of each expert.
-    physical_to_logical_map: _Table | None = None  # Index of the expert in each slot.
+    logical_count: _Table | None = None  # Number of selections by layer and expert.
+    physical_to_logical_map: _Table | None = None  # Expert index by layer and slot.
 
 
 def place_experts(layout: ParallelLayout, spec: ModelSpec, location: str) -> ParallelLayout:

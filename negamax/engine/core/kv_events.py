@@ -46,13 +46,13 @@ class BlockStored(KvEvent, kw_only=True):
     """Consecutive blocks of a hash chain that the cache has stored."""
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # None if the first block starts the chain.
+    parent_block_hash: int | None  # Hash of the block before the first block; None: no block.
     token_ids: msgspec.Raw  # A list with the token ids of all blocks.
     block_size: int
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[list[str] | None] | None = None  # Cache salt of a block that starts a chain.
+    extra_keys: list[list[str] | None] | None = None  # By block: [cache salt] if it starts a chain.
     group_idx: int
     kv_cache_spec_kind: str
 
@@ -95,7 +95,7 @@ class CacheMirror:
         self._cached: dict[str, set[bytes]] = {KV: set(), HOST: set(), FILES: set()}
         # For each level, cached blocks whose tokens are not known yet, oldest first.
         self._unknown: dict[str, dict[bytes, None]] = {KV: {}, HOST: {}, FILES: {}}
-        self._touched: deque[set[bytes]] = deque()  # For each recent step: its blocks.
+        self._touched: deque[set[bytes]] = deque()  # New and removed blocks of recent steps.
 
     def clear(self) -> list[KvEvent]:
         """Forget all blocks, and return the event that says so."""
@@ -160,7 +160,7 @@ class CacheMirror:
             place = run.hashes.index(hashes[start])
             stop = start + len(run.hashes) - place
             while hashes[start:stop] != run.hashes[place : place + len(hashes[start:stop])]:
-                stop = (start + min(stop, len(hashes))) // 2  # Only a part of the run changes.
+                stop = (start + min(stop, len(hashes))) // 2  # Blocks differ: compare half as many.
             part = hashes[start:stop]
             self._cached[medium].update(part)
             yield _describe(run, place, part, medium)
@@ -220,9 +220,9 @@ class EventPublisher:
         self._queue: SimpleQueue[CacheLog | str] = SimpleQueue()
         self._is_behind = False
         self._mirror, self._encoder = CacheMirror(), msgspec.msgpack.Encoder()
-        # Latest sent batches, for replays. ZeroMQ shares each frame between slow subscribers.
+        # (number, batch) of the latest sent batches, for replays. ZeroMQ's queues share the frame.
         self._sent: deque[tuple[bytes, zmq.Frame]] = deque(maxlen=config.buffer_steps)
-        self._has_blocks = False  # Whether subscribers know of blocks.
+        self._has_blocks = False  # Whether a `BlockStored` event was sent.
         self._context = zmq.Context()
         self._events = self._context.socket(zmq.PUB)
         self._events.set_hwm(config.hwm)

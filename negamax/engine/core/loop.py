@@ -30,7 +30,7 @@ from negamax.worker.config import EXPERT_COUNTS, DebugCommand, DebugResult
 
 logger = get_logger(__name__)
 
-# Largest number of entries in `_admitted` and `_step_tokens`, because `LLM` never calls `report`.
+# Size limit of `_admitted` and `_step_tokens`, because `LLM` never calls `report` to clear them.
 _REPORT_ENTRIES = 4096
 WAIT_SECONDS = 0.005  # Time between polls for new requests while all requests wait for grammars.
 FLUSH_SECONDS = 2.0  # Time limit for writing KV blocks to files at shutdown.
@@ -40,7 +40,7 @@ FLUSH_SECONDS = 2.0  # Time limit for writing KV blocks to files at shutdown.
 class _InFlight:
     plans: list[StepPlan]  # One plan for each data-parallel rank.
     results: Results
-    started: float  # Monotonic seconds.
+    started: float  # Time of the launch in monotonic seconds.
 
 
 class EngineLoop:
@@ -67,11 +67,11 @@ class EngineLoop:
         self._overlap = overlap
         self._experts = experts
         self._crash_dumps = crash_dumps
-        self._launcher = launcher  # Starts other nodes on Ray.
+        self._launcher = launcher  # Starts other nodes on Ray; None without Ray.
         self._publishers = publishers
         self._sockets = transfers  # Sockets to other engines; None without --kv-transfer-config.
         self._transfers = None if transfers is None else transfers.transfers
-        self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # For a crash dump.
+        self._last_plans: deque[list[StepPlan]] = deque(maxlen=2)  # Plans of the latest steps.
         # Launched steps that are not committed, oldest first; None marks a round without a plan.
         self._in_flight: deque[_InFlight | None] = deque()
         self._num_stages = num_stages
@@ -98,7 +98,7 @@ class EngineLoop:
     def await_request(self, requests: zmq.Socket[bytes]) -> bool:
         """Wait until there is work. Return whether the caller should receive a request."""
         if self._sockets is None:
-            return True  # The caller waits in its read of the socket.
+            return True  # The caller then waits in `requests.recv`.
         has_request = self._sockets.wait(requests)
         self._sockets.poll()
         return has_request
@@ -374,7 +374,7 @@ class EngineLoop:
         if self._grammars.is_waiting:
             self._grammars.wait(WAIT_SECONDS)
         elif self._transfers is not None and self._transfers.shared.holds_kv_blocks:
-            time.sleep(WAIT_SECONDS)  # Leases to other engines hold the KV blocks.
+            time.sleep(WAIT_SECONDS)  # KV blocks become free when leases of other engines end.
         elif self._scheduler.has_unfinished:
             raise EngineError("the scheduler has waiting requests and cannot run any of them")
 

@@ -14,7 +14,7 @@ from negamax.planner.plan import Candidate, Hardware, make_plan
 
 logger = get_logger(__name__)
 
-# Workloads for which sizes are compared: a single request, and a server's default batch.
+# Workloads for which parallel sizes are compared: a single request, and a server's default batch.
 _LOADS = (Workload(1), Workload(256))
 
 

@@ -168,7 +168,7 @@ def serve(loop: EngineLoop, *, requests: zmq.Socket[bytes], outbox: Outbox, puls
         while not loop.has_work or requests.poll(0):
             pulse.is_idle = not loop.has_work
             if pulse.is_idle and not loop.await_request(requests):
-                continue  # A message of another engine may have arrived.
+                continue  # The wait may end with a message of another engine.
             frame = requests.recv()
             pulse.is_idle = False
             try:

@@ -52,7 +52,7 @@ class ScriptedExecutor(Executor):
         )
         self._step_seconds = 1.0 / script.tokens_per_second
         self._rows: dict[int, _Row] = {}
-        self._due = 0.0  # Monotonic seconds.
+        self._due = 0.0  # Monotonic second at which the latest step should end.
         # Grammar masks of the latest plan by row, and the plan's rows whose masks are late.
         self._masks: dict[int, bytes] = {}
         self._postponed: list[int] = []

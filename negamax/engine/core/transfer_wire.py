@@ -17,9 +17,9 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
 class LeaseOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
     lease_id: str
-    lanes: list[str]  # Endpoints of the prefilling ranks.
-    places: list[int]  # Host blocks with the prompt's KV, in order.
-    step_id: int  # Step that copies the last blocks to host memory, before any read.
+    lanes: list[str]  # Endpoints at which the prefilling ranks send blocks.
+    places: list[int]  # Indices of the host blocks with the prompt's KV, in order.
+    step_id: int  # Id of the step that copies the last blocks to host memory.
     num_cached_tokens: int  # Number of prompt tokens found in the prefix cache.
 
 

@@ -36,7 +36,7 @@ from negamax.worker.lane_wire import ImportBlocks, ImportDone
 
 logger = get_logger(__name__)
 
-UNREAD_SECONDS = 2.0  # A lease may end after this time if no engine has asked for it.
+UNREAD_SECONDS = 2.0  # Time after which a lease may end if no engine has asked for it.
 RENEWALS = 6  # Number of times that a lease is renewed before it would expire.
 MOST_ARRIVED = 256  # Number of complete pulls that are kept for later choices of a request.
 PullPeer = tuple[str, int]  # Host and port of a prefilling engine.
@@ -64,8 +64,8 @@ class _Pull:
     phase: Phase = Phase.OPENING
     opened: LeaseOpened | None = None
     blocks: Import | None = None
-    number: int = -1  # Id of the pull's copy.
-    num_copying: int = 0  # Number of ranks that still copy.
+    number: int = -1  # Number of the pull's `ImportBlocks` command; -1: none yet.
+    num_copying: int = 0  # Number of ranks that have not finished the copy.
     problem: str = ""
 
 
@@ -102,15 +102,15 @@ class Transfers:
     counts: TransferCounts = field(default_factory=TransferCounts)
     # The loop reads and clears `ready` and `failed`. Requests in `ready` no longer wait.
     ready: list[GenerateRequest] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)  # (request id, reason).
+    failed: list[tuple[str, str]] = field(default_factory=list)  # (request id, error).
     _pulls: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
     # Latest complete pulls, for later choices of the same request.
     _arrived: dict[tuple[PullPeer, str], _Pull] = field(default_factory=dict)
-    _copies: dict[int, _Pull] = field(default_factory=dict)  # Running copies.
+    _copies: dict[int, _Pull] = field(default_factory=dict)  # Pull of each running copy, by number.
     _num_copies: int = 0
-    _held: dict[str, list[int]] = field(default_factory=dict)  # Request id -> host blocks.
-    _prefills: dict[str, str] = field(default_factory=dict)  # Request id -> lease id.
-    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # Unanswered requests.
+    _held: dict[str, list[int]] = field(default_factory=dict)  # Request id -> allocated blocks.
+    _prefills: dict[str, str] = field(default_factory=dict)  # Id of a prefill -> lease id.
+    _waiting: dict[str, list[_WaitingOpen]] = field(default_factory=dict)  # Lease id -> requests.
     _next_renewal: float = 0.0
 
     @property
@@ -142,7 +142,7 @@ class Transfers:
         peer, tokens = (remote.host, remote.port), request.prompt_token_ids
         num_blocks = (len(tokens) - 1) // size
         if not num_blocks or request.sampling.prompt_logprobs is not None:
-            self.send(peer, CloseLease(remote.lease_id))  # The prompt is computed here.
+            self.send(peer, CloseLease(remote.lease_id))  # This engine computes the prompt.
             self.ready.append(replace(request, remote=None))
             return
         prompt_hash = hash_prompt(tokens, block_size=size)

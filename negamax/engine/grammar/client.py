@@ -18,7 +18,7 @@ RECONNECT_MS = 10  # Time between attempts to connect to a grammar process.
 START_SECONDS = 60.0  # Longest wait for the first answer of a grammar process.
 SILENT_SECONDS = 10.0  # Seconds without a heartbeat after which a busy process is considered hung.
 STOPPED_SECONDS = 1.0  # Seconds after which a process that a signal stopped is considered hung.
-LOOK_SECONDS = 0.1  # Seconds without an answer until the engine checks for a stop signal.
+LOOK_SECONDS = 0.1  # Seconds without an answer until the engine checks for a stopped process.
 
 
 class GrammarHost:

@@ -39,8 +39,8 @@ MAX_THREADS = 8
 MAX_ATTEMPTS = 2  # Largest number of attempts to compile a grammar whose process dies.
 MAX_WORKERS = 32
 MAX_IDLE_WORKERS = 2
-WAIT_SECONDS = 60.0  # Longest wait of a risky grammar for a worker.
-KEEP_SECONDS = 5.0  # Compile time above which a worker is not reused.
+WAIT_SECONDS = 60.0  # Longest wait of a risky grammar for a worker process.
+KEEP_SECONDS = 5.0  # Compile time of a grammar above which its worker process is not reused.
 MAX_REMEMBERED = 1024  # Largest number of stored refusals of grammars that were slow or crashed.
 REMEMBERED_SECONDS = 600.0
 _NOTHING: Mapping[str, list[int]] = {}
@@ -437,7 +437,7 @@ class GrammarManager:
     def _receive(self) -> None:
         for client in self._clients():
             if client not in self._clients():
-                continue  # A message has ended this process.
+                continue  # Handling an earlier message has removed this process.
             for message in client.receive():
                 self._handle(message, client)
             if client not in self._clients():

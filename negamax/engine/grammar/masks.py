@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], read-only
+Mask = NDArray[np.uint8]  # [ceil(vocabulary / 8)], read-only; bit i of byte j allows token 8 j + i
 
 
 class MaskMaker:

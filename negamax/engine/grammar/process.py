@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MAX_THREADS = 64  # More threads than cores, because some threads may hang.
-SLOW_SECONDS = 0.02  # Longest time of a mask for which the engine can wait.
-MEMORY_SHARE = 1 / 4  # Memory limit of the other processes / main memory.
+SLOW_SECONDS = 0.02  # Longest computation of a mask for which the engine can wait.
+MEMORY_SHARE = 1 / 4  # Memory limit of each process that is not a worker / main memory.
 WORKER_BYTES = 2 << 30  # Memory limit of a worker process, in bytes.
 WORKER_NICENESS = 5
 POLL_MS = 2  # Time between two checks whether threads have finished work.
@@ -60,7 +60,7 @@ class _Job:
         self.spec = spec
         self.takes_risks = takes_risks
         self.keys: list[int] = []
-        self.started: float | None = None  # Monotonic seconds.
+        self.started: float | None = None  # Start of the compilation in monotonic seconds.
         self.compiled: xgrammar.CompiledGrammar | None = None
         self.problem: str | None = None
         self.is_risky = False  # Whether the grammar needs a worker process.
@@ -97,7 +97,7 @@ class _FollowedOutput:
         self.waiting: deque[tuple[list[wire.Part], list[int]]] = deque()
         self.has_turn = False
         self.turn_started: float | None = None  # Start of the turn, in monotonic seconds.
-        self.is_slow = False  # Whether the last turn took over SLOW_SECONDS.
+        self.is_slow = False  # Whether the last turn took longer than SLOW_SECONDS.
         self.is_open = False
 
 
@@ -119,10 +119,10 @@ class GrammarServer:
         self._mask_seconds = setup.mask_seconds
         self._draft_seconds = setup.draft_seconds
         self._sent = time.monotonic()
-        self._no_drafts_from = 0.0  # Monotonic seconds.
+        self._no_drafts_from = 0.0  # Monotonic second after which no mask after a draft is begun.
         self._jobs: dict[wire.GrammarSpec, _Job] = {}
         self._streams: dict[int, _FollowedOutput] = {}
-        self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Finished turns.
+        self._taken: deque[tuple[_FollowedOutput, wire.NextMask]] = deque()  # Unsent answers.
         self._num_threads = setup.num_threads
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="grammar")
         self._send(wire.Beat())

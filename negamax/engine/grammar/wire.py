@@ -17,7 +17,7 @@ class Setup(msgspec.Struct, frozen=True):
     num_threads: int
     compile_seconds: float  # Time limit for compiling a grammar.
     mask_seconds: float  # Time limit for computing a mask.
-    draft_seconds: float  # Time within which masks after drafts may begin.
+    draft_seconds: float  # Time limit for beginning to compute a mask after a draft.
 
 
 class Fork(msgspec.Struct, frozen=True):

@@ -147,7 +147,7 @@ class Agent:
         if self._ranks is not None and seconds > wire.SILENCE_SECONDS:
             logger.error("node 0 sends no heartbeat for %.1f s: the ranks end", seconds)
             self._death = f"node 0 sent no heartbeat for {seconds:.1f} s"
-            self._report()  # Node 0 may still receive this report.
+            self._report()  # Node 0 may be alive and receive this report.
             self._end_ranks(death=self._death)
         elif self._socket is not None and seconds > wire.SILENCE_SECONDS and now > self._next_probe:
             self._next_probe = now + _REMINDER_SECONDS

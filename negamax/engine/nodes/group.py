@@ -49,7 +49,7 @@ class _Node:
     joined_at: float = 0.0
     last_beat: int = 0
     last_datagram: int = 0
-    num_signs: int = 0  # Number of the agent's new heartbeats.
+    num_signs: int = 0  # Number of the agent's new heartbeats and `Join` messages.
     num_frames: int = 0  # Number of the agent's messages over TCP.
     silence: Silence = field(default_factory=Silence)
     stall: Silence = field(default_factory=Silence)
@@ -113,8 +113,8 @@ class NodeGroup:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = 2 * _HEARTBEAT_MS
-        self._num_peers = 4 * layout.world_size  # Earlier ranks may connect.
-        self._limits: list[ConnectionLimit] = []  # First: limit of `_socket`.
+        self._num_peers = 4 * layout.world_size  # Ranks of earlier engines may connect, too.
+        self._limits: list[ConnectionLimit] = []  # One per socket; the first is for `_socket`.
         self.limit_connections(self._socket)
         self._datagrams: Datagrams | None = None
         self._num_sent = 0

@@ -18,7 +18,7 @@ _MAC_BYTES = 16
 _MOST_AT_ONCE = 1000  # Largest number of datagrams that one `receive` call reads.
 _MOST_BYTES = 2048  # Longest valid datagram, in bytes; longer datagrams fail the check.
 
-Address = tuple[Any, ...]  # Host, port, and with IPv6 further fields.
+Address = tuple[Any, ...]  # Socket address: host, port, and further fields for IPv6.
 
 
 class Datagrams:

@@ -24,7 +24,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 class Place:
     address: str
     interface: str
-    reason: str  # Reason for this choice.
+    reason: str  # Reason why this interface was chosen.
 
     def __str__(self) -> str:
         return f"{self.address} on {self.interface} ({self.reason})"
@@ -105,7 +105,7 @@ def find_place_of_agent(options: NodeOptions, node_0: str) -> Place:
         socket.AF_INET6 if ":" in node_0 else socket.AF_INET, socket.SOCK_DGRAM
     ) as probe:
         try:
-            probe.connect((node_0, options.master_port))  # Sends nothing.
+            probe.connect((node_0, options.master_port))  # A UDP socket sends nothing here.
         except OSError as error:
             raise UnreachableError(f"no route to {node_0}: {error.strerror}") from None
         address = str(probe.getsockname()[0])

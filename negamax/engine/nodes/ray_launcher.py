@@ -57,7 +57,7 @@ class RayLauncher:
         """Reserve machines and hide unreserved GPUs. Raises `ConfigError` or `ResourceError`."""
         check_installed(options)
         if env.get(KEY_VARIABLE) is None:
-            env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # Key for the agents.
+            env.set_variable(KEY_VARIABLE, secrets.token_hex(32))  # Secret shared by all nodes.
         reader, writer = os.pipe()
         self._messages = os.fdopen(reader, "rb", 0)  # `select` needs an unbuffered file.
         self._driver = Supervised(DRIVER_MODULE, str(writer), own_group=True, pass_fds=[writer])

@@ -20,7 +20,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     agent: str  # Id of the agent process.
     host: str
     address: tuple[str, int]  # Host and UDP port of the agent.
-    facts: dict[str, str]  # Result of `facts.collect_facts`.
+    facts: dict[str, str]  # Name -> value of options and versions that must match node 0.
     share: msgspec.Raw  # `MachineShare`, which node 0 decodes only if the facts are equal.
     last_beat: int  # Number of the agent's latest heartbeat.
 
