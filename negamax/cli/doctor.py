@@ -185,7 +185,7 @@ def check_hardware(probe: dict[str, Any]) -> Iterator[Check]:
         remedy = "install PyTorch for this driver's CUDA version, and check CUDA_VISIBLE_DEVICES"
         yield check("GPUs", "warn", build, remedy)
     elif probe.get("hip"):
-        remedy = "Negamax runs on NVIDIA GPUs and on CPUs"
+        remedy = "Negamax starts on AMD GPUs, but has never been tested there"
         yield check("GPUs", "warn", f"PyTorch for ROCm {probe['hip']}", remedy)
     elif not gpus:
         yield check("GPUs", "info", "none")

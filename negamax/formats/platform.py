@@ -74,10 +74,10 @@ class Platform:
 
     def check(self, *, fp8_cache: bool) -> None:
         """Refuse devices that Negamax does not support. Raises `ConfigError`."""
-        if self.vendor == "amd":
+        if self.vendor == "amd" and self.arch not in _AMD:
             raise ConfigError(
-                f"{self.label}: AMD GPUs (ROCm) are not supported yet",
-                hint="use an NVIDIA GPU of compute capability 9.0, or --device cpu",
+                f"{self.label} is an unknown AMD GPU; allowed: {', '.join(_AMD)}",
+                hint="use another GPU, or --device cpu",
             )
         if self.vendor != "cpu":
             self.check_arithmetic(fp8_cache=fp8_cache)
@@ -91,7 +91,8 @@ class Platform:
             )
         if fp8_cache and Feature.E4M3FN not in self.features:
             raise ConfigError(
-                f"{self.label} cannot use an FP8 KV cache; compute capability 8.9 is needed",
+                f"{self.label} cannot use an FP8 KV cache; compute capability 8.9 or gfx950 is "
+                "needed",
                 hint="remove --kv-cache-dtype",
             )
 

@@ -74,8 +74,9 @@ GPUS = {
         # NVIDIA RTX PRO 6000 Blackwell data sheet (Workstation): 1,792 GB/s, PCIe 5.0 x16. The FP8
         # rate is a quarter, and the bf16 rate an eighth, of 4,000 FP4 TFLOP/s with sparsity.
         _nvidia("RTX-PRO-6000", 97_887, 1.792, 500, 1000, 64, (12, 0)),
-        # AMD Instinct MI300X and MI355X data sheets: seven links of 64 and 77 GB/s
+        # AMD Instinct MI300X, MI325X and MI355X data sheets: seven links of 64, 64 and 77 GB/s
         _amd("MI300X", 196_592, 5.3, 1307, 2615, 448, "gfx942"),
+        _amd("MI325X", 262_128, 6.0, 1307, 2615, 448, "gfx942"),
         _amd("MI355X", 294_896, 8.0, 2517, 5033, 538, "gfx950"),
     )
 }

@@ -1,7 +1,7 @@
-"""Find kernels that an engine compiles while it serves, for an H200 that this machine lacks.
+"""Find kernels that an engine compiles while it serves, for a GPU that this machine lacks.
 
-`python tests/cpu/late_kernels.py CASE ...` prints one JSON object per case. Rank 0 of the real
-engine runs alone on "meta" tensors. Each launch records the key of its specialization, and a
+`python tests/cpu/late_kernels.py sm_90 CASE ...` prints one JSON object per case. Rank 0 of the
+real engine runs alone on "meta" tensors. Each launch records the key of its specialization, and a
 captured step counts as run. Every sampled token is 0.
 """
 
@@ -39,7 +39,6 @@ from negamax.worker import draft_model, graphs, kv_cache, runner, sampler, step,
 from negamax.worker import step_output as outputs
 from negamax.worker.config import WorkerConfig
 
-PLATFORM = PLATFORMS["sm_90"]
 ATEN = torch.library.Library("aten", "IMPL")  # The library's settings hold for the whole process.
 
 
@@ -234,10 +233,14 @@ def load_model(model: Any, *_args: Any, **_options: Any) -> str:
     return ""
 
 
-def install() -> None:
-    """Make the engines of this process take the GPU's code path without a GPU."""
-    driver.set_active(Driver(GPUTarget("cuda", 90, PLATFORM.warp_size)))
-    platforms.platform_of = runner.platform_of = lambda _device: PLATFORM  # type: ignore
+def install(arch: str) -> None:
+    """Make the engines of this process take the code path of a GPU without the GPU."""
+    platform = PLATFORMS[arch]
+    is_amd = platform.vendor == "amd"
+    target = ("hip", arch) if is_amd else ("cuda", int(arch.removeprefix("sm_")))
+    driver.set_active(Driver(GPUTarget(*target, platform.warp_size)))
+    torch.version.hip = "7.0" if is_amd else None
+    platforms.platform_of = runner.platform_of = lambda _device: platform  # type: ignore
     setup.find_device = lambda _name: ("cuda", 8)
     executor.start_executor = setup.start_executor = executor.InProcessExecutor  # type: ignore
     runner.take_device = lambda _config: META
@@ -332,8 +335,8 @@ def watch(case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    install()
-    for case in sys.argv[1:] or CASES:
+    install(sys.argv[1])
+    for case in sys.argv[2:] or CASES:
         print(json.dumps(watch(case)), flush=True)
 
 

@@ -15,12 +15,18 @@ OTHERS = (
 )  # fmt: skip
 
 
+ON_AMD = (
+    ("gfx942", "M2"), ("gfx942", "M2, eager"), ("gfx942", "M3, 4 bits, drafts"),
+    ("gfx950", "M2, drafts"), ("gfx950", "M3.1, block drafts"),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "case", ["M3, drafts", *(pytest.param(case, marks=pytest.mark.full) for case in OTHERS)]
+    ("arch", "case"), [("sm_90", "M3, drafts"), *(("sm_90", case) for case in OTHERS), *ON_AMD]
 )
-def test_no_kernel_is_compiled_while_an_engine_serves(case: str) -> None:
+def test_no_kernel_is_compiled_while_an_engine_serves(arch: str, case: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), case], capture_output=True, text=True, timeout=900
+        [sys.executable, str(SCRIPT), arch, case], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)

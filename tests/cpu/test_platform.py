@@ -2,6 +2,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     def fake(name: str, capability: tuple[int, int], hip: str | None = None) -> torch.device:
         found = SimpleNamespace(
             name=name, major=capability[0], minor=capability[1], multi_processor_count=132,
-            shared_memory_per_multiprocessor=233472, gcnArchName="gfx942:sramecc+:xnack-",
+            shared_memory_per_multiprocessor=233472,
+            gcnArchName=f"gfx{'906' if 'MI50' in name else '942'}:sramecc+:xnack-",
         )  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
         monkeypatch.setattr(torch.version, "hip", hip)
@@ -41,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 NO_BF16 = "has no bfloat16 arithmetic; use compute capability 8.0 or higher"
-NO_ROCM = "(gfx942): AMD GPUs (ROCm) are not supported yet"
+UNKNOWN = "(gfx906) is an unknown AMD GPU; allowed: gfx90a, gfx942, gfx950"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ NO_ROCM = "(gfx942): AMD GPUs (ROCm) are not supported yet"
     [
         ("Tesla V100", (7, 0), None, f"(compute capability 7.0) {NO_BF16}"),
         ("Tesla T4", (7, 5), None, f"(compute capability 7.5) {NO_BF16}"),
-        ("AMD Instinct MI300X", (9, 4), "6.2", NO_ROCM),
+        ("AMD Instinct MI50", (9, 0), "6.2", UNKNOWN),
     ],
 )
 def test_refuses_unsupported_gpus_by_name(
@@ -62,16 +64,19 @@ def test_refuses_unsupported_gpus_by_name(
     assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
 
-def test_an_a100_runs_with_a_warning_no_fp8(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
-    found = platform_of(gpu(*A100))
+@pytest.mark.parametrize("device", [A100, ("AMD Instinct MI300X", (9, 4), "7.0")], ids=str)
+def test_untested_gpus_run_with_a_warning_and_without_an_fp8_cache(
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture, device: tuple[Any, ...]
+) -> None:
+    found = platform_of(gpu(*device))
     with caplog.at_level(logging.WARNING, logger="negamax"):
         for rank in range(2):
             check_platform(found, cache_dtypes=(BF16,), rank=rank)
     (record,) = caplog.records
-    assert "A100" in record.message and "not been tested" in record.message
+    assert device[0] in record.message and "not been tested" in record.message
     with pytest.raises(
         ConfigError,
-        match=r"cannot use an FP8 KV cache; compute capability 8.9 is needed .remove --kv-cache",
+        match=r"cannot use an FP8 KV cache; compute capability 8.9 or gfx950 is needed .remove",
     ):
         check_platform(found, cache_dtypes=(BF16, FP8))
 

@@ -433,8 +433,8 @@ def test_table_names_the_two_best_and_reasons(capsys: pytest.CaptureFixture[str]
     assert "B200 were never measured" in said and "8 KV heads cannot be split" in said
     assert max(map(len, said.partition("topology")[2].splitlines()[:8])) <= 80
     assert said.index("Best for latency") < said.index("topology") and said.count("\n") < 40
-    assert main(["plan", "minimax-m2", "--gpus", "2", "--gpu", "MI300X"]) == 1
-    assert "AMD GPUs (ROCm) are not supported yet" in capsys.readouterr().out
+    assert main(["plan", "minimax-m2", "--gpus", "2", "--gpu", "MI325X"]) == 0
+    assert "Times on MI325X were never measured" in capsys.readouterr().out
     # The plan of a hub id does not contact the hub. The refusal names formats that fit.
     for line, words in (
         ("minimax-m3 --gpus 4 --gpu H200", "formats: minimax-m3-mxfp8, fp8 (TP4), int8 (TP4)"),
