@@ -554,7 +554,7 @@ def test_recipes_of_the_page(line: str, said: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.full
 def test_page_predicts_context_parallel_prompts() -> None:
-    (table,) = re.findall(r"a prompt of 128,000 .+?\n\n(.+?)\n\n", PAGE, re.S)
+    (table,) = re.findall(r"a prompt of\s128,000 .+?\n\n(.+?)\n\n", PAGE, re.S)
     said = set(re.findall(r"\d+\.\d+", table))
     for spec, gpus, labels in ((M2, 4, ("TP4", "PCP2 TP2")), (M3, 8, ("TP8", "PCP2 TP4"))):
         load = Workload(1, 128_000, 1000)
