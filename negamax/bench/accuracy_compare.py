@@ -7,7 +7,7 @@ from typing import Any
 
 from negamax.base.errors import ConfigError
 
-SIGNIFICANT = 0.05  # A difference with a smaller probability by chance is significant.
+SIGNIFICANT = 0.05  # A result with a p-value below this limit is significant.
 Suites = Sequence[Mapping[str, Any]]
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Session, SessionTurn, TextScale, TurnResponse, Turns
 
-STEPS_PER_TASK = (3, 9)  # Minimum and maximum turns between user messages.
-RESULT_SPREAD = (0.3, 1.7)  # Shortest and longest tool result, relative to the mean.
+STEPS_PER_TASK = (3, 9)  # Fewest and most assistant turns per user message.
+RESULT_SPREAD = (0.3, 1.7)  # Lengths of shortest and longest tool result / mean length.
 TWO_CALLS_SHARE = 0.25
 
 NOUNS = (
@@ -63,7 +63,7 @@ class _RecordedStep:
     """A recorded assistant turn, followed by the results of its calls or a user question."""
 
     message: dict[str, Any]
-    results: tuple[str, ...]  # Results of the tool calls.
+    results: tuple[str, ...]  # Text of each tool result.
     question: str  # Next question of the user, if there are no calls.
 
 
@@ -111,7 +111,7 @@ class AgentSessions:
         answer = yield self._turn(history, pause=0.0)
         for step in steps:
             if live and answer.record.error is not None:
-                return  # a failed turn has no answer to continue with
+                return  # end the session: there is no answer to continue with
             history = [*history, *(_live_reply(answer, step) if live else _recorded_reply(step))]
             answer = yield self._turn(history, pause=self._options.agent_pause)
 

@@ -45,7 +45,7 @@ class EndpointState:
     name: str
     state: str
     milliseconds: float
-    detail: str = ""  # reason of a failure
+    detail: str = ""  # error text if the state is failed
 
 
 async def check_endpoints(
@@ -57,7 +57,7 @@ async def check_endpoints(
         try:
             model = await find_model(client)
         except CheckFailure:
-            model = "default"  # the check of /v1/models reports the failure
+            model = "default"  # `_ask` for /v1/models reports this failure again
     asked = (_ask(client, name, model, deadline, required) for name in ENDPOINTS)
     states = await asyncio.gather(*asked)
     client.close()

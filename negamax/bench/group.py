@@ -40,7 +40,7 @@ class Group:
 
     def distinct_experts(self, answers: Sequence[DebugResult]) -> float | None:
         """Return the mean number of distinct experts per layer and step; None if not counted."""
-        chosen: dict[int, list[set[int]]] = {}  # stage -> selected experts per layer
+        chosen: dict[int, list[set[int]]] = {}  # stage -> selected experts of each layer
         for rank, answer in enumerate(answers):
             if answer.experts is None:
                 return None

@@ -33,7 +33,7 @@ from negamax.parallel.layout import ParallelLayout
 from negamax.worker.config import DECODE_SECONDS, DISTINCT_EXPERTS, OBSERVE_ROUTING
 
 WARM_UP_TOKENS = 8
-# output tokens per request; exceeds the number of steps that mix prompts and decodes
+# output tokens per request while experts are counted; more than the steps with prompts
 OBSERVED_TOKENS = 24
 SCHEMA = "negamax-bench-offline/1"
 
@@ -42,8 +42,8 @@ SCHEMA = "negamax-bench-offline/1"
 class Repeat:
     """One measurement of one batch size. Times are in seconds."""
 
-    prefill_seconds: float  # Time of the batch with one output token per request.
-    ttft: tuple[float, ...]  # Times to first token in the timed batch.
+    prefill_seconds: float  # Duration of a batch with one output token per request.
+    ttft: tuple[float, ...]  # Time to first token of each request, ascending.
     total_seconds: float  # Duration of the timed batch.
     tpot: float  # (end of the batch - latest first token) / (output_len - 1).
     step_median: float
@@ -52,7 +52,7 @@ class Repeat:
     idle: float
     cached_tokens: int
     preemptions: int
-    drafts: DraftCounts = NO_DRAFTS  # counts of the timed batch
+    drafts: DraftCounts = NO_DRAFTS  # draft tokens of the timed batch
 
 
 def conditions(options: EngineOptions, workload: OfflineWorkload) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def run(
     started = time.perf_counter()
     loop, info = start_loop(options)
     start_seconds = time.perf_counter() - started
-    gc.freeze()  # the engine process also freezes its objects
+    gc.freeze()  # no garbage collection of these objects, as in the engine process
     split = label(sizes(options))
     say(f"{info.model}, {split} on {info.device}: ready after {start_seconds:.1f} s")
     group = Group(ParallelLayout.of(options.parallel))
@@ -212,7 +212,7 @@ def summarize(repeats: Sequence[Repeat], *, num_requests: int, input_len: int) -
 
     prefill, tpot = median(lambda r: r.prefill_seconds), median(lambda r: r.tpot)
     measured = sum(r.busy + r.idle for r in repeats)
-    is_found = tpot > 0  # false if drafts yield all tokens in one step
+    is_found = tpot > 0  # False: drafts yield all tokens in one step
     return {
         "concurrency": num_requests,
         "ttft_ms_median": 1e3 * median(lambda r: statistics.median(r.ttft)),

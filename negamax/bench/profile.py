@@ -71,9 +71,9 @@ class OperationTime:
     """The time of one operation, or of an unknown kernel, in a decode step of rank 0."""
 
     operation: str
-    microseconds: float  # GPU time per step.
-    launches: float  # Kernel launches per step.
-    kernels: tuple[str, ...]  # The recorded kernel names.
+    microseconds: float  # GPU time per decode step.
+    launches: float  # Kernel launches per decode step.
+    kernels: tuple[str, ...]  # Names of the kernels of the operation.
 
 
 def operation_of(kernel: str) -> str:

@@ -28,8 +28,8 @@ from negamax.bench.serve_options import BenchOptions
 from negamax.bench.serve_workloads import Prompts, Session, TextScale, TurnResponse, random_text
 from negamax.engine.shape import SHAPE
 
-PROBE_CHARS = (64, 4096)  # Lengths of two prompts, to measure tokens per character.
-# Values of `owned_by` of servers that support continuous_usage_stats.
+PROBE_CHARS = (64, 4096)  # Characters of two prompts that measure tokens per character.
+# `owned_by` in /v1/models of servers that support continuous_usage_stats.
 COUNTING_SERVERS = ("negamax", "vllm", "sglang")
 UNSENT = "not sent: an earlier turn of the session failed"
 _REFUSALS = ("HTTP 400", "HTTP 401", "HTTP 403", "HTTP 404", "HTTP 422")
@@ -44,7 +44,7 @@ class Measurement:
     """The result of a run. All records use the same clock, in seconds."""
 
     model: str
-    records: tuple[ResponseRecord, ...]  # Records in the order in which requests were sent.
+    records: tuple[ResponseRecord, ...]  # One per request, in the order of sending.
     seconds: float  # Time from the first request to the end of the last request.
     notes: tuple[str, ...]
     interrupted: bool = False
@@ -60,7 +60,7 @@ class RunProgress:
     done: int = 0
     failed: int = 0
     output_tokens: int = 0
-    started: float | None = None  # start of the timed requests, by `time.perf_counter`
+    started: float | None = None  # `time.perf_counter` before the first timed request
     stage: str = "connecting"
 
 
@@ -70,8 +70,8 @@ class _Server:
 
     client: ServingClient
     model: str
-    context_length: int | None  # Context length in tokens; None: not reported.
-    running_usage: bool  # Whether each chunk can report the number of tokens so far.
+    context_length: int | None  # Of the model, in tokens; None: not reported.
+    running_usage: bool  # Whether chunks can report the output tokens so far.
     shape: dict[str, Any] | None = None
 
 
@@ -96,12 +96,12 @@ async def _run(options: BenchOptions, progress: RunProgress) -> Measurement:
         await _warm_up(load, workload.warmups)
         before = await _drafts(server.client)
         gc.collect()
-        gc.freeze()  # the workload lives until the end
+        gc.freeze()  # exclude the workload from garbage collection
         progress.stage, progress.started = "running", time.perf_counter()
         interrupted = False
         try:
             await load.drive(workload.sessions)
-        except asyncio.CancelledError:  # After Ctrl-C, the partial result is shown.
+        except asyncio.CancelledError:  # Ctrl-C: show the partial result.
             interrupted = True
         finally:
             gc.unfreeze()

@@ -22,7 +22,7 @@ import msgspec
 
 from negamax.base.errors import ConfigError
 
-HEAD_BYTES = 64 * 1024  # Limit for the headers of a response, or for one chunk header.
+HEAD_BYTES = 64 * 1024  # Limit for bytes without body data: headers or a chunk header.
 EVENT_BYTES = 16 * 2**20  # Limit for one server-sent event.
 ERROR_BYTES = 4096  # Limit for the body of an error response.
 ANSWER_BYTES = 64 * 2**20  # Limit for a response that is not streamed.
@@ -58,9 +58,9 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._now = 0.0  # Arrival time of the latest bytes.
-        self._num_framing = 0  # Received bytes since the headers or the latest body data.
-        self._until_close = False  # Whether the body ends when the connection closes.
-        self._untouched = True  # Whether no byte of the answer has arrived.
+        self._num_framing = 0  # Bytes received since the end of the headers or latest body data.
+        self._until_close = False  # Whether the end of the connection ends the body.
+        self._untouched = True  # Whether no byte of the current answer has arrived.
         self._keep = True
 
     @property
@@ -106,7 +106,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers = {}
-        self._keep = self._keep and self._sink is not None  # false if no request is open
+        self._keep = self._keep and self._sink is not None  # False: an answer without a request
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -146,7 +146,7 @@ class ResponseRecord:
     session: int
     started: float = 0.0
     ended: float = 0.0  # Time of the last chunk with a choice, or of the failure.
-    # Time of each chunk with new output.
+    # Arrival time of each chunk with new output.
     arrivals: array[float] = field(default_factory=lambda: array("d"))
     # reported number of output tokens at each arrival; 0 if not reported
     running_tokens: array[int] = field(default_factory=lambda: array("q"))
@@ -227,7 +227,7 @@ class ResponseReader:
         self._status = 0
         self._headers: dict[str, str] = {}
         self._rest = b""
-        self.is_complete = False  # True after the event [DONE]
+        self.is_complete = False  # whether the event [DONE] has arrived
 
     def head(self, status: int, headers: dict[str, str]) -> None:
         self._status, self._headers = status, headers
@@ -415,7 +415,7 @@ class ServingClient:
         except TimeoutError:
             record.fail(f"no end within {self._timeout:g} s")
         except ExchangeError as error:
-            if not reader.is_complete:  # all output precedes [DONE]
+            if not reader.is_complete:  # an error after [DONE] loses no output
                 record.fail(str(error))
         except (OSError, ssl.SSLError) as error:
             record.fail(_connect_failure(error), str(error))
@@ -458,7 +458,7 @@ class ServingClient:
             try:
                 await self._on(connection, request, sink)
                 return
-            # the server may have closed the reused connection
+            # fresh: the server has closed the reused connection, so try another connection
             except ExchangeError as error:
                 if not error.fresh:
                     raise
@@ -484,6 +484,6 @@ def _connect_failure(error: OSError) -> str:
         return "TLS failure"
     if isinstance(error, socket.gaierror):
         return "unknown host"
-    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # after several addresses
+    several = f"[Errno {errno.ECONNREFUSED}]" in str(error)  # asyncio joins the errors of addresses
     refused = several or isinstance(error, ConnectionRefusedError)
     return "connection refused" if refused else "no connection"

@@ -199,7 +199,7 @@ class BenchOptions:
 
     percentile_metrics: tuple[str, ...] = METRICS
     metric_percentiles: tuple[float, ...] = (95.0, 99.0)
-    goodput: dict[str, float] = field(default_factory=dict)  # metric -> maximum in ms
+    goodput: dict[str, float] = field(default_factory=dict)  # metric -> limit in ms
     itl_rule: str = option(
         "gap",
         "Choose how to measure inter-token latency: gap records one value per gap between "

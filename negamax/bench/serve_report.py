@@ -65,7 +65,7 @@ def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[
     return {name: float(value) for name, value in found.items()} | {"max": max(values)}
 
 
-# The functions below compute metrics of one request, in seconds.
+# Metrics of one request, in seconds
 
 
 def ttft(record: ResponseRecord) -> float:

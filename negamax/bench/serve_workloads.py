@@ -18,7 +18,7 @@ from negamax.bench.serve_client import ResponseRecord
 from negamax.bench.serve_options import CHAT, COMPLETIONS, BenchOptions
 
 COMMON_IDS = range(300, 4000)  # Token ids that are ordinary text in most vocabularies.
-MIN_TOKENS = 4  # Minimum tokens of a question, and of an answer, in ShareGPT files.
+MIN_TOKENS = 4  # Shorter questions and answers in ShareGPT files are skipped.
 _SYLLABLES = (
     "ba be bo ca ce co da de do fa fe fi ga go ha he hi ja jo ka ke ki la le li lo ma me mi mo "
     "na ne ni no pa pe pi po ra re "
@@ -32,7 +32,7 @@ class SessionTurn:
 
     body: dict[str, Any]
     prompt_tokens: int | None = None
-    pause: float = 0.0  # seconds
+    pause: float = 0.0  # seconds to wait before the request is sent
 
 
 @dataclass(frozen=True)

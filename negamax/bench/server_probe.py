@@ -82,10 +82,10 @@ class JudgedAnswer:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)  # name, arguments
+    calls: list[tuple[str, str]] = field(default_factory=list)  # (name, arguments) of each call
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)  # events of a streamed answer
+    events: list[dict[str, Any]] = field(default_factory=list)  # decoded events of a stream
 
     @property
     def is_reasoning_only(self) -> bool:

@@ -25,11 +25,11 @@ from negamax.bench.verify_checks import (
     read_own_cases,
 )
 
-MAX_ATTEMPTS = 10  # Attempts per request, as in MiniMax's published suite.
-SHOWN_FAILURES = 5  # Number of failures that the report shows per row.
-# Minimum pass rates of the published suite. Every other row of the report allows no failure.
+MAX_ATTEMPTS = 10  # Maximum attempts per request, as in MiniMax's published suite.
+SHOWN_FAILURES = 5  # Maximum failures that the report shows per row.
+# Report row -> minimum pass rate in MiniMax's published suite. Other rows allow no failure.
 THRESHOLDS = {"tool calls as expected": 0.97, "schema accuracy": 0.98, "language following": 0.4}
-_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # not sent in requests
+_CASE_FIELDS = ("check_type", "expected_tool_call", "scenario_check")  # not sent to the server
 _SCHEMA_WORDS = {"type", "description", "required", "additionalProperties", "$schema", "items"}
 _CYRILLIC = re.compile("[\u0400-\u04ff]")
 _THINK_BLOCK = re.compile(r"<(?:mm:)?think>.*?</(?:mm:)?think>", re.DOTALL)

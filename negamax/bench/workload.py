@@ -21,12 +21,12 @@ class BatchTimes:
 
     ttft: tuple[float, ...]  # Time of the first token of each request.
     seconds: float  # Time of the last token of the batch.
-    # Durations of the steps after all requests have their first token.
+    # Duration of each step after all requests have their first token.
     steps: tuple[float, ...]
     # seconds in which the GPU was busy and was idle while decoding; 0 and 0 if not measured
     busy: float
     idle: float
-    # number of prompt tokens found in the prefix cache; 0 in a valid measurement
+    # number of prompt tokens found in the prefix cache; above 0 makes the measurement invalid
     cached_tokens: int
     preemptions: int
 

@@ -35,7 +35,7 @@ class _Part(NamedTuple):
 
     sources: tuple[TensorEntry, ...]
     dtype: torch.dtype
-    exponent: Tensor  # scalar integer: bits of the largest exponent of the part's values
+    exponent: Tensor  # [] integer: exponent bits of the part's largest magnitude
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def check_tensor(values: Tensor, entry: TensorEntry, role: Role, stored: TensorF
         with CheckpointReader() as reader:
             text = _describe_scales(reader, [scale])
         raise CheckpointError(text, hint=_BROKEN)
-    # FNUZ values are not checked: files may declare them as E4M3FN, which encodes NaN otherwise.
+    # FNUZ values are not checked, because files may declare E4M3FN, which has another code for NaN.
     if role is Role.VALUES and values.dtype in _SPECIAL_BITS and stored.element != E4M3_FNUZ:
         places = find_non_finite(values).nonzero()
         if len(places):

@@ -18,7 +18,7 @@ from negamax.formats.tensor_format import TensorFormat
 
 logger = get_logger(__name__)
 
-_EDGE_BYTES = 4096  # bytes to read at the start or end of a neighbouring tensor
+_EDGE_BYTES = 4096  # bytes to check at the start or end of a neighbouring tensor
 _CHUNK_BYTES = 2**20
 _MOST_LOOKED_AT = 100
 

@@ -18,7 +18,7 @@ from negamax.config.quantization import rotation_file
 logger = get_logger(__name__)
 _MODELSCOPE_VARIABLES = [f"{name}_USE_MODELSCOPE" for name in ("NEGAMAX", "VLLM", "SGLANG")]
 
-# Only weights, JSON files and chat templates are downloaded, never code or pickles.
+# Only weights, JSON files and chat templates are downloaded: no code and no pickle files.
 WEIGHT_FILES = ["*.safetensors"]
 OTHER_FILES = ["*.json", "*.jinja"]
 
@@ -130,8 +130,8 @@ def resolve_model(
         )
     except NegamaxError:
         raise
-    # Each version of the client raises exceptions of another HTTP library, so all exceptions are
-    # caught.
+    # All exceptions are caught, because each version of a hub's client raises exceptions of another
+    # HTTP library.
     except Exception as error:
         # ModelScope's client lists the errors of all failed files; the first error is reported.
         cause = next(iter(getattr(error, "failed_files", {}).values()), error)

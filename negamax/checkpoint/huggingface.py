@@ -12,7 +12,7 @@ from negamax.checkpoint.licence import RETRY, Licence, describe_error, log_licen
 from negamax.config.json_file import read_json_object
 
 NAME = "the Hugging Face hub"
-_IGNORED_FILES = ("*/*",)  # pattern of files in subfolders
+_IGNORED_FILES = ("*/*",)  # files in subfolders are not downloaded
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -41,7 +41,7 @@ def download(
     licence = _licence(model, folder)
     if licence is not None:
         log_licence(model, licence)
-    # All files must come from one commit. The folder has the name of the first files' commit.
+    # All files must come from one commit, which is the name of the folder of the first files.
     if missing:
         _fetch(model, folder.name, cache, missing, ignored=())
     return _fetch(model, folder.name, cache, weights)
@@ -71,7 +71,7 @@ def _fetch(
         cache_dir=cache,
         allow_patterns=list(patterns),
         ignore_patterns=list(ignored),
-        # A terminal shows the hub's own progress bars.
+        # None: on a terminal, the hub's client shows its own progress bars.
         tqdm_class=None if sys.stderr is not None and sys.stderr.isatty() else _logged_bar(),
     )
     return Path(folder)

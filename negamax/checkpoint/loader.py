@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 class CheckpointReport:
     """Numbers of tensors and bytes that the loader read, and the tensors that it skipped."""
 
-    num_tensors: int  # Number of tensors in the checkpoint, minus skipped tensors.
+    num_tensors: int  # Number of tensors in the checkpoint that are not skipped.
     num_bytes: int  # Number of bytes that this rank read.
     num_dequantized: int  # Number of weights that were dequantized.
     num_kept: int  # Number of weights that were kept as stored.
@@ -103,7 +103,7 @@ def fill(
             written = move.slot.write_part(part.tensor, move.tensors[0][1].matrix)
             for scale in part.broken:
                 check.add_scale(scale)
-            # The host checks scales, which are many small tensors that are copied unchanged.
+            # Check scales in host memory: they are many small tensors that are copied unchanged.
             stored = move.slot.stored
             looked_at = part.tensor if stored and stored.role is not Role.VALUES else written
             check.add(looked_at if part.plain is None else part.plain, *move.entries)

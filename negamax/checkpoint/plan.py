@@ -45,14 +45,14 @@ class SourceTensor:
 
     entry: TensorEntry
     shape: tuple[int, ...]
-    index: tuple[int, ...] = ()  # Indices into the leading dimensions of `entry`.
-    start: tuple[int, ...] = ()  # Offsets in the other dimensions of `entry`; (): all 0.
+    index: tuple[int, ...] = ()  # Index in each leading dimension of `entry`.
+    start: tuple[int, ...] = ()  # Offset in each other dimension of `entry`; (): all 0.
     # The shape that a tensor of role SHAPE must contain; None: the shape of the slot's matrix.
     matrix: tuple[int, int] | None = None
 
     def region(self, part: tuple[range, ...]) -> tuple[range, ...]:
         """Translate `part` (one range per dimension) into ranges in the dimensions of `entry`."""
-        if len(part) != len(self.shape):  # a scalar may be stored as [] or [1]
+        if len(part) != len(self.shape):  # the other shape of a scalar: [] or [1]
             part = tuple(map(range, self.shape))
         start = self.start or (0,) * len(part)
         moved = (range(p.start + s, p.stop + s) for p, s in zip(part, start, strict=True))
@@ -74,7 +74,7 @@ class Move:
     """The tensors that fill one slot: a single tensor, or all tensors of a matrix to dequantize."""
 
     slot: WeightSlot
-    # tensors of the slot's format and their sources; the tensor of values is first
+    # each tensor of the slot's format with its source; the tensor of values is first
     tensors: tuple[tuple[StoredTensor, SourceTensor], ...]
     layer: int = 0
 
@@ -154,8 +154,8 @@ class LoadPlan:
     """All moves of one rank in reading order, and the skipped tensors."""
 
     moves: list[Move]
-    skipped: Mapping[str, tuple[str, ...]]  # Reason -> tensor names.
-    num_tensors: int  # Tensors in the checkpoint, without skipped tensors.
+    skipped: Mapping[str, tuple[str, ...]]  # Reason -> names of skipped tensors.
+    num_tensors: int  # Number of tensors in the checkpoint that are not skipped.
 
     @property
     def needed(self) -> list[Move]:
@@ -176,7 +176,7 @@ def plan_load(
     Raises `CheckpointError` if files or tensors are missing, unknown, surplus or duplicate, or if
     the shape or dtype of a tensor does not match its slot.
     """
-    # Garbage collection is off, because it would scan the plan's many objects repeatedly.
+    # Turn garbage collection off, because it would scan the plan's many objects repeatedly.
     collects = gc.isenabled()
     gc.disable()
     layers = layout.layers(spec.num_layers) if layout and layout.pp > 1 else None
@@ -407,7 +407,7 @@ _UNLISTED = (
 class _Problems:
     """Mismatches between a checkpoint and a model. Single writer: `plan_tensors`."""
 
-    misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # Tensor -> error, hint.
+    misfits: dict[str, tuple[str, str]] = field(default_factory=dict)  # Tensor -> (error, hint).
     missing: dict[str, None] = field(default_factory=dict)  # Names of missing tensors, in order.
     unknown: Mapping[str, SourceTensor] = field(default_factory=dict)  # Name in `Places` -> source.
     lost_files: str | None = None

@@ -16,7 +16,7 @@ from negamax.config.json_file import check_regular, read_json_object
 from negamax.config.quantization import rotation_file
 
 _NAME = "global_rotation"
-_TOLERANCE = 1e-2  # allowed difference of Q Q^T from the identity, for 16-bit Q
+_TOLERANCE = 1e-2  # maximum difference of an element of Q Q^T from the identity, for 16-bit Q
 
 
 def read_rotation(folder: Path) -> Tensor | None:

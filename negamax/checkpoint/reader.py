@@ -29,7 +29,7 @@ from negamax.parallel.layout import ParallelLayout
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100 * 10**6  # Limit of the safetensors format.
+MAX_HEADER_BYTES = 100 * 10**6  # Header limit of the safetensors format.
 MAX_DIMENSIONS = 64  # Largest number of dimensions in PyTorch.
 MAX_NAME_CHARS = 1024  # Limit for tensor names, because messages contain them.
 
@@ -54,9 +54,9 @@ class TensorEntry:
 
     name: str
     file: Path
-    dtype: str  # name in safetensors: BF16, F16, F32, F8_E4M3, ...
+    dtype: str  # name of the dtype in safetensors, such as BF16 or F8_E4M3
     shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
+    offset: int  # first byte of the values in the file
     num_bytes: int
     # range of each dimension of the full tensor that the file contains; None: the whole tensor
     part: tuple[range, ...] | None = None
@@ -101,7 +101,7 @@ class Span:
     start: int
     num_bytes: int
     dtype: torch.dtype
-    shape: tuple[int, ...]  # Shape of the tensor that the bytes contain.
+    shape: tuple[int, ...]  # Shape of the values in the range of bytes.
     part: tuple[slice, ...]  # The requested part within `shape`; () for all of it.
 
     @staticmethod
@@ -111,7 +111,7 @@ class Span:
         dtype = DTYPES[entry.dtype]
         if region is None or not entry.num_bytes or tuple(map(len, region)) == shape:
             return Span(entry.file, entry.offset, entry.num_bytes, dtype, shape, ())
-        # The region has a single index in each dimension before `cut`.
+        # `cut`: first dimension in which the region does not have exactly one index
         cut = next((n for n, part in enumerate(region) if len(part) != 1), len(shape) - 1)
         inner = shape[cut + 1 :]
         first = 0
@@ -384,7 +384,7 @@ def _entry(
     If the file contains only a part of the tensor, `whole` is the shape of the tensor, and
     `start_in` is the offset of the part in each dimension.
     """
-    if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # errors show the name
+    if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # error messages contain the name
         raise ValueError(f"a tensor name is too long or not printable: {name[:200]!a}")
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     for found in (shape, whole or ()):

@@ -29,8 +29,8 @@ from negamax.kernels.quantize.stored import dequantize, encode
 THREADS = 8
 BUFFERS = 16
 PIECE_BYTES = 32 * 2**20
-GAP_BYTES = 256 * 2**10  # A gap of up to this size between parts is read too.
-_ALIGNMENT = 64  # A piece has equal offsets in its buffer and in the file, modulo this number.
+GAP_BYTES = 256 * 2**10  # Parts with a gap of up to this size are read in one request.
+_ALIGNMENT = 64  # Offsets of a piece in buffer and file are equal modulo this number.
 
 
 class Part(NamedTuple):
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     broken: list[BrokenScale]
     zeros: bool  # Whether the file has only zero bytes as the part's values.
     plain: Tensor | None = None  # The part before the loader quantized it; None: not quantized.
-    change: Tensor | None = None  # [] fp32.
+    change: Tensor | None = None  # [] fp32, relative squared error of a conversion, else None
 
 
 GiveParts = Callable[[], Sequence[Part]]
@@ -128,7 +128,7 @@ class _Stream:
         self._made: deque[tuple[Tensor, list[GiveParts]]] = deque()
         # index of a move that dequantizes or quantizes -> parts of the move that were read so far
         self._there: dict[int, list[_Found]] = {}
-        self._needed = [sum(1 for _ in move.parts()) for move in moves]  # number of parts per move
+        self._needed = [sum(1 for _ in move.parts()) for move in moves]  # parts of each move
 
     def run(self) -> Iterator[Part]:
         for piece in self._pieces:
@@ -159,7 +159,7 @@ class _Stream:
         if size == self._buffer_bytes and self._free:
             buffer, event = self._free.popleft()
             if event is not None:
-                event.synchronize()  # wait until the GPU has copied the buffer
+                event.synchronize()  # wait until the GPU has copied from this buffer
             return buffer
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
@@ -198,11 +198,11 @@ class _Stream:
             del self._there[number]
             if moves[0].is_quantized:
                 make = partial(_quantize, moves, there)
-                # For a GPU, this thread calls `make`, so that one CUDA stream orders all work.
+                # `make` runs in this thread for a GPU, so that one CUDA stream orders all work.
                 parts.append(make if self._pinned else self._pool.submit(make).result)
             else:
                 parts.append(self._pool.submit(self._dequantize, moves[0], there).result)
-        for one in found:  # copy parts of incomplete moves, as the buffer is reused
+        for one in found:  # keep parts of incomplete moves: the buffer is reused
             there = self._there.get(one.wanted.moves[0], [])
             for place, other in enumerate(there):
                 if other.wanted is one.wanted:

@@ -39,9 +39,9 @@ from negamax.parallel.layout import ParallelLayout
 
 logger = get_logger(__name__)
 
-CHUNK_BYTES = 32 * 2**20  # bytes per read, checksum and copy
+CHUNK_BYTES = 32 * 2**20  # bytes of a chunk, which is read, checked and copied at once
 READ_THREADS = 4
-READ_AHEAD = 8  # number of host buffers, each one chunk large
+READ_AHEAD = 8  # maximum chunks that are read ahead, each into its own host buffer
 _PAGE = 4096
 
 
@@ -151,7 +151,7 @@ def _blocks(slots: Mapping[str, WeightSlot]) -> dict[str, Tensor]:
 class _CacheFile:
     path: Path
     key: Mapping[str, str]
-    blocks: Mapping[str, Tensor]  # block name -> [bytes] uint8
+    blocks: Mapping[str, Tensor]  # slot name -> memory of the slot, [bytes] uint8
 
     @property
     def num_bytes(self) -> int:
@@ -187,7 +187,7 @@ class _CacheFile:
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
-        self.path.unlink(missing_ok=True)  # delete the stale file, which uses space
+        self.path.unlink(missing_ok=True)  # first free the disk space of the stale file
         free = shutil.disk_usage(folder).free
         if free < self.num_bytes:
             needed = f"{format_bytes(self.num_bytes)} are needed, {format_bytes(free)} are free"

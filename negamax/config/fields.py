@@ -11,7 +11,7 @@ from negamax.base.errors import ConfigError
 from negamax.config.quantization import PROVENANCE, read_quantization
 
 MAX_TOKEN_IDS = 1024  # Largest number of ids in a list of end tokens.
-# Size in config.json -> field of `ModelSpec`. A missing size is an error.
+# Field of config.json -> field of `ModelSpec` with this size. A missing field is an error.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -35,7 +35,7 @@ _IGNORED = {
     "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "transformers_version", "use_cache", "use_mtp", "max_window_layers",
 }  # fmt: skip
-_SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> field that enables it
+_SWITCHES = {"sliding_window": "use_sliding_window"}  # field -> switch that enables it
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_SIZE = 2**31 - 1
 

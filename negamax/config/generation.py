@@ -35,8 +35,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingDefaults
-    eos_token_ids: tuple[int, ...]  # The end tokens of the tokenizer are first.
-    warning: str | None = None  # Log text if the files disagree about end tokens.
+    eos_token_ids: tuple[int, ...]  # End tokens of the tokenizer, then others.
+    warning: str | None = None  # Log line; None: the files agree about end tokens.
 
 
 def read_generation_defaults(
@@ -80,7 +80,7 @@ def _join_ends(
     """Merge the end tokens in `found` (source -> ids). Set a warning if the sources differ."""
     own = found.get("the tokenizer", ())
     every = tuple(dict.fromkeys(token_id for ids in found.values() for token_id in ids))
-    # some exporters write the default id of a config class instead of the real end token
+    # skip default ids of config classes: some exporters write them instead of the real end token
     joined = tuple(i for i in every if i in own or not own or i not in _CLASS_DEFAULTS)
     if len(set(map(frozenset, found.values()))) < 2:
         return GenerationDefaults(sampling=sampling, eos_token_ids=joined)

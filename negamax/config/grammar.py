@@ -18,10 +18,10 @@ GrammarKind = Literal[
 ]
 
 MAX_TEXT_BYTES = 512 * 1024
-MAX_NESTING = 100  # Allowed depth of nested objects and arrays.
+MAX_NESTING = 100  # Maximum depth of nested objects and arrays in JSON.
 MAX_CALLS_NESTING = MAX_NESTING + 5  # Tool call grammars nest schemas 5 levels deeper.
 MAX_CHOICES = 2000
-MAX_GROUPS = 200  # allowed depth of nested groups in an expression
+MAX_GROUPS = 200  # maximum depth of nested groups in a regex or GBNF text
 
 # escapes and character classes, in which parentheses do not open or close a group
 _CLASS = r"\\.|\[(?:\\.|[^\]\\])*\]?"

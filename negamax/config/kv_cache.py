@@ -16,9 +16,9 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-# computed cost of sharding per layer (H200): an exchange, and index queries of all heads
+# computed time per layer to shard index keys (H200): an exchange, and index queries of all heads
 _SHARDING_SECONDS = 4.5e-6
-_BYTES_PER_SECOND = 4.25e12  # memory bandwidth of an H200
+_BYTES_PER_SECOND = 4.25e12  # assumed bandwidth of reading index keys on an H200
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class KvCacheSpec:
     name: str  # Name of the cache in its layer.
     heads: int  # Number of heads, summed over the ranks.
     width: int  # Number of elements per head and token.
-    dtype: str | None = None  # None selects --kv-cache-dtype or --index-cache-dtype.
+    dtype: str | None = None  # None: use --kv-cache-dtype or --index-cache-dtype.
     block_tokens: int = 1  # The block size must be a multiple of this number.
-    replicated: bool = False  # Every rank stores all heads.
-    is_sharded: bool = False  # Rank r of n stores only the blocks b with b % n = r.
+    replicated: bool = False  # Whether every rank stores all heads.
+    is_sharded: bool = False  # Whether rank r of n stores only blocks b with b % n = r.
     # Number n of ranks that store one head together. If n > 1, rank r of n stores a padding block,
     # followed by the blocks b with b % n = r.
     holders: int = 1
-    is_index: bool = False  # The cache stores the keys of top-k block selection.
-    unread_tokens: int = 0  # Decode steps of sequences up to this length do not read the cache.
+    is_index: bool = False  # Whether the cache stores index keys of top-k block selection.
+    unread_tokens: int = 0  # Decodes of sequences up to this length skip the cache.
     most_read_tokens: int | None = None  # Maximum tokens that a decode reads; None: no limit.
 
     def local_heads(self, ranks: int) -> int:
@@ -103,7 +103,7 @@ def sharding_crossover(caches: KvCacheSpecs, *, dtype: str, ranks: int) -> float
     index = next((cache for layer in caches for cache in layer if cache.is_index), None)
     if index is None or ranks == 1:
         return inf
-    unread = index.block_bytes(1, dtype=dtype, ranks=1) * (1 - 1 / ranks)  # bytes per token
+    unread = index.block_bytes(1, dtype=dtype, ranks=1) * (1 - 1 / ranks)  # unread bytes per token
     return _SHARDING_SECONDS * _BYTES_PER_SECOND / unread
 
 

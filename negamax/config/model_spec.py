@@ -25,7 +25,7 @@ class ModelSpec:
     rotary_dim: int  # number of rotated dimensions, which are the first of each head
     rope_theta: float
     rms_norm_eps: float
-    max_position_embeddings: int  # Longest sequence, in tokens.
+    max_position_embeddings: int  # Longest sequence of the model, in tokens.
     dtype: str  # Dtype of the unquantized weights: bfloat16, float16 or float32.
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]

@@ -20,7 +20,7 @@ _ROTATION = ("optional", "quarot", "rotation_map", "global_rotation")
 _INDEX = "model.safetensors.index.json"
 _NEURON_EXPERTS = ".expert_mlps.mlp_op."
 _NEURON_SCALE = f"{_NEURON_EXPERTS}down_proj.scale"
-_LONGEST_HEADER = 100_000_000  # limit of the safetensors format, in bytes
+_LONGEST_HEADER = 100_000_000  # header limit of the safetensors format, in bytes
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ module names, and `models/<family>/names.py` lists the spellings of tensor names
 from collections.abc import Mapping
 from typing import Any
 
-# Quantization method -> other name of the method -> algorithm that this name implies ("": any). In
-# other engines, some of these names select kernels. In Negamax, the platform selects kernels.
+# Quantization method -> other name of the method -> algorithm that this name implies ("": any).
+# Some names select kernels in other engines, but not in Negamax.
 METHODS: Mapping[str, Mapping[str, str]] = {
     "auto-round": dict.fromkeys(("inc", "intel/auto-round", "autoround"), ""),
     "awq": dict.fromkeys(("auto_awq", "awq_marlin", "cpu_awq", "marlin", "moe_wna16"), ""),
@@ -25,15 +25,15 @@ METHODS: Mapping[str, Mapping[str, str]] = {
     "neuron_fp8": {},
     "quark": {},
 }  # fmt: skip
-# Data type of AutoRound -> other spellings of this data type. The suffix "_rceil" is a rounding
-# mode.
+# Data type of AutoRound -> other spellings of this data type. Each may end with the rounding
+# "_rceil".
 _DATA_TYPES = {
     "int": "int_sym int_asym",
     "fp": "fp8 fp8_sym fp8_e4m3 fp8_dynamic",
     "mx_fp": "mx_fp4 mx_fp8 mx_fp4e2m1 mx_fp8e4m3 mxfp4 mxfp8",
     "nv_fp": "nv_fp4 nvfp4 nv_fp4_with_static_gs",
 }
-# The scales of an FP8 or MXFP8 matrix have one of these names. With both names, values are
+# The scales of an FP8 or MXFP8 matrix have one of these names. Under either name, values are
 # multiplied by the scales.
 _SCALES = ("weight_scale", "weight_scale_inv")
 # Values of model_type that tools write into the `text_config` of a vision-language model.

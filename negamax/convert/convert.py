@@ -41,17 +41,17 @@ logger = get_logger(__name__)
 # Files that are not copied, because they describe the stored weights of the source.
 _NOT_CARRIED = (
     "config.json", "*.index.json", ConversionRecord.NAME, "hf_quant_config.json",
-    "quant_model_description*",  # ModelSlim.
+    "quant_model_description*",  # the description of ModelSlim
     "quantize_config.json", "quant_config.json", "quantization_config.json",  # GPTQ, AWQ, AutoRound
 )  # fmt: skip
 _CARRIED = (".json", ".jinja", ".txt", ".model")
-_SPARE_BYTES = 64 * 2**20  # disk space for tokenizer, index and file system, in bytes
+_SPARE_BYTES = 64 * 2**20  # bytes of disk space for tokenizer, index and file system
 
 
 @dataclass(frozen=True)
 class Conversion:
-    model: str  # MODEL as the user wrote it.
-    folder: Path  # Local folder of MODEL.
+    model: str  # Source folder or hub id, as the user wrote it.
+    folder: Path  # Local folder of the source.
     destination: Path
     target: Target | None  # None keeps the formats of the source
     tp: int = 1
@@ -335,7 +335,7 @@ def _check_place(conversion: Conversion) -> None:
             f"DST {conversion.destination} is inside the source {conversion.model}",
             hint="set DST to a folder outside of the source",
         )
-    is_link = conversion.destination.is_symlink()  # DST may be a broken link
+    is_link = conversion.destination.is_symlink()  # `exists` is False for broken links
     if (destination.exists() or is_link) and not destination.is_dir():
         raise ConfigError(f"DST {conversion.destination} is not a folder", hint="use a folder")
 
@@ -444,7 +444,7 @@ def _with_vision(
     quantization = text.pop("quantization_config", None)
     if is_same:
         quantization = whole.get("quantization_config") or quantization
-    elif quantization is not None:  # list the unquantized vision tower
+    elif quantization is not None:  # add the vision tower to the unquantized modules
         for key, pattern in (("ignore", "re:.*{}.*"), ("modules_to_not_convert", "{}")):
             if key in quantization:
                 tower = [pattern.format(module) for module in VISION_MODULES]

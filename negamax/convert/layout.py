@@ -26,8 +26,8 @@ from negamax.quantization.scheme import Scheme
 class Piece:
     """Tensors of the target that `make` computes together from the result of `read`."""
 
-    slot: str | None  # Name of the weight slot; None: every rank stores the whole tensor.
-    shape: tuple[int, ...]  # Shape of the weight.
+    slot: str | None  # Slot of the weight; None: every rank stores the whole tensor.
+    shape: tuple[int, ...]  # Shape of the weight matrix or vector.
     format: TensorFormat
     tensors: tuple[Planned, ...]  # The tensors that store the weight.
     read: Callable[[CheckpointReader], Any]  # Reads the argument of `make`.
@@ -143,7 +143,7 @@ def _other_e4m3(read: Mapping[str, Tensor], stored: TensorFormat) -> Mapping[str
         made = values, scale
     elif dtype is torch.float8_e4m3fnuz:
         made = bits.masked_fill(bits == 0x80, 0).view(dtype), scale * 2
-    elif (bits & 0x7F == 0x7F).any():  # keep the scale; values below 2^-7 may be rounded
+    elif (bits & 0x7F == 0x7F).any():  # convert values: 0x7F is NaN in OCP; below 2^-7 it may round
         made = values.view(torch.float8_e4m3fnuz).float().to(dtype), scale
     else:
         made = bits.view(dtype), scale / 2

@@ -133,7 +133,7 @@ class Source:
             name: WeightSlot(name, spec.shape, target=None, source=self._format(name, spec))
             for name, spec in specs.items()
         }
-        self.ranks = read_ranks(folder)  # ranks for which the checkpoint is split
+        self.ranks = read_ranks(folder)  # layout of each rank of a split checkpoint, else empty
         layouts = self.ranks or [ParallelLayout()]
         self._entries = [read_entries(folder, layout) for layout in layouts]
         entries = join(self._entries) if self.ranks else self._entries[0]

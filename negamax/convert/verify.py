@@ -17,7 +17,7 @@ from negamax.convert.targets import TARGETS, Target
 from negamax.convert.threads import run_in_order
 from negamax.formats.floats import PLAIN
 
-_PART_ELEMENTS = 2**18  # number of elements per comparison of unquantized matrices
+_PART_ELEMENTS = 2**18  # elements of unquantized matrices that are compared at a time
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

@@ -24,7 +24,7 @@ from negamax.checkpoint.reader import SAFETENSORS_NAMES, read_header
 from negamax.config.json_file import read_json_object
 
 _CHUNK_BYTES = 2**24
-_ALIGNMENT = 8  # alignment of a file's tensor data, in bytes
+_ALIGNMENT = 8  # alignment in bytes of the first tensor in a file
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ConversionRecord:
         """
         self._path = folder / self.NAME
         self._identity = dict(identity)
-        self._files: dict[str, list[int]] = {}  # file name -> bytes, CRC-32
+        self._files: dict[str, list[int]] = {}  # file name -> [bytes, CRC-32] of each complete file
         if not self._path.exists():
             self._write()
             return

@@ -15,7 +15,7 @@ from negamax.scheduler.request import SamplingParams
 from negamax.text.parser.events import ParsedOutput
 
 SHOWN_FAILURES = 5
-_SHOWN_CHARS = 400  # a failure shows at most this number of characters from the end of a question
+_SHOWN_CHARS = 400  # maximum characters, from the end of a question, that a failure shows
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class SuiteResult:
     dtype: str
     problems: int
     correct: int
-    formatted: int | None  # GSM8K: correct numbers after the first ####, as the prompt requests
-    solved: str  # "1" or "0" for each problem
+    formatted: int | None  # GSM8K: problems with the correct number after the first ####
+    solved: str  # a character for each problem: "1": solved, "0": not solved
     digest: str  # hash of the problems
     seed: int
     temperature: float
@@ -121,7 +121,7 @@ def _hash_problems(problems: list[Problem]) -> str:
 
 def _solves(parsed: ParsedOutput, problem: Problem) -> bool:
     if not all(call.is_whole for call in parsed.tool_calls):
-        return False  # the output ends inside a call
+        return False  # the output ends inside a tool call
     calls = [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
     return problem.is_solved_by(parsed.content or "", calls)
 

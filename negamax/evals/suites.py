@@ -20,15 +20,15 @@ FOLDER = Path(__file__).parent / "problems"
 # suite name -> number of problems
 SUITES = {"nano-math": 1000, "nano-tools": 500}
 SUITES |= dict.fromkeys(("nano-retrieval-2k", "nano-retrieval-4k", "nano-retrieval-8k"), 200)
-DEFAULT_SUITES = ("nano-math", "nano-tools")  # Others need up to 8,192 tokens of context.
+DEFAULT_SUITES = ("nano-math", "nano-tools")  # Other suites need up to 8,192 tokens of context.
 GSM8K = "gsm8k"
-MAX_TOKENS = {GSM8K: 16_384}  # of an answer with its reasoning; other suites: `MOST_TOKENS`
+MAX_TOKENS = {GSM8K: 16_384}  # suite -> maximum output tokens; others: `MOST_TOKENS`
 MOST_TOKENS = 1024
 _STEPS = {
     "role": "system",
     "content": "Solve problems step by step. End with a line of #### and the answer as a number.",
 }
-_NEEDLE = re.compile(r"needle-([1-9]\d{0,3})k")  # with the length of the prompt in 1,024 tokens
+_NEEDLE = re.compile(r"needle-([1-9]\d{0,3})k")  # the number: prompt tokens / 1024
 _STRICT = re.compile(r"#### (-?[$\d.,]+)")
 _FLEXIBLE = re.compile(r"-?[$\d.,]{2,}|-?\d+")
 _MAX_ANSWER_CHARS = 200  # A longer answer is wrong, as it may quote the whole text.

@@ -38,7 +38,7 @@ _AMD = {
     "gfx942": frozenset({Feature.BF16, Feature.FP8}),
     "gfx950": frozenset({Feature.BF16, Feature.FP8, Feature.E4M3FN}),
 }
-MEASURED_ARCHS = ("sm_90",)  # architectures on which kernels were tested and tile sizes measured
+MEASURED_ARCHS = ("sm_90",)  # GPU architectures on which kernels were tested and measured
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Platform:
     arch: str  # "cpu", "sm_90", "gfx942"
     warp_size: int
     multiprocessors: int
-    shared_memory: int  # bytes per multiprocessor
+    shared_memory: int  # bytes of shared memory per multiprocessor
     features: frozenset[Feature]
 
     @property
@@ -97,7 +97,7 @@ class Platform:
             )
 
 
-# Warp size and multiprocessors are those of the small GPU that Triton's interpreter simulates.
+# Warp size 32 and 2 multiprocessors describe the small GPU that Triton's interpreter simulates.
 CPU = Platform("cpu", "CPU", "cpu", 32, 2, 2**20, frozenset({Feature.CPU}))
 
 

@@ -5,7 +5,7 @@ from negamax.formats.platform import Feature, Platform
 from negamax.formats.tensor_format import ActivationFormat, Axis, Role, TensorFormat
 
 _PACKED = ("uint4", "int4", E2M1, "uint8", "int8", E4M3)
-_PACKED_GROUPS = frozenset({16, 32, 64, 128})  # supported numbers of columns per scale
+_PACKED_GROUPS = frozenset({16, 32, 64, 128})  # columns per scale that weight-only kernels support
 
 
 def reads_e4m3_blocks(stored: TensorFormat) -> bool:

@@ -21,7 +21,7 @@ ITEM_BYTES = {
     "float8_e8m0fnu": 1, "int64": 8, "int32": 4, "int8": 1, "uint8": 1,
 }  # fmt: skip
 
-Region = tuple[range, range]  # ranges of rows and columns of a matrix
+Region = tuple[range, range]  # range of rows and range of columns of a matrix
 FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -39,7 +39,7 @@ class Role(Enum):
     VALUES = "values"
     SCALE = "scale"
     ZERO_POINT = "zero point"
-    PERMUTATION = "permutation"  # group index of each column
+    PERMUTATION = "permutation"  # index of the group of each matrix column
     SHAPE = "shape"
     ACTIVATION = "activation"  # scales of activations, which kernels ignore
 
@@ -48,7 +48,7 @@ class Known(Enum):
     """Content that a format prescribes for a tensor. The loader checks and drops the tensor."""
 
     ZEROS = "zeros"
-    SHAPE = "shape"  # The shape of the matrix.
+    SHAPE = "shape"  # The tensor contains the shape of the matrix.
     GROUPS_IN_ORDER = "groups in order"  # The group index of column c is c // `StoredTensor.group`.
 
 
@@ -74,7 +74,7 @@ class GlobalScale(Enum):
 class Rounding:
     """How an unquantized matrix is quantized to a format."""
 
-    # quantized value of the largest magnitude of a block; 0: the largest value of the dtype
+    # quantized value to which a block's largest magnitude is scaled; 0: the dtype's largest value
     largest: float = 0.0
     to_powers: bool = False  # whether scales are rounded to powers of two
 
@@ -152,15 +152,15 @@ class TensorFormat:
     element: str  # Element type of the values: "float8_e4m3fn", "uint4".
     tensors: tuple[StoredTensor, ...]  # The tensor of values is first.
     packing: CodePacking = CodePacking.ENTRIES
-    zero_offset: int = 0  # number to add to stored zero points
+    zero_offset: int = 0  # zero point = stored zero point + zero_offset
     global_scale: GlobalScale = GlobalScale.MULTIPLIES
     # how Negamax quantizes a matrix to this format, or None if Negamax only reads this format
     rounding: Rounding | None = field(default=None, compare=False)
-    # makes this format with fewer columns per scale, or None if the number is fixed
+    # returns this format with fewer columns per scale; None: the number of columns is fixed
     regroup: Callable[[int], TensorFormat] | None = field(default=None, compare=False)
     # how activations are rounded, or None if activations are not rounded
     activation: ActivationFormat | None = None
-    # source format if the loader quantizes checkpoint matrices to this format; else None
+    # format in the checkpoint if the loader quantizes to this format while reading; else None
     made_of: TensorFormat | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ class TensorFormat:
         assert not any(tensor.optional and tensor.is_kept for tensor in self.tensors)
 
     def __hash__(self) -> int:
-        return hash(self.name)  # hashing all fields is slow for 50,000 matrices
+        return hash(self.name)  # a hash of all fields is slow for 50,000 matrices
 
     def find(self, role: Role, *, level: int = 1) -> StoredTensor | None:
         return next(
@@ -293,7 +293,7 @@ class ActivationFormat:
     """Rounded activations with an fp32 scale per token and group of columns."""
 
     element: str
-    group: int  # columns per scale; 0: one scale for all columns
+    group: int  # columns per scale; 0: one scale for all columns of a token
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from negamax.base.errors import InvalidRequestError
 
 Rule = Literal["longest", "area"]
 RULES: tuple[str, ...] = get_args(Rule)
-# A decoded image begins with its height and width after resizing and the number of source pixels.
+# Header of a decoded image: height and width after resizing, number of pixels before resizing.
 HEADER = struct.Struct(">III")
 SIDE = 28  # One image token represents a square of 28 x 28 pixels.
 LONGEST_SIDE = 2016  # Default for rule "longest", in pixels; requests may set multiples of SIDE.
-LONGEST_SIDES = (112, 3584)  # Allowed values of the longest side in requests, in pixels.
+LONGEST_SIDES = (112, 3584)  # Minimum and maximum pixels of `longest` in requests.
 MAX_ASPECT_RATIO = 200
 _SHORTEST_SIDE = 112
-_MAX_PIXELS = LONGEST_SIDES[1] ** 2  # Pixels of the largest resized image.
-_LEAST_AREA, _MOST_AREA = 3136, 451_584  # Limits of the rule "area", in pixels.
+_MAX_PIXELS = LONGEST_SIDES[1] ** 2  # Pixels of the largest image after resizing.
+_LEAST_AREA, _MOST_AREA = 3136, 451_584  # Minimum and maximum pixels with rule "area".
 
 
 def fit(height: int, width: int, *, rule: Rule, longest: int = LONGEST_SIDE) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from negamax.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 
-_ANY = next(iter(CHAT_FAMILIES.values()))  # used if both parsers are `none`
+_ANY = next(iter(CHAT_FAMILIES.values()))  # family used if both parsers are `none`
 _TOOL_CALL_FAMILIES = {
     name: family for family in CHAT_FAMILIES.values() for name in family.parser_names
 }
@@ -43,7 +43,7 @@ _REASONING_FAMILIES = {
 TOOL_CALL_PARSERS = (AUTO, NONE, *_TOOL_CALL_FAMILIES)
 REASONING_PARSERS = (AUTO, NONE, *_REASONING_FAMILIES)
 
-_MAX_NEWLINES = 3  # line breaks allowed between reasoning and content
+_MAX_NEWLINES = 3  # maximum line breaks between reasoning and content in grammars
 
 # open: the answer begins inside reasoning. optional: the answer may begin with reasoning.
 ReasoningState = Literal["open", "optional", "none"]
@@ -59,7 +59,7 @@ class ChatFormat:
     template: ChatTemplate | None = None  # None if prompts are plain text.
     # Token ids of tags. The parser finds tags without a token id by their text.
     tag_ids: Mapping[str, int] = field(default_factory=dict)
-    closing_ids: tuple[int, ...] = ()  # tokens that end the reasoning
+    closing_ids: tuple[int, ...] = ()  # ids of the tokens that end the reasoning
 
     @classmethod
     def of_model(

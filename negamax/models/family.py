@@ -11,7 +11,7 @@ from negamax.formats.tensor_format import Axis
 from negamax.layers.names import MlpNames, MoeNames
 from negamax.text.chat_family import ChatFamily
 
-# The reason why the loader skips tensors with scales of an int8 KV cache.
+# The reason, in log messages, why the loader skips tensors with scales of an int8 KV cache.
 INT8_CACHE = "scales of an int8 KV cache; keys and values are cached in another dtype"
 
 
@@ -30,9 +30,9 @@ class ModelFamily:
     model_types: tuple[str, ...]  # Allowed values of model_type in config.json.
     package: str
     spec: type[ModelSpec]
-    read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # Reads a parsed config.json.
+    read_spec: Callable[[Mapping[str, Any]], ModelSpec]  # Reads the spec from a parsed config.json.
     chat: ChatFamily | None = None  # None if the family has no chat format.
-    # Fields of `SamplingDefaults`; used if a checkpoint has no generation_config.json.
+    # Fields of `SamplingDefaults` for checkpoints without generation_config.json.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     # returns the config.json of the served model from the config.json of a checkpoint
     own_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict

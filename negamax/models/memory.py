@@ -36,11 +36,11 @@ def dequantized(stored: TensorFormat) -> bool:
 class WeightKind:
     """Weights of a model that differ only in their layer number."""
 
-    weight: WeightSpec  # The weight with the number of the first layer.
+    weight: WeightSpec  # The weight of the first of `layers`.
     formats: tuple[TensorFormat, ...]  # Stored formats, one for each expert or one for all experts.
     # For each expert, the formats of all its matrices; () for weights outside experts.
     joined: tuple[frozenset[TensorFormat], ...]
-    layers: tuple[int | None, ...]  # layer number of each weight; None: not in a layer
+    layers: tuple[int | None, ...]  # layer of each weight; None: outside the layers
 
     def stored(self, layout: ParallelLayout) -> TensorFormat:
         """Return the format on a rank, or `PLAIN` if the formats of its experts differ."""
@@ -59,7 +59,7 @@ class ModelWeights:
         described = "" if spec.quantization is None else str(spec.quantization.fields)
         differ = _NUMBERED_EXPERT.search(described) is not None
         weights = []
-        experts = defaultdict[int | None, list[tuple[TensorFormat, ...]]](list)  # by layer
+        experts = defaultdict[int | None, list[tuple[TensorFormat, ...]]](list)  # layer -> formats
         for weight in names.weights(spec):
             is_routed, layer = weight.used is not None, names.layer_of(weight.name)
             numbers = range(weight.count if is_routed and differ else 1)
@@ -197,7 +197,7 @@ def _count_bytes(
     held, axis = [rows, columns], weight.splits.value
     if not is_expert:
         held[axis] //= ranks
-        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # the loader dequantizes it
+        if ranks > 1 and held[axis] % stored.unit(weight.splits):  # then the shard is dequantized
             return weight.num_elements * plain / ranks
     else:
         size = layout.experts.tp

@@ -22,7 +22,7 @@ __all__ = ["Collective", "Partial", "ProcessGroup", "SingleRank"]
 class Partial:
     """One rank's summand of a tensor. `RmsNorm` adds the summands of all ranks of `group`."""
 
-    x: Tensor  # [T, width], or [T, P, width] if `RmsNorm` must also sum over P
+    x: Tensor  # [T, width]; [T, P, width]: P summands of this rank to be added
     group: Collective
 
 
@@ -91,7 +91,7 @@ class ProcessGroup:
         return out
 
     def all_gather(self, tensor: Tensor, *, dim: int) -> Tensor:
-        if dim == 0 and tensor.dim() and tensor.is_cuda:  # One call fills all parts of `out`.
+        if dim == 0 and tensor.dim() and tensor.is_cuda:  # Each rank's part of `out` is contiguous.
             out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
             dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
             return out
@@ -123,6 +123,6 @@ class ProcessGroup:
         else:
             try:
                 dist.all_gather(list(parts), tensor.contiguous(), group=self._group)
-            except RuntimeError as error:  # The group is unusable after a failure.
+            except RuntimeError as error:  # A failed group is unusable.
                 raise EngineDeadError(f"another rank is gone or out of step: {error}") from error
         return list(parts)

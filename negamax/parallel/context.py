@@ -16,8 +16,8 @@ from negamax.parallel.links import PipelineLinks
 from negamax.parallel.poll_control import PollControl
 from negamax.parallel.rendezvous import open_store
 
-START_TIMEOUT_S = 120.0  # Time limit for all ranks to connect at start.
-STEP_TIMEOUT_S = 600.0  # Time limit of a collective, which is longer than any step.
+START_TIMEOUT_S = 120.0  # Time limit within which all ranks must connect at start.
+STEP_TIMEOUT_S = 600.0  # Time limit of one collective operation; no step takes as long.
 
 
 @dataclass(frozen=True)

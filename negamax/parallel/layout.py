@@ -124,12 +124,12 @@ class ParallelLayout:
     pp: int = 1
     cp: int = 1
     dcp: int = 1  # Number of adjacent tp ranks that split one KV cache.
-    partition: tuple[int, ...] = ()  # Layers of each pipeline stage; () splits layers evenly.
-    # Number of slots for extra copies of experts, summed over the ranks of a stage.
+    partition: tuple[int, ...] = ()  # Number of layers of each pipeline stage; (): split evenly.
+    # Number of slots for extra copies of experts in each layer, summed over the ranks of a stage.
     redundant_experts: int = 0
-    # The initial expert of each slot, per layer; () places experts in order.
+    # For each layer, the initial expert of each slot; (): experts are placed in order.
     expert_placement: tuple[tuple[int, ...], ...] = ()
-    nodes: int = 1  # Number of machines; each has the same number of consecutive ranks.
+    nodes: int = 1  # Number of machines, each with equally many consecutive ranks.
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "dp", "pp", "cp", "dcp", "nodes"):

@@ -65,9 +65,9 @@ class Link:
 class PipelineLinks:
     """Links of one rank to the ranks with equal position in other pipeline stages."""
 
-    previous: Link | None = None  # None on the first stage.
-    next: Link | None = None  # None on the last stage.
-    # Links from the last stage to other stages, for sampled tokens.
+    previous: Link | None = None  # To the previous stage; None on the first stage.
+    next: Link | None = None  # To the next stage; None on the last stage.
+    # Links over which the last stage sends sampled tokens to all other stages.
     sampled: tuple[Link, ...] = ()
 
     @staticmethod

@@ -13,7 +13,7 @@ class PollControl:
     def __init__(self, seconds: float) -> None:
         """Limit each wait of a kernel to `seconds`, on a clock that only `tick` advances."""
         self._memory = torch.zeros(3, dtype=torch.int64, pin_memory=True)
-        self.address = self._memory.data_ptr()  # Kernels read and write `words` here.
+        self.address = self._memory.data_ptr()  # Address of `words` for kernels.
         # [clock in ms, limit in ms, abort flag]. Python writes these numbers through ctypes,
         # because a thread inside a tensor operation would abort the process at exit.
         self.words = (ctypes.c_int64 * 3).from_address(self.address)

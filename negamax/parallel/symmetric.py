@@ -41,7 +41,7 @@ class SharedBuffer:
     world: int
 
     def fits(self, tensor: Tensor) -> bool:
-        whole_slices = tensor.numel() % (8 * self.world) == 0  # slices of 16 n bytes
+        whole_slices = tensor.numel() % (8 * self.world) == 0  # slices are multiples of 16 bytes
         return (
             tensor.dtype == self.memory.dtype
             and whole_slices
@@ -80,9 +80,9 @@ def connect(
         (max_tokens, 2),
         (max_rows, 2 * CANDIDATES),
         *([(reduce_rows, token_words)] if token_words else []),
-    ]  # Of each memory region: number of rows, words per row.
+    ]  # Per memory region: rows, 8-byte words per row.
     sizes = [BUFFERS * rows * world * words for rows, words in shapes]
-    # PyTorch can sum only memory at the start, so the shared buffer comes first.
+    # PyTorch's all-reduce needs the start of the memory, so the shared buffer comes first.
     shared_words = _aligned(-(-min(SHARED_ROWS, max_tokens) * hidden_size // 4))
     shard_words = _shard_words(max_tokens, hidden_size, world)
     problem = _out_of_reach(group, device)

@@ -35,7 +35,7 @@ from negamax.quantization.integers import (
 from negamax.quantization.scheme import Scheme, canonicalize, check_fields, refuse, spellings
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
-# Layout -> allowed bits, and function (bits, group size) that returns the format. The layout
+# Layout -> allowed bits, function of (bits, group size) that returns the format. The layout
 # "auto_round" is GPTQ with unshifted zero points.
 _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat]]] = {
     _GPTQ: (PACKED_BITS, lambda bits, size: gptq(bits, size, version=1)),
@@ -43,12 +43,12 @@ _PACKINGS: Mapping[str, tuple[tuple[int, ...], Callable[[int, int], TensorFormat
     "auto_round": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
     "auto_round:gptqmodel": (PACKED_BITS, lambda bits, size: gptq(bits, size, version=2)),
 }
-# FP8 formats by group size: -1 selects a scale per row, 0 selects a scale per matrix.
+# Group size in an FP8 config -> format: -1 means a scale per row, 0 means a scale per matrix.
 _FP8 = {
     -1: fp8("fp8_e4m3_channel", (ROWS,), input_scale="input_scale"),
     0: fp8("fp8_e4m3_tensor", PER_MATRIX, input_scale="input_scale"),
 }
-# Data type and bits -> format and number of columns in a group.
+# (data type, bits) -> (format, number of columns that share a scale).
 _FLOATS: Mapping[tuple[str, int], tuple[TensorFormat, int]] = {
     ("mx_fp", 4): (mxfp4(values="weight_packed"), MX_GROUP),
     ("mx_fp", 8): (mxfp8(), MX_GROUP),

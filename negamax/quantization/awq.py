@@ -25,7 +25,7 @@ from negamax.quantization.integers import (
 from negamax.quantization.scheme import Scheme, check_fields, read_modules
 
 _VERSIONS = (None, "gemm", "GEMM")
-_WORD = Dim(Axis.ROWS, 8)  # a 32-bit word contains eight 4-bit numbers
+_WORD = Dim(Axis.ROWS, 8)  # one entry is a 32-bit word of 4-bit numbers in eight rows
 
 
 @cache
@@ -64,5 +64,5 @@ def read(spec: QuantizationSpec) -> Scheme:
         ),
     )  # fmt: skip
     stored = awq(group_size(spec))
-    # The head is always unquantized. If `zero_point` is false, all stored zero points are 8.
+    # The head is never quantized. If `zero_point` is false, all stored zero points are 8.
     return Scheme.uniform(stored, (*read_modules(spec, "modules_to_not_convert"), "lm_head"))

@@ -60,7 +60,7 @@ from negamax.quantization.scheme import (
     refuse,
 )
 
-_GROUP_ORDERS = ("group", "dynamic", True)  # `actorder` values with stored groups
+_GROUP_ORDERS = ("group", "dynamic", True)  # `actorder` values for which files store group indices
 
 
 def read(spec: QuantizationSpec) -> Scheme:
@@ -86,7 +86,7 @@ def read(spec: QuantizationSpec) -> Scheme:
         refuse(spec, "config_groups", groups, "an object of groups")
     read_groups = [_group(spec, f"config_groups.{name}", group) for name, group in groups.items()]
     by_class = next((stored for names, stored in read_groups if "Linear" in names), PLAIN)
-    # As in the compressed-tensors library, names apply before patterns, and patterns are sorted.
+    # As in the compressed-tensors library, names apply before sorted patterns ("re:...").
     targets = sorted(
         ((name, stored) for names, stored in read_groups for name in names),
         key=lambda each: each[0] if each[0].startswith("re:") else "",
@@ -303,5 +303,5 @@ _FORMATS: Mapping[str, Callable[[QuantizationSpec], TensorFormat]] = {
     "pack-quantized": _read_packed,
     "int-quantized": _read_int8,
 }
-# Tensor names of the scales of static activations.
+# Format -> tensor name of the scale of static activations.
 _INPUT_SCALES = {"float-quantized": "input_scale", "nvfp4-pack-quantized": "input_global_scale"}

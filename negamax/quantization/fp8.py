@@ -32,7 +32,7 @@ PACKED_NVFP4 = nvfp4(
     input_scale="input_global_scale",
 )  # fmt: skip
 _EXPERTS = ("block_sparse_moe.experts",)
-_PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # modules that are never quantized
+_PLAIN_IN_M31 = ("lm_head", "embed_tokens", "gate")  # modules of M3.1 that are never quantized
 
 
 def read(spec: QuantizationSpec) -> Scheme:

@@ -22,7 +22,7 @@ from negamax.quantization.scheme import refuse
 
 P = ParamSpec("P")
 
-PACKED_BITS = (2, 4, 8)  # Supported bits per integer, all divisors of 32.
+PACKED_BITS = (2, 4, 8)  # Supported bits per quantized weight, all divisors of 32.
 # Fields of AutoAWQ, GPTQModel and AutoRound that do not change the stored tensors.
 OF_THE_QUANTIZER = (
     "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs",

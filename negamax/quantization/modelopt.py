@@ -76,7 +76,7 @@ def read(spec: QuantizationSpec) -> Scheme:
             "has_zero_point": (None, False),
             "pre_quant_scale": (None, False),
         },
-        # Of these fields, `config_groups` repeats the algorithm and adds the group size.
+        # fields without a check here; `config_groups` repeats the algorithm and adds the group size
         beside=(
             "config_groups", "exclude_modules", "group_size", "ignore", "kv_cache_scheme",
             "producer", "quant_method", "quantized_layers",

@@ -61,7 +61,7 @@ def int8(size: int, *, is_static: bool) -> TensorFormat:
     )
 
 
-# deq_scale is input_scale * weight_scale. These checkpoints do not store weight_scale.
+# int8 with deq_scale = input_scale * weight_scale. These checkpoints do not store weight_scale.
 INT8_DEQ_SCALE = TensorFormat(
     "modelslim_int8_deq_scale",
     "int8",
@@ -93,7 +93,7 @@ def int4(parts: int) -> TensorFormat:
     )
 
 
-_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # modules whose scale_bias has 16 columns
+_ROW_PARALLEL = (".o_proj", ".w2", ".down_proj")  # their scale_bias has 16 columns, not 1
 _TYPES = ("FLOAT", "W8A8_DYNAMIC", "W8A8", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC")
 
 

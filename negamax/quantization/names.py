@@ -8,7 +8,7 @@ from negamax.config.spellings import METHODS, find_method, plain
 from negamax.quantization import online
 from negamax.quantization.detect import detect
 
-# values of --quantization that are allowed for all checkpoints with MXFP8 matrices
+# values of --quantization that load MXFP8 matrices of any checkpoint as FP8 blocks, or as stored
 _BLOCKS, _AS_STORED = ("fp8", "fp8-per-block"), "mxfp8"
 
 
@@ -62,7 +62,7 @@ def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
     """Return the description for loading MXFP8 matrices as FP8 blocks, or None without MXFP8."""
     try:
         scheme = detect(spec)
-    except ConfigError:  # the loader will report this error
+    except ConfigError:  # skip: the loader will report this error
         return None
     return online.make_blocks_spec(spec) if scheme and online.has_mxfp8(scheme) else None
 
@@ -70,7 +70,7 @@ def find_blocks_spec(spec: QuantizationSpec) -> QuantizationSpec | None:
 def _names(spec: QuantizationSpec) -> list[str]:
     """Return the checkpoint's normalized method, and the names of its format."""
     method = find_method(spec.method)
-    fields = spec.fields.get("quantization")  # only in hf_quant_config.json
+    fields = spec.fields.get("quantization")  # nested in hf_quant_config.json only
     fields = fields if isinstance(fields, Mapping) else spec.fields
     kinds = ("", fields.get("format"), fields.get("quant_algo"))
     return [method, *(name for name, kind in METHODS.get(method, {}).items() if kind in kinds)]

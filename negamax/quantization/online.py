@@ -28,7 +28,7 @@ _FORMATS: Mapping[str, TensorFormat] = {
     "nvfp4": nvfp4(),
 }
 NAMES = tuple(_FORMATS)
-SOURCE = "--quantization"  # `source` of a spec that the option defines
+SOURCE = "--quantization"  # `QuantizationSpec.source` of these formats
 _PLAIN_MODULES = ("embed_tokens", "gate", "lm_head")
 
 

@@ -32,9 +32,9 @@ _MXFP4 = {
 _NVFP4 = {"dtype": ("fp4",), "qscheme": ("per_group",), "group_size": (NVFP4_GROUP,)}
 _FP8 = {"dtype": (_E4M3,), "qscheme": ("per_tensor", "per_channel"), "ch_axis": (None, 0)}
 _INT8 = {**_FP8, "dtype": ("int8",)}
-# Supported values of fields: scales must be stored, not computed at run time.
+# Field of a weight config -> supported values: scales must be stored, not computed at run time.
 _STORED = {"is_dynamic": (None, False), "symmetric": (None, True), "block_size": (None,)}
-# Algorithms whose effect is part of the stored weights.
+# Values of `algo_config` whose effect is already part of the stored weights.
 _FOLDED = ("awq", "autosmoothquant", "gptq", "gptaq", "smooth", "smoothquant")
 
 
@@ -68,7 +68,7 @@ def read(spec: QuantizationSpec) -> Scheme:
     layers = spec.fields.get("layer_quant_config") or {}
     if not isinstance(layers, Mapping):
         refuse(spec, "layer_quant_config", layers, "an object of modules")
-    # Modules whose outputs are cached may be listed in only one of these two fields.
+    # patterns of the modules whose outputs are cached, which a config may list in either field
     cached = (*read_modules(export, "kv_cache_group"), *(spec.fields.get(_CACHE) or ()))
 
     def is_cached(name: str) -> bool:

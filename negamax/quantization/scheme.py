@@ -28,7 +28,7 @@ V = TypeVar("V")
 class Scheme:
     """The formats of a checkpoint's linear layers."""
 
-    formats: tuple[TensorFormat, ...]  # All formats except PLAIN.
+    formats: tuple[TensorFormat, ...]  # All formats of the checkpoint except PLAIN.
     # Returns the format of a module, such as "model.layers.0.self_attn.q_proj".
     format_of: Callable[[str], TensorFormat]
 
@@ -196,8 +196,8 @@ _MLP, _MOE = re.compile(r"(?<![^.])mlp(?![^.])"), re.compile(r"(?<![^.])block_sp
 
 
 _PROJECTION = re.compile(r"(?<=\.)(?:gate|up|down)_proj$")
-_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # Name of the indexer in transformers.
-_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # name -> name in experts
+_INDEXER = re.compile(r"(?<=\.)indexer\.([qk]_)")  # Prefix of indexer modules in transformers.
+_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # module -> expert module
 _MATRIX, _MATRICES = re.compile(r"(?<=\.)w[123]$"), {w: name for name, w in _PROJECTIONS.items()}
 
 

@@ -29,18 +29,18 @@ class SampleInputs:
 
     slots: list[int]  # [R] slot of each sampled row
     bounds: list[int]  # [R] upper bounds of the positions of the sampled tokens
-    slots_device: Tensor  # [R] int64
+    slots_device: Tensor  # [R] int64, `slots` on the device
     positions_device: Tensor  # [R] int64, position of the sampled token
 
 
 class StepColumns(NamedTuple):
     """T tokens of S sequences, on the host. Offset 0 is the first uncomputed token of a slot."""
 
-    token_slots: Column  # [T]
-    slots: Column  # [S]
-    token_offsets: Column  # [T]
-    end_offsets: Column  # [S] offset of each sequence's last token, plus 1
-    query_starts: Column  # [S + 1]
+    token_slots: Column  # [T] slot of each token
+    slots: Column  # [S] slot of each sequence
+    token_offsets: Column  # [T] offset of each token from its slot's first uncomputed token
+    end_offsets: Column  # [S] 1 + the token offset of each sequence's last token
+    query_starts: Column  # [S + 1] index of each sequence's first token, then T
 
     @classmethod
     def of_decodes(cls, slots: Sequence[int], counts: Sequence[int]) -> StepColumns:
@@ -63,9 +63,9 @@ class BatchLayout:
     prompt_starts: list[int]
     # [R] index of the plan's row for each sample; a row with k draft tokens has k + 1 samples
     sample_rows: Column
-    sample_slots: Column  # [R]
-    sample_offsets: Column  # [R] offset of the sampled token
-    sample_tokens: Column  # [R] index among the T tokens of the sampled token's predecessor
+    sample_slots: Column  # [R] slot of each sample
+    sample_offsets: Column  # [R] offset of each sampled token, as in `StepColumns`
+    sample_tokens: Column  # [R] index of the token before each sampled token among the T tokens
 
     @classmethod
     def without_samples(
@@ -91,11 +91,11 @@ class BatchLayout:
 class StepInputs:
     """T tokens of S sequences, on the device. `seq_lens` and `query_starts` may be int32."""
 
-    token_slots: Tensor  # [T]
-    slots: Tensor  # [S]
-    positions: Tensor  # [T]
-    seq_lens: Tensor  # [S] tokens of each sequence, including this step
-    query_starts: Tensor  # [S + 1]
+    token_slots: Tensor  # [T] slot of each token
+    slots: Tensor  # [S] slot of each sequence
+    positions: Tensor  # [T] position of each token
+    seq_lens: Tensor  # [S] length of each sequence after this step
+    query_starts: Tensor  # [S + 1] index of each sequence's first token, then T
 
     @classmethod
     def of(cls, columns: Tensor, places: Tensor, num_tokens: int, num_seqs: int) -> StepInputs:
@@ -125,15 +125,15 @@ def build_batch_layout(
     sequence form one run. Without `generated_apart` and `drafts_apart`, the tokens of a row with
     drafts form one run.
     """
-    decodes: list[tuple[int, int, int]] = []  # (slot, first offset, number of tokens)
+    decodes: list[tuple[int, int, int]] = []  # (slot, offset of the first token, number of tokens)
     prefills: list[tuple[int, int, int]] = []
     num_prompt_tokens = 0
     prompt_starts: list[int] = []
-    # For each row of the plan: whether its last token is in a run, and the index of this token
-    # among the tokens of all runs or among the single tokens.
+    # For each row of the plan: whether its last token is in a prompt run, and the token's index
+    # among the tokens of all prompt runs or else among all single tokens.
     last_tokens: list[tuple[bool, int]] = []
     bounds = requests.num_computed_bound[plan.slots]
-    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # uncomputed prompt tokens
+    left = (requests.prompt_lens[plan.slots] - bounds).tolist()  # prompt tokens left to compute
     table = plan.slots, plan.num_scheduled, plan.num_draft_tokens, left
     for slot, count, num_drafts, num_left in zip(*table, strict=True):
         in_prompt = min(max(num_left, 0), count)

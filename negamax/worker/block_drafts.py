@@ -45,7 +45,7 @@ class BlockProposer(DraftModelProposer):
         model.write_context(states.residuals, states.metadata, self._kv)
         if not num_tokens or not num_rows:
             return slots.new_empty(num_rows, num_tokens)
-        # a row of an ended sequence may exceed the context length
+        # the length of an ended sequence may exceed the context length
         before = (lengths - 1).clamp(0, requests.tokens.shape[1] - 1)
         anchors = requests.tokens[slots, before].long()
         seen = before.masked_fill(slots == requests.padding_slot, 0).int()

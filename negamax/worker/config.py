@@ -23,9 +23,9 @@ class RankAddresses:
 
     plans: tuple[str, ...]  # one endpoint per rank, for all messages from the executor
     results: tuple[str, ...]  # one endpoint per data-parallel rank, for the results of its plans
-    rendezvous: str  # a file or TCP address that all ranks can reach
-    beats: str  # file on the ranks' machine to which they write heartbeats
-    # network interface between the ranks; None: all ranks are on one machine
+    rendezvous: str  # file or TCP address of PyTorch's store, through which all ranks connect
+    beats: str  # file to which the ranks of one machine write heartbeats
+    # name of the network interface to the other ranks' machines; None: there is one machine
     interface: str | None = None
 
     @staticmethod
@@ -43,9 +43,9 @@ class RankAddresses:
 class LaneOptions:
     """Options for the exchange of KV blocks in host memory with the ranks of other engines."""
 
-    kind: str  # "nixl" or "tcp"
-    folder: str  # folder for the sockets of this engine
-    host: str | None  # address for other machines; None: only engines on this machine connect
+    kind: str  # how ranks read blocks of other engines: "nixl" or "tcp"
+    folder: str  # folder for the Unix sockets of this engine's ranks
+    host: str | None  # this machine's IP address; None: only engines on this machine connect
 
     def reads_endpoint(self, rank: int) -> str:
         """Return the endpoint for other engines. On a network, the system assigns the port."""
@@ -67,8 +67,8 @@ class MachineShare:
     crash_dump_dir: str | None
     kv_offloading_path: str | None
     num_threads: int
-    beats: str  # `RankAddresses.beats`
-    interface: str | None  # `RankAddresses.interface`
+    beats: str  # heartbeat file, see `RankAddresses.beats`
+    interface: str | None  # network interface, see `RankAddresses.interface`
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,16 @@ class WorkerConfig:
     folder: str | None
     layout: ParallelLayout
     device: str  # "cpu" or "cuda"; rank r of a machine takes the r-th GPU
-    dtype: str  # "auto", "bfloat16", "float16", "float32"
+    dtype: str  # compute dtype: "auto", "bfloat16", "float16", "float32"
     kv_cache_dtype: str  # "auto", "bfloat16", "float16", "fp8", "fp8_e4m3"
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
     num_kv_blocks: int | None
-    kv_cache_memory: int | None  # KV cache bytes per rank
+    kv_cache_memory: int | None  # bytes of the KV cache of one rank; None: chosen at start
     gpu_memory_utilization: float
-    cudagraph_size: int  # sequences of the largest captured step; 0 disables graphs
+    cudagraph_size: int  # maximum sequences of a captured step; 0 disables CUDA graphs
     num_threads: int
     seed: int
     show_progress: bool
@@ -99,17 +99,17 @@ class WorkerConfig:
     all2all_backend: str = "allgather_reducescatter"
     crash_dump_dir: str | None = None
     weight_cache: str | None = None  # folder of the weight cache
-    num_replicas: int = 1  # number of equal engines on the machine
-    experts: str = FIXED  # placement of experts: FIXED, COUNTED or MOVED
+    num_replicas: int = 1  # number of engines with these options on the machine
+    experts: str = FIXED  # FIXED, COUNTED (selections are counted) or MOVED (experts move)
     draft: DraftModel | None = None
-    speculation: SpeculationConfig | None = None  # `model` is a folder or a bundled name
-    max_logprobs: int = 20  # limit of log-probabilities per token
+    speculation: SpeculationConfig | None = None  # its `model` is a folder, a bundled name or None
+    max_logprobs: int = 20  # maximum log-probabilities per token that a request may ask for
     encoder_tokens: int = 0  # size of the encoder cache, in image tokens; 0: images are refused
     kv_offloading_size: float | None = None  # host memory for KV blocks of all ranks, in GiB
-    kv_offloading_ratio: float | None = None  # host blocks per KV block, instead of the size
-    kv_offloading_path: str | None = None  # folder for files of KV blocks
+    kv_offloading_ratio: float | None = None  # host blocks per KV block of the device
+    kv_offloading_path: str | None = None  # folder for files of KV blocks; None: no files
     kv_offloading_path_size: float = 0.0  # maximum size of the files of KV blocks, in GiB
-    kernels: tuple[str, ...] = ()  # arguments of `KernelTable.select`
+    kernels: tuple[str, ...] = ()  # choices as OP=PROVIDER, see `KernelTable.select`
     self_check: bool = False
     lane: LaneOptions | None = None  # None if host blocks are not exchanged with other engines
 
@@ -179,33 +179,34 @@ class WorkerReady:
 
     num_kv_blocks: int
     dtype: str
-    device: str  # "cpu", "cuda:0"
+    device: str  # PyTorch's name of the device, such as "cpu" or "cuda:0"
     kernels: str  # the kernel table, one line per op
     load_summary: str
     paths: str = ""  # log text about the kernels of the QK norm and the all-reduce
     memory_summary: str = ""  # log text about the GPU memory of weights, cache and graphs
     num_draft_tokens: int = 0  # maximum draft tokens per row and step
-    # (rows, draft tokens per row, seconds) of captured steps
+    # (rows, draft tokens per row, seconds) of each captured step that was timed
     step_seconds: tuple[tuple[int, int, float], ...] = ()
     num_host_blocks: int = 0  # number of KV blocks in host memory
     host_block_bytes: int = 0  # bytes of one host block on this rank
-    num_file_blocks: int = 0  # capacity of the files, in KV blocks
-    file_hashes: bytes = b""  # hashes of KV block files at start, least recently used first
+    num_file_blocks: int = 0  # maximum number of KV blocks in files of this rank
+    file_hashes: bytes = b""  # hashes of the blocks in files at start, least recently used first
     # endpoints at which other engines read host blocks. A rank reports its own endpoint. Merged
     # reports contain the endpoints of all ranks.
     lanes: tuple[str, ...] = ()
-    shape: dict[str, Any] = field(default_factory=dict)  # `worker.shape`
+    shape: dict[str, Any] = field(default_factory=dict)  # serving shape (`worker.shape`)
 
 
 # argument 1: run steps without graphs and record expert ids; argument 0: use graphs again
 OBSERVE_ROUTING = "observe_routing"
-# argument: maximum rows of a step; result: experts selected since the last command
+# argument: number of first rows to read in each step; result: ids of the experts that these rows
+# selected since the last DISTINCT_EXPERTS
 DISTINCT_EXPERTS = "distinct_experts"
 # result: [layers, experts] int64, selections of each expert by tokens of all ranks
 EXPERT_COUNTS = "expert_counts"
 # argument: number of rows; result: mean device time of captured steps launched back to back
 DECODE_SECONDS = "decode_seconds"
-# result of STOP_PROFILE: the kernels since START_PROFILE
+# result of STOP_PROFILE: calls and time of each kernel that ran since START_PROFILE
 START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
 
 
@@ -221,7 +222,7 @@ class KernelTime(msgspec.Struct, frozen=True):
 
     name: str
     calls: int
-    microseconds: float  # sum over all calls of the kernel
+    microseconds: float  # GPU time, summed over all calls of the kernel
 
 
 class DebugResult(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ class DebugCommands:
         self._mixtures, self._experts = mixtures(runner.model.layers), runner.experts
         self._graphs, self._device = runner.graphs, runner.device
         self._max_tokens = runner.config.max_num_batched_tokens
-        # [max_tokens, top_k] int32 for each MoE layer
+        # expert ids selected in each MoE layer, [max_tokens, top_k] int32; None: not recorded
         self._routing: list[torch.Tensor] | None = None
         self._profiler: torch.profiler.profile | None = None
 
@@ -53,7 +53,7 @@ class DebugCommands:
         if command.name == DISTINCT_EXPERTS and self._routing is not None:
             chosen = [ids[: command.argument] for ids in self._routing]
             experts = [ids[ids >= 0].unique().tolist() for ids in chosen]
-            for ids in self._routing:  # a step with fewer rows does not overwrite the other rows
+            for ids in self._routing:  # clear rows that smaller steps do not overwrite
                 ids.fill_(-1)
             return DebugResult(experts=experts)
         if command.name == EXPERT_COUNTS and self._experts is not None:

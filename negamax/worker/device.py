@@ -151,7 +151,7 @@ class CudaGraphPool:
         step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, keep calling CUDA during a capture.
+        # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
         with torch.cuda.graph(
             graph,
             pool=self._handle,
@@ -183,12 +183,12 @@ class Runtime:
     # Whether a launch returns before its step has run. If an asynchronous step fails, all rows of
     # the step fail. If a synchronous step fails, the worker repeats the step row by row.
     is_asynchronous: bool
-    # creates the pool of captured steps; None: no captured steps
+    # creates the memory pool of CUDA graphs; None: steps are not captured
     graph_pool: Callable[[], GraphPool] | None
-    # Whether a token's result must be independent of other tokens in the step. With this
-    # independence, generated tokens always run as decodes.
+    # Whether a token's result must be independent of other tokens in the step. If True, generated
+    # tokens always run as decodes.
     is_batch_invariant: bool
-    samples_on_shards: bool  # whether ranks sample from shards of logits if possible
+    samples_on_shards: bool  # whether each rank samples from its shard of the logits if possible
 
     def record_event(self) -> torch.cuda.Event | None:
         """Record an event after the launched kernels. Return None if launches are synchronous."""

@@ -63,7 +63,7 @@ class DraftModelProposer(Proposer):
         rows = max(self._config.max_num_seqs, self._config.cudagraph_size) + 1
         self._starts = torch.arange(rows, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(rows * self.num_draft_tokens, dtype=torch.int64, device=device)
-        self._greedy = torch.zeros(1, len(FILTERS), device=device)  # filters of greedy sampling
+        self._greedy = torch.zeros(1, len(FILTERS), device=device)  # `FILTERS` of a greedy row
         return f"; draft of {self.num_draft_tokens} tokens: {summary}"
 
     def use_caches(self, caches: Sequence[KvCaches]) -> None:

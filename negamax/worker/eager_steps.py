@@ -28,11 +28,11 @@ from negamax.worker.warmup import cut, warming_up, warmup_layers
 if TYPE_CHECKING:
     from negamax.worker.runner import ModelRunner
 
-# A warmup step computes logits of up to max(_MOST_LOGITS, max_num_seqs) rows. Steps with more
-# logits use the same specializations.
+# A warmup step computes logits of up to max(_MOST_LOGITS, max_num_seqs) rows. Steps with more rows
+# use the same kernel specializations.
 _MOST_LOGITS = 128
-# `_LONG`: larger steps use the same specializations as steps of this many tokens. `_SHORT`: length
-# of a prompt that every kernel treats as short.
+# `_LONG`: longer sequences use the same kernel specializations as sequences of this many tokens.
+# `_SHORT`: number of tokens of a prompt that every kernel treats as short.
 _LONG, _SHORT = 16_384, 1024
 
 
@@ -64,7 +64,7 @@ def step_sizes(config: WorkerConfig) -> Iterator[tuple[int, int, int, int]]:
     """
     most, longest = config.max_num_batched_tokens, config.max_model_len
     num_drafts = config.speculation.num_speculative_tokens if config.speculation else 0
-    most_rows = min(config.max_num_seqs * (1 + num_drafts), most)  # a draft token runs as a decode
+    most_rows = min(config.max_num_seqs * (1 + num_drafts), most)  # each draft token is one decode
     powers = {1 << power for power in range(most.bit_length())}
     rows = sorted({*(power for power in powers if power < most_rows), most_rows})
     tokens = capture_sizes(TOKENS, most)
@@ -109,7 +109,7 @@ def _launch(
     runner.sampler.launch_all(logits[:1], sample_inputs(slots[:1], np.ones(1, np.int64), requests))
     if proposer is None or not capture:
         return
-    # add streams, because a warmup of only the first layers captures fewer residual streams
+    # use `hidden` for captured layers after the layers that a warmup runs
     streams += [hidden] * (len(capture) - len(streams))
     states = TokenStates(shard.describe_all(metadata), [shard.gather(one) for one in streams])
     ends = indices(last[:most_rows], token_ids.device)

@@ -59,7 +59,7 @@ class Eagle3Proposer(DraftModelProposer):
     def _finish_loading(self, target: Decoder) -> None:
         self._model.finish_loading(target, self._rotation if self._draft.folder else None)
         self._target_ids = self._model.target_ids
-        if self._draws:  # logits are scattered to the target's ids
+        if self._draws:  # drafts are then drawn from logits with one column per target token id
             size = self._model.spec.vocab_size
             self._target_ids = torch.arange(size + 1, device=self._target_ids.device)
             self._target_ids[size] = -1
@@ -77,7 +77,7 @@ class Eagle3Proposer(DraftModelProposer):
             return drafts
         hidden, recurrent = model.forward(combined, following, states.metadata, kv)
         hidden, recurrent = hidden[ends], recurrent[ends]
-        # Drafts past the context length are written at a clamped position, which no step reads.
+        # Drafts past the context length are written at this position, which no step reads.
         last = requests.tokens.shape[1] - 2
         for place in range(num_tokens):
             picked = self._pick_drafts(hidden, slots, lengths, requests, place=place)

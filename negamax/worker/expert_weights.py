@@ -34,7 +34,7 @@ class ExpertRecorder:
         sizes = model.spec.expert_sizes()
         assert sizes is not None, "the model has no experts"
         self._num_experts, self._world = sizes[0], context.world
-        # selections of each expert in all layers; 0 on other stages; last column: shared expert
+        # selections by layer and expert; 0 for layers of other stages; last column: shared expert
         shape = (num_layers, self._num_experts + 1)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._mixtures = {
@@ -52,12 +52,12 @@ class ExpertRecorder:
                 counts=self._counts[number, : 1 + max(moe.table)],
             )
             moe.use_map(self._maps[number])
-        # tensor-parallel ranks count the same tokens, so only the first rank of a group is used
+        # tensor-parallel ranks count the same tokens, so only their first rank's counts are summed
         counting = [
             rank for rank in range(layout.world_size) if layout.replace_rank(rank).tp_rank == 0
         ]
         self._counting_ranks = torch.tensor(counting, device=device)
-        self._gather()  # opens the connections of the group before requests arrive
+        self._gather()  # opens the connections between all ranks before requests arrive
 
     def reset(self) -> None:
         """Reset the counts to remove the selections of warmup steps."""
@@ -105,7 +105,7 @@ class MovableExperts(ExpertRecorder):
         self._version = step.version
         layers = dict.fromkeys(move.layer for move in step.moves)
         for layer in layers:
-            if layer in self._mixtures:  # another stage has other layers
+            if layer in self._mixtures:  # skip layers of other pipeline stages
                 self._move(layer, [move for move in step.moves if move.layer == layer])
         return counts
 
@@ -167,7 +167,7 @@ class _ExpertLayout:
     """The byte range of each tensor of an expert in a buffer."""
 
     def __init__(self, weights: ExpertWeights) -> None:
-        # for each tensor of an expert in a buffer: first byte, end byte, dtype and shape
+        # for each tensor of an expert: first byte and end byte in the buffer, dtype, shape
         self._parts: list[tuple[int, int, torch.dtype, torch.Size]] = []
         self.num_bytes = 0
         for tensor in weights.tensors(0):

@@ -45,18 +45,18 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 READ_THREADS = 4
-SCAN_SHARE = 16  # each write of 1 / SCAN_SHARE of the folder's maximum size triggers a scan
+SCAN_SHARE = 16  # scan the folder after writes of 1 / SCAN_SHARE of its maximum size
 STALL_SECONDS = 60.0  # the files are disabled if no pending copy ends within this time
 MOST_FOUND = 1 << 18  # maximum number of files of earlier engines that are indexed at start
-ABANDONED_SECONDS = 3600.0  # an older temporary file is deleted as abandoned
+ABANDONED_SECONDS = 3600.0  # a temporary file of this age is deleted as abandoned
 FINGERPRINT_BYTES = 16
 _MAGIC = b"NMXKV01\n"
-_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # the last: length, CRC
+_HEADER = struct.Struct(f"<8s{FINGERPRINT_BYTES}s{HASH_BYTES}sQI")  # Q: bytes of file; I: CRC-32
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _FILE = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _PART = ".part"
 
-Ended = Callable[[], object] | None  # function that waits for earlier copies of host blocks
+Ended = Callable[[], object] | None  # waits for earlier copies of host blocks; None: all have ended
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class FileStore:
             )
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-read")
         self._writer = ThreadPoolExecutor(1, "kv-write")  # writes and deletes files in plan order
-        self._reads: deque[_FileBatch] = deque()  # read batches that are not reported yet
+        self._reads: deque[_FileBatch] = deque()  # read batches whose end is not reported yet
         self._writes: deque[_FileBatch] = deque()
         self._read_step = self._written_step = -1
         self._active_at = 0.0  # monotonic time at which a file copy last ended
         self._is_off = False
         self._lock = threading.Lock()  # protects `_counts`
-        self._counts = Counter[str]()  # field of `FileProgress` -> total
+        self._counts = Counter[str]()  # field of `FileProgress` -> total since the start
         self._unscanned = 0  # bytes written since the last scan
         try:
             _make_private(self._folder)

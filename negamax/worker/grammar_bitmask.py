@@ -14,7 +14,7 @@ from negamax.worker.request_state import RequestState
 
 WaitForBitmask = Callable[[], GrammarBitmask]
 
-TILE = 32  # number of rows that are unpacked at a time, to bound the memory
+TILE = 32  # rows of `packed` that are expanded to booleans at a time, to bound the memory
 
 
 @dataclass(frozen=True)

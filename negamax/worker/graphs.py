@@ -48,12 +48,12 @@ from negamax.worker.verify import VerifiedRows, Verifier
 class StepBuffers:
     """Outputs of a replay, in the first rows of each buffer, for up to N tokens and R samples."""
 
-    hidden: Tensor  # [N, hidden]; written only by steps that do not sample
-    entering: Tensor | None  # [N, hidden], see `Decoder.forward`; None: this is the first stage
+    hidden: Tensor  # [N, hidden] output of the layers; written only by steps that do not sample
+    entering: Tensor | None  # [N, hidden] input from the previous stage; None: first stage
     residuals: list[Tensor]  # residual streams of the captured layers, [N, hidden] each
-    logits: Tensor  # [R, V of this rank] fp32
-    token_ids: Tensor  # [R] int64
-    num_accepted: Tensor  # [R] int64, accepted drafts of each row
+    logits: Tensor  # [R, vocabulary ids of this rank] fp32
+    token_ids: Tensor  # [R] int64, sampled tokens
+    num_accepted: Tensor  # [R] int64, number of accepted draft tokens of each row
 
 
 class StepGraphs:
@@ -101,14 +101,14 @@ class StepGraphs:
             dtype=torch.int64,
             device=device,
         )
-        self._words = torch.zeros(  # see `_words_of`
+        self._words = torch.zeros(  # sequence lengths, query starts and number of tokens
             max(2 * shape.num_seqs + 2 for shape in every), dtype=torch.int32, device=device
         )
         # for each token: the token id, and the sequence length up to this token (0: padding)
         self._token_ids, self._ends = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
         # query starts of a step with one token per query
         self._query_starts = torch.arange(num_sampled + 1, dtype=torch.int32, device=device)
-        self._images = None  # rows of image tokens for steps with prompts; decodes read no images
+        self._images = None  # image row of each token of a step with prompts; None: no images
         if image_rows is not None:
             none = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
             self._images = ImageRows(none, image_rows)
@@ -139,9 +139,9 @@ class StepGraphs:
         self._drafts = torch.zeros(
             num_sampled, requests.drafts.shape[1], dtype=torch.int64, device=device
         )
-        # graph of each shape's step; shapes that sample have a second graph for `draw` or `finish`
+        # shape -> graph of its step; shapes that sample have a second graph for `draw` or `finish`
         self._graphs: dict[StepShape, list[Graph]] = {}
-        # latest step of each shape, with the number of tokens that its slots had computed before
+        # shape -> columns of its latest step, and number of computed tokens of each slot before it
         self._latest: dict[StepShape, tuple[StepColumns, Column]] = {}
 
     def warmup(self, layers: int) -> None:
@@ -252,7 +252,7 @@ class StepGraphs:
         slots, lengths = upload((columns.slots, starts), num_computed.device)
 
         def replay() -> None:
-            num_computed[slots] = lengths  # each replay changes these lengths
+            num_computed[slots] = lengths  # undo the change by the previous replay
             graph.replay()
 
         seconds = self._runtime.seconds_of(replay, repeats=repeats)

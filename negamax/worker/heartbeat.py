@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 BEAT_SECONDS = 0.1
-# seconds that a rank waits before it exits, so that the executor detects the dead rank first
+# A rank exits this many seconds after it finds a dead rank, which the executor must detect first.
 LOST_SECONDS = 2.0
 
 
@@ -43,7 +43,7 @@ class RankHeartbeat:
         while True:
             now = self._row[0] = time.monotonic()
             if self._control is not None:
-                # the limit excludes time in which this process was stopped
+                # time in which this process was stopped does not count toward the limit of waits
                 self._control.tick(min(now - last, 2 * BEAT_SECONDS))
                 if self._abort[0]:
                     self._control.abort()

@@ -51,7 +51,7 @@ class _Batch:
 class LoadProgress:
     """Progress of the loads of all plans up to a launch. Any thread may read this progress."""
 
-    loaded_step: int  # at the launch, loads of plans up to this step id were complete
+    loaded_step: int  # all loads of plans up to this step id were complete at the launch
     pending: tuple[_Batch, ...]  # copies of the plans after `loaded_step`, in plan order
     is_awaited: bool
     files: FileStore | None = None  # None: blocks are not stored in files
@@ -97,10 +97,10 @@ class HostPool:
         self.num_blocks, self._block_size = num_blocks, block_size
         self._device, self._runtime = device, runtime
         self._caches = view_blocks(caches)
-        sizes = [cache.shape[1:] for cache in self._caches]  # [layers, words] of each cache kind
+        sizes = [cache.shape[1:] for cache in self._caches]  # [layers, 8-byte words] of a block
         self.block_bytes = sum(8 * size.numel() for size in sizes)
         most = self._caches[0].shape[0]
-        self._piece = min(most, max(1, STAGING_BYTES // self.block_bytes))  # in blocks
+        self._piece = min(most, max(1, STAGING_BYTES // self.block_bytes))  # blocks per staged copy
         self._staging = [
             torch.empty(self._piece, *size, dtype=torch.int64, device=device) for size in sizes
         ]
@@ -109,7 +109,7 @@ class HostPool:
         self._pinned: list[Tensor] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            for memory in raw:  # torch would pin up to twice the bytes
+            for memory in raw:  # pin with CUDA, as torch would pin up to twice the bytes
                 code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
                 if int(code):
                     raise ResourceError(
@@ -118,7 +118,7 @@ class HostPool:
                         hint="use a smaller --kv-offloading-size",
                     )
                 self._pinned.append(memory)
-        # [num_blocks, layers, words] for each kind of cache; also used by `worker.lanes`
+        # [num_blocks, layers, words] int64 for each kind of cache; also used by `worker.lanes`
         self.host = [
             memory.view(torch.int64).view(num_blocks, *size)
             for memory, size in zip(raw, sizes, strict=True)
@@ -161,7 +161,7 @@ class HostPool:
                 return False
             time.sleep(AWAIT_SECONDS / 50)
         if self._stream is not None:
-            self._stream.synchronize()  # host-sync: this thread reads or writes host blocks
+            self._stream.synchronize()  # host-sync: this thread then reads or writes host blocks
         return True
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ def view_blocks(caches: list[KvCaches]) -> list[Tensor]:
         allocations.setdefault(cache.untyped_storage().data_ptr(), []).append(cache)
     views = []
     for layers in allocations.values():
-        first = layers[0].view(torch.uint8).flatten(1).view(torch.int64)  # [blocks, words]
+        first = layers[0].view(torch.uint8).flatten(1).view(torch.int64)  # [blocks, 8-byte words]
         stride = (layers[-1].data_ptr() - layers[0].data_ptr()) // 8 // max(1, len(layers) - 1)
         blocks, words = first.shape
         views.append(first.as_strided((blocks, len(layers), words), (words, stride, 1)))

@@ -20,7 +20,7 @@ from negamax.worker.batch import Column, StepColumns
 from negamax.worker.device import Runtime, indices, upload
 from negamax.worker.request_state import RequestState
 
-# One run encodes at most 5184 image tokens (2016 x 2016 pixels), or one larger image.
+# One run of the tower encodes at most 5184 image tokens (2016 x 2016 pixels) or a larger image.
 _RUN_TOKENS = 5184
 
 
@@ -87,7 +87,7 @@ class ImageEncoder:
         if not runs:
             return None
         rows = np.full(len(columns.token_slots), -1, dtype=np.int64)
-        # the bound of computed tokens is exact, because a prompt has no unverified drafts
+        # `num_computed_bound` is exact for prompts, which have no unverified drafts
         computed = self._requests.num_computed_bound[columns.token_slots]
         positions = computed + columns.token_offsets
         for run in runs:

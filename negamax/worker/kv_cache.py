@@ -24,14 +24,14 @@ from negamax.worker.config import WorkerConfig
 logger = get_logger(__name__)
 
 GIB = 2**30
-# Default size of a CPU rank's cache, as a fraction of the free memory after loading weights.
+# Default size of the KV caches of all CPU ranks, as a fraction of the free memory after loading.
 CPU_CACHE_SHARE = 0.25
 # GPU memory for CUDA graphs and the driver, in addition to the measured peak of a full step.
 GRAPH_RESERVE = GIB
 # Minimum size of the device buffer for copies to and from host memory.
 STAGING_BYTES = 128 * 2**20
 HOST_SHARE = 0.9  # Fraction of the free main memory that host blocks may use.
-ALIGNMENT = 512  # Alignment of layers' caches within one allocation, which kernels may rely on.
+ALIGNMENT = 512  # Alignment in bytes of each layer's cache in one allocation; kernels rely on it.
 
 
 def check_scales(skipped: Iterable[str], *, dtype: torch.dtype) -> None:
@@ -181,7 +181,7 @@ def choose_host_blocks(
         )
     local, free = config.layout.ranks_per_node, min(env.available_memory(), env.main_memory())
     free = int(free * HOST_SHARE)
-    if device.type == "cpu":  # unused KV cache does not take memory yet
+    if device.type == "cpu":  # subtract the KV cache, whose untouched pages are still free
         free -= local * bytes_of_blocks(num_blocks, config, dtype=dtype)
     needed = local * chosen * per_block
     if needed > free:

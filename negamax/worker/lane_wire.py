@@ -2,7 +2,7 @@
 
 import msgspec
 
-PIECE_BYTES = 16 * 2**20  # approximate size of one reply
+PIECE_BYTES = 16 * 2**20  # maximum bytes of a reply, unless one block is larger
 
 
 class HeadRange(msgspec.Struct, frozen=True, array_like=True):
@@ -18,7 +18,7 @@ class ReadBlocks(msgspec.Struct, frozen=True, array_like=True, tag="read"):
     each range: [blocks, layers, heads, words] int64.
     """
 
-    places: list[int]  # host blocks
+    places: list[int]  # indices of the host blocks to send
     ranges: list[HeadRange]
     step_id: int  # the lane replies after the copies of plans up to this step id
 
@@ -46,7 +46,7 @@ class ImportBlocks(msgspec.Struct, frozen=True, array_like=True):
     places: list[int]  # indices of the host blocks to write
     after_step: int  # the lane writes after the copies of plans up to this step id
     lanes: list[str]  # endpoints of the ranks of the other engine
-    remote_places: list[int]  # source block in the other engine for each of `places`
+    remote_places: list[int]  # index of the other engine's host block for each of `places`
     remote_step: int  # `ReadBlocks.step_id` of the reads from the other engine
 
 

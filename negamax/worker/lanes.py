@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 STALL_SECONDS = 10.0  # an import fails if the other engine sends no reply for this time
 _POLL_MS = 100  # interval between checks of the stop flag
-_AHEAD = 2  # maximum reads that wait for a reply at a time
+_AHEAD = 2  # maximum unanswered reads that this rank has sent to one lane
 
 
 class LaneError(Exception):
@@ -47,7 +47,7 @@ class HostKind:
     """The host blocks of all caches that have one specification."""
 
     spec: KvCacheSpec
-    blocks: NDArray[np.int64]  # [blocks, layers, heads, words] of this rank
+    blocks: NDArray[np.int64]  # [blocks, layers, heads of this rank, words]
 
     def heads_of(self, rank: int, ranks: int) -> range:
         """Return the heads that rank `rank` of `ranks` stores."""
@@ -94,7 +94,7 @@ class Lane:
             mover = NixlMover(self._context, self.kinds, pool)
             self._mover, self._description = mover, mover.description
         self._reads: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._reads.sndhwm = 4 * _AHEAD  # a reader waits for up to `_AHEAD` replies
+        self._reads.sndhwm = 4 * _AHEAD  # room to spare: a peer has up to `_AHEAD` unanswered reads
         self._imports: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         bind(self._reads, options.reads_endpoint(rank))
         bind(self._imports, options.imports_endpoint(rank))
@@ -171,7 +171,7 @@ def plan_reads(
     engine. Each head is read once.
     """
     reads: dict[int, list[HeadCopy]] = {}
-    first = rank * peers // ranks  # ranks that store one head read from different peers
+    first = rank * peers // ranks  # own ranks with the same head start at different peers
     order = [(first + each) % peers for each in range(peers)]
     for index, kind in enumerate(kinds):
         own = kind.heads_of(rank, ranks)
@@ -205,7 +205,7 @@ class TcpMover:
         """
         words = sum(
             self._kinds[part.kind].blocks[0, :, : part.num_heads].size for part in parts
-        )  # 8-byte words of a block
+        )  # 8-byte words of `parts` in one block
         size = max(1, wire.PIECE_BYTES // (8 * words))
         pieces = [slice(first, first + size) for first in range(0, len(places), size)]
         ranges = [

@@ -71,7 +71,7 @@ def load_model(
 def _fill(slots: Mapping[str, WeightSlot], plan: LoadPlan, config: WorkerConfig) -> str:
     with _progress("loading weights", config, unit=format_bytes) as progress:
         summary = fill(slots, plan, progress=progress).summary()
-    if config.layout.rank:  # the engine logs the first rank's summary
+    if config.layout.rank:  # rank 0 returns its summary to the engine, which logs it
         logger.info("rank %d: %s", config.layout.rank, summary)
     return summary
 

@@ -19,13 +19,13 @@ from negamax.scheduler.request import SamplingParams
 class EditedRow:
     """The prompt and output tokens of a row that precede the token to sample."""
 
-    prompt_ids: Tensor  # [P] int64
-    output_ids: Tensor  # [O] int64, -1 after the last output
-    num_outputs: Tensor  # [] int64
+    prompt_ids: Tensor  # [P] int64, tokens of the prompt
+    output_ids: Tensor  # [O] int64, generated tokens, followed by -1
+    num_outputs: Tensor  # [] int64, number of generated tokens in `output_ids`
     is_masked: bool  # whether a grammar bitmask is applied after the edits
 
 
-ApplyEdit = Callable[[Tensor, EditedRow], None]  # changes logits [V] fp32 in place
+ApplyEdit = Callable[[Tensor, EditedRow], None]  # changes the logits [V] fp32 of a row in place
 
 
 class LogitEdit(Protocol):
@@ -113,7 +113,7 @@ class MinTokens:
         if not params.min_tokens:
             return False
         blocked, allowed = {*eos_token_ids, *params.stop_token_ids}, params.allowed_token_ids
-        # if only end tokens are allowed, do not block them
+        # do not block end tokens if `allowed_token_ids` allows no other token
         return bool(blocked) and (allowed is None or not blocked.issuperset(allowed))
 
     def prepare(
@@ -130,4 +130,4 @@ class MinTokens:
         return apply
 
 
-EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # in applied order
+EDITS: list[LogitEdit] = [Penalties(), Bias(), AllowedTokens(), MinTokens()]  # applied in order

@@ -35,8 +35,8 @@ class NgramProposer(Proposer):
         tokens, width = requests.tokens, self._num_searched
         if not num_tokens:
             return lengths.new_empty(len(lengths), 0)
-        lengths = lengths.clamp_max(tokens.shape[1])  # padding rows may exceed it
-        if tokens.device.type == "cpu":  # on a GPU, only the device has the lengths
+        lengths = lengths.clamp_max(tokens.shape[1])  # padding rows may be longer than the context
+        if tokens.device.type == "cpu":  # on a GPU, the host must not wait for the lengths
             width = min(width, max([1, *lengths.tolist()]))
         begins = (lengths - width).clamp_min(0)
         # [R, width] last tokens of each sequence; a short sequence is followed by unused tokens
@@ -49,7 +49,7 @@ class NgramProposer(Proposer):
             matches[:, back:] &= searched[:, : width - back] == last
             matches[:, :back] = False
             longest += matches
-        length, end = longest.max(dim=1)  # `max` returns the first of equal values
+        length, end = longest.max(dim=1)  # the earliest of equally long matches
         positions = (begins + end + 1).unsqueeze(1) + torch.arange(num_tokens, device=tokens.device)
         is_known = (positions < lengths.unsqueeze(1)) & (length >= self._least).unsqueeze(1)
         followed = tokens[slots.unsqueeze(1), positions.clamp_max(tokens.shape[1] - 1)]

@@ -39,7 +39,7 @@ class NixlMover:
                 hint="install negamax[pd], or use the kv_connector TcpConnector",
             ) from None
         self._kinds, self._messages = kinds, TcpMover(context, kinds)
-        self._peers: dict[str, tuple[str, wire.Description]] = {}  # endpoint -> remote agent
+        self._peers: dict[str, tuple[str, wire.Description]] = {}  # endpoint -> (agent, its memory)
         layouts = [
             wire.KindLayout(memory.data_ptr(), kind.blocks.shape)
             for kind, memory in zip(kinds, pool.host, strict=True)
@@ -54,7 +54,7 @@ class NixlMover:
         command: wire.ImportBlocks,
     ) -> None:
         self._messages.send(endpoint, wire.ReadBlocks([], [], command.remote_step))
-        self._messages.receive(endpoint)  # the peer replies when its copies are complete
+        self._messages.receive(endpoint)  # the peer replies when its host blocks are complete
         agent, description = self._find_peer(endpoint)
         own, theirs = self.description.kinds, description.kinds
         pairs = []
@@ -66,7 +66,7 @@ class NixlMover:
                     _describe_heads(there, command.remote_places, part.remote_head, count),
                 )
             )
-            whole = here.shape[2] == there.shape[2] == count  # then a block's layers are adjacent
+            whole = here.shape[2] == there.shape[2] == count  # then layers of a block are adjacent
             if whole:
                 pairs[-1] = tuple(_join_layers(each, here.shape[1]) for each in pairs[-1])
         local, remote = (np.concatenate(each) for each in zip(*pairs, strict=True))
@@ -102,7 +102,7 @@ class NixlMover:
             if state == "PROC" and time.monotonic() > end:
                 try:
                     self._agent.release_xfer_handle(transfer)  # this cancels the transfer
-                except Exception:  # wait for the end of a transfer that cannot be cancelled
+                except Exception:  # the transfer goes on, so wait for its end
                     end = time.monotonic() + STALL_SECONDS
                     continue
                 raise LaneError(f"a read by NIXL took longer than {STALL_SECONDS:.0f} s")

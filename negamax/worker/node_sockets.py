@@ -24,8 +24,8 @@ from negamax.options.nodes import KEY_VARIABLE
 _TCP = "tcp://"
 # default limit for a frame, in bytes; frames with log-probabilities may be larger
 FRAME_BYTES = 16 * 2**20
-_CONNECT_MS = 2000  # long enough for one repeat of a lost packet after 1 s
-_HANDSHAKE_MS = 5000  # time in which a new connection must prove the key
+_CONNECT_MS = 2000  # long enough for TCP to resend a lost packet, which it does after 1 s
+_HANDSHAKE_MS = 5000  # time in which a new connection must prove that it has the key
 _MOST_STRANGERS = 64  # connections that a socket accepts in addition to `num_peers`
 
 

@@ -64,9 +64,9 @@ def peak_bytes(runner: ModelRunner, *, dtype: torch.dtype) -> int:
         if model.is_last_stage:
             model.local_logits(hidden[:most])
         if proposer is not None and capture and model.is_last_stage:
-            # add streams, because a warmup of only the first layers captures fewer residual streams
+            # use `hidden` for captured layers after the layers that a warmup runs
             residuals += [hidden] * (len(capture) - len(residuals))
-            # the profiled step may have more sequences than slots, so slots are reused
+            # reuse slots, because the profiled step may have more sequences than there are slots
             at = replace(metadata, token_slots=metadata.token_slots % most)
             ends = metadata.query_starts[1:].long()[:most] - 1
             proposer.use_caches(kv[len(model.layers) :])

@@ -24,8 +24,8 @@ from negamax.worker.synthetic_acceptance import SyntheticAcceptance
 class TokenStates:
     """The T tokens that a step has run, including rejected drafts, and their residual streams."""
 
-    metadata: AttentionMetadata  # contains positions and slots of the tokens
-    # stream [T, hidden] of each layer in `Proposer.capture`; see `Decoder.forward`
+    metadata: AttentionMetadata  # positions, slots and lengths of the T tokens
+    # residual stream [T, hidden] that enters each layer in `Proposer.capture`
     residuals: list[Tensor]
 
     @property
@@ -42,21 +42,21 @@ class TokenStates:
 class DraftRows(NamedTuple):
     """R rows that need drafts. A row has `lengths` known tokens; the last one has no KV yet."""
 
-    slots: Tensor  # [R] int64
-    lengths: Tensor  # [R] int64
-    ends: Tensor  # [R] int64, index in the step of each row's last token
+    slots: Tensor  # [R] int64, slot of each row
+    lengths: Tensor  # [R] int64, number of known tokens of each row
+    ends: Tensor  # [R] int64, index of each row's last token among the T tokens
 
 
 class Proposer:
     """Proposes draft tokens. All ranks must propose the same tokens."""
 
-    num_draft_tokens: int  # maximum draft tokens per row and step
-    capture: tuple[int, ...] = ()  # layers whose residual streams the proposer reads
+    num_draft_tokens: int  # maximum draft tokens that a row has in a step
+    capture: tuple[int, ...] = ()  # target layers whose input residual streams the proposer reads
     has_gaps: bool = False  # whether a proposal may have fewer tokens than requested
-    acceptance: SyntheticAcceptance | None = None  # accepts random numbers of drafts
+    acceptance: SyntheticAcceptance | None = None  # None: the target verifies drafts
     # [rows, num_draft_tokens] fp32: estimated probability that draft j of row i is accepted if
-    # drafts 0 to j - 1 are accepted. A shorter proposal also has the estimate of its next draft.
-    # None if the proposer estimates nothing.
+    # drafts 0 to j - 1 are accepted. After fewer drafts, the next column estimates the draft that
+    # would follow. None if the proposer estimates nothing.
     confidences: Tensor | None = None
 
     def load(self, target: Decoder, context: ParallelContext, device: torch.device) -> str:
@@ -135,5 +135,5 @@ def load_proposer(config: WorkerConfig, *, kernels: KernelTable) -> Proposer | N
         proposer = BlockProposer(config, config.draft, kernels=kernels)
     if speculation.synthetic_acceptance_rates is not None:
         proposer.acceptance = SyntheticAcceptance(speculation.synthetic_acceptance_rates)
-        proposer.has_gaps = False  # synthetic acceptance counts missing tokens as drafts
+        proposer.has_gaps = False  # synthetic acceptance counts missing drafts too
     return proposer

@@ -84,7 +84,7 @@ def main(endpoint: str, rank: int) -> int:
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as socket,
-        context.socket(zmq.PUSH) as reports,  # for ranks that send no results
+        context.socket(zmq.PUSH) as reports,  # row failures and file progress
     ):
         socket.linger = reports.linger = 1000
         connect(socket, endpoint)
@@ -99,7 +99,7 @@ def main(endpoint: str, rank: int) -> int:
         part = f"rank-{rank}"
         dumps = CrashDumps(config.crash_dump_dir, part=part, options=dataclasses.asdict(config))
         try:
-            with large_imports():  # this import takes seconds, so it is after `connect`
+            with large_imports():  # connect first, because this import takes seconds
                 from negamax.worker.worker import Worker
 
             worker = Worker(config)
@@ -126,11 +126,11 @@ def main(endpoint: str, rank: int) -> int:
             last = [crash_details.describe_plan(steps.last_plan)] if steps.last_plan else []
             dumps.write("the rank failed", details=lambda: {"last_plans": last}, error=error)
             raise
-        finally:  # end the sender thread, which would keep the process alive
+        finally:  # otherwise the sender thread keeps the process alive
             if sender is not None:
                 sender.finish()
         if heartbeat.is_aborted:
-            exit_now(1)  # a rank is missing, so process groups cannot be closed in order
+            exit_now(1)  # a rank is missing, so the process groups cannot be closed
         worker.close()
     return 0
 
@@ -140,7 +140,7 @@ def _set_environment(interface: str | None) -> None:
     # gloo and NCCL accept messages without a key, so they listen only on the ranks' network
     env.set_default("GLOO_SOCKET_IFNAME", interface or LOOPBACK)
     env.set_default("NCCL_SOCKET_IFNAME", f"={interface or LOOPBACK}")
-    if interface is not None:  # PyTorch's store warns of addresses without a name
+    if interface is not None:  # hide the store's warnings of IP addresses without a host name
         env.set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name, value in ENVIRONMENT:
         env.set_default(name, value)
@@ -156,7 +156,7 @@ class _StepServer:
         self.last_plan: StepPlan | None = None
         self._worker, self._socket = worker, socket
         self._reports, self._sender = reports, sender
-        self._file_progress: FileProgress | None = None  # the latest progress that was sent
+        self._file_progress: FileProgress | None = None  # latest progress sent to the executor
         self._plans = msgspec.msgpack.Decoder(StepPlan)
         self._bitmasks = msgspec.msgpack.Decoder(GrammarBitmask)
         self._commands = msgspec.msgpack.Decoder(DebugCommand)

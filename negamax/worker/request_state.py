@@ -31,7 +31,7 @@ from negamax.worker.logit_edits import ApplyEdit
 
 logger = get_logger(__name__)
 
-# sampling parameters that kernels read, in the order of their columns
+# sampling parameters that kernels read, one for each column of `RequestState.sampling`
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 _GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 
@@ -63,7 +63,7 @@ class RequestState:
         self.padding_slot = max_num_seqs
         num_rows = max_num_seqs + 1
         index_dtype = torch.int64 if device.type == "cpu" else torch.int32
-        # The last column is for the last sampled token of a sequence of maximum length.
+        # The last column stores the token that is sampled after the last position of the context.
         self.tokens = _zeros(num_rows, max_model_len + 1, dtype=index_dtype, device=device)
         # draft tokens that follow the known tokens of each slot; -1: none
         self.drafts = torch.full((num_rows, num_draft_tokens), -1, dtype=torch.int64, device=device)
@@ -72,11 +72,11 @@ class RequestState:
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
         # number of tokens whose KV is in the cache; the slot's next step starts at this position
         self.num_computed = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # bounds of `num_computed`
+        self.num_computed_bound = np.zeros(num_rows, dtype=np.int64)  # >= `num_computed`, on host
         # number of unverified drafts of each slot, which `num_computed_bound` includes
         self._unverified = np.zeros(num_rows, dtype=np.int64)
         self.prompt_lens = np.zeros(num_rows, dtype=np.int64)
-        # [rows, len(FILTERS)] fp32
+        # sampling parameters of each slot, [rows, len(FILTERS)] fp32
         self.sampling = torch.zeros(num_rows, len(FILTERS), dtype=torch.float32, device=device)
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._states: list[SlotState | None] = [None] * num_rows
@@ -86,7 +86,7 @@ class RequestState:
         self.wide_slots: set[int] = set()  # filtered slots that DRAW_LEADING does not sample
         self.logprob_slots: set[int] = set()
         self.prompt_logprob_slots: set[int] = set()
-        self.failures: dict[int, str] = {}  # error of the sequence in each failed slot
+        self.failures: dict[int, str] = {}  # failed slot -> error of its sequence
         self._new_failures: dict[int, str] = {}
 
     def apply(self, plan: StepPlan) -> None:
@@ -96,7 +96,7 @@ class RequestState:
         if plan.appended_slots:
             slots = np.array(plan.appended_slots, dtype=np.int64)
             columns = self._num_blocks[slots]
-            # several new blocks of one slot use consecutive columns
+            # several new blocks of one slot use consecutive columns of its block table
             if len(set(plan.appended_slots)) < len(slots):
                 columns += [
                     plan.appended_slots[:i].count(slot)
@@ -206,7 +206,7 @@ class RequestState:
             self.fail(slot, error)
             self._states[slot] = SlotState(row.prompt_len, _GREEDY, [])
             self.block_tables[slot] = self._padding_block
-            # ranks exchange candidates of all rows with temperature > 0, also of failed rows
+            # failed rows too, because ranks exchange candidates of all rows with temperature > 0
             self._fill_sampling(row)
 
     def _classify(self, slot: int, params: SamplingParams) -> None:
@@ -234,7 +234,7 @@ class RequestState:
         tokens, blocks, seed = upload(numbers, self._device)
         self.tokens[slot, : len(row.token_ids)] = tokens
         self.block_tables[slot, : len(row.block_ids)] = blocks
-        # a proposer with its own caches runs drafts, which may be past the last block of the row
+        # a draft model also writes KV of drafts, whose positions may be after the row's last block
         self.block_tables[slot, len(row.block_ids) :] = self._padding_block
         self.seeds[slot : slot + 1] = seed
         self._fill_sampling(row)

@@ -92,7 +92,7 @@ class ModelRunner:
                     partial(warming_up, context, shows=config.show_progress) if on_gpu else None
                 )
                 load_summary += check.run(self.model, warm_up)
-            self.runtime.release_memory()  # memory that only loading needed
+            self.runtime.release_memory()  # release memory that only loading needed
             self.requests = RequestState(
                 config.max_num_seqs,
                 config.max_model_len,

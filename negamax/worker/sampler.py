@@ -23,7 +23,7 @@ from negamax.worker.grammar_bitmask import RowBitmasks
 from negamax.worker.logit_edits import EditedRow
 from negamax.worker.request_state import RequestState
 
-BROKEN = -1  # token of a row whose logits are not finite
+BROKEN = -1  # token id that marks a row whose logits are not finite
 
 
 class LogprobEntries:
@@ -52,7 +52,7 @@ class Sampled:
     """Sampled tokens of R rows."""
 
     token_ids: Tensor  # [R] int64, BROKEN for rows without finite logits
-    # indices of the rows that request log-probabilities
+    # indices of the rows whose requests ask for log-probabilities
     logprob_rows: list[int] = field(default_factory=list)
     logprobs: LogprobEntries | None = None  # log-probabilities of `logprob_rows`
     is_captured: bool = False  # whether a captured step has sampled and stored the tokens
@@ -166,7 +166,7 @@ class Sampler:
     def _choose(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
         """Sample each row from whole logits. On a GPU, sharded sampling returns equal tokens."""
         requests, kernels = self._requests, self._kernels
-        if self._on_shards:  # PICK samples rows without filters
+        if self._on_shards:  # PICK ignores filters; filtered rows are drawn again below
             token_ids: Tensor = kernels[PICK].run(logits, self._get_rows(inputs), first_id=0)
             drawing = requests.filtered_slots
         else:

@@ -51,10 +51,10 @@ from negamax.worker.config import WorkerConfig
 
 logger = get_logger(__name__)
 
-_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # last: cached tokens per decode
+_NUM_TOKENS, _NUM_DECODES, _NUM_CACHED = 48, 8, 5  # tokens; decodes; cached tokens per decode
 # extra relative error allowed for GEMMs with 8-bit activations, and for an FP8 cache
 _EIGHT_BIT_ERROR, _FP8_CACHE_ERROR = 6e-2, 2e-2
-_MOST_LISTED = 3  # maximum number of listed differences in an error message
+_MOST_LISTED = 3  # maximum number of differences in an error message
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Result:
     name: str
     value: Tensor
     ops: tuple[AnyOp, ...]
-    # [T, experts] fp32, scores of a router, or None. The `value` of a router contains expert ids.
+    # [T, experts] fp32, scores of a router, whose `value` contains expert ids. None: not a router
     scores: Tensor | None = None
 
 
@@ -108,7 +108,7 @@ class SelfCheck:
             for one, other in zip(loaded, again, strict=True)
             if not torch.equal(one.value, other.value)
         ]
-        # if the weights of a rank are wrong, all ranks skip the comparison with the definition
+        # if the weights of any rank are wrong, all ranks skip the comparison with reference kernels
         if self._context.world_min(not problems):
             defined = self._probe(self._read_again(self._define(), max(layers) + 1), layers)
             problems = [
@@ -182,7 +182,7 @@ class SelfCheck:
         """Draw the same normal numbers on every rank. The first row is 0."""
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(shape, generator=generator)
-        drawn[0] = 0  # for a row of zeros, the router selects by its bias alone
+        drawn[0] = 0  # for a zero row, the router selects experts by its bias alone
         return drawn.to(self._device)
 
     def _run_ends(self, model: Decoder) -> Iterator[_Result]:
@@ -227,7 +227,7 @@ class SelfCheck:
         scores, top_k = mlp.rank_experts(unquantized(hidden)), mlp.top_k
         yield _Result(f"{name}: the router", ids[:, :top_k].long(), (ADD_RMS, ROUTE), scores)
         yield _Result(f"{name}: the router's weights", weights.sort(-1).values, (ADD_RMS, ROUTE))
-        # replace the router's ids, so that every expert runs
+        # replace the router's expert ids, so that every expert runs
         every = torch.arange(ids[:, :top_k].numel(), device=ids.device) % mlp.num_experts
         ids[:, :top_k], weights[:, :top_k] = every.view(-1, top_k), 1 / top_k
         out = mlp.run_experts(hidden, ids, weights)
@@ -272,7 +272,7 @@ def _compare(one: _Result, other: _Result) -> float:
     if other.scores is None:
         size = other.value.float().norm().clamp_min(1e-30)
         return float((one.value.float() - other.value.float()).norm() / size)
-    # compare scores, not ids: nearly equal scores may have another order
+    # compare the scores of the selected experts, because ids with nearly equal scores may differ
     found, wanted = (other.scores.gather(1, each.value).sort(-1).values for each in (one, other))
     return float((found - wanted).abs().max())
 

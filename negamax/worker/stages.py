@@ -33,12 +33,12 @@ class _Expected:
     """A step whose results this stage will receive: S samples of R rows."""
 
     plan: StepPlan
-    slots: list[int]  # [S]
-    slots_device: Tensor  # [S] int64
-    positions: Tensor  # [S] int64
+    slots: list[int]  # [S] slot of each sample
+    slots_device: Tensor  # [S] int64, `slots` on the device
+    positions: Tensor  # [S] int64, position of each sampled token
     # slots of this step that later plans assigned to other sequences
     reassigned: set[int] = field(default_factory=set)
-    message: Tensor | None = None  # int64; `Stage.give_back` defines the layout
+    message: Tensor | None = None  # int64 results from the last stage, see `Stage.give_back`
     arrival: Arrival | None = None
 
 
@@ -48,7 +48,7 @@ class Arrived:
 
     plan: StepPlan
     verification: Verification
-    reassigned: set[int]  # slots that were assigned to other sequences meanwhile
+    reassigned: set[int]  # slots that later plans assigned to other sequences
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Entering:
 
     # this rank's part of the residual stream [T, width]; None on the first stage
     stream: Tensor | None
-    # residual streams from earlier stages that a draft model reads: each is [T, width] on the last
-    # stage and [P, width] on other stages
+    # residual streams from earlier stages that a draft model reads: [T, width] each on the last
+    # stage, [tokens of this rank, width] each on other stages
     captured: list[Tensor]
 
 
@@ -88,8 +88,8 @@ class Stage:
             return []
         assigned = {row.slot for row in plan.new_rows}
         needed = set(plan.slots) - assigned
-        # The last stage has finished all steps except the latest `num_stages`, because each launch
-        # advances every step by one stage.
+        # `last`: number of expected steps that the last stage has finished, which are all except
+        # the latest `num_stages`, because each launch advances every step by one stage.
         last = len(self._expected) - self._num_stages
         for number, step in enumerate(self._expected):
             step.reassigned |= assigned

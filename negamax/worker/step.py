@@ -45,7 +45,7 @@ class Batch:
 
     plan: StepPlan
     layout: BatchLayout
-    # graphs and step shape if a graph runs the layers; None if the step is eager
+    # graphs and captured shape that run the layers; None: the layers run eagerly
     captured: tuple[StepGraphs, StepShape] | None = None
 
     @property
@@ -59,8 +59,8 @@ class Executed:
     """Outputs of the layers. On the last stage, `hidden` has rows for all shards."""
 
     began: torch.cuda.Event | None
-    hidden: Tensor  # [T or more, hidden]; rows after T are padding
-    states: TokenStates | None  # streams for the proposer
+    hidden: Tensor  # [T or more, hidden] output of the layers; rows after T are padding
+    states: TokenStates | None  # residual streams for the proposer; None: no proposer
 
 
 class StepRunner:
@@ -77,7 +77,7 @@ class StepRunner:
         self._verifier = None
         if runner.proposer is not None and self._stage.is_last:
             self._verifier = Verifier(runner.proposer, runner.requests)
-        self._ended: torch.cuda.Event | None = None  # this event marks the end of the previous step
+        self._ended: torch.cuda.Event | None = None  # recorded at the end of the previous step
 
     def run(self, plan: StepPlan, bitmask: PendingBitmask) -> StepOutput:
         """Launch the step of `plan`, whose new rows are already in the request state."""
@@ -151,7 +151,7 @@ class StepRunner:
         has_drafts = any(plan.num_draft_tokens)
         if has_drafts:
             requests.place_drafts(plan)
-        # For batch-invariant results, generated tokens use the kernels of decodes in every step.
+        # For batch-invariant results, each generated token runs as a decode in every step.
         apart = self._runtime.is_batch_invariant
         layout = build_batch_layout(plan, requests, generated_apart=apart)
         if graphs is not None:
@@ -286,7 +286,7 @@ class StepRunner:
             rows = VerifiedRows(slots, counts, requests.num_computed[slots], *places)
             drafts = requests.drafts[slots]
             are_dropped = has_drafts and bitmask.drop_drafts(drafts, plan)
-            # three aligned tensors, because kernels are specialized for each alignment
+            # three separate tensors, which are aligned, because each alignment has its own kernel
             accepted, lengths, ends = (torch.empty_like(slots) for _ in range(3))
             verifier(
                 rows,

@@ -25,7 +25,7 @@ class StepTimes:
 
     def seconds(self) -> tuple[float, float]:
         """Return seconds of the step and of idle time before. Time without requests is idle."""
-        self.ended.synchronize()  # host-sync: a step may return no tensors to wait for
+        self.ended.synchronize()  # host-sync: a step without outputs waits only here
         idle = 0.0 if self.previous is None else max(0.0, self.previous.elapsed_time(self.began))
         return self.began.elapsed_time(self.ended) / 1e3, idle / 1e3
 
@@ -37,18 +37,18 @@ class StepOutput:
     step_id: int
     # index of the plan's row for each sample; rows with draft tokens have several samples
     sampled_rows: list[int]
-    token_ids: HostTensor | None = None  # [R] int64; None: nothing is sampled
+    token_ids: HostTensor | None = None  # [R] int64, sampled tokens; None: nothing is sampled
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[LogprobEntries]] = field(default_factory=dict)
     times: StepTimes | None = None
-    # failed row of the plan -> text of an error before or after the model ran
+    # failed row of the plan -> text of its error, raised before or after the model ran
     failures: dict[int, str] = field(default_factory=dict)
     verification: Verification | None = None  # None: the plan has no draft tokens
-    # indices of grammar rows in the plan; [] if the plan proposes no tokens
+    # indices in the plan of rows with a grammar; [] if the plan proposes no tokens
     grammar_rows: list[int] = field(default_factory=list)
     proposed: HostTensor | None = None  # [grammar rows, tokens] int64, new drafts of grammar rows
-    expert_counts: HostTensor | None = None  # see `StepResult.expert_counts`
-    loads: LoadProgress | None = None  # None: no blocks are in host memory
+    expert_counts: HostTensor | None = None  # [layers, experts] int64, selections of each expert
+    loads: LoadProgress | None = None  # None: there are no host blocks
     confidences: HostTensor | None = None  # [R, drafts] fp32, see `Proposer.confidences`
 
     def result(self) -> StepResult:
@@ -93,7 +93,7 @@ class StepOutput:
             num_draft_tokens,
             -1 if self.loads is None else self.loads.read(),
             [] if self.confidences is None else _expect_accepted(self.confidences.read()),
-            None if self.loads is None else self.loads.report_files(),  # last: reports are final
+            None if self.loads is None else self.loads.report_files(),  # last: no error may follow
         )
 
 

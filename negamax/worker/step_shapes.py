@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ROWS, DRAFTS, TOKENS = "rows", "drafts", "tokens"
-# (first, last, step) of captured sizes; the last range of a kind continues to the largest size.
-# ROWS: all sizes up to 16, then sizes with at most an eighth of padding. DRAFTS: fewer sizes for
-# each number of drafts, because experts skip padding. TOKENS: sizes with at most a fifth of
-# padding.
+# Kind -> ranges (first, last, increment) of captured sizes. Last None: up to the largest size.
+# ROWS: all sizes up to 16, then at most an eighth of a step is padding. DRAFTS: fewer sizes for
+# each number of drafts, because experts skip padding. TOKENS: at most a fifth of a step is padding.
 _SIZES = {
     ROWS: ((1, 16, 1), (20, 64, 4), (72, 128, 8), (144, 256, 16), (288, None, 32)),
     DRAFTS: ((1, 2, 1), (4, 8, 4), (16, 64, 16), (96, 128, 32), (192, None, 64)),
@@ -60,7 +59,7 @@ def capture_shapes(
             if most
             for size in capture_sizes(DRAFTS, most)
         ],
-        # at least 2 tokens, because a step of one token is a decode
+        # largest size of at least 2 tokens, because a step of one token is a decode
         TOKENS: [
             StepShape(size, max_num_seqs, size, is_sampled=False)
             for size in capture_sizes(TOKENS, max(2, max_tokens))

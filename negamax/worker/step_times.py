@@ -18,7 +18,7 @@ from negamax.worker.graphs import StepGraphs
 from negamax.worker.request_state import RequestState
 from negamax.worker.step_shapes import StepShape
 
-REPEATS = 3  # number of timed replays after one warmup
+REPEATS = 3  # number of timed replays per captured step, after one warmup
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from negamax.kernels.sampling import noise
 
-# The `n` outputs of a request have consecutive seeds. `_SEED_STEP` spreads them in the table.
+# `_DRAWS`: length of the table. `_SEED_STEP` spreads the consecutive seeds of a request's outputs.
 _DRAWS, _SEED_STEP = 2**16, 40503
 
 

@@ -31,7 +31,7 @@ class AllTokens:
     layout: BatchLayout
     requests: RequestState
     most_tokens: int | None = None  # largest number of tokens of any data-parallel rank
-    is_share: bool = False  # whether the steps of other data-parallel ranks are sharded
+    is_share: bool = False  # whether other data-parallel ranks shard this step
 
     def build(self) -> tuple[Tensor, AttentionMetadata]:
         """Return token ids [N] of the shard and their metadata; see `batch.build`."""
@@ -69,7 +69,7 @@ class ShardedRuns:
         self._most_tokens = most_tokens or self._num_rows
         assert self._num_rows <= self._most_tokens, "a shard exceeds the size in the plan"
         columns, device = layout.columns, requests.tokens.device
-        # tokens of each rank's shard, padded with padding tokens
+        # slot of each token in each rank's shard, followed by padding
         slots = np.full((group.size, self._num_rows), requests.padding_slot, dtype=np.int64)
         offsets = np.zeros_like(slots)
         order = np.empty(len(columns.token_slots), dtype=np.int64)
@@ -106,8 +106,8 @@ TokenShard = AllTokens | ShardedRuns
 
 @dataclass(frozen=True)
 class _ShardTokens:
-    tokens: Column  # index of each token of the shard in the step
-    layout: BatchLayout  # layout that contains only these tokens, without samples
+    tokens: Column  # indices of the shard's tokens in the step
+    layout: BatchLayout  # layout of only the shard's tokens, without samples
 
 
 def shard_tokens(
@@ -132,7 +132,7 @@ def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     columns, pieces = layout.columns, 2 * ranks
     starts, counts = columns.query_starts[:-1], np.diff(columns.query_starts)
     edges = starts[:, None] + counts[:, None] * np.arange(pieces + 1) // pieces
-    # each sequence starts at the next rank, so that single tokens are spread over the ranks
+    # piece 0 of each sequence goes to the next rank, so that single tokens are spread over ranks
     owner = np.minimum(np.arange(pieces), pieces - 1 - np.arange(pieces))
     owner = (owner + np.arange(len(counts))[:, None]) % ranks
     sequence, piece = np.nonzero((owner == rank) & (edges[:, 1:] > edges[:, :-1]))
@@ -140,7 +140,7 @@ def _shard_of(layout: BatchLayout, rank: int, ranks: int) -> _ShardTokens:
     lengths = stop - first
     query_starts = np.concatenate(([0], lengths.cumsum()))
     tokens = np.arange(query_starts[-1]) + (first - query_starts[:-1]).repeat(lengths)
-    before_end = columns.query_starts[1:][sequence] - stop  # tokens after each piece of a sequence
+    before_end = columns.query_starts[1:][sequence] - stop  # tokens of a sequence after each piece
     own = StepColumns(
         token_slots=columns.token_slots[tokens],
         slots=columns.slots[sequence],

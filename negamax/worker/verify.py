@@ -26,10 +26,10 @@ class VerifiedRows(NamedTuple):
     """The R sampled rows of a step. All fields are [R] int64."""
 
     slots: Tensor
-    counts: Tensor  # verified tokens of the row: its last known token and its drafts; 0: padding
+    counts: Tensor  # number of verified tokens: the last known token and the drafts; 0: padding
     seq_lens: Tensor  # number of tokens of the row's sequence, including verified tokens
     first_samples: Tensor  # index of the row's first sample in the step's samples
-    first_tokens: Tensor  # index in the step of the row's last known token
+    first_tokens: Tensor  # index of the row's last known token among the step's tokens
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Verification:
     """The result of a verification, for the host."""
 
     sampled: SampledRows
-    num_accepted: HostTensor  # [R] int64
-    drafts: HostTensor | None = None  # [R, K] int64 drafts, -1: missing; None: none is missing
+    num_accepted: HostTensor  # [R] int64, number of accepted drafts of each sampled row
+    drafts: HostTensor | None = None  # [R, K] int64, -1: missing draft; None: none is missing
 
     @classmethod
     def of(cls, plan: StepPlan, accepted: Tensor, drafts: Tensor | None = None) -> Verification:

@@ -15,7 +15,7 @@ from negamax.base.progress import Progress
 from negamax.config.kv_cache import KvCacheSpecs
 from negamax.parallel.context import ParallelContext
 
-_MOST_THREADS = 8  # few threads, because compilation holds the GIL half of the time
+_MOST_THREADS = 8  # limited, because compilation holds the GIL half of the time
 
 
 def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
@@ -24,7 +24,7 @@ def warmup_layers(layers: Sequence[object], caches: KvCacheSpecs) -> int:
     """
     sorts = [
         (*map(type, (layer, *vars(layer).values())), *own)
-        # `caches` may end with caches of a draft model
+        # `caches` may be longer: it may end with caches of a draft model
         for layer, own in zip(layers, caches, strict=False)
     ]
     return min(len(layers), max(sorts.index(sort) + 2 for sort in sorts))
@@ -41,7 +41,7 @@ def warming_up(context: ParallelContext, *, shows: bool = False) -> Iterator[Non
     """Compile Triton kernels instead of running them. All ranks of a stage must launch the same
     kernels. `shows`: show the progress of the first rank.
     """
-    from negamax.kernels.launch.triton import compiling  # needs Triton
+    from negamax.kernels.launch.triton import compiling  # import here, because it needs Triton
 
     layout = context.layout
     threads = max(1, min(_MOST_THREADS, usable_cores() // layout.world_size))

@@ -29,8 +29,8 @@ class Worker:
         self.ready, self.poll_control = runner.ready, runner.context.poll_control
         self._debug_commands = DebugCommands(runner)
         self._steps = StepRunner(runner, needs_eager=lambda: self._debug_commands.needs_eager)
-        # (launch number, verification) of each step with drafts; the verification results may still
-        # be on the device
+        # (launch number, verification) of each step with drafts; the verification may still run on
+        # the device
         self._unverified: deque[tuple[int, Arrived]] = deque()
         self._num_steps = 0
 
@@ -96,7 +96,7 @@ class Worker:
                 len(plan.slots),
             )
         requests.restore_lengths()
-        for row in plan.grammar_rows:  # drop drafts, which the grammar masks may not match
+        for row in plan.grammar_rows:  # drop drafts that the grammar masks may not match
             requests.drafts[plan.slots[row]] = -1
         return run_rows_separately(plan, bitmask, self._steps.run)
 

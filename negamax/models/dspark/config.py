@@ -40,7 +40,7 @@ _OF_DFLASH = {
     "projector_type": "dflash",
     "markov_rank": 0,
     "enable_confidence_head": False,
-    "selector_rank": None,  # of DFlash2
+    "selector_rank": None,  # only DFlash2 sets this field
 }
 # fields that describe the target if one config.json describes both draft and target
 _OF_TARGET = {
@@ -75,7 +75,7 @@ class BlockDraftSpec(DraftSpec):
     windows: tuple[int, ...]  # Sliding window of each layer, in tokens; 0: full attention.
     is_causal: bool = False  # Whether tokens of a block do not attend to later tokens.
     intermediate_size: int
-    swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # Arguments of `SwiGlu`.
+    swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # `SwiGlu`: alpha, limit, beta.
     is_gemma: bool = False  # Whether norms multiply by 1 + w.
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ def read_spec(config: Mapping[str, Any], *, architecture: str) -> BlockDraftSpec
     )
     fixed = _FIXED | (_OF_MINIMAX if is_minimax else {})
     fields.check_fixed(flat, fixed | (_OF_DFLASH if architecture == DFLASH else {}))
-    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # MiniMax writes either
+    activations = ("swigluoai", "silu") if is_minimax else ("silu",)  # MiniMax's files use both
     if flat.get("hidden_act", "silu") not in activations:
         refuse("hidden_act", flat["hidden_act"], " or ".join(map(repr, activations)))
     fields.check_fixed(flat, {"draft_vocab_size": common["vocab_size"]})

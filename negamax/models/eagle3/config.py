@@ -16,7 +16,7 @@ from negamax.models.eagle3 import speculators
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
-_IDS = LAYERS_KEY  # Name of the field that lists the target layers.
+_IDS = LAYERS_KEY  # Field that lists the target layers that the draft reads.
 NUM_AUX = 3  # Default number of target layers that a draft reads.
 
 _FIXED: dict[str, Any] = {
@@ -51,7 +51,7 @@ class Eagle3Spec(DraftSpec):
     num_aux: int = NUM_AUX
     draft_vocab_size: int  # number of tokens that the draft can propose
     intermediate_size: int
-    fc_norm: bool = False  # Whether each stream has its own norm before fc.
+    fc_norm: bool = False  # Whether each stream of the target has its own norm before fc.
     norm_before_fc: bool = False  # Whether one norm precedes fc for all streams together.
     norm_output: bool = False  # Whether the next draft pass reads the normed hidden state.
     norm_before_residual: bool = False  # Whether the residual starts as the normed hidden state.

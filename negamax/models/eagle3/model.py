@@ -201,7 +201,7 @@ class Eagle3Draft:
         parts: list[Any] = [self._fc, *self._aux_norms.values(), *self.layers, self._norm]
         slots = [slot for part in parts for slot in part.slots]
         self._embed: VocabEmbedding | None = None
-        if spec.own_embedding:  # not sharded
+        if spec.own_embedding:  # every rank stores the whole embedding
             shape = spec.vocab_size, hidden
             self._embed = VocabEmbedding(
                 names.EMBEDDING, shape, rows=range(shape[0]), group=_ALONE, weights=weights
@@ -259,7 +259,7 @@ class Eagle3Draft:
         self._token_ids = torch.arange(size, device=self._offsets.device) + self._offsets
         # target token id of each draft token, followed by -1
         self.target_ids = F.pad(self._token_ids, (0, 1), value=-1)
-        lowest, highest = (int(end) for end in self._token_ids.aminmax())  # host-sync: once
+        lowest, highest = (int(end) for end in self._token_ids.aminmax())  # host-sync: at loading
         distinct = len(self._token_ids.unique())
         if lowest < 0 or highest >= self.spec.vocab_size or distinct < size:
             raise CheckpointError(
@@ -351,7 +351,7 @@ class Eagle3Draft:
 
 def _run_norm(norm: RmsNorm, x: Tensor) -> Tensor:
     """Return the norm of x [T, width]."""
-    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # x is whole on each rank
+    normed = norm(Partial(x, _ALONE), torch.zeros_like(x))  # no sum: each rank has the whole x
     assert isinstance(normed, Tensor)
     return normed
 

@@ -15,10 +15,10 @@ from negamax.config.fields import refuse
 MODEL_TYPE = "speculators_model_type"
 _LAYER, _USE = "transformer_layer_config", "speculators_config"
 _ARCHITECTURES = ("Eagle3Speculator", "Eagle3DraftModel")
-# The library always writes these fields. Readers disagree about defaults, so missing fields are
-# refused.
+# The speculators library always writes these fields. Engines disagree about defaults, so a file
+# without these fields is refused.
 _WRITTEN = ("draft_vocab_size", "norm_before_residual")
-_IGNORED = {  # fields that only the library itself or training uses
+_IGNORED = {  # fields that only the speculators library or training uses
     MODEL_TYPE, _LAYER, _USE, "architectures", "base_model_ep_plan", "embed_requires_grad",
     "enable_sp_ulysses", "has_no_defaults_at_init", "model_type", "speculators_version",
 }  # fmt: skip
@@ -31,7 +31,7 @@ _OF_VERIFIER = {"_name_or_path", "architectures", "auto_map", "transformers_vers
 class Use:
     """How to use a draft, according to its files."""
 
-    speculative_tokens: int | None = None  # Draft length.
+    speculative_tokens: int | None = None  # Draft tokens per step.
     verifier: str | None = None  # The target: a folder or a hub id.
     notes: tuple[str, ...] = ()
 

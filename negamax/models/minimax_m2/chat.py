@@ -59,7 +59,7 @@ _QUOTED = rf"\s+name\s*=\s*\"(?:(?!{_TAGS})[^\"\n]){{0,{MAX_ATTRIBUTE_CHARS}}}"
 _HELD = rf"{_QUOTED}(?:\"\s{{0,4}})?\Z"
 _NAMED_PARAMETER = re.compile(r"<parameter\s+name\b")
 
-_OTHER_FORMS = (  # possible beginnings of an argument with a broken tag or another syntax
+_OTHER_FORMS = (  # beginnings of an argument with a broken tag or another syntax; {}: its name
     '<parameter name="{}"',
     'parameter name="{}"',
     'name="{}"',
@@ -73,7 +73,7 @@ _OTHER_FORMS = (  # possible beginnings of an argument with a broken tag or anot
 # opening or closing tag of an element around all parameters
 _WRAPPER = re.compile(rf"\s*</?({'|'.join(WRAPPERS)})>\s*")
 
-# Tags that may follow a closing tag; otherwise the closing tag is text of the open value.
+# Tags that may follow the end of a call; otherwise its closing tag is text of the open value.
 _AFTER_CALL = (TagKind.INVOKE_OPEN, TagKind.BLOCK_CLOSE)
 _CLOSES_BEFORE = {
     TagKind.PARAMETER_CLOSE: (TagKind.PARAMETER_OPEN, TagKind.INVOKE_CLOSE, *_AFTER_CALL),
@@ -103,20 +103,20 @@ class MiniMaxM2Block(CallBlock):
     def __init__(self, calls: CallWriter, **options: Any) -> None:
         super().__init__(calls, **options)
         self._state = _BLOCK
-        self._arguments = self._schema = self._schemas.arguments("")  # of open call and value
+        self._arguments = self._schema = self._schemas.arguments("")  # schemas: open call and value
         self._is_declared = False
         self._keys: set[str] = set()  # Names of the parameters of the open call so far.
         self._stray: list[str] = []  # Text after the last parameter of the open call.
-        self._unnamed: list[str] = []  # Parameter values without a name.
-        self._waiting: list[WaitingMember] = []  # Values that may be items of one array.
+        self._unnamed: list[str] = []  # Values without a parameter name in the open call.
+        self._waiting: list[WaitingMember] = []  # Values that may be items of an array.
         self._key = ""
         self._value: list[str] = []  # Text of the open value that is not written yet.
         self._is_written = False  # Whether the open value is streamed as a string.
         self._closer: Lexeme | None = None  # Last closing tag, if it may be text of the value.
         self._space: list[str] = []  # Text after `_closer`, which may be text of the value.
-        self._forms: tuple[str, ...] = ()  # Prefixes of arguments in another syntax.
+        self._forms: tuple[str, ...] = ()  # `_OTHER_FORMS` with the names of missing parameters.
         self._num_forms = 0  # len(_keys) when `_forms` was computed.
-        self._wrapper = ""  # Name of an element around all parameters.
+        self._wrapper = ""  # Name of the element around all parameters; "": none.
         self._words = ""  # Text of `_space` without its leading white space.
 
     @staticmethod

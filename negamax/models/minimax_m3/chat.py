@@ -47,7 +47,7 @@ from negamax.text.parser.tag_lexer import (
 from negamax.text.parser.tag_names import tool_name
 
 MARKER = "]<]minimax[>["
-MAX_CALL_DEPTH = 6  # depth of nested elements in the grammar of a call; deeper values are JSON
+MAX_CALL_DEPTH = 6  # maximum depth of elements in the grammar of a call; deeper values are JSON
 
 _BLOCK, _INVOKE = "tool_call", "invoke"
 _NO_TAGS = (TEXT, TagKind.CUT)
@@ -200,7 +200,7 @@ def _take_element(arguments: ElementArguments, tag: str) -> None:
             return
         inner = f"/{name}"
     name = _read_name(inner, arguments.lists)
-    emptied = name.removesuffix("/").rstrip()  # `<tags/>`
+    emptied = name.removesuffix("/").rstrip()  # the name if `tag` closes itself, as in `<tags/>`
     is_empty = emptied != name and arguments.lists(emptied) and not arguments.lists(name)
     arguments.open(emptied if is_empty else name, tag)
     if is_empty:

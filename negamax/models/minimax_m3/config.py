@@ -30,7 +30,7 @@ VISION_TYPE = "minimax_m3_vl"
 TEXT_ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM")
 TEXT_TYPES = ("minimax_m3_vl_text", "minimax_m3_text", "minimax_m3")
 BLOCK_SIZES = (16, 32, 64, 128)  # Supported block sizes of sparse attention, in tokens.
-MAX_TOPK_BLOCKS = 1024  # Largest number of selected blocks per token.
+MAX_TOPK_BLOCKS = 1024  # Maximum blocks that sparse attention selects per token.
 
 _FIXED = {**FIXED, "qk_norm_type": "per_head", "use_gemma_norm": True, "swiglu_beta": 1.0}
 # transformers writes "silu" for SwiGLU-OAI.
@@ -73,7 +73,7 @@ class SparseAttentionSpec:
     block_size: int  # tokens per block
     init_blocks: int
     local_blocks: int
-    layers: tuple[bool, ...]  # True for each sparse layer.
+    layers: tuple[bool, ...]  # For each layer, whether its attention is sparse.
     # The engine sets this field. True: each rank computes the index queries of all heads and stores
     # a shard of the index keys.
     is_sharded: bool = False
@@ -90,7 +90,7 @@ class MiniMaxM3Spec(MoeSpec):
     dense_width: int  # Width of the MLP in layers without experts; 0: no such layers.
     swiglu_alpha: float
     swiglu_limit: float
-    moe_layers: tuple[bool, ...]  # True for each layer with experts.
+    moe_layers: tuple[bool, ...]  # For each layer, whether it has experts.
     sparse: SparseAttentionSpec | None
 
     def __post_init__(self) -> None:
@@ -260,7 +260,7 @@ def read_text(config: Mapping[str, Any], *, architecture: str) -> MiniMaxM3Spec:
     """Read the spec from the config.json of a text model. Raises `ConfigError`."""
     notes: list[str] = []
     config = {name: value for name, value in config.items() if value is not None}
-    # If partial_rotary_factor is missing, transformers ignores rotary_dim and rotates whole heads.
+    # Transformers ignores the rotary_dim that this reads, unless there is a partial_rotary_factor.
     common = fields.read_common(config, default_theta=5_000_000.0, notes=notes)
     num_layers = common["num_layers"]
     fields.check_fixed(config, _FIXED)
@@ -355,7 +355,7 @@ def _read_forced(given: Mapping[str, Any], which: str, block_size: int) -> int:
     """Read how many of the first or last blocks are always selected. SGLang's config may give the
     number in tokens. The range of the last tokens may begin inside a block.
     """
-    own = int(which == "local")  # count the block of the query token
+    own = int(which == "local")  # the local blocks include the query token's block
     names = (f"sparse_{which}_block", f"index_{which}_blocks")
     stated = [name for name in names if given.get(name) is not None]
     found = {name: fields.read_size(given, name, least=0) for name in stated}
@@ -420,7 +420,7 @@ _M3_TEXT = MiniMaxM3Spec(
     sparse=_SPARSE_M3,
     quantization=None,
 )
-# The vision tower has the default sizes.
+# Except hidden_size, M3's vision tower has the default sizes of `_read_tower`.
 _M3 = replace(_M3_TEXT, vision=_read_tower({"vision_config": {"hidden_size": 1280}}, _M3_TEXT, []))
 _MXFP8 = QuantizationSpec("mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
 _M31_FLASH = replace(

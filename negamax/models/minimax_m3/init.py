@@ -11,7 +11,7 @@ from negamax.models.minimax_m2 import init as minimax_m2
 from negamax.models.minimax_m3.config import MiniMaxM3Spec
 
 NORM = Initializer(std=0.05)  # Norms multiply by 1 + weight.
-# Factor for outputs of the shared expert and dense MLPs. The model doubles routed outputs.
+# Factor for outputs of the shared expert and dense MLPs. Routed outputs have factor 1.
 SHARED_GAIN = 0.5
 
 

@@ -128,7 +128,7 @@ class VisionTower:
         pixels = (image.float() / 255 - self._mean) / self._std
         rows, columns = image.shape[0] // (merge * side), image.shape[1] // (merge * side)
         cut = pixels.to(self._dtype).view(rows, merge, side, columns, merge, side, 3)
-        patches = cut.permute(0, 3, 1, 4, 6, 2, 5)  # to squares, patches, colors, pixels
+        patches = cut.permute(0, 3, 1, 4, 6, 2, 5)  # axes: square (2), patch (2), color, pixel (2)
         frames = patches.unsqueeze(5).expand(*[-1] * 5, self.spec.temporal_patch_size, -1, -1)
         return frames.reshape(-1, self.spec.patch_values)
 
