@@ -61,7 +61,7 @@ class Kernel(Generic[P, R]):
     reads: Callable[[TensorFormat], bool] = is_plain
     activation: ActivationFormat | None = None
     columns: int = 1  # the number of columns of a matrix must be a multiple of this number
-    available: Callable[[], bool] = lambda: True  # checked when the kernel table is resolved
+    available: Callable[[], bool] = lambda: True  # whether this machine can run the kernel
 
     @property
     def multiplies_8_bits(self) -> bool:

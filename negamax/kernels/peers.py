@@ -24,7 +24,7 @@ class PeerRegion:
     it has received epoch e + 1 of every peer, and a peer sends epoch e + 1 after reading epoch e.
     """
 
-    # [world + 1] int64, this rank's pointers to each rank's copy, then to `PollControl.words`
+    # [world + 1] int64, pointers to each rank's copy of the region, then to `PollControl.words`
     addresses: Tensor
     flags: Tensor  # [rows] int32, last epoch of each row, local to this rank
     rows: int
@@ -69,10 +69,10 @@ class PeerMemory:
 
     rank: int
     world: int
-    reduce: PeerRegion  # rows of hidden states, two bf16 values per word
+    reduce: PeerRegion  # for sums of hidden states over ranks; a word has two bf16 values
     stats: PeerRegion  # per token, the sums of squares of q and k in fp32
     pick: PeerRegion  # per sampled row, the best score and token or the leading logits and tokens
-    shards: ShardRegion | None = None  # sums of many rows; None: such sums use collectives
+    shards: ShardRegion | None = None  # for sums of many rows; None: such sums use collectives
     tokens: PeerRegion | None = None  # rows dispatched to experts; None: dispatch uses collectives
     owner: object = None  # object that owns the memory behind the addresses
 

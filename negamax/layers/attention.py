@@ -54,7 +54,7 @@ class GroupedQueryStep:
     decode: Any
     # plan of the attention.prefill kernel for the other tokens; None if all tokens are decodes
     prefill: Any
-    exchange: KeyExchange | None  # None if the tokens are not sharded over ranks
+    exchange: KeyExchange | None  # exchanges new keys and values; None: tokens are not sharded
 
 
 class PagedKind:

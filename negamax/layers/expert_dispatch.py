@@ -41,7 +41,7 @@ class ExpertMap:
         slots: list[list[int]] = [[] for _ in range(num_experts)]
         for slot, expert in enumerate(table):
             slots[expert].append(slot)
-        # row of an expert: number of copies, then slots of the copies, padded with the first slot
+        # one row per expert: number of copies, then slots of the copies, padded with the first slot
         rows = [[len(own), *own, *own[:1] * (most - len(own))] for own in slots]
         packed = torch.tensor(rows, dtype=torch.int32)
         if self._slots.is_cuda:
@@ -61,7 +61,7 @@ class Dispatched:
 
     x: Tensor | QuantizedActivations
     ids: Tensor  # [T, top_k] expert slots, -1: none
-    weights: Tensor  # [T, top_k]
+    weights: Tensor  # [T, top_k], routing weights
     exchange: "TokenExchange | None" = None  # exchange that sent the rows; None: rows were not sent
 
 
@@ -115,7 +115,7 @@ class ReplicatedTokens:
     """
 
     def __init__(self, table: Sequence[int], *, setup: LayerSetup) -> None:
-        self.table, context = tuple(table), setup.context  # expert in each slot at start
+        self.table, context = tuple(table), setup.context  # expert index of each slot at start
         slots = context.layout.experts.experts(len(self.table))
         self.first, self._group = slots.start, context.expert_group
         self.experts = [self.table[slot] for slot in slots]

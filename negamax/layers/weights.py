@@ -221,7 +221,7 @@ class MatrixWeight:
             ]
         assert region is None or region == self.format.enclose(region, shape), f"{name}: {region}"
         module = name.removesuffix(PLAIN.values.name)
-        # the slots of a rank that keeps nothing do not depend on the format that other ranks hold
+        # without a region this rank keeps no tensor, so `held` below is not read
         all_held = source.tensors if region is None else self.format.tensors
         return [
             WeightSlot(

@@ -33,9 +33,9 @@ from negamax.kernels.kvcache.op import KvCache, TokenPlaces, write
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.peers import Collective
 
-QUERY_TILE = 64  # positions per prefill tile; padded lengths are multiples of this number
-_ROW_MULTIPLE = 4  # the number of query rows of a GEMM is padded to a multiple of it
-_GATHER_ROWS = 64  # number of sequences whose keys are gathered at a time; limits the memory
+QUERY_TILE = 64  # query positions per prefill tile; numbers of keys are padded to multiples of it
+_ROW_MULTIPLE = 4  # GEMMs pad their number of query rows to a multiple of this number
+_GATHER_ROWS = 64  # maximum number of sequences whose keys are copied at a time; limits memory
 
 
 def padded_keys(length: int, block_size: int) -> int:
@@ -78,7 +78,7 @@ class DecodeBucket:
 
     rows: Tensor | None  # [S] int64, indices of the queries; None: all queries of the step
     blocks: Tensor  # result of `gather_index`: indices of the blocks that contain the keys
-    mask: Tensor  # [S * kv_heads, 1, 1, N] of the cache's dtype, added to scores: 0 or -inf
+    mask: Tensor  # [S * kv_heads, 1, 1, keys] in the cache's dtype: 0; -inf for masked keys
 
 
 def plan_decode(queries: AttentionMetadata, shape: PagedShape) -> tuple[DecodeBucket, ...]:
@@ -152,7 +152,7 @@ class PrefillTile:
     """Adjacent queries of one sequence, and the mask of the keys that each query sees."""
 
     queries: slice
-    mask: Tensor  # [padded queries, keys] of the cache's dtype, added to scores: 0 or -inf
+    mask: Tensor  # [padded queries, keys] in the cache's dtype: 0; -inf for masked keys
 
 
 @dataclass(frozen=True)

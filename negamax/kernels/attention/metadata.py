@@ -21,9 +21,9 @@ class DecodeRuns:
     most `AttentionMetadata.max_decode_run` tokens. Tokens from query_starts[S] on are padding.
     """
 
-    block_table_indices: Tensor  # [S] int64
+    block_table_indices: Tensor  # [S] int64, row of each sequence in the block tables
     seq_lens: Tensor  # [S] int32, sequence lengths with this step's tokens; 0: padding sequence
-    query_starts: Tensor  # [S + 1] int64
+    query_starts: Tensor  # [S + 1] int64, index of each sequence's first query, then of the padding
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class SharedTokens:
     """The tokens of a step on all ranks of `group`: N tokens per rank, in rank order."""
 
     group: Collective
-    positions: Tensor  # [ranks * N] int64
-    token_slots: Tensor  # [ranks * N] int64, see `AttentionMetadata.token_slots`
+    positions: Tensor  # [ranks * N] int64, positions of the N tokens of each rank
+    token_slots: Tensor  # [ranks * N] int64, row of each token's sequence in the block tables
 
 
 @dataclass(frozen=True)
 class StepTokens:
     """Input of a mixture of experts: data about the T tokens of a step."""
 
-    num_actual_tokens: Tensor | None = None  # see `AttentionMetadata`
-    # [T] int64; a token's position selects the expert replica for the token; None: all are 0
+    num_actual_tokens: Tensor | None = None  # [1] int32, number of tokens before the padding
+    # [T] int64, token positions, which select replicas of the experts; None: all positions are 0
     positions: Tensor | None = None
     most_tokens: int | None = None
     is_share: bool = False
@@ -58,13 +58,13 @@ class AttentionMetadata:
     upper bounds while draft tokens of an earlier step are being verified.
     """
 
-    positions: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, position of each token in its sequence
     token_slots: Tensor  # [T] int64, row index in block_tables of each token's sequence
     block_tables: Tensor  # [slots, max_blocks] int32 or int64
-    block_table_indices: Tensor  # [S] int64
-    # [S] int32, lengths after this step; length 0 marks a padding sequence, whose output is 0
+    block_table_indices: Tensor  # [S] int64, row of each sequence in block_tables
+    # [S] int32, lengths with this step's tokens; 0 marks a padding sequence, whose output is 0
     seq_lens: Tensor
-    query_starts: Tensor  # [S + 1] int32
+    query_starts: Tensor  # [S + 1] int32, index of each sequence's first query, then the last end
     num_decodes: int
     host_seq_lens: tuple[int, ...]  # [S] sequence lengths; upper bounds unless `is_exact`
     host_query_lens: tuple[int, ...]  # [S] number of queries of each sequence
@@ -72,17 +72,17 @@ class AttentionMetadata:
     num_actual_tokens: Tensor | None = None
     # upper bound of the number of tokens of a rank in this step; None: all ranks have T tokens
     most_tokens: int | None = None
-    is_share: bool = False  # whether context-parallel ranks have different tokens of this step
+    is_share: bool = False  # whether context-parallel ranks of any data-parallel rank shard tokens
     # the tokens of all context-parallel ranks; None: the step's tokens are not split over ranks
     shared_tokens: SharedTokens | None = None
     is_exact: bool = True
-    # Maximum number of adjacent decodes that belong to one sequence, at consecutive positions. The
-    # maximum is above 1 if only the device stores the lengths of decodes with draft tokens.
+    # Maximum number of adjacent decodes that belong to one sequence, at consecutive positions. It
+    # exceeds 1 if draft tokens are listed as decodes and only the device stores the lengths.
     max_decode_run: int = 1
     # The decodes grouped by sequence, for kernels that read the keys of a sequence once. The field
     # is None if the groups are unknown or each sequence has one decode.
     decode_runs: DecodeRuns | None = None
-    # kernel plans of this step by kind of attention; all layers of one kind share a plan
+    # kind of attention -> kernel plan of this step; all layers of one kind share a plan
     prepared: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -160,7 +160,7 @@ class PagedShape:
     block_size: int
     cache: CacheShard = field(default=WHOLE_CACHE, kw_only=True)
     dtype: torch.dtype = field(default=torch.bfloat16, kw_only=True)  # dtype of queries
-    quantize: bool = field(default=False, kw_only=True)  # whether GPU kernels also return FP8
+    quantize: bool = field(default=False, kw_only=True)  # whether GPU kernels also write FP8 output
 
 
 def attention_metadata(

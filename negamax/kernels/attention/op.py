@@ -27,10 +27,10 @@ from negamax.kernels.rotary import half_split
 class QkNorm:
     """Norm weights of this rank's query and key heads, and the constants of the norms."""
 
-    weight: Tensor  # [(heads + kv_heads) * head_dim] fp32, the weights of q first
+    weight: Tensor  # [(heads + kv_heads) * head_dim] fp32: weights of q, then of k
     heads: int
     kv_heads: int
-    # number of elements whose squares all ranks add up, with all copies of replicated KV heads
+    # elements of a token's q (k_count: of k) on all ranks, including all copies of KV heads
     q_count: float
     k_count: float
     eps: float

@@ -12,19 +12,19 @@ class DecodeSplit:
     """Constants for splitting the keys of a decode step over programs, for any cache dtype."""
 
     block_n: int = 64  # number of keys per tile
-    min_tiles: int = 1  # minimum number of tiles of a split
-    programs: float = 3  # number of programs per multiprocessor
+    min_tiles: int = 1  # minimum number of tiles per split of the keys
+    programs: float = 3  # number of programs per multiprocessor for tiles of up to 16 query rows
     split_programs: float = 1.5  # number of programs per multiprocessor if each processes one split
-    # minimum number of splits of a sequence if each program has one split of up to 16 rows; with
-    # fewer splits, some splits would be twice as long as others
+    # Each program processes one split (of up to 16 query rows) only if every sequence can have this
+    # number of splits. With fewer splits, some splits would be twice as long as others.
     min_splits: int = 3
-    wide_programs: float = 2  # number of programs per multiprocessor for tiles of 32 rows
-    min_runs: int = 4  # minimum number of sequences for programs with several queries
+    wide_programs: float = 2  # number of programs per multiprocessor for tiles of 17 to 32 rows
+    min_runs: int = 4  # in steps with fewer sequences, each program processes one query
 
 
 DECODE = DecodeSplit()
-_SHORT = 4096  # sequence length in tokens, above which large tiles read the keys less often
-_FEW = 64  # a step with at most this number of queries does not fill large tiles
+_SHORT = 4096  # for longer sequences (tokens), tiles of 128 queries read the keys less often
+_FEW = 64  # steps of up to this number of queries do not fill tiles of 128 queries
 
 
 class AttentionTiles:

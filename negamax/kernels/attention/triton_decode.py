@@ -223,12 +223,12 @@ def _decode_kernel(
     tables,  # [slots, table_stride] int32, block tables
     sequences,  # [S, SEQUENCE_WORDS] int32, see triton_decode_plan
     work,  # [programs, WORK_WORDS] int32, see triton_decode_plan
-    partials,  # partial results, see triton_decode_reduce
+    partials,  # int32 workspace of partial results, see triton_decode_reduce
     out,  # [T, KV_HEADS * GROUP * DIM], written
     values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None
     scales,  # [T, KV_HEADS * GROUP] fp32, written if QUANTIZE, else None
     lse,  # [T, KV_HEADS * GROUP] fp32, written by `write_lse`, or None
-    lengths,  # [S] int32, replace the lengths of the plan if FEWER_KEYS, else None
+    lengths,  # [S] int32, replace the plan's sequence lengths if FEWER_KEYS, else None
     query_starts,  # `DecodeRuns.query_starts`; None if QUERIES is 1
     num_tokens,  # number of tokens T; None if QUERIES is 1
     qk_scale,  # softmax scale * scale of the keys * log2(e)
@@ -257,7 +257,7 @@ def _decode_kernel(
             return
         if C.PREFETCH_KV:
             prefetched = _prefetch(k_cache, v_cache, tables, table_stride, head, tile, sequence, C)
-    # The loads above precede this wait: earlier kernels wrote the plan, the tables and old keys.
+    # The loads above need no wait: the predecessor writes neither plan, tables nor old keys.
     wait_for_predecessor(PDL)
     output = (out, values, scales)
     if C.SPLIT_KV:

@@ -44,17 +44,17 @@ class DecodePlan:
 
     queries: AttentionMetadata
     shape: PagedShape
-    sequences: Tensor  # [S, SEQUENCE_WORDS] int32
-    work: Tensor  # [programs, WORK_WORDS] int32
+    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, a `PlannedSequence` each
+    work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its plan
     programs: int  # number of programs per KV head
     split_kv: bool
     reduce_later: bool  # whether a second launch reduces the partial results
-    runs: DecodeRuns | None  # queries by sequence; None: each sequence has one query
+    runs: DecodeRuns | None  # queries by sequence; None: each program has one query
     num_queries: int  # maximum number of queries of a sequence per program
-    dependent: bool = True  # argument of `launch_options`
+    dependent: bool = True  # whether the kernel may start before its predecessor ends
 
 
-# workspaces by thread, device and size; never released, because captured graphs write to them
+# (thread, device, size) -> workspace; never released, because captured graphs write to it
 WORKSPACES: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
@@ -73,7 +73,7 @@ class PlannedSequence(NamedTuple):
 
     first_tile: tl.tensor
     end_tile: tl.tensor
-    length: tl.tensor  # length in tokens
+    length: tl.tensor  # sequence length in tokens
     table_index: tl.tensor  # index of the sequence's row in the block tables
     first_program: tl.tensor
     num_splits: tl.tensor
@@ -149,17 +149,17 @@ def _find_program_tiles(
     do_not_specialize_on_alignment=["seq_lens", "block_table_indices"],
 )
 def _plan_decode_kernel(
-    seq_lens,  # [S] int32
-    block_table_indices,  # [S] int64
-    sequences,  # [S, SEQUENCE_WORDS] int32, written
-    work,  # [programs, WORK_WORDS] int32, written
+    seq_lens,  # [S] int32, sequence lengths with this step's tokens
+    block_table_indices,  # [S] int64, row of each sequence in the block tables
+    sequences,  # [S, SEQUENCE_WORDS] int32, written: a `PlannedSequence` each
+    work,  # [programs, WORK_WORDS] int32, written: first tile, end tile, first sequence, its plan
     num_seqs,
     programs,
     split_kv,  # 1 if each program processes one split of one sequence, else 0
     BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, PROGRAMS_POW2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write `sequences` and `work` in one program, _BLOCK_S sequences at a time. Grid (1,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`: layer kernels read `work` before their wait
+    wait_for_predecessor(PDL)  # no `launch_dependents`: later kernels read `work` before they wait
     program = tl.arange(0, PROGRAMS_POW2)
     for word in tl.static_range(3):
         # a program without work has 0 as its end tile
@@ -201,8 +201,8 @@ def _plan_decode_kernel(
 class Splits(NamedTuple):
     """The work of each program of a kernel that splits sequences."""
 
-    sequences: Tensor  # [S, SEQUENCE_WORDS] int32
-    work: Tensor  # [programs, WORK_WORDS] int32
+    sequences: Tensor  # [S, SEQUENCE_WORDS] int32, a `PlannedSequence` each
+    work: Tensor  # [programs, WORK_WORDS] int32: first tile, end tile, first sequence, its plan
     programs: int  # number of programs per KV head
     split_kv: bool
 
@@ -228,7 +228,7 @@ def plan_splits(
         num_seqs, kv_heads, multiprocessors, num_rows=num_rows, min_splits=min_splits
     )
     most = int(multiprocessors * DECODE.programs)
-    if reduce_later:  # one partial result per program, at least one program per sequence
+    if reduce_later:  # each program stores one partial result, so it processes one sequence
         programs, split_kv = max(programs, num_seqs), True
         most = max(most, programs)
     sizes = (num_seqs * SEQUENCE_WORDS.value, programs * WORK_WORDS.value)

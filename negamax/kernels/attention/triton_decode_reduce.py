@@ -113,7 +113,7 @@ def finish_split(
                     partials, slot, one + i, 0, sequence.num_splits, m_row,
                     tl.zeros([1], tl.float32), acc_row, C,
                 )  # fmt: skip
-                if C.QUERIES > 1 or C.FEWER_KEYS:  # a row may attend to no key
+                if C.QUERIES > 1 or C.FEWER_KEYS:  # l_row is 0 if the row attends to no key
                     l_row = tl.where(l_row == 0.0, 1.0, l_row)
                 acc_row *= (v_scale / l_row)[:, None]
                 at = locate_row(run, first_row, one + i, C)
@@ -123,7 +123,7 @@ def finish_split(
 
 @triton.jit
 def reduce_kernel(
-    sequences,  # [S, SEQUENCE_WORDS]
+    sequences,  # [S, SEQUENCE_WORDS] int32, see triton_decode_plan
     partials,
     out,  # [T, kv_heads * GROUP * DIM], written
     values,  # [T, kv_heads * GROUP * DIM] e4m3, written if QUANTIZE, else None

@@ -49,7 +49,7 @@ class HeadNormConstants(NamedTuple):
     HEADS: int
     KV_HEADS: int
     DIM: int
-    INDEX_DIM: int  # 0: there are no index heads
+    INDEX_DIM: int  # dimension of an index head; 0: there are no index heads
     INDEX_HEADS: int
     INDEX_RANKS: int  # number of shards of the index keys; each rank holds one shard
     BLOCK_SIZE: int  # number of tokens per block of the caches
@@ -57,7 +57,7 @@ class HeadNormConstants(NamedTuple):
     BLOCK_H: int
     BLOCK_HALF: int
     BLOCK_REST: int  # padded number of dimensions that are not rotated; 0: all are rotated
-    BLOCK_INDEX_REST: int  # BLOCK_REST for the index heads
+    BLOCK_INDEX_REST: int  # like BLOCK_REST, but of an index head
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _load_rotated(
     BLOCK_H: tl.constexpr = C.BLOCK_H  # a copy: Triton 3.6 accepts no struct field in a shape
     cos, sin = angles
     columns, masks = split_columns(is_there, DIM, C.HALF, C.BLOCK_HALF, BLOCK_REST)
-    # load the angles before the wait, because the predecessor kernel does not write them
+    # load the angles before waiting for the predecessor kernel, which does not write them
     angles = load_angles(cos, sin, C.HALF, C.BLOCK_HALF)
     if weight is not None:
         weights = load_heads(weight + is_key.to(tl.int32)[:, None] * DIM, columns, masks, C.HALF)
@@ -156,7 +156,7 @@ def _head_norm_rope_write_kernel(
     k_cache,  # [blocks * KV_HEADS * BLOCK_SIZE, DIM], written
     v_cache,
     index_cache,  # [blocks * BLOCK_SIZE, INDEX_DIM], written
-    slot_mapping,  # [T * KV_HEADS] int64, rows of k_cache and v_cache
+    slot_mapping,  # [T * KV_HEADS] int64, row indices in k_cache and v_cache
     index_rows,  # [T] int64, row indices in index_cache; None: derived from slot_mapping
     eps,
     inverse_k_scale,

@@ -22,9 +22,9 @@ _CHUNK = 1024  # number of blocks that the planning program loads at a time
 class OwnBlocks:
     """The blocks that a rank holds of each of S sequences, in ascending order."""
 
-    blocks: Tensor  # [S, 2, max_blocks] int32, block indices in the sequence, then on the rank
-    held: Tensor  # [S, max_blocks] int32, number of held blocks up to each block of the sequence
-    tokens: Tensor  # [S] int32, number of tokens in all held blocks if the last block were full
+    blocks: Tensor  # [S, 2, max_blocks] int32: block indices in the sequence, in the rank's cache
+    held: Tensor  # [S, max_blocks] int32; entry i: number of held blocks among blocks 0 to i
+    tokens: Tensor  # [S] int32, number of held blocks * block size
     keys: Tensor  # [S] int32, number of keys of the sequence in held blocks
 
 
@@ -33,9 +33,9 @@ class OwnBlocks:
     do_not_specialize=["rank"], do_not_specialize_on_alignment=["block_table_indices", "lengths"]
 )
 def _own_blocks_kernel(
-    tables,  # [slots, table_stride] int32
-    block_table_indices,  # [S] int64
-    lengths,  # [S] int32, in tokens
+    tables,  # [slots, table_stride] int32, block tables
+    block_table_indices,  # [S] int64, row of each sequence in `tables`
+    lengths,  # [S] int32, sequence lengths in tokens
     blocks,  # this tensor and the next three are fields of `OwnBlocks`, written
     held,
     tokens,
@@ -44,7 +44,7 @@ def _own_blocks_kernel(
     width,
     rank,
     RANKS: tl.constexpr,
-    FIRST: tl.constexpr,  # index of the rank's first sharded block
+    FIRST: tl.constexpr,  # index of the first sharded block in a rank's cache
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):

@@ -57,7 +57,7 @@ class SplitTiles:
     # [programs, 7] int32: index of the split, the tile (4 words), number of splits of the tile,
     # index of the tile's first partial result; a record with 0 queries is unused
     work: Tensor
-    merged: Tensor  # [tiles, 7] int32: the first split of each tile with several splits
+    merged: Tensor  # [tiles, 7] int32: record of the first split of each tile with several splits
     places: int  # capacity of `partials`, in partial results per head
 
 
@@ -71,7 +71,7 @@ class PrefillPlan:
     # [tiles, 4] int32: index of the first query, number of queries, first position, sequence
     tiles: Tensor
     split: SplitTiles | None = None  # splits of the tiles; None: each tile has one program
-    # `OwnBlocks.held` if the block tables list only the blocks of this rank; None: all blocks
+    # `OwnBlocks.held` if the block tables list only this rank's blocks; None: they list all blocks
     held: Tensor | None = None
 
 
@@ -94,7 +94,7 @@ def _split_tiles(tiles: Tensor, shape: PagedShape, *, size: int, programs: int) 
     places = programs // shape.kv_heads
     rows = tiles.new_zeros(len(tiles) + places + places // 2, _WORDS.value)
     work, merged = rows.split([len(tiles) + places, places // 2])
-    most = max(512, triton.next_power_of_2(len(tiles)))  # one compilation for all sizes <= 512
+    most = max(512, triton.next_power_of_2(len(tiles)))  # up to 512 tiles need only one compilation
     _split_tiles_kernel[(1,)](
         tiles, work, merged, len(tiles), programs, shape.group, shape.kv_heads, size, most
     )
@@ -218,7 +218,7 @@ def _prefill_kernel(
     k_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, DIM]
     v_cache,
     tables,  # [slots, table_stride] int32, block tables
-    block_table_indices,  # [S] int64
+    block_table_indices,  # [S] int64, row of each sequence in `tables`
     tiles,  # [tiles, 4] int32: `PrefillPlan.tiles`; with SPLIT_KV `SplitTiles.work`
     out,  # [T, KV_HEADS * GROUP * DIM], written
     values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None

@@ -47,8 +47,8 @@ class QkNormConstants(NamedTuple):
     BLOCK_HALF: int
     BLOCK_REST: int  # padded number of dimensions that are not rotated; 0: all are rotated
     BLOCK_D: int
-    HAS_SUMS: bool  # `sums` holds the sums of squares of all ranks
-    WORLD: int  # number of ranks that exchange sums in the kernel
+    HAS_SUMS: bool  # whether `sums` contains the sums of squares of all ranks
+    WORLD: int  # number of ranks that exchange sums of squares in the kernel
 
 
 @triton.jit
@@ -116,14 +116,14 @@ def _write_v(v, v_cache, slot_mapping, inverse_scale, C: tl.constexpr):
 @triton.jit(do_not_specialize=["region_rows", "rank"])
 def _qk_norm_rope_write_kernel(
     qkv,  # [T, (HEADS + 2 * KV_HEADS) * DIM]
-    weight,  # [(HEADS + KV_HEADS) * DIM]
+    weight,  # [(HEADS + KV_HEADS) * DIM], norm weights of q, then of k
     cos,  # [T, 2 * HALF] fp32
     sin,
     q_out,  # [T, HEADS * DIM], written
     k_cache,  # [blocks * KV_HEADS * BLOCK_SIZE, DIM], written
     v_cache,
     slot_mapping,  # [T * KV_HEADS] int64, indices of rows of the caches
-    sums,  # [T, 2] fp32, read if HAS_SUMS
+    sums,  # [T, 2] fp32, sums of squares of q and k on all ranks, read if HAS_SUMS
     addresses,  # addresses of a `PeerRegion`, read if WORLD > 1
     flags,
     region_rows,
@@ -145,7 +145,7 @@ def _qk_norm_rope_write_kernel(
     head = tl.arange(0, C.BLOCK_H)
     valid = head < C.HEADS + C.KV_HEADS
     columns, masks = split_columns(valid, C.DIM, C.HALF, C.BLOCK_HALF, C.BLOCK_REST)
-    # load the slots before the wait, because the predecessor kernel does not write them
+    # load the slots before waiting for the predecessor kernel, which does not write them
     slot = tl.load(slot_mapping + head - C.HEADS, mask=(head >= C.HEADS) & valid, other=-1)
     offsets = ()
     for part in tl.static_range(len(columns)):

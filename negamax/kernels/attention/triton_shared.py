@@ -32,13 +32,13 @@ class AttentionConstants(NamedTuple):
     SPLIT_KV: bool = False  # whether each program attends to one split of the keys
     # only decodes use the fields below (`triton_decode.py`)
     WARPS: int = 0
-    PARTIAL_ROWS: int = 0  # QUERIES * GROUP, padded to the rows of a partial result
+    PARTIAL_ROWS: int = 0  # number of rows of a partial result: QUERIES * GROUP, padded
     QUERIES: int = 1  # number of queries per program
     MAX_RUN: int = 1  # maximum number of queries per sequence in the step
     PREFETCH_KV: bool = False
     PARALLEL_REDUCE: bool = False
     REDUCE_LATER: bool = False
-    FEWER_KEYS: bool = False  # `lengths` may be below the planned lengths
+    FEWER_KEYS: bool = False  # whether `lengths` may be below the planned sequence lengths
 
 
 def attention_constants(

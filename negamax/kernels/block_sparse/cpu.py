@@ -51,10 +51,10 @@ class ScoredTokens:
     position. The sequences of these tokens are padded to the same number of blocks.
     """
 
-    rows: Tensor  # [S, n] int64, indices in the step of n tokens of each sequence
-    tables: Tensor  # [S, blocks of the cache] int64
-    positions: Tensor  # [S * n] int64
-    before: Tensor  # [S * n] int64, number of sparse blocks before the local block
+    rows: Tensor  # [S, n] int64, indices in the step of n scored tokens of each sequence
+    tables: Tensor  # [S, blocks] int64, block table of each sequence
+    positions: Tensor  # [S * n] int64, position of each token in its sequence
+    before: Tensor  # [S * n] int64, number of sparse blocks before each token's local block
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ScoredShard:
     """Scored tokens, with tables that list only blocks whose index keys this rank holds."""
 
     tokens: ScoredTokens  # `tokens.tables` are block tables for the rank's own cache
-    # [S, sparse blocks] int64, block numbers in the sequence in ascending order, then NO_BLOCK
+    # [S, sparse blocks] int64, ascending numbers in the sequence of held blocks, then NO_BLOCK
     numbers: Tensor
 
 
@@ -159,7 +159,7 @@ def _padded_blocks(length: int, block_size: int) -> int:
 
 
 # Arguments: index_q [S, n, heads, dim], the index cache, the tokens, the size of a sparse block.
-# Result: scores [S, n, heads, sparse blocks] fp32; undefined from a token's local block on.
+# Result: scores [S, n, heads, sparse blocks] fp32; those of local and later blocks are undefined.
 Score = Callable[[Tensor, Tensor, ScoredTokens, int], Tensor]
 
 
@@ -247,9 +247,9 @@ class BlockSparsePrefillPlan:
     """The tokens of a step, divided into a dense and a paged part; an empty part has plan None."""
 
     dense: tuple[dense.PrefillRun, ...] | None
-    dense_rows: Tensor  # [n] int64, the dense part's indices among the T tokens
+    dense_rows: Tensor  # [n] int64, indices of the dense part's tokens among the T tokens
     paged: Any
-    paged_rows: Tensor  # [T - n] int64, the paged part's indices among the T tokens
+    paged_rows: Tensor  # [T - n] int64, indices of the paged part's tokens among the T tokens
     shape: SparseShape
 
 

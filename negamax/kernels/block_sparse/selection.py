@@ -29,8 +29,8 @@ class IndexShard:
     """The index keys of a rank: rank b % ranks holds block b of the pool at index b // ranks."""
 
     rank: int = 0
-    ranks: int = 1  # number of ranks that shard the keys; 1: the rank holds all keys
-    heads: int = 0  # number of index heads of all ranks if several ranks shard the keys, else 0
+    ranks: int = 1  # number of ranks that shard the index keys; 1: each rank holds all index keys
+    heads: int = 0  # number of index heads of all ranks if ranks shard the index keys, else 0
     first_head: int = 0  # first index head of this rank
 
 
@@ -42,7 +42,7 @@ class SparseShape(PagedShape):
     `init_blocks` + `local_blocks` <= `topk_blocks`.
     """
 
-    sparse_block_size: int  # tokens
+    sparse_block_size: int  # number of tokens per sparse block
     topk_blocks: int
     init_blocks: int = 0
     local_blocks: int = 1
@@ -66,7 +66,7 @@ class BlockSelection:
     # [T, kv_heads, topk_blocks] int32, block numbers in the token's sequence in ascending order
     # (the local block is last); unused entries and padding tokens have -1
     ids: Tensor
-    pages: Tensor  # [T, kv_heads, topk_blocks] int32, pages of `ids`; 0 where `ids` is -1
+    pages: Tensor  # [T, kv_heads, topk_blocks] int32, cache pages of the blocks; 0 where ids is -1
 
     @classmethod
     def empty(cls, num_tokens: int, shape: SparseShape, device: torch.device) -> "BlockSelection":

@@ -33,7 +33,7 @@ class SelectionTiles:
 class H200SelectionTiles(SelectionTiles):
     """Decodes run two programs per multiprocessor, each with loads of several blocks in flight."""
 
-    # Programs with 128 rows read fewer keys per query, but take 1.2 to 1.8 times as long as 64.
+    # Tiles of 128 rows read fewer keys per query, but take 1.2 to 1.8 times as long as tiles of 64.
     attend_prefill = Launch(block_n=64, num_warps=4, num_stages=3)
 
     def select_decode(self, cache_bytes: int) -> Launch:

@@ -19,7 +19,7 @@ from negamax.kernels.block_sparse.selection import BlockSelection, SparseShape
 from negamax.kernels.block_sparse.tiles import tiles_for
 from negamax.kernels.kvcache.op import KvCache
 
-_TOKENS = 128  # number of tokens per program that counts keys
+_TOKENS = 128  # number of tokens per program of `_count_keys_kernel`
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class SparseDecodePlan:
 )
 def _count_keys_kernel(
     positions,  # [T] int64
-    seq_lens,  # [S] int32
-    query_starts,  # [S + 1] int32
-    lengths,  # [T * HEADS] int32, written
+    seq_lens,  # [S] int32, sequence lengths with this step's tokens
+    query_starts,  # [S + 1] int32, index of each sequence's first query
+    lengths,  # [T * HEADS] int32, written: number of attended keys per token and head
     rows,  # [T * HEADS] int64, written: 0, 1, ...
     num_tokens,
     num_seqs,
@@ -83,7 +83,7 @@ def plan_sparse_decode(
         num_decodes=num_rows,
         max_decode_run=1,  # no two of these sequences have the same keys
         decode_runs=None,
-        # upper bounds; kernels with host lengths read no keys before the selection ends
+        # upper bounds; with host lengths, kernels prefetch no keys before the selection ends
         host_seq_lens=(shape.dense_tokens,) * num_rows,
         host_query_lens=(1,) * num_rows,
         is_exact=False,

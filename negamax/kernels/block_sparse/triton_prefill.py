@@ -54,7 +54,7 @@ class SparsePrefillPlan:
     shape: SparseShape
     size: int  # maximum number of queries per tile
     tiles: Tensor  # [tiles, 4] int32, as `attention.triton_prefill.PrefillPlan.tiles`
-    workspaces: dict[str, Tensor] = field(default_factory=dict)  # allocated by the first layer
+    workspaces: dict[str, Tensor] = field(default_factory=dict)  # filled by the first layer
 
 
 def plan_sparse_prefill(
@@ -83,10 +83,10 @@ def _load_blocks(ids, query, place, count, TOPK: tl.constexpr):
 
 @triton.jit
 def _unite_kernel(
-    ids,  # [T, HEADS, TOPK] int32
-    pages,  # [T, HEADS, TOPK] int32
-    tiles,  # [tiles, 4] int32
-    unions,  # [tiles * HEADS, QUERIES * TOPK_POW2, _WORDS] int32, written
+    ids,  # [T, HEADS, TOPK] int32, `BlockSelection.ids`
+    pages,  # [T, HEADS, TOPK] int32, `BlockSelection.pages`
+    tiles,  # [tiles, 4] int32, `SparsePrefillPlan.tiles`
+    unions,  # [tiles * HEADS, QUERIES * TOPK_POW2, _WORDS] int32, written: selected blocks
     sizes,  # [tiles * HEADS] int32, written: number of blocks of each union
     HEADS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -134,8 +134,8 @@ def _sparse_prefill_kernel(
     q,  # [T, KV_HEADS * GROUP, DIM]
     k_cache,  # [pages, BLOCK_SIZE, DIM]
     v_cache,
-    tiles,  # [tiles, 4] int32
-    unions,  # blocks of the tiles, written by `_unite_kernel`
+    tiles,  # [tiles, 4] int32, `SparsePrefillPlan.tiles`
+    unions,  # selected blocks of each tile, written by `_unite_kernel`
     sizes,
     out,  # [T, KV_HEADS * GROUP * DIM], written
     values,  # [T, KV_HEADS * GROUP * DIM] e4m3, written if QUANTIZE, else None
@@ -149,7 +149,7 @@ def _sparse_prefill_kernel(
     """Attend with one tile of queries of one KV head. Grid (KV_HEADS, tiles)."""
     BLOCK_M: tl.constexpr = C.BLOCK_M  # a copy: Triton 3.6 accepts no struct field in a shape
     BLOCK_D: tl.constexpr = C.BLOCK_D
-    TILES: tl.constexpr = C.BLOCK_SIZE // C.BLOCK_N  # number of tiles per block
+    TILES: tl.constexpr = C.BLOCK_SIZE // C.BLOCK_N  # number of key tiles per sparse block
     head, tile = tl.program_id(0), tl.program_id(1)
     record = tiles + tile * 4
     first, count, start = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -175,7 +175,7 @@ def _sparse_prefill_kernel(
         k = load_tile(k_cache, offset, lane, column[None, :], C).to(C.DOT)
         v = load_tile(v_cache, offset, lane, column[None, :], C).to(C.DOT)
         first_key, by = block * C.BLOCK_SIZE + part * C.BLOCK_N, chosen_by
-        # load pages one tile ahead: a load after a load would halve the pipeline stages
+        # Load page indices one tile ahead. Dependent loads would halve the pipeline stages.
         following = union + tl.minimum((t + 1) // TILES, size - 1) * _WORDS
         block, chosen_by, page = tl.load(following), tl.load(following + 1), tl.load(following + 2)
         scores = tl.dot(q_tile, tl.trans(k))

@@ -53,12 +53,12 @@ from negamax.kernels.block_sparse.triton_selection import (
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
 MOST_QUERIES = 8  # maximum number of queries of a sequence that are scored together
-# limits of one comparison: number of blocks per row, number of scores of all rows
+# maxima of one comparison: number of blocks per index query, number of scores of all queries
 MOST_COMPARED, MOST_SCORES = 2048, 4096
-_FEW = tl.constexpr(256)  # maximum number of blocks whose scores are sorted
+_FEW = tl.constexpr(256)  # up to this number of scored blocks, all scores are sorted
 _NUM_GROUPS = tl.constexpr(512)  # number of groups of blocks if not all blocks are compared at once
 _MOST_ROWS = tl.constexpr(4)  # maximum number of index queries processed at a time
-_MOST_MEMBERS = tl.constexpr(16)  # maximum number of blocks that all rows together read
+_MOST_MEMBERS = tl.constexpr(16)  # maximum number of index queries * blocks per group in a load
 
 
 class Queries(NamedTuple):
@@ -76,11 +76,11 @@ class SelectDecodePlan:
     metadata: AttentionMetadata
     shape: SparseShape
     most_queries: int  # maximum number of queries per sequence
-    queries: Tensor  # [S, 4] int32: `Queries`
-    arrivals: Tensor  # [S] int32, number of finished programs; 0 between launches
+    queries: Tensor  # [S, 4] int32, a `Queries` for each sequence
+    arrivals: Tensor  # [S] int32, number of finished programs of each sequence; 0 between launches
     splits: Splits
     own: OwnBlocks | None  # the blocks that this rank scores; None: all blocks are scored
-    # buffers of scores by their number of elements; the first layer allocates them
+    # number of elements -> buffer of scores; the first layer allocates the buffer
     scores: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -114,10 +114,10 @@ def _follows(seq_lens, block_table_indices, seq, num_seqs):
     ],
 )
 def _plan_queries_kernel(
-    seq_lens,  # [S] int32
-    block_table_indices,  # [S] int64
-    query_starts,  # [S + 1] int32
-    queries,  # [S, 4] int32, written
+    seq_lens,  # [S] int32, sequence lengths with this step's tokens
+    block_table_indices,  # [S] int64, row of each sequence in the block tables
+    query_starts,  # [S + 1] int32, index of each sequence's first query
+    queries,  # [S, 4] int32, written: a `Queries` for each sequence
     scored,  # [S] int32, written: number of tokens whose blocks are scored
     arrivals,  # [S] int32, written: 0
     num_seqs,
@@ -295,7 +295,7 @@ def _choose_of_many(
             best = tl.maximum(best, tl.max(order, axis=2))
     chosen = find_highest(best, C.TOPK)
     place = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
-    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # `ids` holds the groups temporarily
+    first = ids + row.to(tl.int64)[:, None] * C.TOPK  # `ids` stores the selected groups for now
     tl.store(first + place, group.to(ids.dtype.element_ty), mask=chosen)
     tl.debug_barrier()
     column = tl.arange(0, C.TOPK_POW2)[None, :]
@@ -330,7 +330,7 @@ def _choose(
                     _FEW << level, C,
                 )  # fmt: skip
     elif GROUP > 0:
-        # only four rows together were measured to be faster than one row at a time
+        # in measurements, only 4 index queries together were faster than one at a time
         MANY: tl.constexpr = ROWS if ROWS == _MOST_ROWS else 1
         for start in range(0, num_rows, MANY):
             _choose_of_many(
@@ -343,15 +343,15 @@ def _choose(
 @triton.jit(do_not_specialize_on_alignment=["arrivals"])
 def _select_decode_kernel(
     index_q,  # [T, HEADS, DIM]
-    cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM]
+    cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM], index keys
     tables,  # [slots, table_stride] int32, block tables
-    queries,  # [S, 4] int32: `Queries`
-    sequences,  # see attention/triton_decode_plan
+    queries,  # [S, 4] int32, a `Queries` for each sequence
+    sequences,  # [S, SEQUENCE_WORDS] int32, see attention/triton_decode_plan
     work,
-    scores,  # [T * HEADS, width] fp32, written
-    arrivals,  # [S] int32, 0 between launches
-    ids,  # [T, HEADS, TOPK] int32, written
-    pages,  # [T, HEADS, TOPK] int32, written
+    scores,  # [T * HEADS, width] fp32, written: scores of the blocks
+    arrivals,  # [S] int32, number of finished programs; 0 between launches
+    ids,  # [T, HEADS, TOPK], written: int32 block numbers; if RANKS > 1 int64 sort keys
+    pages,  # [T, HEADS, TOPK] int32, written: pages of the selected blocks
     own_blocks,  # [S, 2, own_width] as `OwnBlocks`, read only if RANKS > 1
     own_width,
     table_stride,

@@ -130,12 +130,12 @@ def _best_blocks(index_q, cache, table, numbers, tile, begin, end, C: tl.constex
 @triton.jit(do_not_specialize_on_alignment=["block_table_indices"])
 def _select_prefill_kernel(
     index_q,  # [T, HEADS, DIM]
-    cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM]
+    cache,  # [blocks, 1, PER_BLOCK * BLOCK, DIM], index keys
     tables,  # [slots, table_stride] int32, block tables
-    block_table_indices,  # [S] int64
-    tiles,  # [tiles, 4] int32
-    keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64, written if SPLITS > 1
-    ids,  # [T, HEADS, TOPK] int32, written if SPLITS is 1 or if all blocks are selected
+    block_table_indices,  # [S] int64, row of each sequence in `tables`
+    tiles,  # [tiles, 4] int32, `SelectPrefillPlan.tiles`
+    keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64 sort keys, written if SPLITS > 1
+    ids,  # as in `_merge_splits_kernel`, written if SPLITS is 1 or if all blocks are selected
     pages,  # [T, HEADS, TOPK] int32, written together with `ids`
     own_blocks,  # this tensor and the next two are parts of `OwnBlocks`, read only if RANKS > 1
     held,
@@ -187,9 +187,9 @@ def _merge_splits_kernel(
     tables,
     block_table_indices,
     tiles,
-    keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64
-    ids,  # [T, HEADS, TOPK] int32, written
-    pages,  # [T, HEADS, TOPK] int32, written
+    keys,  # [T * HEADS, SPLITS, TOPK_POW2] int64, sort keys of the splits' best blocks
+    ids,  # [T, HEADS, TOPK], written: int32 block numbers; if RANKS > 1 int64 sort keys
+    pages,  # [T, HEADS, TOPK] int32, written: pages of the selected blocks
     table_stride,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip

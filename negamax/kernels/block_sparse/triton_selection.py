@@ -15,7 +15,7 @@ import triton.language as tl
 from negamax.kernels.attention.triton_shared import dot_dtype
 from negamax.kernels.block_sparse.selection import SparseShape
 
-NO_SCORE = tl.constexpr(-0x80000000)  # `order_scores` of blocks that must not be selected
+NO_SCORE = tl.constexpr(-0x80000000)  # score of blocks that must not be selected (`order_scores`)
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 NO_KEY = tl.constexpr(-0x80000000 << 32)
 
@@ -145,7 +145,7 @@ def multiply_index_keys(q, cache, blocks, numbers, i, end, cache_block, C: tl.co
         k = tl.load(k_at)
     else:
         k = tl.load(k_at, mask=(column < C.DIM)[None, :] & (key >= 0)[:, None], other=0.0)
-    # load block numbers a tile ahead: a load after a load would halve the pipeline stages
+    # Load block numbers one block ahead. Dependent loads would halve the pipeline stages.
     next_i = tl.minimum(i + 1, end - 1)
     cache_block = tl.load(blocks + next_i // C.PER_BLOCK)
     next_number = find_scored_block(numbers, next_i, C)

@@ -46,13 +46,13 @@ def plan_merge_shards(metadata: AttentionMetadata, shape: SparseShape) -> MergeP
 
 @triton.jit(do_not_specialize=["rank", "first_head", "num_tokens"])
 def _merge_shards_kernel(
-    keys,  # [SHARDS, T, INDEX_HEADS, TOPK] int64; with WORLD > 1 the keys of this rank only
+    keys,  # [SHARDS, T, INDEX_HEADS, TOPK] int64 sort keys; if WORLD > 1, only this rank's keys
     positions,  # [T] int64
-    token_slots,  # [T] int64
-    tables,  # [slots, table_stride] int32
+    token_slots,  # [T] int64, row of each token's sequence in `tables`
+    tables,  # [slots, table_stride] int32, block tables
     active,  # [1] int32, number of tokens before the padding; None: there is no padding
-    ids,  # [T, HEADS, TOPK] int32, written
-    pages,  # [T, HEADS, TOPK] int32, written
+    ids,  # [T, HEADS, TOPK] int32, written: `BlockSelection.ids`
+    pages,  # [T, HEADS, TOPK] int32, written: `BlockSelection.pages`
     addresses,  # field of the `PeerRegion` that exchanges the keys
     flags,  # field of the `PeerRegion` that exchanges the keys
     table_stride,

@@ -35,9 +35,9 @@ class PartialResults:
     leading dimension [ranks].
     """
 
-    message: Tensor  # [bytes] uint8, or [ranks, bytes]
+    message: Tensor  # [bytes] or [ranks, bytes] uint8, the memory of `out` and `lse`
     out: Tensor  # [T, heads * head_dim] in the model's dtype; 0 for tokens without a key
-    lse: Tensor  # [T, heads] fp32, scores in units of log2(e); -inf for tokens without a key
+    lse: Tensor  # [T, heads] fp32, log2 of the sum of exp(score); -inf for tokens without a key
 
     @classmethod
     def empty(cls, q: Tensor) -> "PartialResults":
@@ -107,7 +107,7 @@ def _attend(
     q: Tensor,
     cache: KvCache,
     plan: BlockSparsePlan,
-    is_chosen: Callable[[slice, Tensor], Tensor],  # arguments: tokens, positions of keys
+    is_chosen: Callable[[slice, Tensor], Tensor],  # (tokens, key positions) -> mask
 ) -> PartialResults:
     shape = plan.shape
     out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])

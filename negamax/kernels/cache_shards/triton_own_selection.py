@@ -17,16 +17,16 @@ _ROWS = 8  # number of rows per program; other values were not measured
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
 def _own_selection_kernel(
-    ids,  # [rows, TOPK] int32
-    pages,  # [rows, TOPK] int32
-    bounds,  # [rows] int32, number of tokens in all selected blocks, or None
-    own_ids,  # [rows, TOPK] int32, written
-    own_pages,  # [rows, TOPK] int32, written
+    ids,  # [rows, TOPK] int32, numbers of the selected blocks
+    pages,  # [rows, TOPK] int32, pages of the selected blocks
+    bounds,  # [rows] int32, number of tokens in each row's selected blocks, or None
+    own_ids,  # [rows, TOPK] int32, written: numbers of selected blocks that this rank holds
+    own_pages,  # [rows, TOPK] int32, written: pages of these blocks in the rank's cache
     lengths,  # [rows] int32, written: number of tokens in the rank's blocks; None without `bounds`
     num_rows,
     rank,
     RANKS: tl.constexpr,
-    PAGES: tl.constexpr,  # number of pages per block
+    PAGES: tl.constexpr,  # number of pages per cache block
     BLOCK: tl.constexpr,  # number of tokens per sparse block
     TOPK: tl.constexpr, TOPK_POW2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip

@@ -72,14 +72,14 @@ def sum_over_ranks(words, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def _all_reduce_add_rms_kernel(
-    x,  # [T, PARTS, 2 * WORDS]
+    x,  # [T, PARTS, 2 * WORDS], PARTS partial sums per row
     residual,  # [T, 2 * WORDS], changed in place
-    weight,  # [2 * WORDS]
+    weight,  # [2 * WORDS], norm weight
     out,  # [T, 2 * WORDS], written
     values,  # [T, 2 * WORDS] e4m3, written if QUANTIZE, else None
     scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE, else None
     eps,
-    addresses,  # field of the `PeerRegion`
+    addresses,  # field of the `PeerRegion` that exchanges the rows
     flags,
     rank,  # a run-time argument, so that all ranks run one compiled kernel
     WORLD: tl.constexpr,
@@ -169,7 +169,7 @@ def _all_reduce_add_rms_kernel(
 
 @triton.jit
 def _sum_parts_kernel(
-    x,  # [T, PARTS, 2 * WORDS]
+    x,  # [T, PARTS, 2 * WORDS], PARTS partial sums per row
     out,  # [T, 2 * WORDS], written
     PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +184,7 @@ def _sum_parts_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "shard", "rank"])
 def _push_partials_kernel(
-    x,  # [T, PARTS, 2 * WORDS]
+    x,  # [T, PARTS, 2 * WORDS], PARTS partial sums per row
     partials,  # addresses of `ShardRegion.partials`, written
     num_rows,
     shard,
@@ -210,7 +210,7 @@ def _add_rms_all_gather_kernel(
     partials,  # addresses of `ShardRegion.partials`
     gathered,  # addresses of `ShardRegion.gathered`, written
     residual,  # [rows of this rank, 2 * WORDS], changed in place
-    weight,  # [2 * WORDS]
+    weight,  # [2 * WORDS], norm weight
     out,  # [rows of this rank, 2 * WORDS], written if QUANTIZE
     eps,
     num_rows,  # number of rows of all ranks
@@ -456,7 +456,7 @@ def gather_rows(first: Tensor, second: Tensor, x: ShardedActivations) -> tuple[T
         packed = torch.cat((first.view(torch.int32), second.view(torch.int32)), dim=1)
         one, other = x.group.all_gather(packed, dim=0).split(width, dim=1)
         return one.contiguous().view(first.dtype), other.contiguous().view(second.dtype)
-    # byte offset after values and scales, aligned to 16 bytes as the compiled kernels require
+    # bytes of x's values and scales, rounded up to the 16 bytes that the compiled kernels require
     begin = -(-(x.q.numel() + 4 * x.scale.numel()) // 16) * 16
     size = -(-4 * num_tokens * width // 16) * 16
     assert begin + 2 * size <= 2 * x.q.numel(), (

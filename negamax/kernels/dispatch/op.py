@@ -24,7 +24,7 @@ MOST_CHOICES = 16  # maximum number of experts per token
 class ExpertRanges:
     """Rank r has experts firsts[r] to firsts[r] + count - 1."""
 
-    firsts: Tensor  # [ranks] int32
+    firsts: Tensor  # [ranks] int32, index of each rank's first expert
     count: int
 
 

@@ -54,11 +54,11 @@ def _are_held(ids, first, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "rank"])
 def _dispatch_kernel(
-    ids,  # [T, TOP_K]
-    columns,  # tuple of tensors [T, WIDTHS[c]] of words
-    all_ids,  # [WORLD * num_rows, TOP_K], written
-    received,  # tuple of tensors [WORLD * num_rows, WIDTHS[c]] of words, written
-    firsts,  # [WORLD], as in `ExpertRanges`
+    ids,  # [T, TOP_K] int32, selected experts; -1: no expert
+    columns,  # tuple of tensors [T, WIDTHS[c]] of 4-byte words
+    all_ids,  # [WORLD * num_rows, TOP_K], written: `ids` of all ranks
+    received,  # tuple of tensors [WORLD * num_rows, WIDTHS[c]], written: `columns` of all ranks
+    firsts,  # [WORLD] int32, index of each rank's first expert
     num_tokens,
     num_rows,
     addresses,  # field of the `PeerRegion` that exchanges tokens
@@ -114,10 +114,10 @@ def _dispatch_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
 def _combine_kernel(
-    out,  # [WORLD * num_rows, PARTS, 2 * WORDS]
-    all_ids,  # [WORLD * num_rows, TOP_K]
-    sums,  # [num_rows, 2 * WORDS], written
-    firsts,  # [WORLD], as in `ExpertRanges`
+    out,  # [WORLD * num_rows, PARTS, 2 * WORDS], outputs of this rank's experts
+    all_ids,  # [WORLD * num_rows, TOP_K], ids that `_dispatch_kernel` wrote
+    sums,  # [num_rows, 2 * WORDS], written: sums of the outputs for this rank's rows
+    firsts,  # [WORLD] int32, index of each rank's first expert
     num_rows,
     addresses,  # field of the `PeerRegion` that exchanges tokens
     flags,  # field of the `PeerRegion` that exchanges tokens

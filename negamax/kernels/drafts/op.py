@@ -39,12 +39,12 @@ def advance_rows(
     counts: Tensor,  # [rows] int64, number of tokens per row, drafts included; 0: padding
     seq_lens: Tensor,  # [rows] int64, sequence lengths that include all tokens of the step
     firsts: Tensor,  # [rows] int64, index of a row's first token in the step
-    slots: Tensor,  # [rows] int64
+    slots: Tensor,  # [rows] int64, index of each row in `num_computed`
     /,
     *,
-    num_computed: Tensor,  # [slots] int64, written
-    lengths: Tensor,  # [rows] int64, written: number of known tokens
-    ends: Tensor,  # [rows] int64, written: index of the last accepted token in the step
+    num_computed: Tensor,  # [slots] int64, written: number of computed tokens
+    lengths: Tensor,  # [rows] int64, written: number of known tokens per row
+    ends: Tensor,  # [rows] int64, written: index in the step of each row's last accepted token
 ) -> None:
     """Compute the lengths of rows after a step with draft tokens."""
     computed = seq_lens - (counts - 1).clamp_min(0) + accepted
@@ -54,9 +54,9 @@ def advance_rows(
 
 
 def record_drafts(
-    picked: Tensor,  # [R] int64, -1: no token
+    picked: Tensor,  # [R] int64, picked draft-vocabulary ids; -1: no token
     ids: Tensor,  # [n + 1] int64, target-vocabulary ids of the n draft-vocabulary tokens, then -1
-    slots: Tensor,  # [R] int64
+    slots: Tensor,  # [R] int64, slot of each row; padding rows have `padding_slot`
     lengths: Tensor,  # [R] int64, number of known tokens per row, all processed by the draft model
     /,
     *,
@@ -81,8 +81,8 @@ def embed_norms(
     token_ids: Tensor,  # [T], -1: no token
     table: Tensor,  # [vocab + 2, width]: a row of zeros, the embeddings, a row of zeros
     hidden: Tensor,  # [T, width]
-    embedding_weight: Tensor,  # [width]
-    hidden_weight: Tensor | None,  # [width], None: hidden states are not normalized
+    embedding_weight: Tensor,  # [width], norm weight of the embeddings
+    hidden_weight: Tensor | None,  # [width], norm weight; None: hidden states are not normalized
     /,
     *,
     eps: float,

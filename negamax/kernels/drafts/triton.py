@@ -25,11 +25,11 @@ from negamax.kernels.op import FLOAT_DTYPES
 
 @triton.jit(do_not_specialize=["num_sampled", "stride"])
 def _count_accepted_kernel(
-    sampled,  # [R] int64
-    drafts,  # [rows, stride] int64
-    firsts,  # [rows] int64
-    num_drafts,  # [rows] int64
-    accepted,  # [rows] int64, written
+    sampled,  # [R] int64, sampled tokens
+    drafts,  # [rows, stride] int64, draft tokens
+    firsts,  # [rows] int64, index in `sampled` of each row's first token
+    num_drafts,  # [rows] int64, number of draft tokens per row
+    accepted,  # [rows] int64, written: number of accepted draft tokens per row
     num_sampled,
     stride,
     ROOM_POW2: tl.constexpr,
@@ -83,9 +83,9 @@ def _advance_rows_kernel(
     seq_lens,
     firsts,
     slots,
-    num_computed,  # [slots] int64, written
-    lengths,  # [rows] int64, written
-    ends,  # [rows] int64, written
+    num_computed,  # [slots] int64, written: number of computed tokens
+    lengths,  # [rows] int64, written: number of known tokens per row
+    ends,  # [rows] int64, written: index in the step of each row's last accepted token
     PDL: tl.constexpr,
 ):
     """Compute num_computed, length, end of one row; padding rows write equal data. Grid (rows,)."""
@@ -118,14 +118,14 @@ def advance_rows(
 
 @triton.jit(do_not_specialize=["place", "padding_slot", "last", "stride", "num_ids"])
 def _record_drafts_kernel(
-    picked,  # [R] int64; slots and lengths have the same shape and dtype
-    ids,  # [num_ids + 1] int64
+    picked,  # [R] int64, draft-vocabulary ids; slots and lengths have the same shape and dtype
+    ids,  # [num_ids + 1] int64, target-vocabulary ids of the draft-vocabulary tokens, then -1
     slots,
     lengths,
-    drafts,  # [R, stride] int64, one column is written
-    token_ids,  # [R] int64, written
-    positions,  # [R] int64, written
-    seq_lens,  # [R] int32, written
+    drafts,  # [R, stride] int64, column `place` is written
+    token_ids,  # [R] int64, written: token ids of the next pass
+    positions,  # [R] int64, written: positions of the next pass
+    seq_lens,  # [R] int32, written: sequence lengths of the next pass
     place,
     padding_slot,
     last,
@@ -172,12 +172,12 @@ def record_drafts(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _embed_norms_kernel(
-    token_ids,  # [T]
-    table,  # [num_rows, 2 * WORDS]
+    token_ids,  # [T], -1: no token
+    table,  # [num_rows, 2 * WORDS], embeddings between two rows of zeros
     hidden,  # [T, 2 * WORDS]
-    embedding_weight,  # [2 * WORDS]
-    hidden_weight,  # [2 * WORDS]; None: the hidden state has no norm
-    out,  # [T, 4 * WORDS], written
+    embedding_weight,  # [2 * WORDS], norm weight of the embeddings
+    hidden_weight,  # [2 * WORDS], norm weight; None: hidden states are not normalized
+    out,  # [T, 4 * WORDS], written: norm of the embedding, then of the hidden state
     num_rows,
     eps,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

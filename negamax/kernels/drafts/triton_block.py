@@ -30,13 +30,13 @@ from negamax.kernels.drafts.op import BlockContext
 from negamax.kernels.kvcache.op import KvCache
 from negamax.kernels.launch.triton import launch_dependents_then_wait, launch_options
 
-_BLOCK_N, _MOST_SPLITS = 64, 32  # no other sizes and launch options were measured
+_BLOCK_N, _MOST_SPLITS = 64, 32  # keys per tile, maximum number of splits; others were not measured
 
 
 class BlockConstants(NamedTuple):
     """Constants of the attention and merge kernels, passed as one argument `C: tl.constexpr`."""
 
-    ROWS: int  # number of rows per block
+    ROWS: int  # number of rows (query tokens) per block of draft tokens
     KV_HEADS: int
     GROUP: int  # number of query heads per KV head
     DIM: int  # dimension of a head
@@ -81,9 +81,9 @@ def _attend_block_kernel(
     own_v,
     k_cache,  # [blocks, KV_HEADS, BLOCK_SIZE, DIM]
     v_cache,
-    tables,  # [slots, table_stride]
-    slots,  # [R] int64
-    lengths,  # [R] int32
+    tables,  # [slots, table_stride], block tables
+    slots,  # [R] int64, index in `tables` of each block's row
+    lengths,  # [R] int32, number of cached tokens before each block
     out,  # [R * ROWS, KV_HEADS * GROUP * DIM], written without SPLIT_KV
     # [R * TILES, KV_HEADS, splits, BLOCK_M, BLOCK_D + 2] fp32, written with SPLIT_KV: acc, m_i, l_i
     partials,

@@ -32,10 +32,10 @@ from negamax.kernels.gemm.op import LIKE_INPUT, LINEAR, LinearOutput, copy_into,
 from negamax.kernels.op import AnyKernel, Kernel
 from negamax.kernels.rowwise import SAFE_ROWS_MULTIPLE
 
-_ROWS_HINT = 4  # oneDNN optimizes the layout for this number of rows
+_ROWS_HINT = 4  # oneDNN optimizes the layout of a weight for inputs with this number of rows
 _NO_SCALARS: list[float] = []
 TILE_ROWS = 256
-_STEPS = 16  # number of tile sizes per power of two; padding is below a sixteenth of the rows
+_STEPS = 16  # number of padded row counts per power of two; padding is under 1/16 of the rows
 _UNPADDED_ROWS = 2 * _STEPS
 _SAFE_ROWS = 12  # from 12 rows on, F.linear in fp32 returned the same bits for all row counts
 
@@ -102,5 +102,5 @@ ONEDNN: tuple[AnyKernel, ...] = tuple(
 )
 KERNELS = (*ONEDNN, Kernel(LINEAR, "padded", blas_linear, keep, dtypes=(torch.float32,)))
 
-with suppress(AttributeError):  # without oneDNN in PyTorch `_runs` returns False
+with suppress(AttributeError):  # without oneDNN, this op is missing and `_runs` returns False
     _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default

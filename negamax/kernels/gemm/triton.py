@@ -61,7 +61,7 @@ _VECTOR: tl.constexpr = tl.constexpr(16)  # number of FP8 weights that a thread 
 class PreparedLinear:
     """A contiguous weight [N, K] in its stored dtype, and its scales if it is FP8."""
 
-    weight: Tensor  # e4m3, bf16 or fp16
+    weight: Tensor  # [N, K] e4m3, bf16 or fp16
     scale: Tensor | None  # [ceil(N / 128), K / 128] fp32; None for 16-bit weights
     # [multiprocessors] int32, number of finished splits of each split_k tile; zero between calls
     arrivals: Tensor
@@ -230,7 +230,7 @@ def _split_k_kernel(
     w_scale_ptr,  # [ceil(N / 128), K / 128] fp32
     out_ptr,  # [M, N]
     partials_ptr,  # [tiles, SPLIT_K, BLOCK_N, BLOCK_M] fp32, used if SPLIT_K > 1
-    arrivals_ptr,  # [tiles] int32, zero
+    arrivals_ptr,  # [tiles] int32, number of finished splits per tile; zero between calls
     M,
     N,
     K,

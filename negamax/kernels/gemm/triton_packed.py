@@ -42,7 +42,7 @@ def _packed_linear_kernel(
     w,  # tensors of a `PackedWeight`
     out_ptr,  # [M, N]
     partials_ptr,  # [tiles, SPLIT_K, BLOCK_N, BLOCK_M] fp32, used if SPLIT_K > 1
-    arrivals_ptr,  # [tiles] int32, zero between calls
+    arrivals_ptr,  # [tiles] int32, number of finished splits per tile; zero between calls
     M,
     N,
     P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -40,7 +40,7 @@ def _w8a8_linear_kernel(
     out_ptr,  # [M, N]
     M,
     N,
-    K: tl.constexpr,  # padded number of columns
+    K: tl.constexpr,  # padded number of columns of x and w
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -49,7 +49,7 @@ class TokenTables(NamedTuple):
 
     positions: Tensor  # [T] int64
     token_slots: Tensor  # [T] int64, row index in block_tables of each token's sequence
-    block_tables: Tensor  # [slots, blocks]
+    block_tables: Tensor  # [slots, max_blocks]
 
 
 def cache_rows(slots: Tensor, *, kv_heads: int, block_size: int) -> Tensor:

@@ -13,23 +13,23 @@ from negamax.kernels.launch.triton import launch_options, triton_kernel
 @triton.jit(do_not_specialize=["rank"])
 def _locate_kernel(
     positions,  # [T] int64
-    token_slots,  # [T] int64, row indices of `tables`
+    token_slots,  # [T] int64, row of each token's sequence in `tables`
     tables,  # [slots, table_stride] int32, block tables
     frequencies,  # [ROTARY] fp32
     cos,  # [T, ROTARY] fp32, written
     sin,  # [T, ROTARY] fp32, written
-    slot_mapping,  # [T * KV_HEADS] int64, written: rows of a cache [blocks * KV_HEADS * BLOCK_SIZE]
+    slot_mapping,  # [T * KV_HEADS] int64, written: row indices in the K and V caches; -1: not held
     table_stride,
     rank,
     KV_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROTARY: tl.constexpr,  # 0: there are no rotations; frequencies, cos and sin are None
     ROTARY_POW2: tl.constexpr,
     RANKS: tl.constexpr,  # number of ranks; each rank holds every RANKS-th block
-    FIRST: tl.constexpr,  # index of the rank's first sharded block
+    FIRST: tl.constexpr,  # index of the first sharded block in a rank's cache
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Locate one token; its row indices are -1 if another rank holds its block. Grid (T,)."""
-    wait_for_predecessor(PDL)  # no `launch_dependents`: layer kernels read `cos` before their wait
+    wait_for_predecessor(PDL)  # no `launch_dependents`: later kernels read `cos` before they wait
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     table = tables + tl.load(token_slots + token) * table_stride

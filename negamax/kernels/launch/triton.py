@@ -174,7 +174,7 @@ def compiling(
     Compiling each kernel at its first launch takes several times as long. `progress` receives the
     numbers of kernels compiled and found so far, which are equal when the context ends.
     """
-    done, found = count(1), set[str]()  # `next` of a count is atomic
+    done, found = count(1), set[str]()  # threads share `done`; its `next` is atomic
 
     class RankCompilation(triton.AsyncCompileMode):
         def submit(self, key: str, *functions: Callable[..., Any]) -> Any:

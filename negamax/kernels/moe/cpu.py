@@ -125,7 +125,7 @@ def _run_many_tokens(
         return torch.zeros_like(x)
     by_expert, order = ids.flatten().sort(stable=True)
     edges = torch.arange(first, first + count + 1, device=ids.device)
-    bounds = torch.searchsorted(by_expert, edges).tolist()  # host-sync: the host slices by experts
+    bounds = torch.searchsorted(by_expert, edges).tolist()  # host-sync: to slice rows by expert
     low, high = bounds[0], bounds[-1]
     pairs = order[low:high]
     rows = x.index_select(0, pairs.div(top_k, rounding_mode="floor"))
@@ -141,7 +141,7 @@ def _run_many_tokens(
     )
     mixed = swiglu(hidden, activation=activation)
     y = torch.cat([product(mixed[start:stop], down[expert]) for expert, start, stop in slices])
-    is_local = high - low == num_tokens * top_k  # no pair has an expert of another rank
+    is_local = high - low == num_tokens * top_k  # whether this rank has all selected experts
     placed = (y.new_empty if is_local else y.new_zeros)(num_tokens * top_k, x.shape[1])
     return _combine(placed.index_copy_(0, pairs, y), weights)
 

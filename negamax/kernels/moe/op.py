@@ -29,7 +29,7 @@ class Router:
     """Weights of the router, and the factor of the routing weights."""
 
     gate: Tensor  # [experts, hidden] fp32
-    bias: Tensor  # [experts] fp32
+    bias: Tensor  # [experts] fp32, added to the scores before the top-k selection
     _: KW_ONLY
     scaling: float = 1.0
     shared: bool = False  # whether every token also selects a shared expert with index `experts`
@@ -107,7 +107,7 @@ class SelectedExperts(NamedTuple):
     """The selected experts of T tokens, and the range of experts that a rank has."""
 
     ids: Tensor  # [T, C] int32; -1 and experts of other ranks add nothing to the output
-    weights: Tensor  # [T, C] fp32
+    weights: Tensor  # [T, C] fp32, routing weights of the selected experts
     first: int  # index of the rank's first expert
     num_local: int  # number of experts that the rank has
 

@@ -14,12 +14,12 @@ SORT_CHUNK = 128  # number of pairs that a sorting program sorts at a time
 COUNT_CHUNK = 512  # number of pairs that a sorting program counts at a time
 SORT_BLOCK = 32  # number of programs whose counts a sorting program adds up at a time
 ROUTE_MAX_TILES = 4096
-ROUTE_SMALL_M_MAX_M = 4  # maximum M for a router on the CUDA cores
+ROUTE_SMALL_M_MAX_M = 4  # maximum M for route_small_m, the router on the CUDA cores
 ROUTE_SMALL_M_BLOCK_N = 2
-ROUTE_SMALL_M_WARPS = 4  # number of warps of route_small_m for rows of up to 4096 values
+ROUTE_SMALL_M_WARPS = 4  # warps per program of route_small_m for rows of up to 4096 values
 NORM_ROUTE_MAX_M = 2  # maximum M for one launch of norm and router
 NORM_ROUTE_MAX_PARTS = 4  # maximum P (parts of the input) for one launch of norm and router
-NORM_ROUTE_WARPS = 4  # number of warps of norm_route for rows of up to 4096 values
+NORM_ROUTE_WARPS = 4  # warps per program of norm_route for rows of up to 4096 values
 NORM_ROUTE_THREAD_WORDS = 4  # number of 4-byte words that a thread reads in one load
 
 
@@ -107,7 +107,7 @@ def _tall(
     return ExpertTiles(tile, replace(tile, block_n=128))
 
 
-# Tiles for packed weights and many tokens by kind of scale: (M, tiles up to M, tiles above M). Two
+# For packed weights and many tokens: kind of scale -> (M, tiles up to M, tiles above M). Two
 # programs with tiles of 128 tokens run on a multiprocessor if its shared memory has room for their
 # tokens, scales and codes. Otherwise one program with twice the tokens and warps is faster.
 _PACKED_LARGE_M = {

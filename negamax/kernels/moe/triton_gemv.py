@@ -47,7 +47,7 @@ def _gate_up_row(
     VECTORS: tl.constexpr = BLOCK_K // _VECTOR
     STEPS: tl.constexpr = triton.cdiv(E.HIDDEN, BLOCK_K)
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
-    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # number of gate scales, stored first
+    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # offset of the up scales in w_scale
     offs_n = first_n + tl.arange(0, BLOCK_N)
     vector = tl.arange(0, VECTORS)
     offs_k = vector[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]

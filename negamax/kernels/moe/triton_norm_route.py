@@ -75,9 +75,9 @@ def _select_row(words, m, step: tl.constexpr, STEPS: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit(do_not_specialize=["M"])
 def _norm_route_kernel(
-    x_ptr,  # [M, PARTS, 2 * WORDS]
+    x_ptr,  # [M, PARTS, 2 * WORDS], PARTS partial sums per row
     residual_ptr,  # [M, 2 * WORDS], changed in place
-    weight_ptr,  # [2 * WORDS]
+    weight_ptr,  # [2 * WORDS], norm weight
     out_ptr,  # [M, 2 * WORDS], written
     values_ptr,  # [M, 2 * WORDS] e4m3, written only if QUANTIZE
     scales_ptr,  # [M, 2 * WORDS / 128] fp32, written only if QUANTIZE
@@ -95,7 +95,7 @@ def _norm_route_kernel(
     SHARED: tl.constexpr,  # number of shared experts, 0 or 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # number of words: threads of a program * THREAD_WORDS
+    BLOCK_K: tl.constexpr,  # number of words per step: threads of a program * THREAD_WORDS
     THREAD_WORDS: tl.constexpr,  # number of words that a thread reads in one load
     QUANTIZE: tl.constexpr, GEMMA: tl.constexpr, PARALLEL_TOPK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

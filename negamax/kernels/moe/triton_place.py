@@ -10,12 +10,12 @@ _BLOCK_T = 32  # number of tokens per program
 
 @triton.jit(do_not_specialize=["T"])
 def _place_experts_kernel(
-    ids,  # [T, C] int32
+    ids,  # [T, C] int32, selected experts; -1: no expert
     positions,  # [T] int64
-    slots,  # [E, MOST] int32
-    copies,  # [E] int32
+    slots,  # [E, MOST] int32, slots of each expert's copies
+    copies,  # [E] int32, number of copies of each expert
     counts,  # [E] int64, increased by the number of selections of each expert
-    out,  # [T, C] int32, written
+    out,  # [T, C] int32, written: slots of the selected copies; -1: no expert
     T,
     C: tl.constexpr, MOST: tl.constexpr, BLOCK_T: tl.constexpr, C_POW2: tl.constexpr,
 ):  # fmt: skip

@@ -64,7 +64,7 @@ def _load_local_experts(topk_ids_ptr, pairs, end, first_expert, num_experts):
 @triton.jit(do_not_specialize=["num_pairs", "span", "first_expert", "num_experts"])
 def _count_pairs_kernel(
     topk_ids_ptr,  # [num_pairs] int32
-    counts_ptr,  # [programs, EXPERTS_POW2] int32
+    counts_ptr,  # [programs, EXPERTS_POW2] int32, written: number of pairs
     num_pairs,
     span,
     first_expert,
@@ -86,9 +86,9 @@ def _count_pairs_kernel(
 @triton.jit(do_not_specialize=["num_pairs", "span", "first_expert", "num_experts"])
 def _sort_pairs_kernel(
     topk_ids_ptr,  # [num_pairs] int32
-    counts_ptr,  # [programs, EXPERTS_POW2] int32
-    sorted_token_ids_ptr,  # [num_pairs] int32
-    expert_counts_ptr,  # [num_experts] int32
+    counts_ptr,  # [programs, EXPERTS_POW2] int32, result of `_count_pairs_kernel`
+    sorted_token_ids_ptr,  # [num_pairs] int32, written: indices of the pairs, sorted by expert
+    expert_counts_ptr,  # [num_experts] int32, written: number of pairs of each expert
     num_pairs,
     span,
     first_expert,
@@ -268,15 +268,15 @@ def _compute_packed_gate_up(
 
 @triton.jit(do_not_specialize=["num_experts"])
 def _gate_up_large_m_kernel(
-    x_ptr,  # [M, HIDDEN]; ROUNDED: [M, HIDDEN padded]
+    x_ptr,  # [M, HIDDEN]; ROUNDED (8-bit activations): [M, HIDDEN padded]
     x_scale_ptr,  # FP8: [M, HIDDEN / 128] fp32; ROUNDED: [M] fp32; other weights do not use it
     w,  # [num_experts * 2 * WIDTH, HIDDEN]; FP8 or ROUNDED: TMA descriptor of this matrix with
     # blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
     w_scale_ptr,  # FP8: [num_experts, 2 * WIDTH / 128, HIDDEN / 128]; ROUNDED: one per row of w
     h_ptr,  # [M * TOP_K, WIDTH] in the order of sorted_token_ids; ROUNDED: [.., WIDTH padded]
     h_scale_ptr,  # [M * TOP_K, WIDTH / BLOCK_N] fp32, written with FP8 or ROUNDED only
-    sorted_token_ids_ptr,  # [M * TOP_K] int32
-    expert_counts_ptr,  # [num_experts] int32
+    sorted_token_ids_ptr,  # [M * TOP_K] int32, indices of the pairs, sorted by expert
+    expert_counts_ptr,  # [num_experts] int32, number of pairs of each expert
     num_experts,
     E: tl.constexpr, ROUNDED: tl.constexpr, TOP_K: tl.constexpr, EXPERTS_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -439,13 +439,13 @@ def _down_large_m_kernel(
     # padded], blocks [BLOCK_N, BLOCK_K]; packed: tensors of a `PackedWeight`
     w_scale_ptr,  # FP8: [num_experts, HIDDEN / 128, WIDTH / 128] fp32; ROUNDED: one per row of w
     out_ptr,  # [M, TOP_K, HIDDEN]
-    sorted_token_ids_ptr,  # [M * TOP_K] int32
-    expert_counts_ptr,  # [num_experts] int32
+    sorted_token_ids_ptr,  # [M * TOP_K] int32, indices of the pairs, sorted by expert
+    expert_counts_ptr,  # [num_experts] int32, number of pairs of each expert
     num_pairs,
     num_experts,
     E: tl.constexpr, ROUNDED: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    REPEAT_N: tl.constexpr,  # REPEAT_N is 1 with packed weights
+    REPEAT_N: tl.constexpr,  # number of tiles of a program; 1 with packed weights
     RESIDENT: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute out[pairs, REPEAT_N * BLOCK_N] times the routing weights. Outputs of pairs with

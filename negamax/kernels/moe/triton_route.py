@@ -164,16 +164,16 @@ def store_logits(
 @triton.jit(do_not_specialize=["M"])
 def _route_small_m_kernel(
     x_ptr,  # [M, HIDDEN]
-    gate_ptr,  # [3, NUM_EXPERTS, HIDDEN] bf16
-    bias_ptr,  # [NUM_EXPERTS] fp32
-    num_active_ptr,  # [1] int32
+    gate_ptr,  # [3, NUM_EXPERTS, HIDDEN] bf16, whose sum is the fp32 gate
+    bias_ptr,  # [NUM_EXPERTS] fp32, added to the scores before the selection
+    num_active_ptr,  # [1] int32, number of tokens before the padding
     logits_ptr,  # [ROUTE_SMALL_M_MAX_M, NUM_EXPERTS] int64, LL protocol: (flag << 32) | fp32 bits
     flag_ptr,  # [1] int32, the flag of the previous launch
     topk_ids_ptr,  # [M, TOP_K + SHARED] int32
     topk_weights_ptr,  # [M, TOP_K + SHARED] fp32
     M,
     HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr,
-    SHARED: tl.constexpr,  # 0 or 1
+    SHARED: tl.constexpr,  # number of shared experts, 0 or 1
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # number of threads of a program * 8
@@ -255,16 +255,16 @@ def _multiply_gate(parts, x, acc):
 @triton.jit(do_not_specialize=["M"])
 def _route_large_m_kernel(
     x_ptr,  # [M, HIDDEN]
-    gate_ptr,  # [3, NUM_EXPERTS, HIDDEN] bf16
-    bias_ptr,  # [NUM_EXPERTS] fp32
-    num_active_ptr,  # [1] int32
-    partials_ptr,  # [SPLIT_K, M, NUM_EXPERTS] fp32
-    arrivals_ptr,  # [ROUTE_MAX_TILES] int32, multiples of _ROUND between launches
+    gate_ptr,  # [3, NUM_EXPERTS, HIDDEN] bf16, whose sum is the fp32 gate
+    bias_ptr,  # [NUM_EXPERTS] fp32, added to the scores before the selection
+    num_active_ptr,  # [1] int32, number of tokens before the padding
+    partials_ptr,  # [SPLIT_K, M, NUM_EXPERTS] fp32, partial logits of the splits
+    arrivals_ptr,  # [ROUTE_MAX_TILES] int32, tile counters; multiples of _ROUND between launches
     topk_ids_ptr,  # [M, TOP_K + SHARED] int32
     topk_weights_ptr,  # [M, TOP_K + SHARED] fp32
     M,
     HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCALING: tl.constexpr,
-    SHARED: tl.constexpr,  # 0 or 1
+    SHARED: tl.constexpr,  # number of shared experts, 0 or 1
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     TOPK_M: tl.constexpr,  # number of tokens for which experts are selected at a time
     PARALLEL_TOPK: tl.constexpr,
@@ -283,7 +283,7 @@ def _route_large_m_kernel(
     counters need no reset. The programs of a tile have adjacent ids, so a waiting program does not
     keep another program of its tile from starting.
     """
-    PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # programs per tile
+    PROGRAMS: tl.constexpr = triton.cdiv(NUM_EXPERTS, BLOCK_N) * SPLIT_K  # per tile of tokens
     STEPS: tl.constexpr = triton.cdiv(triton.cdiv(HIDDEN, BLOCK_K), SPLIT_K)
     EVEN_K: tl.constexpr = HIDDEN % (BLOCK_K * SPLIT_K) == 0
     GATE_SIZE: tl.constexpr = NUM_EXPERTS * HIDDEN
@@ -362,11 +362,11 @@ class PreparedGate:
 
     gate_bf16x3: Tensor  # [3, experts, hidden] bf16, whose sum is the fp32 gate
     bias: Tensor  # [experts] fp32
-    arrivals: Tensor  # [tiles of tokens] int32, counters of `_route_large_m_kernel`
+    arrivals: Tensor  # [ROUTE_MAX_TILES] int32, counters of `_route_large_m_kernel`, one per tile
     # [ROUTE_SMALL_M_MAX_M, experts] int64: a logit and the flag of the launch that wrote it
     logits: Tensor
     flag: Tensor  # [1] int32, flag of the last launch of `_route_small_m_kernel`
-    all_active: Tensor  # [1] int32, number of active rows if the caller passes no `active`
+    all_active: Tensor  # [1] int32, 2^31 - 1: all rows are active if the caller passes no `active`
     spin_wait: bool  # whether the platform allows spin waits between programs of a launch
     scaling: float  # factor of the routing weights
     shared: bool  # whether every token's last choice is expert number `experts`, with weight 1

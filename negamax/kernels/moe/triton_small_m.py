@@ -41,7 +41,7 @@ def _find_pairs(
         pairs = (start + tl.arange(0, CHUNK) * TOP_K)[:, None] + choices[None, :]
         inside = (pairs < num_pairs) & (choices < TOP_K)[None, :]
         ids = tl.load(topk_ids_ptr + pairs, mask=inside, other=-1)
-        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # pair + 1, or 0 (no pair)
+        hit = tl.max(tl.where(ids == expert_id, pairs + 1, 0), 1)  # pair index + 1; 0: no pair
         is_hit = (hit > 0).to(tl.int32)
         rank = total + tl.cumsum(is_hit, 0) - 1
         match = (rank[None, :] == offs[:, None]) & (hit[None, :] > 0)
@@ -70,7 +70,7 @@ def _multiply_gate_up(
     """Compute the result of `multiply_packed_gate_up` from weights that are not packed."""
     EVEN: tl.constexpr = E.HIDDEN % BLOCK_K == 0 and E.WIDTH % BLOCK_N == 0
     K_BLOCKS: tl.constexpr = E.HIDDEN // BLOCK
-    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # number of gate scales, stored first
+    UP_BLOCKS: tl.constexpr = E.WIDTH // BLOCK * K_BLOCKS  # offset of the up scales in w_scale
     offs_n = first_n + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     w_ptr += expert.to(tl.int64) * (2 * E.WIDTH * E.HIDDEN)
@@ -275,15 +275,15 @@ def _zero_other_pairs(
 
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_experts", "per_pair"])
 def _down_small_m_kernel(
-    h_ptr,  # [M * TOP_K, WIDTH]
-    h_scale_ptr,  # [M * TOP_K, WIDTH / 128] fp32
+    h_ptr,  # [M * TOP_K, WIDTH], result of `_gate_up_small_m_kernel`
+    h_scale_ptr,  # [M * TOP_K, WIDTH / 128] fp32, scales of h, read with FP8 only
     topk_ids_ptr,  # [M, TOP_K] int32
     topk_weights_ptr,  # [M, TOP_K] fp32
     w_ptr,  # [num_experts, HIDDEN, WIDTH]
     w_scale_ptr,  # [num_experts, HIDDEN / 128, WIDTH / 128] fp32
     out_ptr,  # [M, TOP_K, HIDDEN]
-    expert_pairs_ptr,  # [num_experts, M] int32
-    expert_counts_ptr,  # [num_experts] int32
+    expert_pairs_ptr,  # [num_experts, M] int32, the pairs of each expert
+    expert_counts_ptr,  # [num_experts] int32, the number of pairs of each expert
     num_pairs,
     first_expert,
     num_experts,
@@ -355,7 +355,7 @@ def experts_small_m(x: Hidden, selected: SelectedExperts, prepared: PreparedExpe
     per_pair = num_pairs < count
     groups = num_pairs if per_pair else count - E.SHARED
     h, h_scale = empty_intermediate(num_pairs, q, E.WIDTH)
-    # counts_at is a multiple of 16 bytes; for another alignment Triton would recompile the kernel
+    # The counts begin at a multiple of 16 bytes: another alignment would recompile the kernel.
     counts_at = -(-count * num_tokens // 4) * 4
     expert_pairs = torch.empty(counts_at + count, dtype=torch.int32, device=device)
     lists = (expert_pairs, expert_pairs[counts_at:], num_pairs, first, count, int(per_pair))

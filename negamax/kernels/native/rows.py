@@ -238,7 +238,7 @@ def experts_kernel(linear: AnyKernel) -> AnyKernel:
         x = unquantized(x)
         num_tokens, top_k = ids.shape
         pairs = num_tokens * top_k
-        plan = torch.empty(2 * pairs + count + 1, dtype=torch.int64)  # `source`, `place`, `bounds`
+        plan = torch.empty(2 * pairs + count + 1, dtype=torch.int64)  # results of `group_pairs`
         source = plan.data_ptr()
         place, bounds = source + 8 * pairs, source + 16 * pairs
         _function("group_pairs", x.dtype)(

@@ -17,7 +17,7 @@ from negamax.kernels.quantize.op import quantize_activations
 class NormWeight:
     """Weight of a norm, and the epsilon under its square root."""
 
-    weight: Tensor  # [width]
+    weight: Tensor  # [width], norm weight
     eps: float
     quantize: bool = False  # whether to return `QuantizedActivations`
     gemma: bool = False  # whether to multiply by 1 + weight

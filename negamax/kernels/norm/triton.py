@@ -127,9 +127,9 @@ def add_and_normalize(
 
 @triton.jit
 def _add_rms_kernel(
-    x,  # [T, PARTS, 2 * WORDS]
+    x,  # [T, PARTS, 2 * WORDS], PARTS partial sums per row
     residual,  # [T, 2 * WORDS], changed in place
-    weight,  # [2 * WORDS]
+    weight,  # [2 * WORDS], norm weight
     out,  # [T, 2 * WORDS], written
     values,  # [T, 2 * WORDS] e4m3, written if QUANTIZE, else None
     scales,  # [T, 2 * WORDS / 128] fp32, written if QUANTIZE, else None

@@ -30,9 +30,9 @@ class RowSampling(NamedTuple):
     # [slots, 4] fp32: temperature (0: the most likely token), top_k (an integer; 0: off), top_p in
     # (0, 1], min_p in [0, 1]
     filters: Tensor
-    seeds: Tensor  # [slots] int64
+    seeds: Tensor  # [slots] int64, the seed of each slot's request
     slots: Tensor  # [R] int64, the slot of each row
-    positions: Tensor  # [R] int64
+    positions: Tensor  # [R] int64, positions in the sequences, which select the noise
 
 
 def sample(
@@ -49,7 +49,7 @@ def sample(
 
 def draw_from(
     values: Tensor,  # [R, C] fp32, logits of the leading tokens in descending order
-    token_ids: Tensor,  # [R, C] int64
+    token_ids: Tensor,  # [R, C] int64, ids of the leading tokens
     *,
     filters: Tensor,  # [R, 4] fp32, see `sample`
     uniforms: Tensor,
@@ -122,7 +122,7 @@ def draw_leading(
     /,
     *,
     first_id: int,  # id of the token in the first column of `logits`
-    otherwise: Tensor,  # [R] int64
+    otherwise: Tensor,  # [R] int64, results for the rows that draw no token here
     group: Collective | None = None,  # ranks that shard the vocabulary; None: only this rank
 ) -> Tensor:  # [R] int64
     """Draw a token for each row with 1 <= top_k <= CANDIDATES and a temperature above 0.
@@ -180,10 +180,10 @@ def apply_penalties(
 
 def token_logprobs(
     logprobs: Tensor,  # [R, V] fp32, log-softmax of the model's own logits
-    token_ids: Tensor,  # [R] int64
+    token_ids: Tensor,  # [R] int64, tokens whose log-probabilities are returned
     *,
     num_top: int,
-    # [R] fp32, [R] int64, [R, num_top] int64, [R, num_top] fp32
+    # log-probabilities [R] fp32, ranks [R] int64, top ids [R, num_top] int64, top log-probabilities
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-probability and rank (1 = most likely) of `token_ids`, and each row's top tokens.
 
@@ -202,7 +202,7 @@ def _top_ids(logprobs: Tensor, num_top: int) -> Tensor:
     """Return the ids [R, num_top] int64 of the top tokens, ordered as in `token_logprobs`."""
     if num_top == 0:
         return logprobs.new_empty((len(logprobs), 0), dtype=torch.int64)
-    # log-probabilities are at most 0, so the bits of their magnitudes sort in descending order
+    # log-probabilities are at most 0, so a larger one has a smaller magnitude and smaller bits
     keys = logprobs.abs().view(torch.int32).long()
     keys <<= 32
     keys |= torch.arange(logprobs.shape[1], device=logprobs.device)

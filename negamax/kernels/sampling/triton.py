@@ -72,10 +72,10 @@ def exponentials(bits):
 @triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
 def _tile_argmax_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
-    filters,  # [slots, 4] fp32
-    seeds,  # [slots] int64
-    slots,  # [R] int64
-    positions,  # [R] int64
+    filters,  # [slots, 4] fp32, `RowSampling.filters`
+    seeds,  # [slots] int64, the seed of each slot's request
+    slots,  # [R] int64, the slot of each row
+    positions,  # [R] int64, positions in the sequences, which select the noise
     scores,  # [R, tiles] fp32, written: the best score of each tile
     ids,  # [R, tiles] int32, written: the token with this score
     stride,
@@ -108,9 +108,9 @@ def _tile_argmax_kernel(
 
 @triton.jit(do_not_specialize=["rank"])
 def _row_argmax_kernel(
-    scores,  # [R, count] fp32
-    ids,  # [R, count] int32
-    out,  # [R] int64, written
+    scores,  # [R, count] fp32, the best score of each tile
+    ids,  # [R, count] int32, the token with this score
+    out,  # [R] int64, written: the token with the best score; -1 if it is not finite
     count,
     addresses,  # `PeerRegion.addresses`, used only if WORLD > 1
     flags,
@@ -136,7 +136,7 @@ def _row_argmax_kernel(
         data = tl.where(word == 0, best.to(tl.int32, bitcast=True), chosen)
         push(addresses, offset + rank * SLOT, word, data, flag, word < 2, WORLD)
         index = tl.arange(0, WORLD)[:, None] * SLOT + word[None, :]
-        # [WORLD, 2]
+        # [WORLD, 2]: best score (bits of fp32) and token of each rank
         arrived = poll(
             load_peer_base(addresses, rank) + offset, index, flag, index >= 0, addresses + WORLD
         )
@@ -248,8 +248,8 @@ def _draws_from_leading(filters, slot, COUNT: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=_ROW_VALUES)
 def _strip_max_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
-    filters,  # [slots, 4] fp32
-    slots,  # [R] int64
+    filters,  # [slots, 4] fp32, `RowSampling.filters`
+    slots,  # [R] int64, the slot of each row
     largest,  # [R, strips] int32, written: the largest `_make_sortable` key of every STRIP logits
     stride,
     vocab,
@@ -325,14 +325,14 @@ def _draw(key, filters, uniform, COUNT: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=_ROW_VALUES)
 def _draw_leading_kernel(
     logits,  # [R, V] fp32, rows `stride` apart
-    largest,  # [R, strips] int32
-    filters,  # [slots, 4] fp32
-    seeds,  # [slots] int64
-    slots,  # [R] int64
-    positions,  # [R] int64
-    otherwise,  # [R] int64
+    largest,  # [R, strips] int32, the largest sort key of every strip of logits
+    filters,  # [slots, 4] fp32, `RowSampling.filters`
+    seeds,  # [slots] int64, the seed of each slot's request
+    slots,  # [R] int64, the slot of each row
+    positions,  # [R] int64, positions in the sequences, which select the noise
+    otherwise,  # [R] int64, results for the rows that draw no token here
     chosen,  # [R, 3, COUNT] int32, written: the leading strips, keys and tokens
-    out,  # [R] int64, written
+    out,  # [R] int64, written: drawn tokens, for other rows those of `otherwise`
     stride,
     vocab,
     strips,
@@ -388,7 +388,7 @@ def draw_leading(
     rows: RowSampling,
     *,
     first_id: int,
-    otherwise: Tensor,  # [R] int64
+    otherwise: Tensor,  # [R] int64, results for the rows that draw no token here
     group: Collective | None = None,
 ) -> Tensor:  # [R] int64
     """Run `sampling.draw_leading`; last bits of probabilities may differ from the reference."""

@@ -18,7 +18,7 @@ def place(
     padding_slot: int,
     places: Tensor,  # [T + S] int64, written: positions [T], lengths [S]
     token_ids: Tensor,  # [T] int64, written: the step's tokens; 0 where there is no draft token
-    ends: Tensor,  # [T] int64, written: positions + 1; 0 in the padding slot
+    ends: Tensor,  # [T] int64, written: positions + 1; 0 for tokens of the padding slot
     words: Tensor,  # [S + M] int32, written: lengths, then the M columns after end_offsets
 ) -> None:
     """Compute tokens, positions and lengths of a step with T tokens of S sequences.
@@ -45,7 +45,7 @@ class ImageRows(NamedTuple):
     """Image embeddings that replace the embeddings of tokens."""
 
     at: Tensor  # [T] int32, index in `rows` for each token; -1: the token keeps its embedding
-    rows: Tensor  # [P, width]
+    rows: Tensor  # [P, width], image embeddings
 
 
 def embed(
@@ -65,8 +65,8 @@ def embed(
 
 def store(
     token_ids: Tensor,  # [T] int64, -1: no token
-    slots: Tensor,  # [T] int64
-    ends: Tensor,  # [T] int64, positions to which the tokens are written
+    slots: Tensor,  # [T] int64, row of each token in `tokens`
+    ends: Tensor,  # [T] int64, columns of `tokens` to which the tokens are written
     /,
     *,
     tokens: Tensor,  # [slots, width] int32 or int64, written

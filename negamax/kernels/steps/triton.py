@@ -12,19 +12,19 @@ from negamax.kernels.op import FLOAT_DTYPES
 from negamax.kernels.steps import op as spec
 from negamax.kernels.steps.op import EMBED_TOKENS, PLACE_TOKENS, STORE_TOKENS, ImageRows
 
-_BLOCK = 128  # number of entries that a program writes
+_BLOCK = 128  # number of entries of each output that a program writes
 
 
 @triton.jit(do_not_specialize=["num_tokens", "size", "num_words", "padding_slot"])
 def _place_kernel(
     columns,  # see `spec.place`
-    num_computed,  # [slots] int64
+    num_computed,  # [slots] int64, positions to which the offsets are added
     tokens,  # [slots, width], draft tokens are written
-    drafts,  # [slots, room] int64, or None
-    places,  # [size] int64, written
-    token_ids,  # [num_tokens] int64, written
-    ends,  # [num_tokens] int64, written
-    words,  # [num_words] int32, written
+    drafts,  # [slots, room] int64, draft tokens; or None
+    places,  # [size] int64, written: positions of the tokens, then lengths of the sequences
+    token_ids,  # [num_tokens] int64, written: the step's tokens
+    ends,  # [num_tokens] int64, written: positions + 1; 0 for tokens of the padding slot
+    words,  # [num_words] int32, written: lengths, then the other columns
     num_tokens,
     size,  # number of tokens + number of sequences
     num_words,
@@ -92,7 +92,7 @@ def _embed_kernel(
     table,  # [num_rows, 2 * WORDS]
     images,  # [T] int32, index in `rows`, or -1 to read `table`; or None
     rows,  # [P, 2 * WORDS], or None
-    out,  # [2, T, 2 * WORDS], written: embeddings, and zeros
+    out,  # [2, T, 2 * WORDS], written: embeddings, then a residual of zeros
     num_rows,
     first_id,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -138,11 +138,11 @@ def embed(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _store_kernel(
     token_ids,  # [T] int64
-    slots,  # [T] int64
-    ends,  # [T] int64
+    slots,  # [T] int64, row of each token in `tokens`
+    ends,  # [T] int64, columns of `tokens` to which the tokens are written
     tokens,  # [slots, width], written
-    num_computed,  # [slots] int64, written, or None
-    out,  # [T] int64, written
+    num_computed,  # [slots] int64, written: `ends` of each slot's token; or None
+    out,  # [T] int64, written: a copy of `token_ids`
     num_tokens,
     width,
     BLOCK: tl.constexpr,

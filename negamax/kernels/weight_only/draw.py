@@ -8,7 +8,7 @@ from torch import Tensor
 from negamax.formats.floats import E2M1, E4M3, E4M3_MAX
 from negamax.formats.tensor_format import Role, StoredTensor, TensorFormat
 
-# standard deviations of the numbers that `_values` draws
+# element format -> standard deviation of the numbers that `_values` draws
 _STD = {E2M1: 2.93, "uint4": 3.24, "int4": 3.24, "uint8": 73.9, "int8": 73.9, E4M3: 80.0}
 _SCALE_SPREAD = 0.1  # standard deviation of scales, relative to their mean
 _LEVEL_1 = 16.0  # mean of the block scales in formats with a global scale

@@ -30,7 +30,7 @@ from negamax.kernels.quantize.stored import decode
 PackedTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 SPAN_BYTES = 64
 SIDE_COLUMNS = 128  # number of columns of a row whose scales or zero points are adjacent
-# Permutation of an 8-bit span [2, 2, 2, 4, 2] to stored order. A pair's codes are 2 bytes apart.
+# Order of dimensions that permutes a span of 8-bit codes, viewed as [2, 2, 2, 4, 2], for storage.
 AXES = (3, 0, 1, 4, 2)
 # For the first 4-bit code of each pair: the position of each of its bits in the word, lowest bit
 # first. The bits of the second code are 16 positions higher, modulo 32. Except for the first pair,
@@ -186,7 +186,7 @@ def _pack(codes: Codes, *, bits: int) -> PackedWeight:
 def _words(codes: Tensor, bits: tuple[tuple[int, ...], ...]) -> Tensor:
     """Pack 4-bit codes [N, K], one per byte, into words: bytes [K / 128, N, 64] uint8."""
     spans = codes.view(len(codes), -1, 2, 2, 2, 2, 4, 2)
-    # [N, spans, thread, 64 columns, 32 columns, pair of a word, code of a pair]
+    # axes: row, span, thread, strides of 64 and 32 columns, pair of the word, code of the pair
     pairs = spans.permute(0, 1, 6, 2, 3, 4, 5, 7).flatten(5, 6)
     # for each code, the bits that the first code of a pair sets in the lower and upper half-word
     values = torch.tensor(

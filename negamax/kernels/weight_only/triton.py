@@ -35,7 +35,7 @@ BYTES = tl.constexpr(layout.SPAN_BYTES)
 _SIDE = tl.constexpr(layout.SIDE_COLUMNS)
 RAW = tl.constexpr(128.0)  # unpacking adds this number to codes of 4 bits
 COLUMNS = tl.constexpr(64)  # number of columns per product; more columns need more registers
-_ONE_SCALE_MAX_M = tl.constexpr(64)  # with more tokens two accumulators do not fit in registers
+_ONE_SCALE_MAX_M = tl.constexpr(64)  # for more tokens, two accumulators exceed the registers
 
 
 @triton.constexpr_function
@@ -144,7 +144,7 @@ def convert_sides(
     """Return the factors and addends of each product of span `i`, for `unpack_numbers`. `load_side`
     loaded `scale` (used if GROUPED) and `zero` for all SPANS spans.
     """
-    PART: tl.constexpr = i % (2 // P.CODES)  # index of the span among spans with the same scales
+    PART: tl.constexpr = i % (2 // P.CODES)  # index of the span in its 128 columns of scales
     factors, added = make_constants(P, DTYPE)
     if GROUPED:
         own = _select_span(scale, i, SPANS, P, P.IN_WORDS)
@@ -184,7 +184,7 @@ def split_by_product(each, P: tl.constexpr):
         products = (each,)
     elif ROWS == 1:
         products = (each, each)
-    else:  # the first two and the last two of the four words of a thread
+    else:  # one product has the first two of a thread's four words, the other the last two
         by_half = tl.permute(tl.reshape(each, (ROWS, 4, 2, 2)), (0, 1, 3, 2))
         first, second = tl.split(by_half)
         products = (tl.reshape(first, (ROWS, 8)), tl.reshape(second, (ROWS, 8)))
@@ -197,9 +197,9 @@ def _reorder_tile(numbers, P: tl.constexpr, ROWS: tl.constexpr, NUM_WARPS: tl.co
     WARPS: tl.constexpr = min(NUM_WARPS, ROWS // 16)
     TILES: tl.constexpr = ROWS // (16 * WARPS)
     numbers = tl.reshape(numbers, (TILES, 2, WARPS, 8, 4, 2, 2, 2, 2))
-    if P.CODES == 2:  # [.., thread, 32 columns, neighbor, 8 columns, 16 columns]
+    if P.CODES == 2:  # axes from 4 on: thread, then strides of 32, 1, 8 and 16 columns
         numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 8, 7, 4, 6))
-    else:  # [.., thread, 32 columns, 16 columns, neighbor, 8 columns]
+    else:  # axes from 4 on: thread, then strides of 32, 16, 1 and 8 columns
         numbers = tl.permute(numbers, (0, 2, 1, 3, 5, 6, 8, 4, 7))
     return tl.reshape(numbers, (ROWS, COLUMNS))
 
@@ -307,7 +307,7 @@ def convert_scales(scale, part: tl.constexpr, P: tl.constexpr, DTYPE: tl.constex
         words = _repeated(words, 4)
         run = tl.arange(0, 4)[None, :] * P.CODES + 4 * part
         first, second = run * 16 // P.GROUP % 4, (run + P.CODES - 1) * 16 // P.GROUP % 4
-        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # two bytes, widened to 16 bits
+        pair = take_bytes(words, 0x4040 + first + second * 0x100)  # two scales, each in 16 bits
         pair = pair * ONE + _bits_of_scale(P, DTYPE) * _TWICE
         factors = (pair, pair)
     else:

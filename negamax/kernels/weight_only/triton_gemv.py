@@ -146,7 +146,7 @@ def _load_side(
     k += tl.arange(0, 4)[None, None, None, :, None] * 0
     offsets = k // max(P.GROUP, SPAN) * num_rows + rows[:, None, :, None, None]
     offsets = offsets * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, None, :]
-    # one instruction loads adjacent entries
+    # number of bytes of adjacent entries, which one instruction loads
     SIZE: tl.constexpr = ENTRIES * ptr.dtype.element_ty.primitive_bitwidth // 8
     ptrs = add_last_first(ptr, offsets, ENTRIES, SIZE)
     inside = (k < P.K_PACKED) | _fills_steps(P.K_PACKED, WARPS)
@@ -234,7 +234,7 @@ def _load_tokens(
     A scalar `first` is the first column of one step. If `first` is [1, 1, TOKENS, 1, 1], it holds
     the first columns of STEPS steps. A thread loads its own operands.
     """
-    # [8 columns apart, NUM_WARPS, TOKENS, thread, neighbors]
+    # axes of the pointers: steps of 8 columns, warp, token, thread, neighboring columns
     thread = tl.arange(0, 4)[None, None, None, :, None]
     warp = _warps(split, NUM_WARPS)[None, :, None, None, None]
     k = warp * SPAN + thread * 2
@@ -271,11 +271,11 @@ def _dequantize(
         part = unpack_numbers(words, factors, added, P, DTYPE, GROUPED, IS_RAW)
         parts = parts + (part,)
     if P.CODES == 2:
-        # [8, NUM_WARPS, ROWS / 8, thread, 32 columns, neighbor, 8 columns, 16 columns]
+        # axes: row of 8, warp, group of 8 rows, thread, then strides of 32, 1, 8, 16 columns
         w = tl.reshape(parts[0], (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
         w = tl.permute(w, (1, 2, 0, 3, 4, 7, 6, 5))
     else:
-        # [8, NUM_WARPS, ROWS / 8, thread, 16 columns, neighbor, 8 columns, part]
+        # axes: row of 8, warp, group of 8 rows, thread, then strides of 16, 1, 8, 64 columns
         w = tl.reshape(tl.join(parts[0], parts[1]), (8, NUM_WARPS, ROWS // 8, 4, 4, 2, 2, 2))
         w = tl.permute(w, (1, 2, 0, 3, 7, 4, 6, 5))
     VECTOR: tl.constexpr = _vector(P)
