@@ -14,7 +14,7 @@ def describe_body(model: type[RequestModel]) -> dict[str, Any]:
 
 
 def build_document(app: FastAPI) -> dict[str, Any]:
-    """Build the OpenAPI document of `app` once, and move body definitions to its components."""
+    """Build and cache the OpenAPI document of `app`, with schemas of bodies in `components`."""
     if app.openapi_schema is None:
         made = FastAPI.openapi(app)
         schemas = made.setdefault("components", {}).setdefault("schemas", {})

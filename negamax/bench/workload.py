@@ -20,7 +20,7 @@ class BatchTimes:
     """One batch of requests that start together. Times are seconds since the first `add`."""
 
     ttft: tuple[float, ...]  # Time of the first token of each request.
-    seconds: float  # Time of the last token of the batch.
+    seconds: float  # Seconds from the start of the batch to its last token.
     # Duration of each step after all requests have their first token.
     steps: tuple[float, ...]
     # seconds in which the GPU was busy and was idle while decoding; 0 and 0 if not measured

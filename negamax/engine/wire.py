@@ -246,7 +246,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     updates: list[SequenceUpdate]
     stats: EngineStats
-    # (id, monotonic second of the first step) of each sequence that began to run.
+    # (id, time of the first step on the monotonic clock in s) of each sequence that began.
     admitted: list[tuple[str, float]] = []
     step_tokens: list[int] = []  # Number of tokens in each step since the last message.
 

@@ -16,7 +16,7 @@ _LEAST = {"buffer_steps": 0, "hwm": 1, "max_queue_size": 1}
 _MOST = 2**31 - 1  # largest value of a ZeroMQ option, which is a C int
 _ADDRESS = re.compile(r"(tcp://(?:\[[^\]]+\]|[^:/\s]+)):(\d{1,5})|ipc://\S+")
 _NO_PORT = -1  # Stands for the port of an ipc:// address, which has no port.
-# The publisher listens at addresses that match, and connects to all other addresses.
+# The publisher listens at addresses that match `_OWN`, and connects to all other addresses.
 _OWN = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::1?\]|localhost|127(\.\d+){3}):|ipc://")
 
 

@@ -151,7 +151,7 @@ class Lane:
         started, problem = time.monotonic(), ""
         try:
             if not self._pool.await_copies(command.after_step, seconds=STALL_SECONDS):
-                raise LaneError("this rank did not complete its copies in time")
+                raise LaneError("this rank did not copy its KV blocks to main memory in time")
             reads = plan_reads(
                 self.kinds, rank=self._rank, ranks=self._ranks, peers=len(command.lanes)
             )

@@ -20,7 +20,7 @@ class EditedRow:
     """The prompt and output tokens of a row that precede the token to sample."""
 
     prompt_ids: Tensor  # [P] int64, tokens of the prompt
-    output_ids: Tensor  # [O] int64, generated tokens, followed by -1
+    output_ids: Tensor  # [O] int64, generated tokens, padded with -1
     num_outputs: Tensor  # [] int64, number of generated tokens in `output_ids`
     is_masked: bool  # whether a grammar bitmask is applied after the edits
 

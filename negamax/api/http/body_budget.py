@@ -40,7 +40,7 @@ class BodyShare:
     """The bytes that one request reserves. Only the request's handler changes this object."""
 
     def __init__(self, budget: BodyBudget, scope: Scope) -> None:
-        """Store this object in the state of `scope`. The tenant in the state reserves the bytes."""
+        """Store this object in the state of `scope`, whose tenant reserves the bytes."""
         state = scope.setdefault("state", {})
         state[_STATE] = self
         self._budget = budget

@@ -71,7 +71,7 @@ class Agent:
         self._waiting = f"waiting for node 0 at {options.master_addr}:{options.master_port}"
         self._logged, self._logged_at = "", 0.0
         self._folder: PrivateFolder | None = None
-        self._session = ""  # Id of node 0's session, kept until node 0 knows the ranks' end.
+        self._session = ""  # Id of node 0's session, kept until node 0 learns that the ranks ended.
         self._ranks: LocalRanks | None = None
         self._death: str | None = None  # Reason why this agent ended the ranks.
         self._num_sent = 0

@@ -18,7 +18,7 @@ class LinearOutput(NamedTuple):
 
     dtype: torch.dtype | None = None  # dtype of the result; None: dtype of x
     out: Tensor | None = None  # tensor to which the result is written
-    in_parts: bool = False  # whether the result may be rounded partial sums [T, P, out]
+    in_parts: bool = False  # whether the result may consist of rounded partial sums, [T, P, out]
 
 
 LIKE_INPUT, IN_PARTS = LinearOutput(), LinearOutput(in_parts=True)

@@ -2,7 +2,7 @@
 scale per row of w. These kernels round activations to 8 bits with a scale per token.
 
 The kernels are used if M is so large that arithmetic is the bottleneck: tensor cores multiply 8
-bits at twice the rate of 16 bits. With fewer tokens `triton_packed.py` dequantizes the weights. The
+bits at twice the rate of 16 bits. For smaller M, `triton_packed.py` dequantizes the weights. The
 tile sizes in `tiles.py` are the sizes for FP8 blocks; no other sizes were measured.
 """
 

@@ -1,6 +1,6 @@
 """Router and experts on the CPU; a token's results do not depend on the batch composition.
 
-The router's rows are padded (`rowwise`, `gemm/cpu.py`). Experts run on tokens sorted by expert:
+The router's GEMM pads the tokens (`gemm/cpu.rowwise`). Experts run on tokens sorted by expert:
 each selected expert runs once, on one slice of these tokens. A token's outputs are summed in the
 order of its selections. A `gemm.linear` kernel runs the GEMMs, with one prepared weight per expert
 and projection.

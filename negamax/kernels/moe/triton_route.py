@@ -369,7 +369,7 @@ class PreparedGate:
     all_active: Tensor  # [1] int32, 2^31 - 1: all rows are active if the caller passes no `active`
     spin_wait: bool  # whether the platform allows spin waits between programs of a launch
     scaling: float  # factor of the routing weights
-    shared: bool  # whether every token's last choice is expert number `experts`, with weight 1
+    shared: bool  # whether each token also selects the shared expert (index `experts`, weight 1)
 
 
 def prepare_gate(

@@ -17,7 +17,7 @@ def place(
     *,
     padding_slot: int,
     places: Tensor,  # [T + S] int64, written: positions [T], lengths [S]
-    token_ids: Tensor,  # [T] int64, written: the step's tokens; 0 where there is no draft token
+    token_ids: Tensor,  # [T] int64, written: the step's tokens; 0 for an absent draft token
     ends: Tensor,  # [T] int64, written: positions + 1; 0 for tokens of the padding slot
     words: Tensor,  # [S + M] int32, written: lengths, then the M columns after end_offsets
 ) -> None:
