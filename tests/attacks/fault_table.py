@@ -8,8 +8,9 @@ one way, and briefly. Network namespaces, which need root, act as other machines
 
 A cell shows three times in seconds: until open requests ended with an error, until /readyz was
 not 200, and until a request was answered again. Clients "go on" if they only waited. With two
-replicas, clients of the healthy one must go on, and /readyz must stay 200. The exit code is 1 if a
-number is above its limit.
+replicas, clients of the healthy one must go on, and /readyz must stay 200. If the prefilling
+server of a router is killed or stopped, its clients must go on, /readyz must stay 200, and the
+decoding server must answer new requests alone. The exit code is 1 if a number is above its limit.
 """
 
 import argparse
@@ -18,11 +19,13 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +34,19 @@ sys.path.insert(0, str(ROOT))
 
 from negamax.options.nodes import KEY_VARIABLE  # noqa: E402
 from tests.dist.machines import Agent, DistantMachines, machines  # noqa: E402
+from tests.e2e.test_disaggregation import exchange  # noqa: E402
+from tests.ports import free_port  # noqa: E402
 from tools.load.http import DONE, UnexpectedStatusError  # noqa: E402
-from tools.load.server import Server, serving  # noqa: E402
+from tools.load.server import Server, serving, start  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 REPORTED_LIMIT, RED_LIMIT = 2.0, 1.0  # seconds
 NODE_LIMIT = 3.0  # limit of both agents, if another machine does not answer
 CLIENTS = 3  # With two cores, a tenant has at most three workers for slow grammars.
-PREFILL_SECONDS = 8.0  # A stopped grammar process is noticed after the prompt has run.
+# A stopped grammar process and a killed decoding server are noticed after the prompt has run.
+PREFILL_SECONDS = 8.0
+# The router probes each server every second. A stopped server's probe fails after 5 s.
+ROUTED_RED_LIMITS = {"killed": 2.0, "stopped": 7.0}
 POLL_SECONDS = 0.05
 PROBE_SECONDS = 0.8  # A later answer of /readyz counts as no answer.
 STOPPED_SECONDS = 10.0
@@ -50,6 +58,10 @@ MOVING = (
     *("--enable-expert-parallel", "--enable-eplb"),
     *("--eplb-config", '{"step_interval": 1, "window_size": 1, "num_redundant_experts": 2}'),
 )
+PREFILLER, DECODER, ROUTER = "prefilling server", "decoding server", "router"
+ROLES = {PREFILLER: "kv_producer", DECODER: "kv_consumer"}
+ROUTED = (*ROLES, ROUTER)
+SMALL_TIER = ("--kv-offloading-size", "0.01")  # room for 2,096 tokens
 # name, options, number of server processes, and parts
 SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("one process", (), 1, ("server process", "engine", "grammar process")),
@@ -60,6 +72,8 @@ SETUPS: tuple[tuple[str, tuple[str, ...], int, tuple[str, ...]], ...] = (
     ("two replicas", ("--num-replicas", "2"), 1, ("replica 1",)),
     ("two machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("engine", "node 1")),
     ("two distant machines, pp 2", ("-pp", "2", "--nnodes", "2"), 1, ("node 1",)),
+    ("prefill and decode", (), 1, ROUTED),
+    ("full host tier", SMALL_TIER, 1, ("engine",)),
 )
 DISTANCE = {"delay": 0.02, "jitter": 0.005, "loss": 0.01}  # links between distant machines
 GAP_SECONDS = 1.4  # length of a gap; an interruption of more than 2 s counts as a fault
@@ -116,6 +130,8 @@ Fault = tuple[Callable[[], object], Callable[[], object] | None]
 
 
 class OtherNode:
+    parts = ("node 1",)
+
     def __init__(self, network: DistantMachines, options: tuple[str, ...]) -> None:
         self.network = network
         self._options = options
@@ -124,7 +140,7 @@ class OtherNode:
     def start(self) -> None:
         self.agent = Agent(self.network, 1, *self._options, "--log-level", "warning")
 
-    def faults(self) -> dict[str, Fault]:
+    def faults(self, part: str) -> dict[str, Fault]:
         def send(number: signal.Signals) -> Callable[[], None]:
             return lambda: self.agent.signal(number)
 
@@ -146,19 +162,60 @@ class OtherNode:
             self.network.set_links(source=source, target=target, cut=is_cut)
 
 
-def faults_of(server: Server, part: str, node: OtherNode | None) -> dict[str, Fault]:
-    if node is not None and part.startswith("node"):
-        return node.faults()
-    pid = pid_of(server, part)
+class RoutedServers:
+    """Run a prefilling server, a decoding server and their router."""
 
-    def send(number: signal.Signals) -> None:
+    parts = ROUTED
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._ports = {part: str(free_port()) for part in ROUTED}
+        self.servers = {part: self.start(part) for part in ROUTED}
+
+    def start(self, part: str) -> Server:
+        port = ("--port", self._ports[part])
+        if part == ROUTER:
+            urls = [f"http://127.0.0.1:{self._ports[each]}" for each in ROLES]
+            line = ("route", *port, "--prefill", urls[0], "--decode", urls[1])
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            process = start("negamax", *line, text=True, cwd=ROOT, **pipes)
+            self._stack.callback(process.kill)
+            return Server(process, Path(os.devnull))
+        transfer = exchange(ROLES[part], free_port(), kv_load_failure_policy="recompute")
+        line = (*OPTIONS, *port, "--kv-offloading-size", "0.1", transfer)
+        server = self._stack.enter_context(serving(*line))
+        self._stack.callback(send_to, all_pids(server), signal.SIGCONT)
+        return server
+
+    def faults(self, part: str) -> dict[str, Fault]:
+        """Return faults of all processes of a server. A killed server is started again."""
+        return signal_faults(all_pids(self.servers[part]), undo_kill=partial(self.start, part))
+
+
+def signal_faults(pids: list[int], *, undo_kill: Callable[[], object] | None) -> dict[str, Fault]:
+    kill, stop, resume = (
+        partial(send_to, pids, each) for each in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
+    )
+    return {"killed": (kill, undo_kill), "stopped": (stop, resume)}
+
+
+def send_to(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    return {
-        "killed": (lambda: send(signal.SIGKILL), None),
-        "stopped": (lambda: send(signal.SIGSTOP), lambda: send(signal.SIGCONT)),
-    }
+
+Others = OtherNode | RoutedServers | None
+
+
+def faults_of(server: Server, part: str, others: Others) -> dict[str, Fault]:
+    if others is not None and part in others.parts:
+        return others.faults(part)
+    return signal_faults([pid_of(server, part)], undo_kill=None)
+
+
+def all_pids(server: Server) -> list[int]:
+    return [server.process.pid, *descendants(server.process.pid, "")]
 
 
 def children(pid: int) -> list[int]:
@@ -272,10 +329,10 @@ async def enter(server: Server, state: str, *, part: str, nonce: int) -> list[Cl
 
 
 async def measure(
-    server: Server, part: str, state: str, *, name: str, node: OtherNode | None, limit: float
+    server: Server, part: str, state: str, *, name: str, others: Others, limit: float
 ) -> Cell:
     clients = await enter(server, state, part=part, nonce=time.monotonic_ns() % 10**6)
-    strike, undo = faults_of(server, part, node)[name]
+    strike, undo = faults_of(server, part, others)[name]
     since = time.monotonic()
     strike()
     if state == "idle":  # A request arrives before the fault is noticed.
@@ -284,15 +341,19 @@ async def measure(
         body = body_for("decode", constrained=is_constrained, nonce=1, replica=replica_of(part))
         clients[-1].task = asyncio.create_task(clients[-1].run(server, body))
     red = asyncio.create_task(first_red(server, since, STOPPED_SECONDS if undo else limit))
-    is_late = (part, state) == ("grammar process", "prefill")
-    cell = Cell((REPORTED_LIMIT if node is None else NODE_LIMIT) + is_late * PREFILL_SECONDS)
+    is_late = state == "prefill" and part in ("grammar process", DECODER)
+    reported_limit = NODE_LIMIT if isinstance(others, OtherNode) else REPORTED_LIMIT
+    cell = Cell(reported_limit + is_late * PREFILL_SECONDS)
     back = since
+    if part == PREFILLER:  # The decoding server answers during the fault.
+        cell.again = await first_answer(server, part, since, limit)
     if undo is not None:
         settled = all_settled(clients, since)
-        await wait_for(lambda: settled() and red.done(), STOPPED_SECONDS)
-        undo()
+        await wait_for(lambda: settled() and red.done(), since + STOPPED_SECONDS - time.monotonic())
         back = time.monotonic()
-    cell.again = await first_answer(server, part, back, limit)
+        await asyncio.to_thread(undo)
+    if part != PREFILLER:
+        cell.again = await first_answer(server, part, back, limit)
     await wait_for(all_settled(clients, back), max(0.0, back + limit - time.monotonic()))
     reported = [client for client in clients if client.outcome(back) == "reported"]
     if all(client.outcome(back) != "waits" for client in clients):
@@ -323,8 +384,10 @@ def text_of(cell: Cell, part: str, *, fault: str, restart: float) -> tuple[str, 
     # Other server processes, grammar processes and replicas keep answering.
     is_replica = replica_of(part) is not None
     has_others = is_front or is_replica or part == "grammar process"
-    is_harmless = fault == GAP  # Clients go on, and /readyz stays 200.
+    is_harmless = fault == GAP or part == PREFILLER  # Clients go on, and /readyz stays 200.
     red_limit = NODE_LIMIT if part.startswith("node") else RED_LIMIT
+    if part == DECODER:
+        red_limit = ROUTED_RED_LIMITS[fault]
     parts = [
         ("goes on", True) if cell.goes_on else _number(cell.reported, cell.limit),
         _number(cell.red, red_limit, optional=has_others or is_harmless),
@@ -345,9 +408,14 @@ def _number(seconds: float | None, limit: float, *, optional: bool = False) -> t
 
 @contextlib.contextmanager
 def started(
-    options: tuple[str, ...], num_servers: int, *, links: dict[str, float]
-) -> Iterator[tuple[Server, OtherNode | None, float]]:
+    options: tuple[str, ...], num_servers: int, *, links: dict[str, float], is_routed: bool
+) -> Iterator[tuple[Server, Others, float]]:
     with contextlib.ExitStack() as stack:
+        began = time.monotonic()
+        if is_routed:
+            routed = RoutedServers(stack)
+            yield routed.servers[ROUTER], routed, time.monotonic() - began
+            return
         node = None
         if "--nnodes" in options:
             network = stack.enter_context(machines(2, DistantMachines))
@@ -357,8 +425,11 @@ def started(
             options = (*options, "--master-addr", network.address(0))
         began = time.monotonic()
         server = stack.enter_context(serving(*OPTIONS, *options, num_servers=num_servers))
+        start_seconds = time.monotonic() - began
+        if options == SMALL_TIER:
+            asyncio.run(fill_tier(server))
         try:
-            yield server, node, time.monotonic() - began
+            yield server, node, start_seconds
         finally:
             root = server.process.pid
             for module in (ENGINE, GRAMMAR, RANK, SERVER_WORKER):
@@ -367,15 +438,29 @@ def started(
                         os.kill(pid, signal.SIGCONT)
 
 
+async def fill_tier(server: Server) -> None:
+    """Send prompts until main memory evicts blocks."""
+    for nonce in range(10):
+        body = body_for("prefill", constrained=False, nonce=10**6 + nonce) | {"max_tokens": 1}
+        await status(server, CHAT, body, seconds=60.0)
+        if (await server.metrics())["negamax:kv_offload_evictions_total"]:
+            return
+    raise RuntimeError("main memory is not full")
+
+
 def row(setup: str, part: str, *, fault: str, limit: float) -> tuple[list[str], bool]:
     options, num_servers = next(entry[1:3] for entry in SETUPS if entry[0] == setup)
     cells, good = [], True
     is_alone = part == "leader" or (part == "server process" and num_servers == 1)
     for state in STATES:
+        if part in ROUTED and state == "opening":  # The effect is the same as in a prefill.
+            cells.append("-")
+            continue
         try:
             links = DISTANCE if "distant" in setup else {}
-            with started(options, num_servers, links=links) as (server, node, start_seconds):
-                measured = measure(server, part, state, name=fault, node=node, limit=limit)
+            servers = started(options, num_servers, links=links, is_routed=part in ROUTED)
+            with servers as (server, others, start_seconds):
+                measured = measure(server, part, state, name=fault, others=others, limit=limit)
                 cell = asyncio.run(measured)
                 restart = start_seconds + REPORTED_LIMIT
                 if is_alone and fault == "killed" and server.process.poll() is not None:
