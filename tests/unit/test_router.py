@@ -429,6 +429,14 @@ async def test_what_a_prefilling_server_refuses_is_sent_to_no_other_one() -> Non
         assert not decoding.bodies
 
 
+@in_loop
+async def test_no_prompt_is_computed_while_no_server_decodes() -> None:
+    async with routing(OK, prefill=NO_PARAMS) as (app, (_, prefilling), pools):
+        pools[0].servers[0].is_up = False
+        assert (await ask(app, body=chat("x")))[0] == 503
+        assert not prefilling.bodies
+
+
 def test_addresses_are_checked() -> None:
     def listed(*urls: str, **options: Any) -> list[list[str]]:
         return [

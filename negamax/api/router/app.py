@@ -186,12 +186,12 @@ class RouterApp:
         """Let a prefilling server compute the prompt, and return the body for the decoding server.
 
         If a prefilling server refuses the request, return its answer. If the decoding server must
-        compute the prompt, return None.
+        compute the prompt, or if no server can decode, return None.
         """
         fields = request.prompt.fields
         if self._prefillers is None or fields is None or request.path not in _PAIRED_PATHS:
             return None
-        if PARAMS in fields:  # Another router in front chose the prefilling server.
+        if PARAMS in fields or not self._pool.list_ready():  # PARAMS come from another router.
             return None
         body, tried = build_prefill_body(fields), list[RoutedServer]()
         while len(tried) <= MAX_RETRIES and self._prefillers.list_ready(tried):
